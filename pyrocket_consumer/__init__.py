@@ -1,0 +1,117 @@
+"""A push consumer for Apache RocketMQ whose offsets are right, and what belongs to it.
+
+from pyrocket_consumer import Message, PushConsumer
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pyrocket_consumer.config import ConsumerConfig, ProducerConfig
+from pyrocket_consumer.errors import (
+    BrokerError,
+    ConfigError,
+    ConnectError,
+    ConnectionLost,
+    ConsumerClosed,
+    FlowControl,
+    OffsetStoreCorrupt,
+    OffsetStoreError,
+    OffsetStoreLocked,
+    OffsetStoreUnwritable,
+    PermissionDenied,
+    ProtocolError,
+    RequestTimeout,
+    RocketError,
+    RouteNotFound,
+    SendError,
+)
+from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageModel, MessageQueue
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.admin import Admin
+    from pyrocket_consumer.consumer import (
+        AsyncPushConsumer,
+        ConsumeContext,
+        ConsumeResult,
+        ConsumerState,
+        PushConsumer,
+        QueueProgress,
+        Retry,
+        Suspend,
+        sql,
+    )
+    from pyrocket_consumer.producer import Producer, SendResult
+    from pyrocket_consumer.wire.message import Message
+
+__version__ = "0.1.0"
+
+_HOMES = {  # imported when first used, so that the import is quick
+    "Admin": "pyrocket_consumer.admin",
+    "AsyncPushConsumer": "pyrocket_consumer.consumer",
+    "ConsumeContext": "pyrocket_consumer.consumer",
+    "ConsumeResult": "pyrocket_consumer.consumer",
+    "ConsumerState": "pyrocket_consumer.consumer",
+    "Message": "pyrocket_consumer.wire.message",
+    "Producer": "pyrocket_consumer.producer",
+    "PushConsumer": "pyrocket_consumer.consumer",
+    "QueueProgress": "pyrocket_consumer.consumer",
+    "Retry": "pyrocket_consumer.consumer",
+    "Suspend": "pyrocket_consumer.consumer",
+    "SendResult": "pyrocket_consumer.producer",
+    "sql": "pyrocket_consumer.consumer",
+}
+
+__all__ = [
+    "Admin",
+    "AsyncPushConsumer",
+    "BrokerError",
+    "ConfigError",
+    "ConnectError",
+    "ConnectionLost",
+    "ConsumeContext",
+    "ConsumeResult",
+    "ConsumerClosed",
+    "ConsumerConfig",
+    "ConsumerEvent",
+    "ConsumerState",
+    "EventKind",
+    "FlowControl",
+    "Message",
+    "MessageModel",
+    "MessageQueue",
+    "OffsetStoreCorrupt",
+    "OffsetStoreError",
+    "OffsetStoreLocked",
+    "OffsetStoreUnwritable",
+    "PermissionDenied",
+    "Producer",
+    "ProducerConfig",
+    "ProtocolError",
+    "PushConsumer",
+    "QueueProgress",
+    "RequestTimeout",
+    "Retry",
+    "RocketError",
+    "RouteNotFound",
+    "SendError",
+    "SendResult",
+    "Suspend",
+    "__version__",
+    "sql",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,288 @@
+"""Settings: frozen, checked once when made, picklable. Secrets never show in a repr."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from ssl import SSLContext
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import ConsumerEvent, MessageModel
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.model import MessageQueue
+
+DEFAULT_MAX_RECONSUME_TIMES = 16
+MAX_TOPIC_CHARACTERS = 127
+MAX_GROUP_CHARACTERS = 120  # 255 before broker 5.5.0; its %RETRY% topic must stay within 127
+_NAME = re.compile(r"[%|a-zA-Z0-9_-]+")
+_ADDRESS = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
+
+Allocation = str | Callable[[str, str, "Sequence[MessageQueue]", Sequence[str]], "Sequence[MessageQueue]"]
+"""A strategy's name, or a callable (group, own client id, all queues, all client ids) -> own queues."""
+
+
+def check_topic(topic: object) -> str:
+    """Return `topic` if it is a legal topic name.
+
+    Raises:
+        ConfigError: it is not text, empty, too long (127) or has a character outside `%|a-zA-Z0-9_-`.
+    """
+    return _check_name(topic, "topic", MAX_TOPIC_CHARACTERS)
+
+
+def check_group(group: object) -> str:
+    """Return `group` if it is a legal group name.
+
+    Raises:
+        ConfigError: it is not text, empty, too long (120), reserved, or has a character outside `%|a-zA-Z0-9_-`.
+    """
+    name = _check_name(group, "group", MAX_GROUP_CHARACTERS)
+    if name == "DEFAULT_CONSUMER":
+        raise ConfigError("group 'DEFAULT_CONSUMER' is reserved by RocketMQ; choose a name of your own")
+    return name
+
+
+def _check_name(name: object, what: str, longest: int) -> str:
+    if not isinstance(name, str):
+        raise ConfigError(f"{what} must be text, not {type(name).__name__} ({name!r})")
+    if not name:
+        raise ConfigError(f"{what} is empty; give it a name")
+    if len(name) > longest:
+        raise ConfigError(f"{what} {name[:40]!r}… has {len(name)} characters; at most {longest} are allowed")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{what} {name!r} has a character that is not allowed; use a-z A-Z 0-9 _ - % |")
+    return name
+
+
+def parse_name_servers(text: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the addresses in `text` (`host:port`, several joined by `;`), or in NAMESRV_ADDR when it is None.
+
+    Raises:
+        ConfigError: none given, or one is not `host:port`.
+    """
+    if text is None:
+        text = os.environ.get("NAMESRV_ADDR", "")
+        if not text.strip():
+            raise ConfigError("no name server: pass name_server='host:9876' or set NAMESRV_ADDR")
+    parts = text.replace(",", ";").split(";") if isinstance(text, str) else list(text)
+    addresses = tuple(part.strip() for part in parts if part.strip())
+    if not addresses:
+        raise ConfigError("no name server: pass name_server='host:9876' or set NAMESRV_ADDR")
+    for address in addresses:
+        parse_address(address, "name_server")
+    return addresses
+
+
+def parse_address(address: str, what: str = "address") -> tuple[str, int]:
+    """Split `host:port` (IPv6 hosts in brackets).
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    found = _ADDRESS.fullmatch(address)
+    if not found or not 0 < int(found["port"]) < 65536:
+        raise ConfigError(f"{what} {address!r} is not host:port (for example 127.0.0.1:9876)")
+    return found["host"].strip("[]"), int(found["port"])
+
+
+def check_range(name: str, value: object, low: float, high: float) -> None:
+    """Raise ConfigError unless `value` is a number within [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} is not allowed; it must be a number from {low:g} to {high:g}")
+
+
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    """Raise ConfigError unless `value` is a whole number within [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} is not allowed; it must be a whole number from {low} to {high}")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise ConfigError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """What every client needs: where the name servers are, who we are, how to prove it."""
+
+    name_server: tuple[str, ...] | str | None = None
+    client_ip: str | None = None
+    instance_name: str = "DEFAULT"
+    unit_name: str | None = None
+    namespace: str | None = None
+    access_key: str | None = field(default=None, repr=False)
+    secret_key: str | None = field(default=None, repr=False)
+    security_token: str | None = field(default=None, repr=False)
+    tls: bool | SSLContext = False
+    call_timeout_s: float = 3.0
+    connect_timeout_s: float = 3.0
+    heartbeat_interval_s: float = 30.0
+    route_refresh_interval_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name_server", parse_name_servers(self.name_server))
+        if (self.access_key is None) != (self.secret_key is None):
+            raise ConfigError("access_key and secret_key go together; one of them is missing")
+        for name in ("call_timeout_s", "connect_timeout_s"):
+            check_range(name, getattr(self, name), 0.01, 600)
+        for name in ("heartbeat_interval_s", "route_refresh_interval_s"):
+            check_range(name, getattr(self, name), 0.05, 3600)
+        if not isinstance(self.instance_name, str) or not self.instance_name:
+            raise ConfigError(f"instance_name={self.instance_name!r} is not allowed; it must be a non-empty text")
+
+    @property
+    def name_servers(self) -> tuple[str, ...]:
+        """The name servers' addresses, checked."""
+        assert isinstance(self.name_server, tuple)
+        return self.name_server
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Any:
+        """Make a config from keyword options.
+
+        Raises:
+            ConfigError: an option is unknown (with the nearest known names) or its value is not allowed.
+        """
+        known = {each.name for each in fields(cls) if each.init}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            import difflib
+
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown option {unknown[0]!r}{hint}")
+        return cls(**options)
+
+
+PerTopic = int | Mapping[str, int]
+"""One number for every topic, or a mapping topic -> number (others take the default)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsumerConfig(ClientConfig):
+    """The options of a push consumer; `docs/reference.md` tells what each does."""
+
+    group: str = ""
+    message_model: MessageModel | str = MessageModel.CLUSTERING
+    orderly: bool = False
+    consume_from: str | datetime = "last"
+    consume_threads: int = 20
+    listener_batch_size: int = 1
+    pull_batch_size: PerTopic = 32
+    max_cached_messages: PerTopic = 1000
+    max_cached_bytes: PerTopic = 100 * 1024 * 1024
+    max_span: int = 2000
+    commit_interval_s: float = 5.0
+    rebalance_interval_s: float = 20.0
+    max_reconsume_times: int | None = None
+    auto_commit: bool = True
+    consume_timeout_s: float = 900.0
+    shutdown_timeout_s: float = 30.0
+    pull_hold_s: float = 15.0
+    pull_retry_delay_s: float = 1.0
+    allocation: Allocation = "average"
+    offset_store: Any = None
+    offset_store_dir: str | Path | None = None
+    durability: Literal["fsync", "process", "checkpoint"] = "fsync"
+    on_unreadable_store: Literal["raise", "backup", "start_over"] = "backup"
+    remote_reset: Literal["accept", "refuse"] = "accept"
+    reset_record_interval_s: float = 60.0
+    on_event: Callable[[ConsumerEvent], None] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group(self.group)
+        try:
+            object.__setattr__(self, "message_model", MessageModel(self.message_model))
+        except ValueError:
+            check_choice("message_model", self.message_model, [model.value for model in MessageModel])
+        if isinstance(self.consume_from, datetime):
+            if self.consume_from.tzinfo is None:
+                raise ConfigError(
+                    f"consume_from={self.consume_from!r} has no time zone; "
+                    "use for example datetime(…, tzinfo=timezone.utc)"
+                )
+        else:
+            check_choice("consume_from", self.consume_from, ["last", "first"])
+        check_int("consume_threads", self.consume_threads, 1, 1000)
+        check_int("listener_batch_size", self.listener_batch_size, 1, 1024)
+        self._check_per_topic("pull_batch_size", 1, 1024)
+        self._check_per_topic("max_cached_messages", 1, 1_000_000)
+        self._check_per_topic("max_cached_bytes", 1, 1 << 40)
+        check_int("max_span", self.max_span, 1, 65535)
+        check_range("commit_interval_s", self.commit_interval_s, 0.01, 3600)
+        check_range("rebalance_interval_s", self.rebalance_interval_s, 0.05, 3600)
+        if self.max_reconsume_times is not None:
+            check_int("max_reconsume_times", self.max_reconsume_times, 0, 2**31 - 1)
+        if not self.auto_commit and not self.orderly:
+            raise ConfigError("auto_commit=False works with orderly=True only; leave it out, or consume orderly")
+        check_range("consume_timeout_s", self.consume_timeout_s, 0.05, 7 * 86400)
+        check_range("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400)
+        check_range("pull_hold_s", self.pull_hold_s, 0.05, 300)
+        check_range("pull_retry_delay_s", self.pull_retry_delay_s, 0.001, 300)
+        if not callable(self.allocation):
+            check_choice("allocation", self.allocation, ["average", "circle", "hash", "machine-room"])
+        check_choice("durability", self.durability, ["fsync", "process", "checkpoint"])
+        check_choice("on_unreadable_store", self.on_unreadable_store, ["raise", "backup", "start_over"])
+        check_choice("remote_reset", self.remote_reset, ["accept", "refuse"])
+        check_range("reset_record_interval_s", self.reset_record_interval_s, 0.05, 86400)
+        if self.on_event is not None and not callable(self.on_event):
+            raise ConfigError(f"on_event={self.on_event!r} is not callable; pass a function of one ConsumerEvent")
+
+    def _check_per_topic(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        for each in value.values() if isinstance(value, Mapping) else [value]:
+            check_int(name, each, low, high)
+
+    def for_topic(self, name: str, topic: str) -> int:
+        """Return option `name` (one of the per-topic ones) as it holds for `topic`."""
+        value = getattr(self, name)
+        if isinstance(value, Mapping):
+            default = next(each.default for each in fields(self) if each.name == name)
+            return int(value.get(topic, default))
+        return int(value)
+
+    @property
+    def most_attempts(self) -> int | None:
+        """How often a message may fail before it is given up: 16, or for ever when orderly, unless set."""
+        if self.max_reconsume_times is None:
+            return None if self.orderly else DEFAULT_MAX_RECONSUME_TIMES
+        return self.max_reconsume_times
+
+    @property
+    def broadcasting(self) -> bool:
+        return self.message_model is MessageModel.BROADCASTING
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProducerConfig(ClientConfig):
+    """The options of a producer."""
+
+    group: str = "DEFAULT_PRODUCER"
+    send_timeout_s: float = 3.0
+    send_attempts: int = 3
+    compress_above_bytes: int = 4096
+    compression: Literal["zlib", "lz4", "zstd"] = "zlib"
+    max_message_bytes: int = 4 * 1024 * 1024
+    max_in_flight_messages: int = 4096
+    max_in_flight_bytes: int = 64 * 1024 * 1024
+    auto_create_topic: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group(self.group)
+        check_range("send_timeout_s", self.send_timeout_s, 0.01, 600)
+        check_int("send_attempts", self.send_attempts, 1, 100)
+        check_int("compress_above_bytes", self.compress_above_bytes, 1, 2**31 - 1)
+        check_choice("compression", self.compression, ["zlib", "lz4", "zstd"])
+        check_int("max_message_bytes", self.max_message_bytes, 1, 16 * 1024 * 1024 - 128 * 1024)  # a frame has 16 MiB
+        check_int("max_in_flight_messages", self.max_in_flight_messages, 1, 10_000_000)
+        check_int("max_in_flight_bytes", self.max_in_flight_bytes, 1, 1 << 40)

@@ -1,0 +1,125 @@
+"""Every exception the package raises on purpose. Each says what happened, where, and what to do; each pickles."""
+
+from __future__ import annotations
+
+
+class RocketError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class ConfigError(RocketError, ValueError):
+    """A setting or argument is wrong: the text names the value, what is allowed and the remedy."""
+
+
+class ConnectError(RocketError):
+    """No connection to an address could be made."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(address, reason)
+        self.address, self.reason = address, reason
+
+    def __str__(self) -> str:
+        return f"cannot connect to {self.address}: {self.reason}; check the address and that a server listens there"
+
+
+class ConnectionLost(RocketError):
+    """A connection ended while a call waited on it. The call may or may not have been executed."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(address, reason)
+        self.address, self.reason = address, reason
+
+    def __str__(self) -> str:
+        return f"connection to {self.address} was lost: {self.reason}"
+
+
+class RequestTimeout(RocketError):
+    """No answer came within the deadline. The call may or may not have been executed."""
+
+    def __init__(self, what: str, address: str, timeout_s: float) -> None:
+        super().__init__(what, address, timeout_s)
+        self.what, self.address, self.timeout_s = what, address, timeout_s
+
+    def __str__(self) -> str:
+        return f"{self.what} was not answered by {self.address} within {self.timeout_s:g} s"
+
+
+class ProtocolError(RocketError):
+    """Bytes do not follow the protocol."""
+
+
+# Source: protocol, response codes. The same call to the same broker, later, may work.
+RETRYABLE_CODES = frozenset({1, 2, 14, 17, 24, 25, 26, 27, 28, 215, 1500})
+
+
+class BrokerError(RocketError):
+    """A broker or name server answered, and said no. `retryable`: the same call may work later."""
+
+    def __init__(self, code: int, remark: str, address: str, name: str = "") -> None:
+        super().__init__(code, remark, address, name)
+        self.code, self.remark, self.address, self.name = code, remark, address, name
+        self.retryable = code in RETRYABLE_CODES
+
+    def __str__(self) -> str:
+        return f"{self.address} answered {self.name or 'code'} ({self.code}): {self.remark or 'no remark'}"
+
+
+class PermissionDenied(BrokerError):
+    """The account or the queue's permission does not allow the call. Check access key and rules."""
+
+    def __init__(self, code: int, remark: str, address: str, name: str = "") -> None:
+        super().__init__(code, remark, address, name)
+        self.retryable = False  # ACL 1.0 refuses with code 1, which otherwise is worth a retry
+
+
+class FlowControl(BrokerError):
+    """The broker is busy and asks to slow down; try again after a moment."""
+
+
+class RouteNotFound(RocketError):
+    """No name server knows a route for the topic."""
+
+    def __init__(self, topic: str, name_servers: str) -> None:
+        super().__init__(topic, name_servers)
+        self.topic, self.name_servers = topic, name_servers
+
+    def __str__(self) -> str:
+        return (
+            f"no route for topic {self.topic!r} at name server {self.name_servers}; "
+            "create the topic, or check its name and that a broker that has it is running"
+        )
+
+
+class OffsetStoreError(RocketError):
+    """The offset store could not do what was asked."""
+
+
+class OffsetStoreLocked(OffsetStoreError):
+    """Another process owns the store."""
+
+
+class OffsetStoreCorrupt(OffsetStoreError):
+    """Neither the store's file nor its backup can be read, and the policy is to stop."""
+
+
+class OffsetStoreUnwritable(OffsetStoreError):
+    """The store's directory cannot be written: full, read-only or not ours. Memory keeps the offsets meanwhile."""
+
+
+class ConsumerClosed(RocketError):
+    """The consumer (or producer, or cluster) is closed and cannot be used any more; make a new one."""
+
+
+class SendError(RocketError):
+    """A message was not stored. `attempts` says which brokers were tried and what each said.
+
+    `stored` is for several messages sent together: so many of them, from the first on, are stored.
+    """
+
+    def __init__(self, topic: str, attempts: tuple[str, ...], stored: int = 0) -> None:
+        super().__init__(topic, attempts, stored)
+        self.topic, self.attempts, self.stored = topic, attempts, stored
+
+    def __str__(self) -> str:
+        kept = f" after the first {self.stored}, which are stored" if self.stored else ""
+        return f"message to topic {self.topic!r} was not sent{kept}: " + "; ".join(self.attempts)

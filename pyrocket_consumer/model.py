@@ -1,0 +1,182 @@
+"""Values everybody shares: queues, routes, subscriptions, pull results, events. Frozen, comparable, picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+RETRY_PREFIX = "%RETRY%"
+DLQ_PREFIX = "%DLQ%"
+
+PERM_READ = 4
+PERM_WRITE = 2
+
+MASTER_ID = 0
+
+
+def retry_topic(group: str) -> str:
+    """Return the topic from which failed messages of `group` come again."""
+    return RETRY_PREFIX + group
+
+
+def dlq_topic(group: str) -> str:
+    """Return the topic that keeps messages `group` has given up."""
+    return DLQ_PREFIX + group
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MessageQueue:
+    """One queue of a topic on one broker: the unit of assignment, order and offset.
+
+    Sorts as in every client of the group, or their allocations disagree. Source: MessageQueue.compareTo.
+    """
+
+    topic: str
+    broker_name: str
+    queue_id: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.broker_name}/{self.queue_id}"
+
+
+class MessageModel(StrEnum):
+    """How a group shares a topic: each message to one member, or to every member."""
+
+    CLUSTERING = "clustering"
+    BROADCASTING = "broadcasting"
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """What a group wants of a topic.
+
+    `expression` is the text as the user gave it; `tags` is empty for "everything" and for SQL92.
+    `version` are milliseconds; it changes when, and only when, the set of queues held changes.
+    """
+
+    topic: str
+    expression: str = "*"
+    tags: frozenset[str] = frozenset()
+    expression_type: str = "TAG"
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueData:
+    """How many queues a topic has on one broker, and what may be done with them."""
+
+    broker_name: str
+    read_queues: int
+    write_queues: int
+    perm: int = PERM_READ | PERM_WRITE
+    topic_sys_flag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerData:
+    """The addresses of one broker name: id 0 is the master, others are its slaves."""
+
+    cluster: str
+    broker_name: str
+    addresses: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TopicRoute:
+    """Where a topic lives, as the name server tells it."""
+
+    topic: str
+    queues: tuple[QueueData, ...] = ()
+    brokers: tuple[BrokerData, ...] = ()
+    order_conf: str | None = None
+
+    def consume_queues(self) -> list[MessageQueue]:
+        """Return the queues to read from, in the order every member of a group uses."""
+        return sorted(
+            MessageQueue(self.topic, data.broker_name, queue_id)
+            for data in self.queues
+            if data.perm & PERM_READ
+            for queue_id in range(data.read_queues)
+        )
+
+    def publish_queues(self) -> list[MessageQueue]:
+        """Return the queues to send to: writable ones whose broker has a master.
+
+        For an ordered topic the name server may have fixed which these are, so that keys keep their queues while a
+        broker is away. Source: MQClientInstance.topicRouteData2TopicPublishInfo.
+        """
+        if self.order_conf:
+            parts = (part.rpartition(":") for part in self.order_conf.split(";") if part)
+            counts = [(name, int(count)) for name, _, count in parts if count.isdecimal()]
+            return [MessageQueue(self.topic, name, queue_id) for name, count in counts for queue_id in range(count)]
+        masters = {broker.broker_name for broker in self.brokers if MASTER_ID in broker.addresses}
+        return [
+            MessageQueue(self.topic, data.broker_name, queue_id)
+            for data in sorted(self.queues, key=lambda data: data.broker_name)
+            if data.perm & PERM_WRITE and data.broker_name in masters
+            for queue_id in range(data.write_queues)
+        ]
+
+
+class PullStatus(Enum):
+    """What a pull found. Source: PullStatus, response codes 0, 19, 20, 21."""
+
+    FOUND = 0
+    NO_NEW_MESSAGE = 19
+    NO_MATCHED_MESSAGE = 20
+    OFFSET_MOVED = 21
+
+
+@dataclass(frozen=True, slots=True)
+class PullAnswer:
+    """The header of a pull's answer; the messages are in its body.
+
+    `offset_reset` tells a reset made at the broker from an ordinary correction (both are OFFSET_MOVED).
+    """
+
+    status: PullStatus
+    next_offset: int
+    min_offset: int
+    max_offset: int
+    suggested_broker_id: int = MASTER_ID
+    offset_reset: bool = False
+
+
+class EventKind(StrEnum):
+    """What a consumer tells its user about, besides messages."""
+
+    QUEUE_ASSIGNED = "queue-assigned"
+    QUEUE_REVOKED = "queue-revoked"
+    OFFSET_CORRECTED = "offset-corrected"
+    OFFSET_RESET = "offset-reset"
+    STORE_UNWRITABLE = "store-unwritable"
+    STORE_RECOVERED = "store-recovered"
+    STORE_FALLBACK = "store-fallback"
+    STORE_ORPHANED = "store-orphaned"
+    LOCK_LOST = "lock-lost"
+    MESSAGE_SENT_BACK = "message-sent-back"
+    MESSAGE_GIVEN_UP = "message-given-up"
+    MESSAGE_STUCK = "message-stuck"
+    SEND_BACK_FAILED = "send-back-failed"
+    LISTENER_RESULT_UNKNOWN = "listener-result-unknown"
+    RANGE_SKIPPED = "range-skipped"
+    BROKER_UNREACHABLE = "broker-unreachable"
+    COMMIT_FAILED = "commit-failed"
+    LISTENER_FAILED = "listener-failed"
+    CONSUMER_FAILED = "consumer-failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerEvent:
+    """Something a user should know: one sentence, the queue it concerns, and the facts behind it."""
+
+    kind: EventKind
+    text: str
+    queue: MessageQueue | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        facts = " ".join(f"{name}={value}" for name, value in self.facts.items())
+        where = f" queue={self.queue}" if self.queue else ""
+        return f"event={self.kind}{where} {self.text}" + (f" {facts}" if facts else "")

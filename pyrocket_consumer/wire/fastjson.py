@@ -1,0 +1,267 @@
+"""The JSON of Java's fastjson: keys may be numbers or whole objects, which no other JSON reader takes.
+
+Source: fastjson 1.2.69, 1.2.83, fastjson2 2.0.43 to 2.0.59; what each writes and accepts is in the protocol notes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+import orjson
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.model import MessageQueue
+
+MAX_DEPTH = 64
+MAX_CHARACTERS = 64 * 1024 * 1024
+_LONG_CHARACTERS = 20  # a Java long has at most 19 digits and a sign; longer numbers are floats, as orjson has it
+
+_BOM = "\ufeff"
+_SPACE = re.compile(r"[ \t\r\n]*")
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_WORD_KEY = re.compile(r"([A-Za-z_$][A-Za-z0-9_$]*)[ \t\r\n]*:")
+_NUMBER_KEY = re.compile(r"(-?[0-9]{1,19})[ \t\r\n]*:")
+_QUEUE_KEY = re.compile(  # the usual object key, read at one go
+    r'\{\s*"brokerName"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"queueId"\s*:\s*(-?[0-9]{1,10})\s*,'
+    r'\s*"topic"\s*:\s*"([^"\\\x00-\x1f]*)"\s*\}[ \t\r\n]*:'
+)
+_STRING = json.JSONDecoder(strict=False)  # for strings only: it takes raw control characters, as Java does
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+class ObjectKey(Mapping[str, Any]):
+    """A JSON object that stands as a key: read like a mapping, hashable."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = dict(fields)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __eq__(self, other: object) -> bool:
+        return self._fields == other._fields if isinstance(other, ObjectKey) else NotImplemented
+
+    def __hash__(self) -> int:
+        scalars = [pair for pair in self._fields.items() if isinstance(pair[1], (str, int, float))]
+        return hash(frozenset(scalars))
+
+    def __repr__(self) -> str:
+        return f"ObjectKey({self._fields!r})"
+
+
+def loads(text: bytes | bytearray | memoryview | str) -> Any:
+    """Return the value that `text` holds. Object keys become ObjectKey, unquoted numbers as keys int.
+
+    Whole numbers of up to 64 bits are exact. A byte order mark is skipped.
+
+    Raises:
+        ProtocolError: it is cut short, followed by something else, nested too deep, or no JSON for another reason.
+    """
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        pass  # what only fastjson writes, or garbage: the reader below tells which
+    if len(text) > MAX_CHARACTERS:
+        raise ProtocolError(f"JSON text of {len(text)} characters; at most {MAX_CHARACTERS} are read")
+    if not isinstance(text, str):
+        try:
+            text = bytes(text).decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolError(f"JSON text is not UTF-8: {error}") from error
+    return _Reader(text.removeprefix(_BOM)).document()
+
+
+class _Reader:
+    """A recursive reader; what RFC 8259 has not is in `_object` only."""
+
+    __slots__ = ("_place", "_text")
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._place = 0
+
+    def document(self) -> Any:
+        value = self._value(0)
+        self._skip_space()
+        if self._place < len(self._text):
+            raise self._error("more text follows the value")
+        return value
+
+    def _error(self, what: str) -> ProtocolError:
+        near = self._text[self._place : self._place + 40]
+        where = f"near {near!r}" if near else "at its end"
+        return ProtocolError(f"not JSON at character {self._place}, {where}: {what}")
+
+    def _skip_space(self) -> str:
+        """Go to the next character that says something and return it, "" at the end."""
+        text, place = self._text, self._place
+        if place < len(text) and text[place] in " \t\r\n":
+            found = _SPACE.match(text, place)
+            assert found is not None
+            self._place = place = found.end()
+        return text[place : place + 1]
+
+    def _take(self, wanted: str) -> bool:
+        if self._skip_space() == wanted:
+            self._place += 1
+            return True
+        return False
+
+    def _value(self, depth: int) -> Any:
+        first = self._skip_space()
+        if first == '"':
+            return self._string()
+        if first == "{":
+            return self._object(depth)
+        if first == "[":
+            return self._array(depth)
+        number = _NUMBER.match(self._text, self._place)
+        if number:
+            return self._number(number)
+        for word, value in _WORDS.items():
+            if self._text.startswith(word, self._place):
+                self._place += len(word)
+                return value
+        raise self._error("a value is wanted")
+
+    def _number(self, found: re.Match[str]) -> int | float:
+        text = found.group()
+        value: int | float
+        if len(text) <= _LONG_CHARACTERS and text.removeprefix("-").isdecimal():
+            value = int(text)
+        else:
+            value = float(text)
+            if not isfinite(value):
+                raise self._error("a number is too large")
+        self._place = found.end()
+        return value
+
+    def _string(self) -> str:
+        value: str
+        try:
+            value, self._place = _STRING.raw_decode(self._text, self._place)
+        except ValueError as error:
+            raise self._error(f"a string is broken ({error})") from None
+        if value.isascii():
+            return value
+        # Java text may hold half of a surrogate pair; ours may not, or nothing could encode it again.
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _array(self, depth: int) -> list[Any]:
+        self._enter(depth)
+        values: list[Any] = []
+        if self._take("]"):
+            return values
+        while True:
+            values.append(self._value(depth + 1))
+            if self._take("]"):
+                return values
+            if not self._take(","):
+                raise self._error("',' or ']' is wanted")
+
+    def _object(self, depth: int) -> dict[Any, Any]:
+        self._enter(depth)
+        values: dict[Any, Any] = {}
+        if self._take("}"):
+            return values
+        while True:
+            key = self._key(depth)
+            values[key] = self._value(depth + 1)
+            if self._take("}"):
+                return values
+            if not self._take(","):
+                raise self._error("',' or '}' is wanted")
+
+    def _enter(self, depth: int) -> None:
+        if depth >= MAX_DEPTH:
+            raise self._error(f"nested deeper than {MAX_DEPTH} levels")
+        self._place += 1
+
+    def _key(self, depth: int) -> str | int | ObjectKey:
+        """Read a key and the ':' after it."""
+        first = self._skip_space()
+        key: str | ObjectKey
+        if first == "{":
+            usual = _QUEUE_KEY.match(self._text, self._place)
+            if usual:
+                self._place = usual.end()
+                broker_name, queue_id, topic = usual.groups()
+                return ObjectKey({"brokerName": broker_name, "queueId": int(queue_id), "topic": topic})
+            key = ObjectKey(self._object(depth + 1))
+        elif first == '"':
+            key = self._string()
+        else:
+            bare = _NUMBER_KEY.match(self._text, self._place)
+            word = None if bare else _WORD_KEY.match(self._text, self._place)
+            if bare:
+                self._place = bare.end()
+                return int(bare[1])
+            if word:
+                self._place = word.end()
+                return word[1]
+            raise self._error("a key is wanted")
+        if not self._take(":"):
+            raise self._error("':' is wanted")
+        return key
+
+
+def dumps(value: Any) -> bytes:
+    """Return `value` as compact JSON. MessageQueue and ObjectKey become objects, as keys too; int keys stay unquoted.
+
+    That is what every Java side reads; a JSON string in place of an object key is not.
+    """
+    try:
+        return orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATACLASS)
+    except orjson.JSONEncodeError:
+        return b"".join(_pieces(value))
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, MessageQueue):
+        yield _queue_object(value)
+    elif isinstance(value, Mapping):
+        before = b"{"
+        for key, item in value.items():
+            yield before
+            yield _key_text(key)
+            yield b":"
+            yield from _pieces(item)
+            before = b","
+        yield b"{}" if before == b"{" else b"}"
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        before = b"["
+        for item in value:
+            yield before
+            yield from _pieces(item)
+            before = b","
+        yield b"[]" if before == b"[" else b"]"
+    else:
+        yield orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATACLASS)
+
+
+def _key_text(key: Any) -> bytes:
+    if isinstance(key, MessageQueue):
+        return _queue_object(key)
+    if isinstance(key, ObjectKey):
+        return b"".join(_pieces(key))
+    if isinstance(key, (str, int)):
+        return orjson.dumps(key)
+    raise TypeError(f"a JSON key is text, a whole number, a MessageQueue or an ObjectKey, not {key!r}")
+
+
+def _queue_object(queue: MessageQueue) -> bytes:
+    return b'{"brokerName":%b,"queueId":%d,"topic":%b}' % (
+        orjson.dumps(queue.broker_name), queue.queue_id, orjson.dumps(queue.topic)
+    )

@@ -1,0 +1,267 @@
+"""Frames: length, header (JSON or ROCKETMQ) and body. Source: RemotingCommand, RocketMQSerializable, NettyDecoder."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+import orjson
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.wire import fastjson
+from pyrocket_consumer.wire.codes import CLIENT_VERSION, LANGUAGE_NAMES, LanguageCode
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+"""The largest frame either side sends, its length field included."""
+
+JSON_HEADER = 0
+BINARY_HEADER = 1
+
+RESPONSE_FLAG = 1
+ONEWAY_FLAG = 2
+
+_PREFIX = struct.Struct(">II")  # bytes that follow; header type << 24 | header length
+_BINARY_FIXED = struct.Struct(">hBhiii")  # code, language, version, opaque, flag, remark length
+
+
+@dataclass(slots=True)
+class RemotingCommand:
+    """One request or answer. `fields` is the header's string map (extFields), `header_type` the form it came in."""
+
+    code: int
+    fields: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    opaque: int = 0
+    flag: int = 0
+    remark: str | None = None
+    language: str = "PYTHON"
+    version: int = CLIENT_VERSION
+    header_type: int = JSON_HEADER
+
+    @property
+    def is_response(self) -> bool:
+        return bool(self.flag & RESPONSE_FLAG)
+
+    @property
+    def is_oneway(self) -> bool:
+        return bool(self.flag & ONEWAY_FLAG)
+
+    def answer(self, code: int = 0, remark: str | None = None, fields: dict[str, str] | None = None,
+               body: bytes = b"") -> RemotingCommand:
+        """Return the answer to this request: same opaque, response flag set."""
+        return RemotingCommand(code, fields or {}, body, self.opaque, RESPONSE_FLAG, remark)
+
+
+def encode_command(command: RemotingCommand, header_type: int = JSON_HEADER) -> bytes:
+    """Return the whole frame of `command`. JSON is what every server understands, and the faster one.
+
+    Raises:
+        ProtocolError: the frame would be larger than any server takes, or a field cannot be written.
+    """
+    header = _json_header(command) if header_type == JSON_HEADER else _binary_header(command)
+    body = command.body
+    if _PREFIX.size + len(header) + len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"frame of {_PREFIX.size + len(header) + len(body)} bytes; servers take at most {MAX_FRAME_BYTES}"
+        )
+    return _PREFIX.pack(4 + len(header) + len(body), header_type << 24 | len(header)) + header + body
+
+
+def _json_header(command: RemotingCommand) -> bytes:
+    header: dict[str, object] = {"code": command.code}
+    if command.fields:
+        header["extFields"] = command.fields
+    header["flag"] = command.flag
+    header["language"] = command.language
+    header["opaque"] = command.opaque
+    if command.remark is not None:
+        header["remark"] = command.remark
+    header["serializeTypeCurrentRPC"] = "JSON"
+    header["version"] = command.version
+    try:
+        return orjson.dumps(header)
+    except orjson.JSONEncodeError as error:
+        raise ProtocolError(f"header cannot be written: {error}") from error
+
+
+def _binary_header(command: RemotingCommand) -> bytes:
+    try:
+        language = LanguageCode[command.language]
+    except KeyError:
+        language = LanguageCode.OTHER
+    try:
+        remark = (command.remark or "").encode()
+        entries = b"".join(
+            struct.pack(">h", len(name)) + name + struct.pack(">i", len(value)) + value
+            for name, value in ((name.encode(), value.encode()) for name, value in command.fields.items())
+            if value  # servers read an empty value as none at all, and would then sign the text "null"
+        )
+        fixed = _BINARY_FIXED.pack(
+            command.code, language, command.version, command.opaque, command.flag, len(remark)
+        )
+    except (struct.error, UnicodeEncodeError) as error:
+        raise ProtocolError(f"binary header cannot be written: {error}") from error
+    return fixed + remark + struct.pack(">i", len(entries)) + entries
+
+
+def decode_command(frame: bytes) -> RemotingCommand:
+    """Return the command in one whole frame (length field included).
+
+    Raises:
+        ProtocolError: the frame is not one. A server closes the connection then; so should we.
+    """
+    if len(frame) < _PREFIX.size:
+        raise ProtocolError(f"frame of {len(frame)} bytes is shorter than its prefix")
+    length, word = _PREFIX.unpack_from(frame)
+    if length + 4 != len(frame):
+        raise ProtocolError(f"frame says {length} bytes follow, {len(frame) - 4} do")
+    return _decode(memoryview(frame), 4, length, word)
+
+
+def _decode(data: memoryview, start: int, length: int, word: int) -> RemotingCommand:
+    """Decode the frame whose header word stands at `start`; `length` counts from there."""
+    header_type, header_end = word >> 24, start + 4 + (word & 0xFFFFFF)
+    end = start + length
+    if header_end > end:
+        raise ProtocolError(f"header of {word & 0xFFFFFF} bytes in a frame of {length}")
+    body = bytes(data[header_end:end]) if header_end < end else b""
+    if header_type == JSON_HEADER:
+        return _decode_json_header(data[start + 4 : header_end], body)
+    if header_type == BINARY_HEADER:
+        return _decode_binary_header(bytes(data[start + 4 : header_end]), body)
+    raise ProtocolError(f"header type {header_type} is unknown; 0 (JSON) and 1 (ROCKETMQ) are known")
+
+
+def _decode_json_header(data: memoryview, body: bytes) -> RemotingCommand:
+    header = fastjson.loads(data)
+    try:
+        fields = header.get("extFields")
+        command = RemotingCommand(
+            header["code"],
+            fields if fields is not None else {},
+            body,
+            header.get("opaque", 0),
+            header.get("flag", 0),
+            header.get("remark"),
+            header.get("language") or "OTHER",
+            header.get("version", 0),
+        )
+    except (KeyError, AttributeError) as error:
+        raise ProtocolError(f"header is not a command: {bytes(data[:80])!r}") from error
+    _check_types(command)
+    return command
+
+
+def _check_types(command: RemotingCommand) -> None:
+    code, opaque, flag, fields, version = command.code, command.opaque, command.flag, command.fields, command.version
+    if not (type(code) is type(opaque) is type(flag) is type(version) is int and type(fields) is dict):
+        raise ProtocolError(
+            f"header has a field of the wrong type: {code=!r:.20} {opaque=!r:.20} {flag=!r:.20} {version=!r:.20}"
+        )
+    if type(command.language) is not str or (command.remark is not None and type(command.remark) is not str):
+        raise ProtocolError(f"header has a field of the wrong type: {command.language=!r:.20} {command.remark=!r:.20}")
+    for value in fields.values():
+        if type(value) is not str:  # numbers and booleans are tolerated, as Java does
+            command.fields = {str(name): _text(value) for name, value in fields.items() if value is not None}
+            break
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else fastjson.dumps(value).decode()
+
+
+def _decode_binary_header(data: bytes, body: bytes) -> RemotingCommand:
+    try:
+        code, language, version, opaque, flag, remark_length = _BINARY_FIXED.unpack_from(data)
+        place = _BINARY_FIXED.size
+        remark, place = _take(data, place, remark_length)
+        (fields_length,) = struct.unpack_from(">i", data, place)
+        entries, _ = _take(data, place + 4, fields_length)
+        fields, place = {}, 0
+        while place < len(entries):
+            (name_length,) = struct.unpack_from(">h", entries, place)
+            name, place = _take(entries, place + 2, name_length)
+            (value_length,) = struct.unpack_from(">i", entries, place)
+            value, place = _take(entries, place + 4, value_length)
+            fields[name.decode()] = value.decode()
+        return RemotingCommand(
+            code, fields, body, opaque, flag, remark.decode() or None, LANGUAGE_NAMES.get(language, "OTHER"), version,
+            BINARY_HEADER,
+        )
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ProtocolError(f"binary header of {len(data)} bytes is not a command: {error}") from error
+
+
+def _take(data: bytes, start: int, length: int) -> tuple[bytes, int]:
+    if length < 0 or start + length > len(data):
+        raise ProtocolError(f"binary header wants {length} bytes at {start} of {len(data)}")
+    return data[start : start + length], start + length
+
+
+class FrameBuffer:
+    """Cuts a byte stream into commands; holds only what is incomplete.
+
+    Bytes are received straight into it: write into `space()`, then tell how many with `received()`.
+    """
+
+    __slots__ = ("_buffer", "_view", "_start", "_end")
+
+    INITIAL_BYTES = 512 * 1024
+    LEAST_BYTES = 128 * 1024  # of space: receiving a little costs a wake-up as receiving a lot does
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(self.INITIAL_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+
+    def space(self) -> memoryview:
+        """Return room to receive into; never empty."""
+        if self._start == self._end:
+            self._start = self._end = 0
+            if len(self._buffer) > 4 * self.INITIAL_BYTES:  # a large frame has passed: give its room back
+                self._replace(self.INITIAL_BYTES)
+        elif len(self._buffer) - self._end < self.LEAST_BYTES:
+            self._make_room()
+        return self._view[self._end :]
+
+    def _make_room(self) -> None:
+        held = self._end - self._start
+        wanted = held + self.LEAST_BYTES
+        if held >= 4:  # the length was checked when it was first seen
+            frame = 4 + int.from_bytes(self._view[self._start : self._start + 4])
+            wanted = max(wanted, min(frame, 2 * len(self._buffer)))  # believed only as far as bytes have come
+        if wanted <= len(self._buffer):
+            self._view[:held] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, held
+        else:
+            self._replace(wanted + self.INITIAL_BYTES // 4)
+
+    def _replace(self, size: int) -> None:
+        held = bytes(self._view[self._start : self._end])
+        self._buffer = bytearray(max(size, self.INITIAL_BYTES))
+        self._view = memoryview(self._buffer)
+        self._view[: len(held)] = held
+        self._start, self._end = 0, len(held)
+
+    def received(self, count: int) -> list[RemotingCommand]:
+        """Take note of `count` bytes written into `space()`, and return the commands that are complete now.
+
+        Raises:
+            ProtocolError: the stream is not one of frames. It cannot be followed any further.
+        """
+        self._end += count
+        commands = []
+        view, start, end = self._view, self._start, self._end
+        unpack, size = _PREFIX.unpack_from, _PREFIX.size
+        while end - start >= size:
+            length, word = unpack(view, start)
+            if not 4 <= length <= MAX_FRAME_BYTES - 4:
+                raise ProtocolError(f"frame of {length} bytes; 4 to {MAX_FRAME_BYTES - 4} are allowed")
+            if 4 + (word & 0xFFFFFF) > length:
+                raise ProtocolError(f"header of {word & 0xFFFFFF} bytes in a frame of {length}")
+            if end - start < 4 + length:
+                break
+            commands.append(_decode(view, start + 4, length, word))
+            start += 4 + length
+        self._start = start
+        return commands

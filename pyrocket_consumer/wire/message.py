@@ -1,0 +1,521 @@
+"""Stored messages: the records of a pull's body, read lazily, and the batches producers send.
+
+Source: MessageDecoder, MessageExtEncoder, MessageSysFlag, MessageVersion.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from pyrocket_consumer.errors import ConfigError, ProtocolError
+from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.wire.codes import SysFlag
+from pyrocket_consumer.wire.compression import MAX_BODY_BYTES, Compression, compress, decompress
+from pyrocket_consumer.wire.ids import (
+    UniqueIds,
+    decode_host,
+    encode_host,
+    offset_message_id,
+    parse_offset_message_id,
+)
+from pyrocket_consumer.wire.properties import (
+    PropertyName,
+    decode_properties,
+    encode_properties,
+    encoded_properties,
+    find_property,
+)
+
+__all__ = [
+    "BatchItem", "Compression", "Message", "PropertyName", "StoredMessage", "UniqueIds", "body_crc", "compress",
+    "decode_batch", "decode_messages", "decode_properties", "decompress", "encode_batch", "encode_message",
+    "encode_properties", "offset_message_id", "parse_offset_message_id",
+]
+
+_MAGIC_V1 = 0xDAA320A7  # topic length in one byte
+_MAGIC_V2 = 0xDAA320AB  # in two: topics longer than 127 bytes
+_V1_BYTE = _MAGIC_V1 & 0xFF
+
+# What is needed of every record, read from its first 88 bytes, which are all before the body when both hosts are IPv4:
+# total size, magic, queue offset, sysFlag, body length.
+_GLANCE = struct.Struct(">II12xq8xi44xI")
+
+# The whole part before the body, by the host bits of sysFlag: total size, magic, body CRC, queue id, flag,
+# queue offset, commit log offset, sysFlag, born at, born host, stored at, store host, reconsume times,
+# prepared transaction offset, body length.
+_FIXED = {
+    born_v6 | store_v6: struct.Struct(f">IIIiiqqiq{20 if born_v6 else 8}sq{20 if store_v6 else 8}siqI")
+    for born_v6 in (0, SysFlag.BORN_HOST_V6)
+    for store_v6 in (0, SysFlag.STORE_HOST_V6)
+}
+_HOSTS_V6 = SysFlag.BORN_HOST_V6 | SysFlag.STORE_HOST_V6
+_UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
+_UNUSUAL = _HOSTS_V6 | _UNPACK
+
+_U16 = struct.Struct(">H")
+_BATCH_ITEM = struct.Struct(">IIIiI")  # item size, magic 0, CRC 0, flag, body length
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Message:
+    """One message of a queue, as its broker stored it. Parts are read from the broker's bytes when they are asked for.
+
+    Made by `decode_messages`. Read-only; equal only to itself. A record damaged inside raises ProtocolError when the
+    damaged part is first read. A message keeps the whole answer it came in alive: `detach()` one to keep it for long.
+    """
+
+    # Without __init__ and with few slots: making one is most of what a pull costs. decode_messages sets them all.
+    __slots__ = (
+        "queue_offset",  # the message's place in its queue
+        "sys_flag",  # see SysFlag
+        "_data",  # the answer's bytes
+        "_start",  # where this record starts, its body ends, and it ends
+        "_body_end",
+        "_end",
+        "_queue",
+        "_fixed",  # what stands before the body, once asked for
+        "_body",
+        "_properties",
+        "_done",  # for the consumer: it has finished with the message
+        "_extra_attempts",  # for the consumer: attempts the record does not count
+    )
+
+    queue_offset: int
+    sys_flag: int
+    _data: bytes
+    _start: int
+    _body_end: int
+    _end: int
+    _queue: MessageQueue | None
+    _fixed: tuple[Any, ...] | None
+    _body: bytes | None
+    _properties: dict[str, str] | None
+    _done: bool
+    _extra_attempts: int
+
+    @property
+    def queue(self) -> MessageQueue:
+        """The queue it was pulled from. For a retried message that is one of the group's retry topic."""
+        queue = self._queue
+        if queue is None:  # not from a pull: which broker has it, the record does not say
+            queue = self._queue = MessageQueue(self._record_topic(), "", self._fields()[3])
+        return queue
+
+    @property
+    def topic(self) -> str:
+        """The topic it was sent to; for a retried message the original one."""
+        topic = self.queue.topic
+        if topic.startswith(RETRY_PREFIX):
+            return self.property(PropertyName.RETRY_TOPIC) or topic
+        return topic
+
+    @property
+    def body(self) -> bytes:
+        """What was sent, decompressed; b"" when nothing was.
+
+        Raises:
+            ProtocolError: the compressed bytes are damaged, or hold more than 64 MiB.
+            ConfigError: the compression needs a package that is not installed; the text has the pip command.
+        """
+        body = self._body
+        if body is None:
+            flag = self.sys_flag
+            start = self._start + (88 if not flag & _HOSTS_V6 else _FIXED[flag & _HOSTS_V6].size)
+            body = self._data[start : self._body_end]
+            # The items of an inner batch keep its sysFlag, but it was the batch that was compressed.
+            if flag & SysFlag.COMPRESSED and flag & _UNPACK != _UNPACK:
+                body = decompress(body, flag)
+            self._body = body
+        return body
+
+    @property
+    def tags(self) -> str | None:
+        """The tag, None when it has none."""
+        return self.property(PropertyName.TAGS)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The index keys."""
+        keys = self.property(PropertyName.KEYS)
+        return tuple(key for key in keys.split(" ") if key) if keys else ()
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """Every property, the reserved ones too (see PropertyName)."""
+        properties = self._properties
+        if properties is None:
+            start = self._properties_start()
+            properties = self._properties = decode_properties(self._data[start : self._end])
+        return properties
+
+    @property
+    def message_id(self) -> str:
+        """The id its producer gave it (UNIQ_KEY), else the offset message id.
+
+        Not unique: a message sent twice keeps it, and brokers 5.1 and 5.3 give the items of a Java batch the same one.
+        """
+        return self.property(PropertyName.UNIQUE_KEY) or self.offset_message_id
+
+    @property
+    def offset_message_id(self) -> str:
+        """The id that says where it is stored: the broker's address and the place in its commit log."""
+        fields = self._fields()
+        return f"{fields[11].hex()}{fields[6] & 0xFFFFFFFFFFFFFFFF:016x}".upper()
+
+    @property
+    def born_at(self) -> datetime:
+        """When its producer sent it, by the producer's clock."""
+        return _datetime(self._fields()[8])
+
+    @property
+    def stored_at(self) -> datetime:
+        """When the broker stored it, by the broker's clock."""
+        return _datetime(self._fields()[10])
+
+    @property
+    def born_at_ms(self) -> int:
+        """When its producer sent it, in milliseconds since the epoch."""
+        born_at_ms: int = self._fields()[8]
+        return born_at_ms
+
+    @property
+    def stored_at_ms(self) -> int:
+        """When the broker stored it, in milliseconds since the epoch."""
+        stored_at_ms: int = self._fields()[10]
+        return stored_at_ms
+
+    @property
+    def born_host(self) -> str:
+        """The producer's "ip:port", as its broker saw it."""
+        return decode_host(self._fields()[9])
+
+    @property
+    def store_host(self) -> str:
+        """The broker's "ip:port", as it knows itself."""
+        return decode_host(self._fields()[11])
+
+    @property
+    def reconsume_times(self) -> int:
+        """How often it was consumed before, without success."""
+        times: int = self._fields()[12]
+        return times + self._extra_attempts
+
+    @property
+    def flag(self) -> int:
+        """A number its sender is free to use."""
+        flag: int = self._fields()[4]
+        return flag
+
+    @property
+    def store_size(self) -> int:
+        """The size of its record in bytes."""
+        return self._end - self._start
+
+    @property
+    def body_crc(self) -> int:
+        """CRC-32 of the body as stored, without the top bit; 0 for an item of an inner batch. It is not verified."""
+        crc: int = self._fields()[2]
+        return crc
+
+    @property
+    def commit_log_offset(self) -> int:
+        """Its place in the broker's commit log."""
+        offset: int = self._fields()[6]
+        return offset
+
+    @property
+    def prepared_transaction_offset(self) -> int:
+        """Where in the commit log the half message of its transaction is; 0 without one."""
+        offset: int = self._fields()[13]
+        return offset
+
+    def detach(self) -> Message:
+        """Return the message with its own bytes only, so that the answer it came in can be freed."""
+        if self._end - self._start == len(self._data):
+            return self
+        return _one(self._data[self._start : self._end], self._queue, self._extra_attempts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _one, (self._data[self._start : self._end], self._queue, self._extra_attempts)
+
+    def __repr__(self) -> str:
+        try:
+            return f"<Message {self.topic} queue={self.queue} offset={self.queue_offset} bytes={self.store_size}>"
+        except ProtocolError:
+            return f"<Message damaged queue={self._queue} offset={self.queue_offset} bytes={self.store_size}>"
+
+    def _fields(self) -> tuple[Any, ...]:
+        fields = self._fixed
+        if fields is None:
+            fields = self._fixed = _FIXED[self.sys_flag & _HOSTS_V6].unpack_from(self._data, self._start)
+        return fields
+
+    def _record_topic(self) -> str:
+        start = self._body_end + (1 if self._data[self._start + 7] == _V1_BYTE else 2)
+        try:
+            return self._data[start : self._properties_start() - 2].decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolError(f"record at {self._start}: its topic is not UTF-8") from error
+
+    def _properties_start(self) -> int:
+        """Return where the properties start: after topic and length, and up to the record's end."""
+        data, topic, end = self._data, self._body_end, self._end
+        if data[self._start + 7] == _V1_BYTE:
+            start = topic + data[topic] + 3
+        else:
+            start = topic + (data[topic] << 8 | data[topic + 1]) + 4
+        if start > end or start + (data[start - 2] << 8 | data[start - 1]) != end:
+            raise ProtocolError(f"record at {self._start}: topic and properties do not end where it does")
+        return start
+
+    # Last, because it hides the builtin from here on.
+    def property(self, name: str) -> str | None:
+        """Return the property `name`, None when it is absent. Quicker than `properties` for a few of many."""
+        properties = self._properties
+        if properties is not None:
+            return properties.get(name)
+        return find_property(self._data, self._properties_start(), self._end, name)
+
+
+def decode_messages(data: bytes, queue: MessageQueue | None = None) -> list[Message]:
+    """Return the messages in the body of a pull's answer, in order; inner batches are unpacked.
+
+    `queue` is the one pulled from; without it each message names the queue in its record, with no broker name.
+
+    Raises:
+        ProtocolError: not a sequence of records. Damage inside a record raises when that part is read.
+        ConfigError: an inner batch is compressed in a way whose package is not installed.
+    """
+    messages: list[Message] = []
+    add, glance, size = messages.append, _GLANCE.unpack_from, len(data)
+    start, last = 0, size - 91  # the shortest record
+    unpacked = 0
+    while start <= last:
+        total, magic, queue_offset, sys_flag, body_length = glance(data, start)
+        end, body_end = start + total, start + 88 + body_length
+        if magic != _MAGIC_V1 or sys_flag & _UNUSUAL:
+            end, unpacked = _decode_unusual(data, start, queue, messages, unpacked)
+        elif body_end + 3 <= end <= size:
+            message = Message()
+            message.queue_offset = queue_offset
+            message.sys_flag = sys_flag
+            message._data = data
+            message._start = start
+            message._body_end = body_end
+            message._end = end
+            message._queue = queue
+            message._fixed = message._body = message._properties = None
+            message._done = False
+            message._extra_attempts = 0
+            add(message)
+        else:
+            raise ProtocolError(f"record at {start} of {size}: size {total}, body of {body_length} bytes")
+        start = end
+    if start != size:
+        raise ProtocolError(f"{size - start} bytes at {start} are too few for a record")
+    return messages
+
+
+def _decode_unusual(
+    data: bytes, start: int, queue: MessageQueue | None, messages: list[Message], unpacked: int
+) -> tuple[int, int]:
+    """Add the messages of a record with IPv6 hosts, a long topic or an inner batch.
+
+    Returns where it ends, and the bytes unpacked so far.
+    """
+    message = _message_at(data, start, queue)
+    if message.sys_flag & _UNPACK != _UNPACK:
+        messages.append(message)
+        return message._end, unpacked
+    for record in _unpack(message):
+        unpacked += len(record)
+        if unpacked > MAX_BODY_BYTES:  # a few bytes can hold millions of items
+            raise ProtocolError(f"record at {start}: inner batches hold more than {MAX_BODY_BYTES} bytes of records")
+        messages.append(_message_at(record, 0, queue))
+    return message._end, unpacked
+
+
+def _message_at(data: bytes, start: int, queue: MessageQueue | None) -> Message:
+    """Return the message whose record starts at `start`: of any form, an inner batch as one message."""
+    message = Message()
+    try:
+        total, magic, _, sys_flag, _ = _GLANCE.unpack_from(data, start)
+        fixed = _FIXED[sys_flag & _HOSTS_V6]
+        fields = fixed.unpack_from(data, start)
+    except struct.error:
+        raise ProtocolError(f"{len(data) - start} bytes at {start} are too few for a record") from None
+    if magic not in (_MAGIC_V1, _MAGIC_V2):
+        raise ProtocolError(f"record at {start}: magic {magic:#010x} is unknown; the answer cannot be read further")
+    message._start, message._end = start, start + total
+    message._body_end = start + fixed.size + fields[14]
+    if not message._body_end + 3 <= message._end <= len(data):
+        raise ProtocolError(f"record at {start} of {len(data)}: size {total}, body of {fields[14]} bytes")
+    message.queue_offset, message.sys_flag = fields[5], sys_flag
+    message._data, message._queue, message._fixed = data, queue, fields
+    message._body = message._properties = None
+    message._done, message._extra_attempts = False, 0
+    return message
+
+
+def _one(record: bytes, queue: MessageQueue | None, extra_attempts: int) -> Message:
+    """Return the message of a record that stands alone; what detaching and pickling rest on."""
+    message = _message_at(record, 0, queue)
+    message._extra_attempts = extra_attempts
+    return message
+
+
+def _unpack(batch: Message) -> Iterator[bytes]:
+    """Yield a record for each item of an inner batch: everything is the batch's but offset, flag, body and properties.
+
+    Source: MessageDecoder.decodeMessage(MessageExt, List).
+    """
+    fields = batch._fields()
+    fixed = _FIXED[batch.sys_flag & _HOSTS_V6]
+    topic = batch._data[batch._body_end : batch._properties_start() - 2]  # with its length
+    body = batch._data[batch._start + fixed.size : batch._body_end]
+    if batch.sys_flag & SysFlag.COMPRESSED:
+        body = decompress(body, batch.sys_flag)
+    for number, item in enumerate(_batch_items(body)):
+        length = item.properties - item.body
+        size = fixed.size + len(topic) + item.end - item.body
+        head = fixed.pack(size, fields[1], 0, fields[3], item.flag, fields[5] + number, *fields[6:14], length)
+        yield b"".join((head, body[item.body : item.properties], topic, body[item.properties : item.end]))
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemPlaces:
+    """Where the parts of a batch item are: its body, and its properties with their length."""
+
+    flag: int
+    body: int
+    properties: int
+    end: int
+
+
+def _batch_items(data: bytes) -> Iterator[_ItemPlaces]:
+    start, size = 0, len(data)
+    while start < size:
+        if size - start < _BATCH_ITEM.size + 2:
+            raise ProtocolError(f"{size - start} bytes at {start} are too few for a batch item")
+        total, _, _, flag, length = _BATCH_ITEM.unpack_from(data, start)
+        body, end = start + _BATCH_ITEM.size, start + total
+        properties = body + length
+        if not properties + 2 <= end <= size or properties + 2 + _U16.unpack_from(data, properties)[0] != end:
+            raise ProtocolError(f"batch item at {start} of {size}: size {total}, body of {length} bytes")
+        yield _ItemPlaces(flag, body, properties, end)
+        start = end
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """One message of a batch, which gives topic, queue and times. Properties given as text are taken as they are."""
+
+    body: bytes
+    properties: Mapping[str, str] | str = field(default_factory=dict)
+    flag: int = 0
+
+
+def encode_batch(items: Iterable[BatchItem]) -> bytes:
+    """Return the body of a batch request, which is the body of an inner batch too.
+
+    Raises:
+        ConfigError: properties that cannot be written; see `encode_properties`.
+    Source: MessageDecoder.encodeMessages.
+    """
+    parts: list[bytes] = []
+    for item in items:
+        properties = encoded_properties(item.properties)
+        total = _BATCH_ITEM.size + len(item.body) + 2 + len(properties)
+        parts += _BATCH_ITEM.pack(total, 0, 0, item.flag, len(item.body)), item.body
+        parts += _U16.pack(len(properties)), properties
+    return b"".join(parts)
+
+
+def decode_batch(data: bytes) -> list[BatchItem]:
+    """Return the messages in the body of a batch request.
+
+    Raises:
+        ProtocolError: not a sequence of batch items.
+    Source: MessageDecoder.decodeMessages.
+    """
+    return [
+        BatchItem(data[item.body : item.properties], decode_properties(data[item.properties + 2 : item.end]), item.flag)
+        for item in _batch_items(data)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """Every field of a record. `body` is as stored: compressed if `sys_flag` says so.
+
+    `body_crc` None: computed. Properties may be given as text, taken as it is. The host bits of `sys_flag` follow the
+    hosts, and the form of the record the topic's length.
+    """
+
+    topic: str
+    body: bytes
+    properties: Mapping[str, str] | str = field(default_factory=dict)
+    queue_id: int = 0
+    queue_offset: int = 0
+    commit_log_offset: int = 0
+    flag: int = 0
+    sys_flag: int = 0
+    born_at_ms: int = 0
+    born_host: str = "127.0.0.1:0"
+    stored_at_ms: int = 0
+    store_host: str = "127.0.0.1:10911"
+    reconsume_times: int = 0
+    prepared_transaction_offset: int = 0
+    body_crc: int | None = None
+
+
+def encode_message(message: StoredMessage) -> bytes:
+    """Return the record of `message`, as a broker stores it and answers pulls with it.
+
+    Raises:
+        ConfigError: a host, topic or property that a record cannot hold.
+    Source: MessageExtEncoder.
+    """
+    topic, properties = message.topic.encode(), encoded_properties(message.properties)
+    if len(topic) > 32_767:
+        raise ConfigError(f"topic of {len(topic)} bytes; 32767 fit into a record")
+    born_host, store_host = encode_host(message.born_host), encode_host(message.store_host)
+    magic, topic_length = (_MAGIC_V1, bytes([len(topic)])) if len(topic) <= 127 else (_MAGIC_V2, _U16.pack(len(topic)))
+    hosts = len(born_host) // 20 * SysFlag.BORN_HOST_V6 | len(store_host) // 20 * SysFlag.STORE_HOST_V6
+    tail = b"".join((message.body, topic_length, topic, _U16.pack(len(properties)), properties))
+    fixed = _FIXED[hosts]
+    return fixed.pack(
+        fixed.size + len(tail),
+        magic,
+        body_crc(message.body) if message.body_crc is None else message.body_crc,
+        message.queue_id,
+        message.flag,
+        message.queue_offset,
+        message.commit_log_offset,
+        message.sys_flag & ~_HOSTS_V6 | hosts,
+        message.born_at_ms,
+        born_host,
+        message.stored_at_ms,
+        store_host,
+        message.reconsume_times,
+        message.prepared_transaction_offset,
+        len(message.body),
+    ) + tail
+
+
+def body_crc(body: bytes) -> int:
+    """Return the CRC a broker stores for `body`, which is given as stored: compressed, or a whole inner batch."""
+    return zlib.crc32(body) & 0x7FFFFFFF
+
+
+def _datetime(at_ms: int) -> datetime:
+    try:
+        return _EPOCH + timedelta(milliseconds=at_ms)
+    except OverflowError as error:
+        raise ProtocolError(f"{at_ms} milliseconds since the epoch are no date") from error

@@ -1,0 +1,88 @@
+"""Imports point one way: what is basic knows nothing of what is built on it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import pyrocket_consumer
+
+PACKAGE = "pyrocket_consumer"
+ROOT = Path(pyrocket_consumer.__file__).parent
+
+LAYERS = (
+    {"model", "errors"},
+    {"config", "wire"},
+    {"net"},
+    {"cluster"},
+    {"offsets", "producer", "admin"},
+    {"consumer"},
+    {"spark", "compat", "telemetry"},
+    {"cli"},
+)
+EXCEPTIONS = {
+    "testing": {"model", "errors", "wire"},  # so that it shares no mistakes with what it tests
+    "cli": {"testing"},  # the demo's embedded cluster
+}
+EVERYTHING = frozenset().union(*LAYERS)
+
+
+def allowed(part: str) -> frozenset[str]:
+    """Return what a part of the package may import: the layers below it, and itself."""
+    if part == "testing":
+        return frozenset(EXCEPTIONS["testing"] | {"testing"})
+    below = frozenset[str]()
+    for layer in LAYERS:
+        if part in layer:
+            return below | {part} | EXCEPTIONS.get(part, set())
+        below |= layer
+    raise AssertionError(f"{part!r} is not on the map in this test; put it into its layer")
+
+
+def parts_imported(module: Path) -> set[str]:
+    """Return the parts of the package that a module imports anywhere in its text."""
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import; write the whole name"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE}.")}
+    return found
+
+
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def name_of(module: Path) -> str:
+    return module.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_imports_point_one_way(module):
+    part = module.relative_to(ROOT).parts[0].removesuffix(".py")
+    known = EVERYTHING - {"cli"} if part == "__init__" else allowed(part)
+    wrong = parts_imported(module) - known - {"__version__"}
+    assert not wrong, f"{name_of(module)} imports {sorted(wrong)}, which are not below {part}"
+
+
+def test_every_folder_is_a_package():
+    folders = {module.parent for module in MODULES}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_core_needs_only_its_two_dependencies():
+    """A plain installation imports everything but the extras' own modules."""
+    heads = {
+        (node.names[0].name if isinstance(node, ast.Import) else node.module or "").split(".")[0]
+        for module in MODULES
+        for node in ast.parse(module.read_text()).body
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not name_of(module).startswith(("spark/", "testing/"))
+    }
+    assert heads - set(sys.stdlib_module_names) - {PACKAGE, "filelock", "orjson"} == set()

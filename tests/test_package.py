@@ -1,0 +1,143 @@
+"""What `pip install` and `import` do to a user."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import pyrocket_consumer
+
+ROOT = Path(pyrocket_consumer.__file__).parent.parent
+
+SIDE_EFFECTS = """
+import logging, os, sys, threading
+before = dict(os.environ), threading.enumerate(), list(logging.root.handlers), logging.root.level
+touched = []
+sys.addaudithook(lambda name, arguments: touched.append((name, arguments)) if watched(name, arguments) else None)
+
+FORBIDDEN = {"socket.connect", "socket.bind", "subprocess.Popen", "os.fork", "os.putenv", "signal.signal"}
+
+def watched(name, arguments):
+    if name in ("open", "os.mkdir", "os.rename") and "__pycache__" not in str(arguments[0]):
+        return name != "open" or bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    return name in FORBIDDEN
+
+import pyrocket_consumer
+for name in pyrocket_consumer.__all__:
+    getattr(pyrocket_consumer, name)
+assert not touched, touched
+after = dict(os.environ), threading.enumerate(), list(logging.root.handlers), logging.root.level
+assert before == after, (before, after)
+handlers = [each for each in logging.root.manager.loggerDict.values() if getattr(each, "handlers", None)]
+assert not [each for each in handlers if each.name.startswith("pyrocket")], handlers
+"""
+
+
+def run_python(code: str, *, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> str:
+    command = [sys.executable, "-W", "error", "-c", code]
+    answer = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def test_importing_has_no_side_effects():
+    run_python(SIDE_EFFECTS)
+
+
+def test_importing_is_quick(tmp_path):
+    """Under 100 ms more than what the interpreter needs by itself: the best of several runs of each, in turn."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)  # compiled once, as pip does when it installs
+
+    def seconds(code: str) -> float:
+        began = os.times()
+        run_python(code, environment=environment)
+        ended = os.times()  # CPU time: what else the machine does must not count
+        return ended.children_user + ended.children_system - began.children_user - began.children_system
+
+    seconds("import pyrocket_consumer")
+    pairs = [(seconds("pass"), seconds("import pyrocket_consumer")) for _ in range(8)]
+    bare, imported = (min(column) for column in zip(*pairs, strict=True))
+    assert imported - bare < 0.1
+
+
+def test_every_public_name_is_there():
+    assert len(set(pyrocket_consumer.__all__)) == len(pyrocket_consumer.__all__)
+    for name in pyrocket_consumer.__all__:
+        assert getattr(pyrocket_consumer, name) is not None
+    assert {"Message", "MessageQueue", "PushConsumer", "Producer", "ConsumeResult", "RocketError"} <= set(
+        pyrocket_consumer.__all__
+    )
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="PushConsumr"):
+        pyrocket_consumer.PushConsumr  # noqa: B018
+
+
+def test_the_version_is_the_one_of_the_metadata():
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    assert pyrocket_consumer.__version__ == metadata["metadata"]["version"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from a copy so that nothing is left beside the sources."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "pyrocket_consumer", source / "pyrocket_consumer", ignore=ignore)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_is_small_and_pure(wheel):
+    assert wheel.name == f"pyrocket_consumer-{pyrocket_consumer.__version__}-py3-none-any.whl"
+    assert wheel.stat().st_size < 500_000
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} <= {"pyrocket_consumer", "pyspark_rocketmq.py"}
+    assert "pyrocket_consumer/py.typed" in names
+    assert any(name.endswith("LICENSE") for name in names)
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pyrocket_consumer").rglob("*.py")}
+    assert modules <= set(names)
+
+
+def test_the_wheel_runs_alone(wheel, tmp_path):
+    """From the archive itself, outside the sources."""
+    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import pyrocket_consumer as p; print(p.__file__)"
+    assert str(wheel) in run_python(code, cwd=tmp_path)
+
+
+def test_the_metadata_names_commands_extras_and_dependencies(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        info = next(name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name)
+        metadata = archive.read(f"{info}/METADATA").decode()
+        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+    needed = [line.split()[1] for line in metadata.splitlines() if line.startswith("Requires-Dist") and ";" not in line]
+    assert sorted(each.split(">")[0] for each in needed) == ["filelock", "orjson"]
+    assert "Requires-Python: >=3.11" in metadata
+    extras = {line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")}
+    assert extras == {
+        "spark", "cli", "lz4", "zstd", "otel", "prometheus", "native", "test", "dev", "docs", "all",
+    }  # fmt: skip
+    assert "pyrocket = pyrocket_consumer.cli:main" in entry_points
+    assert "pyrocket_consumer = pyrocket_consumer.testing.pytest_plugin" in entry_points

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.wire.acl import sign, signature
+
+
+@pytest.mark.parametrize(
+    ("fields", "body", "token", "expected"),
+    [
+        ({"consumerGroup": "g", "queueId": "3", "topic": "T"}, b"", None, "eMD/PTeT7TIDjJb8ZmV+06Z8VXs="),
+        ({}, b'{"clientID":"c"}', "tok", "7kjl/F/fusLKNeQu1gmegV/+WDA="),
+    ],
+)
+def test_the_worked_examples(fields, body, token, expected):
+    signed = sign(fields, body, "RocketMQ", "12345678", token)
+    assert signed["Signature"] == expected
+    assert signed["AccessKey"] == "RocketMQ"
+    assert signed.get("SecurityToken") == token
+    assert {name: signed[name] for name in fields} == fields
+
+
+def test_the_fields_given_are_left_alone():
+    fields = {"topic": "T"}
+    sign(fields, b"", "ak", "sk")
+    assert fields == {"topic": "T"}
+
+
+def test_signing_again_gives_the_same():
+    once = sign({"topic": "T"}, b"x", "ak", "sk")
+    assert sign(once, b"x", "ak", "sk") == once
+
+
+def test_every_part_counts():
+    signatures = {
+        signature({"a": "1", "b": "2"}, b"", "sk"),
+        signature({"a": "2", "b": "1"}, b"", "sk"),
+        signature({"a": "1", "b": "2"}, b"x", "sk"),
+        signature({"a": "1", "b": "2"}, b"", "other"),
+        signature({"a": "1", "b": "é"}, b"", "sk"),
+    }
+    assert len(signatures) == 5
+
+
+def test_names_sort_upper_case_first_and_values_only_are_signed():
+    assert signature({"b": "1", "Z": "2"}, b"", "sk") == signature({"x": "2", "y": "1"}, b"", "sk")

@@ -1,0 +1,479 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.model import BrokerData, MessageQueue, QueueData, Subscription, TopicRoute
+from pyrocket_consumer.wire import bodies
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.fastjson import loads
+from pyrocket_consumer.wire.frame import decode_command
+from pyrocket_consumer.wire.subscription import parse_subscription
+from tests import golden
+
+QUEUE = MessageQueue("TopicA", "broker-a", 0)
+OTHER_QUEUE = MessageQueue("TopicA", "broker-a", 1)
+STANDARD_ROUTE = (
+    '{"brokerDatas":[{"brokerAddrs":{"0":"10.0.0.1:10911","1":"10.0.0.2:10911"},"brokerName":"broker-a",'
+    '"cluster":"DefaultCluster","enableActingMaster":false}],"filterServerTable":{},"queueDatas":[{"brokerName":"broker-a",'
+    '"perm":6,"readQueueNums":4,"topicSysFlag":0,"writeQueueNums":4}]}'
+)
+OLD_ROUTE = STANDARD_ROUTE.replace('"0":', "0:").replace('"1":', "1:")
+ROUTE = TopicRoute(
+    "TopicA",
+    (QueueData("broker-a", 4, 4),),
+    (BrokerData("DefaultCluster", "broker-a", {0: "10.0.0.1:10911", 1: "10.0.0.2:10911"}),),
+)
+
+
+def recorded(name: str, *, response: bool) -> list[tuple[str, bytes]]:
+    """Return version and body of every recorded frame of that name that has a body: some of each version."""
+    end = f"{name}-{'response' if response else 'request'}.bin"
+    found = [
+        (entry.version, decode_command(entry.frame()).body)
+        for entry in golden.index()
+        if entry.name.split("-", 1)[1] == end and entry.body_bytes
+    ]
+    missing = set(golden.VERSIONS) - {version for version, _ in found}
+    assert not missing or (name, missing) == ("query-assignment", {"4.9.7"})  # it does not know that request
+    return found
+
+
+def reset_bodies(begin: str) -> list[bytes]:
+    found = [decode_command(frame).body for name, frame in golden.frames("reset").items() if name.startswith(begin)]
+    assert found
+    return found
+
+
+# --- routes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [STANDARD_ROUTE, OLD_ROUTE])
+def test_a_route_is_read_in_both_forms(body):
+    assert bodies.decode_route("TopicA", body.encode()) == ROUTE
+
+
+def test_a_route_is_written_in_both_forms():
+    assert bodies.encode_route(ROUTE, acting_master=False) == STANDARD_ROUTE.encode()
+    assert bodies.encode_route(ROUTE, standard_json=False, acting_master=False) == OLD_ROUTE.encode()
+
+
+def test_recorded_routes():
+    for version, body in recorded("route", response=True):
+        route = bodies.decode_route("A_j2", body)
+        (broker,) = route.brokers
+        assert (broker.cluster, broker.broker_name, set(broker.addresses)) == ("DefaultCluster", "broker-a", {0})
+        assert [(data.broker_name, data.perm) for data in route.queues] == [("broker-a", 6)]
+        count = route.queues[0].read_queues
+        assert route.consume_queues() == [MessageQueue("A_j2", "broker-a", queue_id) for queue_id in range(count)]
+        standard = b'{"0":' in body
+        acting_master = None if version == "4.9.7" else False
+        assert bodies.encode_route(route, standard, acting_master) == body
+
+
+def test_an_order_configuration_travels():
+    route = TopicRoute("T", (), (), "broker-a:4;broker-b:4")
+    assert bodies.decode_route("T", bodies.encode_route(route)) == route
+
+
+@pytest.mark.parametrize("text", ["{}", '{"queueDatas":null,"brokerDatas":null,"filterServerTable":null,"new":[1]}'])
+def test_a_route_may_lack_anything(text):
+    assert bodies.decode_route("T", text.encode()) == TopicRoute("T")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]", "null", '"x"', '{"queueDatas":{}}', '{"queueDatas":[5]}', '{"brokerDatas":[{"brokerAddrs":{"a":"x"}}]}',
+        '{"queueDatas":[{"readQueueNums":"many"}]}', '{"queueDatas":[{"readQueueNums":2000000000}]}',
+        '{"queueDatas":[{"writeQueueNums":-1}]}', '{"brokerDatas":[{"brokerAddrs":{"0":[]}}]}',
+        '{"brokerDatas":[{"brokerName":{}}]}', '{"queueDatas":[{"perm":1.5}]}', '{"queueDatas":[{"perm":true}]}',
+    ],
+)
+def test_a_route_of_the_wrong_shape_is_refused(text):
+    with pytest.raises(ProtocolError):
+        bodies.decode_route("T", text.encode())
+
+
+def test_cluster_info():
+    text = (
+        '{"brokerAddrTable":{"broker-a":{"brokerAddrs":{0:"10.0.0.1:10911"},"brokerName":"broker-a",'
+        '"cluster":"DefaultCluster","enableActingMaster":false}},"clusterAddrTable":{"DefaultCluster":["broker-a"]}}'
+    )
+    info = bodies.ClusterInfo(
+        {"broker-a": BrokerData("DefaultCluster", "broker-a", {0: "10.0.0.1:10911"})}, {"DefaultCluster": ("broker-a",)}
+    )
+    assert bodies.decode_cluster_info(text.encode()) == info
+    assert bodies.encode_cluster_info(info, acting_master=False) == text.encode()
+    for version, body in recorded("cluster-info", response=True):
+        known = bodies.decode_cluster_info(body)
+        assert known.clusters == {"DefaultCluster": ("broker-a",)}
+        assert bodies.encode_cluster_info(known, None if version == "4.9.7" else False) == body
+
+
+# --- heartbeats and subscriptions ------------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_has_the_shape_java_gives_it():
+    text = (
+        '{"clientID":"192.168.1.2@4711#123456789","consumerDataSet":[{"consumeFromWhere":"CONSUME_FROM_LAST_OFFSET",'
+        '"consumeType":"CONSUME_PASSIVELY","groupName":"GID_demo","messageModel":"CLUSTERING","subscriptionDataSet":['
+        '{"classFilterMode":false,"codeSet":[2598919,2598920],"expressionType":"TAG","subString":"TagA || TagB",'
+        '"subVersion":1700000000000,"tagsSet":["TagA","TagB"],"topic":"TopicA"},{"classFilterMode":false,"codeSet":[],'
+        '"expressionType":"TAG","subString":"*","subVersion":1700000000001,"tagsSet":[],"topic":"%RETRY%GID_demo"}],'
+        '"unitMode":false}],"producerDataSet":[{"groupName":"PID_demo"}]}'
+    )
+    data = bodies.HeartbeatData(
+        "192.168.1.2@4711#123456789",
+        (
+            bodies.ConsumerData(
+                "GID_demo",
+                subscriptions=(
+                    parse_subscription("TopicA", "TagA || TagB", 1700000000000),
+                    parse_subscription("%RETRY%GID_demo", "*", 1700000000001),
+                ),
+            ),
+        ),
+        ("PID_demo",),
+    )
+    assert bodies.encode_heartbeat(data) == text.encode()
+    assert bodies.decode_heartbeat(text.encode()) == data
+
+
+def test_recorded_heartbeats_say_the_same_when_we_write_them():
+    for _, body in recorded("heartbeat", response=False):
+        data = bodies.decode_heartbeat(body)
+        ours, theirs = loads(bodies.encode_heartbeat(data)), loads(body)
+        for name in ("heartbeatFingerprint", "withoutSub"):
+            theirs.pop(name, None)
+        for consumer in (*ours["consumerDataSet"], *theirs["consumerDataSet"]):
+            for subscription in consumer["subscriptionDataSet"]:
+                subscription["codeSet"].sort()
+                subscription["tagsSet"].sort()
+                subscription.pop("namespace", None)
+        assert ours == theirs
+
+
+def test_recorded_heartbeat_with_two_tags():
+    for version in golden.VERSIONS:
+        data = bodies.decode_heartbeat(decode_command(golden.frame(version, "05-heartbeat-request.bin")).body)
+        by_topic = {each.topic: each for each in data.consumers[0].subscriptions}
+        assert data.consumers[0].group == "A_jgtags"
+        assert by_topic["A_j2"].tags == {"TagA", "TagB"}
+        assert by_topic["%RETRY%A_jgtags"].tags == frozenset()
+
+
+def test_the_smallest_heartbeat_a_broker_takes():
+    text = (
+        b'{"clientID":"c","consumerDataSet":[{"groupName":"g","subscriptionDataSet":[{"topic":"T","subString":"*"}]}]}'
+    )
+    (consumer,) = bodies.decode_heartbeat(text).consumers
+    assert consumer.subscriptions == (Subscription("T"),)
+    assert bodies.decode_heartbeat(b"{}") == bodies.HeartbeatData("")
+
+
+def test_consumer_lists():
+    assert bodies.encode_consumer_list(["c1", "c2"]) == b'{"consumerIdList":["c1","c2"]}'
+    for _, body in recorded("consumer-list", response=True):
+        assert bodies.decode_consumer_list(body) == ["192.0.2.2@javaprobe"]
+        assert bodies.encode_consumer_list(bodies.decode_consumer_list(body)) == body
+
+
+def test_client_config_checks():
+    for _, body in recorded("check-client-config", response=False):
+        check = bodies.decode_check_client_config(body)
+        assert check.subscription.expression_type == "SQL92"
+        ours, theirs = loads(bodies.encode_check_client_config(check)), loads(body)
+        theirs.pop("namespace", None)
+        assert ours == theirs
+
+
+def test_recorded_consumer_connections():
+    for version, body in recorded("consumer-connections", response=True):
+        value = bodies.decode_consumer_connection(body)
+        ordinal = {"4.9.7": 407, "5.1.4": 441, "5.3.3": 479, "5.5.0": 513}[version]
+        (connection,) = value.connections
+        assert (connection.client_id, connection.language) == ("192.0.2.2@javaprobe", "JAVA")
+        assert connection.version == ordinal
+        assert {each.topic for each in value.subscriptions} == {"A_j2", "%RETRY%A_jg2"}
+        assert (value.consume_type, value.message_model) == ("CONSUME_PASSIVELY", "CLUSTERING")
+        assert loads(bodies.encode_consumer_connection(value)) == loads(body)
+
+
+# --- locks and assignments -------------------------------------------------------------------------------------------
+
+
+def test_lock_requests_and_answers():
+    request = bodies.LockRequest("g", "c", frozenset({OTHER_QUEUE, QUEUE}))
+    assert bodies.encode_lock_request(request) == (
+        b'{"clientId":"c","consumerGroup":"g","mqSet":[{"brokerName":"broker-a","queueId":0,"topic":"TopicA"},'
+        b'{"brokerName":"broker-a","queueId":1,"topic":"TopicA"}]}'
+    )
+    assert bodies.decode_lock_request(bodies.encode_lock_request(request)) == request
+    assert bodies.encode_lock_answer([QUEUE]) == (
+        b'{"lockOKMQSet":[{"brokerName":"broker-a","queueId":0,"topic":"TopicA"}]}'
+    )
+    assert bodies.decode_lock_answer(b'{"lockOKMQSet":[]}') == set()
+
+
+def test_recorded_locks():
+    for name in ("lock", "unlock"):
+        for _, body in recorded(name, response=False):
+            asked, theirs = bodies.decode_lock_request(body), loads(body)
+            theirs.pop("onlyThisBroker", None)
+            theirs["mqSet"].sort(key=lambda queue: queue["queueId"])
+            assert loads(bodies.encode_lock_request(asked)) == theirs
+    for _, body in recorded("lock", response=True):
+        assert bodies.encode_lock_answer(bodies.decode_lock_answer(body)) == body
+    second = {version: decode_lock(version, "c2") for version in golden.VERSIONS}
+    assert set(second.values()) == {frozenset({MessageQueue("A_gold", "broker-a", 1)})}
+
+
+def decode_lock(version: str, client_id: str) -> frozenset[MessageQueue]:
+    """Return what the broker granted to `client_id`, the last to ask."""
+    answers = {}
+    for request, answer in zip(golden.index(), golden.index()[1:], strict=False):
+        if request.version == version and request.code == RequestCode.LOCK_BATCH_MQ and not request.is_response:
+            asked = bodies.decode_lock_request(decode_command(request.frame()).body)
+            answers[asked.client_id] = bodies.decode_lock_answer(decode_command(answer.frame()).body)
+    return frozenset(answers[client_id])
+
+
+def test_assignments():
+    request = bodies.AssignmentRequest("TopicA", "g", "c")
+    text = b'{"clientId":"c","consumerGroup":"g","messageModel":"CLUSTERING","strategyName":"AVG","topic":"TopicA"}'
+    assert bodies.encode_assignment_request(request) == text
+    assert bodies.decode_assignment_request(text) == request
+    answer = (
+        b'{"messageQueueAssignments":[{"messageQueue":{"brokerName":"broker-a","queueId":0,"topic":"TopicA"},"mode":"PULL"}]}'
+    )
+    assert bodies.decode_assignments(answer) == [bodies.MessageQueueAssignment(QUEUE)]
+    assert bodies.encode_assignments([bodies.MessageQueueAssignment(QUEUE)]) == answer
+    assert bodies.decode_assignments(bodies.encode_assignments(None)) is None
+    for _, body in recorded("query-assignment", response=True):
+        assert bodies.decode_assignments(body) is None
+    for _, body in recorded("query-assignment", response=False):
+        assert bodies.encode_assignment_request(bodies.decode_assignment_request(body)) == body
+
+
+# --- offset tables ---------------------------------------------------------------------------------------------------
+
+MAP_FORM = (
+    '{"offsetTable":{{"brokerName":"broker-a","queueId":0,"topic":"TopicA"}:100,'
+    '{"brokerName":"broker-a","queueId":1,"topic":"TopicA"}:0}}'
+)
+LIST_FORM = (
+    '{"offsetTable":[{"brokerName":"broker-a","offset":100,"queueId":0,"topic":"TopicA"},'
+    '{"brokerName":"broker-a","offset":0,"queueId":1,"topic":"TopicA"}]}'
+)
+PAIRS_FORM = (
+    '{"offsetTable":[[{"topic":"TopicA","brokerName":"broker-a","queueId":0},100],'
+    '[{"topic":"TopicA","brokerName":"broker-a","queueId":1},0]]}'
+)
+QUOTED_FORM = (
+    '{"offsetTable":{"{\\"brokerName\\":\\"broker-a\\",\\"queueId\\":0,\\"topic\\":\\"TopicA\\"}":100,'
+    '"{\\"brokerName\\":\\"broker-a\\",\\"queueId\\":1,\\"topic\\":\\"TopicA\\"}":0}}'
+)
+OFFSETS = {QUEUE: 100, OTHER_QUEUE: 0}
+
+
+@pytest.mark.parametrize("text", [MAP_FORM, LIST_FORM, PAIRS_FORM, QUOTED_FORM])
+def test_an_offset_table_is_read_in_every_form(text):
+    assert bodies.decode_offset_table(text.encode()) == OFFSETS
+
+
+def test_an_offset_table_is_written_in_the_forms_brokers_write():
+    assert bodies.encode_offset_table(OFFSETS) == MAP_FORM.encode()
+    assert loads(bodies.encode_offset_table(OFFSETS, as_list=True)) == loads(LIST_FORM)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"offsetTable":{}}', '{"offsetTable":[]}', '{"offsetTable":null}'])
+def test_an_offset_table_may_be_empty(text):
+    assert bodies.decode_offset_table(text.encode()) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]", '{"offsetTable":5}', '{"offsetTable":{5:6}}', '{"offsetTable":{"x":6}}',
+        '{"offsetTable":{{"queueId":1}:null}}',
+        '{"offsetTable":{{"queueId":1}:"many"}}', '{"offsetTable":{{"queueId":[]}:1}}', '{"offsetTable":[5]}',
+        '{"offsetTable":[[1,2]]}', '{"offsetTable":[[{},2,3]]}', '{"offsetTable":{{"queueId":1}:99999999999999999999}}',
+    ],
+)
+def test_an_offset_table_of_the_wrong_shape_is_refused(text):
+    with pytest.raises(ProtocolError):
+        bodies.decode_offset_table(text.encode())
+
+
+def test_a_key_may_lack_its_broker_name():
+    assert bodies.decode_offset_table(b'{"offsetTable":{{"queueId":1,"topic":"T"}:5}}') == {MessageQueue("T", "", 1): 5}
+
+
+def test_recorded_resets():
+    expected = {MessageQueue("B_c1", "broker-a", 0): 0, MessageQueue("B_c1", "broker-a", 1): 0}
+    for body in (*reset_bodies("220_"), *reset_bodies("222resp_")):
+        offsets = bodies.decode_offset_table(body)
+        assert offsets == expected
+        as_list = body.startswith(b'{"offsetTable":[')
+        assert loads(bodies.encode_offset_table(offsets, as_list)) == loads(body)
+
+
+def test_recorded_consumer_status():
+    first, second = MessageQueue("A_j2", "broker-a", 0), MessageQueue("A_j2", "broker-a", 1)
+    expected = {"4.9.7": {first: 15, second: 0}, "5.1.4": {first: 16}, "5.3.3": {first: 0}, "5.5.0": {first: 16}}
+    for version, body in recorded("status-from-client", response=True):
+        offsets = bodies.decode_consumer_status(body)
+        assert offsets == expected[version]
+        assert bodies.encode_consumer_status(offsets) == body
+    for _, body in recorded("consumer-status", response=True):
+        members = bodies.decode_consumer_status_table(body)
+        assert list(members) == ["192.0.2.2@javaprobe"]
+        assert bodies.encode_consumer_status_table(members) == body
+    for body in reset_bodies("221ans_"):
+        assert bodies.encode_consumer_status(bodies.decode_consumer_status(body)) == body
+    for body in reset_bodies("223resp_"):
+        members = bodies.decode_consumer_status_table(body)
+        assert bodies.encode_consumer_status_table(members) == body
+        if b"@m3" in body:
+            reported = {queue.queue_id: offset for queue, offset in members["127.0.0.1@m3"].items()}
+            assert reported == {0: 7, 1: 8}
+
+
+def test_recorded_consume_stats():
+    Stats = bodies.QueueConsumeStats  # noqa: N806
+    first, second = MessageQueue("A_j2", "broker-a", 0), MessageQueue("A_j2", "broker-a", 1)
+    expected = {
+        "4.9.7": {},
+        "5.1.4": {},
+        "5.3.3": {first: Stats(16, 0, 0, 0), second: Stats(0, 0, 0, 0)},
+        "5.5.0": {first: Stats(16, 16, 1795215264569, 16), second: Stats(0, 0, 0, 0)},
+    }
+    for version, body in recorded("consume-stats", response=True):
+        stats = bodies.decode_consume_stats(body)
+        assert stats.queues == expected[version]
+        assert loads(bodies.encode_consume_stats(stats)) == loads(body)
+
+
+def test_consume_stats_of_a_4_9_broker_have_no_pull_offset():
+    text = (
+        b'{"consumeTps":1.5,"offsetTable":{{"brokerName":"broker-a","queueId":0,"topic":"TopicA"}:'
+        b'{"brokerOffset":120,"consumerOffset":100,"lastTimestamp":1700000000000}}}'
+    )
+    stats = bodies.ConsumeStats({QUEUE: bodies.QueueConsumeStats(120, 100, 1700000000000)}, 1.5)
+    assert bodies.decode_consume_stats(text) == stats
+    assert bodies.encode_consume_stats(stats) == text
+
+
+def test_recorded_topic_stats():
+    for version, body in recorded("topic-stats", response=True):
+        stats = bodies.decode_topic_stats(body)
+        assert stats.queues[MessageQueue("A_j2", "broker-a", 1)] == bodies.QueueStats(0, 0, 0)
+        assert stats.queues[MessageQueue("A_j2", "broker-a", 0)].max_offset > 0
+        assert (stats.topic_put_tps is None) == (version in ("4.9.7", "5.1.4"))
+        assert loads(bodies.encode_topic_stats(stats)) == loads(body)
+
+
+# --- running info, direct consumption --------------------------------------------------------------------------------
+
+
+def test_recorded_running_info():
+    found = [body for _, body in recorded("running-info", response=True)] + reset_bodies("307ans_")
+    for body in found:
+        info = bodies.decode_running_info(body)
+        assert info.properties["PROP_CONSUME_TYPE"] == "CONSUME_PASSIVELY"
+        assert info.subscriptions
+        assert (info.jstack is None) == (b'"jstack"' not in body)
+        ours, theirs = loads(bodies.encode_running_info(info)), loads(body)
+        for name in ("mqPopTable", "userConsumerInfo"):
+            theirs.pop(name, None)
+        for subscription in theirs["subscriptionSet"]:
+            subscription.pop("namespace", None)
+        assert ours == theirs
+
+
+def test_running_info_keeps_the_java_spelling():
+    queues = {QUEUE: bodies.QueueRunningInfo(100, dropped=True)}
+    info = bodies.RunningInfo(queues=queues, status={"T": bodies.TopicStatus()})
+    text = bodies.encode_running_info(info)
+    assert b'{{"brokerName":"broker-a","queueId":0,"topic":"TopicA"}:{' in text
+    assert b'"droped":true' in text
+    assert b'"consumeOKTPS":0.0' in text
+    assert bodies.decode_running_info(text) == info
+
+
+def test_direct_consumption():
+    text = b'{"autoCommit":true,"consumeResult":"CR_SUCCESS","order":false,"spentTimeMills":3}'
+    assert bodies.encode_consume_directly_result(bodies.ConsumeDirectlyResult(spent_time_mills=3)) == text
+    failed = bodies.ConsumeDirectlyResult("CR_THROW_EXCEPTION", True, False, 5, "ValueError: é")
+    assert bodies.decode_consume_directly_result(bodies.encode_consume_directly_result(failed)) == failed
+    for _, body in recorded("consume-directly", response=True):
+        result = bodies.decode_consume_directly_result(body)
+        assert result.consume_result == "CR_SUCCESS"
+        assert loads(bodies.encode_consume_directly_result(result)) == loads(body)
+
+
+# --- administration --------------------------------------------------------------------------------------------------
+
+
+def test_subscription_groups():
+    for _, body in recorded("create-group", response=False):
+        config = bodies.decode_subscription_group(body)
+        assert config == bodies.SubscriptionGroupConfig("A_goldGx")
+        assert bodies.encode_subscription_group(config) == body
+    assert bodies.decode_subscription_group(b'{"groupName":"g"}') == bodies.SubscriptionGroupConfig("g")
+    newer = bodies.SubscriptionGroupConfig("g", consume_message_orderly=True, consume_timeout_minute=15)
+    assert bodies.decode_subscription_group(bodies.encode_subscription_group(newer)) == newer
+
+
+def test_the_settings_of_all_groups():
+    text = (
+        b'{"dataVersion":{"counter":1},"forbiddenTable":{},"subscriptionGroupTable":{"g":{"attributes":{},'
+        b'"consumeMessageOrderly":false,"groupName":"g","groupRetryPolicy":{"type":"CUSTOMIZED"},"retryMaxTimes":3}}}'
+    )
+    group = bodies.SubscriptionGroupConfig("g", retry_max_times=3, consume_message_orderly=False)
+    assert bodies.decode_group_table(text) == {"g": group}
+    assert bodies.decode_group_table(bodies.encode_group_table([group])) == {"g": group}
+
+
+def test_lists_and_tables():
+    for version, body in recorded("topic-consume-by-who", response=True):
+        groups = bodies.decode_group_list(body)
+        assert groups == ["A_jg2"] or version == "5.3.3"  # which names the topic as a group
+        assert bodies.encode_group_list(groups) == body
+    for _, body in recorded("kv-list", response=True):
+        assert bodies.decode_kv_table(body) == {"k1": "v1"}
+        assert bodies.encode_kv_table({"k1": "v1"}) == body
+    assert bodies.decode_topic_list(bodies.encode_topic_list(["t1", "t2"])) == ["t1", "t2"]
+    assert bodies.decode_topic_list(b'{"brokerAddr":"x"}') == []
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("a=1\nb=2\n", {"a": "1", "b": "2"}),
+        ("# one\n ! two\n\n  a = 1 \r\nb:2\rc 3", {"a": "1 ", "b": "2", "c": "3"}),
+        ("a\\=b\\:c\\ d=x=y:z", {"a=b:c d": "x=y:z"}),
+        ("a=one\\\n   two\\\n\\\nb=1", {"a": "onetwob=1"}),
+        ("a=x\\\\\nb=y", {"a": "x\\", "b": "y"}),
+        ("a=\\u00e9\\t\\n\\uD83D\\uDE00\\q", {"a": "é\t\n😀q"}),
+        ("empty=\nnothing\n=x", {"empty": "", "nothing": "", "": "x"}),
+        ("a=1\na=2", {"a": "2"}),
+        ("", {}),
+    ],
+)
+def test_properties_follow_the_rules_of_java(text, settings):
+    assert bodies.decode_java_properties(text.encode()) == settings
+
+
+@given(st.dictionaries(st.text(), st.text()))
+@settings(max_examples=300, deadline=None)
+def test_properties_survive_both_ways(settings):
+    assert bodies.decode_java_properties(bodies.encode_java_properties(settings)) == settings
+
+
+def test_properties_that_are_not_utf8_are_refused():
+    with pytest.raises(ProtocolError):
+        bodies.decode_java_properties(b"a=\xff")

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire.fastjson import MAX_DEPTH, ObjectKey, dumps, loads
+
+
+def key(queue_id: int, topic: str = "broadcast-test-topic") -> ObjectKey:
+    return ObjectKey({"brokerName": "broker-a", "queueId": queue_id, "topic": topic})
+
+
+FASTJSON_1_FILE = (
+    '{\n\t"offsetTable":{{\n\t\t\t"brokerName":"broker-a",\n\t\t\t"queueId":2,\n\t\t\t"topic":"broadcast-test-topic"\n\t\t}'
+    ':102,{\n\t\t\t"brokerName":"broker-a",\n\t\t\t"queueId":1,\n\t\t\t"topic":"broadcast-test-topic"\n\t\t}:101,{\n\t\t\t'
+    '"brokerName":"broker-a",\n\t\t\t"queueId":0,\n\t\t\t"topic":"broadcast-test-topic"\n\t\t}:100\n\t}\n}'
+)
+FASTJSON_2_FILE = (
+    '{\n\t"offsetTable":{\n\t\t{\n\t\t\t"brokerName":"broker-a",\n\t\t\t"queueId":2,\n\t\t\t"topic":"broadcast-test-topic"'
+    '\n\t\t}:102,\n\t\t{\n\t\t\t"brokerName":"broker-a",\n\t\t\t"queueId":1,\n\t\t\t"topic":"broadcast-test-topic"\n\t\t}'
+    ':101,\n\t\t{\n\t\t\t"brokerName":"broker-a",\n\t\t\t"queueId":0,\n\t\t\t"topic":"broadcast-test-topic"\n\t\t}:100'
+    "\n\t}\n}"
+)
+COMPACT = (
+    '{"offsetTable":{{"brokerName":"broker-a","queueId":2,"topic":"broadcast-test-topic"}:102,'
+    '{"brokerName":"broker-a","queueId":1,"topic":"broadcast-test-topic"}:101}}'
+)
+
+
+def test_the_files_are_the_ones_java_writes():
+    assert hashlib.sha1(FASTJSON_1_FILE.encode()).hexdigest() == "7f7bd5a107ba54fb156602eae970a828dcb96981"
+    assert hashlib.sha1(FASTJSON_2_FILE.encode()).hexdigest() == "1c7454a2ebb2b249dcdeefaecedee627090dc0e0"
+
+
+@pytest.mark.parametrize("text", [FASTJSON_1_FILE, FASTJSON_2_FILE])
+@pytest.mark.parametrize("change", [str, lambda text: text + "\n", lambda text: "\ufeff" + text, str.encode])
+def test_offset_files_of_both_eras_are_read(text, change):
+    assert loads(change(text)) == {"offsetTable": {key(2): 102, key(1): 101, key(0): 100}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (COMPACT, {"offsetTable": {key(2): 102, key(1): 101}}),
+        ('{\n\t"offsetTable":{}\n}', {"offsetTable": {}}),
+        ('{0:"a",1:"b"}', {0: "a", 1: "b"}),
+        ('{-1 : "a" }', {-1: "a"}),
+        ('{offset:1,$ref:"x"}', {"offset": 1, "$ref": "x"}),
+        ('{{"topic":"T","x":[1,{}],"queueId":5}:{}}', {ObjectKey({"topic": "T", "x": [1, {}], "queueId": 5}): {}}),
+        ('{ { "topic" : "T" } : -7 }', {ObjectKey({"topic": "T"}): -7}),
+        ('{"{\\"queueId\\":5}":100}', {'{"queueId":5}': 100}),
+        ('{{"a":{{"b":1}:2}}:3}', {ObjectKey({"a": {ObjectKey({"b": 1}): 2}}): 3}),
+        ('{{"brokerName":"b\\"x","queueId":0,"topic":"}:{"}:1}',
+         {ObjectKey({"brokerName": 'b"x', "queueId": 0, "topic": "}:{"}): 1}),
+        ('{0:9223372036854775807,1:-9223372036854775808}', {0: 2**63 - 1, 1: -(2**63)}),
+        ('{0:[true,false,null,1.5,-2e3,0.1]}', {0: [True, False, None, 1.5, -2000.0, 0.1]}),
+        ('{0:"\\u0001\\u4e2d\\ud83d\\ude00\\n"}', {0: "\x01中😀\n"}),
+        ('{0:"raw\x01\t"}', {0: "raw\x01\t"}),
+        ("null", None),
+    ],
+)
+def test_what_fastjson_writes_is_read(text, value):
+    assert loads(text) == value
+    assert loads(text.encode()) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", "\ufeff", "\0\0\0\0", "{", "[", "{0", "{0:", "{0:1", "{0:1,", "{0:1,}", "[1,]", "{0:[1,]}", "{0:1}}",
+        "{0:1}x", "{0:1}{0:1}", '{0:"', '{0:"\\', '{0:"\\u12', "{0:tru}", "{0:nul", "{0:-}", "{0:1e999}", "{0:NaN}",
+        "{{}:1", "{{}}", "{{},1}", "{{:1}", "{0 1}", "{[1]:2}", "{1.5:2}", "{'a':1}", "{12345678901234567890:1}",
+        COMPACT[:-1], COMPACT[:-2], COMPACT[:60], COMPACT + "}", FASTJSON_1_FILE[:-1], FASTJSON_1_FILE + "\0",
+    ],
+)
+def test_broken_text_is_refused(text):
+    with pytest.raises(ProtocolError):
+        loads(text)
+
+
+def test_the_error_tells_where():
+    with pytest.raises(ProtocolError, match=r"at character 3, near 'tru}': a value is wanted"):
+        loads("{0:tru}")
+
+
+def test_text_that_is_not_utf8_is_refused():
+    with pytest.raises(ProtocolError, match="UTF-8"):
+        loads(b'{0:"\xff"}')
+
+
+@pytest.mark.parametrize("piece", ["[", "{0:", "{", '{"a":{0:', "{{0:"])
+def test_text_nested_without_end_is_refused(piece):
+    with pytest.raises(ProtocolError):
+        loads(piece * 200_000)
+
+
+def test_text_may_be_nested_as_deep_as_anybody_needs():
+    depth = MAX_DEPTH - 1
+    assert loads("{0:" + "[" * depth + "]" * depth + "}")
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_character():
+    assert loads('{0:"a\\ud83d"}') == {0: "a�"}
+
+
+def test_object_keys_read_like_mappings_and_compare_by_content():
+    one, other = key(1), ObjectKey({"topic": "broadcast-test-topic", "queueId": 1, "brokerName": "broker-a"})
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != key(2)
+    assert one != {"brokerName": "broker-a"}
+    assert (one["topic"], one.get("missing"), len(one), list(one)) == (
+        "broadcast-test-topic", None, 3, ["brokerName", "queueId", "topic"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"x": {MessageQueue("T", "b", 0): 5}}, '{"x":{{"brokerName":"b","queueId":0,"topic":"T"}:5}}'),
+        ({"offsetTable": {key(1, "T"): 5}}, '{"offsetTable":{{"brokerName":"broker-a","queueId":1,"topic":"T"}:5}}'),
+        ({0: "a", 1: {}}, '{0:"a",1:{}}'),
+        ({1: [], 2: [{3: None}], 4: True, 5: "é"}, '{1:[],2:[{3:null}],4:true,5:"é"}'),
+        ({"a": [1, 2.5, "x"], "b": None}, '{"a":[1,2.5,"x"],"b":null}'),
+        ([MessageQueue("%RETRY%g", 'b"', 0)], '[{"brokerName":"b\\"","queueId":0,"topic":"%RETRY%g"}]'),
+    ],
+)
+def test_what_is_written_is_compact_with_raw_keys(value, text):
+    assert dumps(value) == text.encode()
+
+
+def test_a_key_that_json_cannot_have_is_refused():
+    with pytest.raises(TypeError, match="a JSON key"):
+        dumps({(1, 2): 3})
+
+
+REALS = st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text() | REALS
+OBJECT_KEYS = st.dictionaries(st.text(), SCALARS, max_size=3).map(ObjectKey)
+KEYS = st.text() | st.integers(-(10**18), 10**18) | OBJECT_KEYS
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=25
+)
+
+
+@given(VALUES)
+@settings(max_examples=300, deadline=None)
+def test_what_is_written_reads_the_same(value):
+    assert loads(dumps(value)) == value
+
+
+STANDARD = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=25)
+
+
+@given(STANDARD, st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_standard_json_reads_as_any_reader_reads_it(value, ascii_only):
+    text = json.dumps({"x": value}, ensure_ascii=ascii_only)
+    slow = "{0:" + text + "}"  # the key that is no standard JSON sends it through our own reader
+    assert loads(text) == json.loads(text)
+    assert loads(slow) == {0: json.loads(text)}

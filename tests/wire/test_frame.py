@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import json
+import struct
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.wire.frame import (
+    BINARY_HEADER,
+    JSON_HEADER,
+    MAX_FRAME_BYTES,
+    FrameBuffer,
+    RemotingCommand,
+    decode_command,
+    encode_command,
+)
+from tests import golden
+
+JSON_REQUEST = bytes.fromhex("000000a20000009e") + (
+    b'{"code":14,"extFields":{"queueId":"3","topic":"T","consumerGroup":"g"},"flag":0,"language":"PYTHON",'
+    b'"opaque":7,"serializeTypeCurrentRPC":"JSON","version":401}'
+)
+JSON_RESPONSE = bytes.fromhex("0000007900000075") + (
+    b'{"code":22,"flag":1,"language":"JAVA","opaque":7,"remark":"Not found","serializeTypeCurrentRPC":"JSON",'
+    b'"version":479}'
+)
+BINARY_REQUEST = bytes.fromhex(
+    "00000047 01000043 000e 03 0191 00000007 00000000 00000000 0000002e"
+    "0007 71756575654964 00000001 33"
+    "0005 746f706963 00000001 54"
+    "000d 636f6e73756d657247726f7570 00000001 67"
+)
+BINARY_RESPONSE = bytes.fromhex(
+    "00000028 01000024 0000 00 0191 00000007 00000001 00000000 0000000f 0006 6f6666736574 00000003 313030"
+)
+REQUEST = RemotingCommand(14, {"queueId": "3", "topic": "T", "consumerGroup": "g"}, opaque=7)
+ANSWER = RemotingCommand(0, {"offset": "100"}, b"", 7, 1, None, "JAVA", 401)
+
+
+@pytest.mark.parametrize(
+    ("frame", "command"),
+    [
+        (JSON_REQUEST, REQUEST),
+        (JSON_RESPONSE, RemotingCommand(22, {}, b"", 7, 1, "Not found", "JAVA", 479)),
+        (BINARY_REQUEST, replace(REQUEST, header_type=BINARY_HEADER)),
+        (BINARY_RESPONSE, replace(ANSWER, header_type=BINARY_HEADER)),
+    ],
+    ids=["JSON request", "JSON response", "binary request", "binary response"],
+)
+def test_the_worked_examples_are_read(frame, command):
+    assert decode_command(frame) == command
+
+
+@pytest.mark.parametrize(("header_type", "frame"), [(JSON_HEADER, JSON_REQUEST), (BINARY_HEADER, BINARY_REQUEST)])
+def test_the_worked_examples_are_written(header_type, frame):
+    assert encode_command(REQUEST, header_type) == frame
+
+
+@pytest.mark.parametrize("entry", golden.index(), ids=str)
+def test_every_recorded_frame_reads_as_the_index_says(entry):
+    command = decode_command(entry.frame())
+    assert (command.code, command.opaque, command.flag) == (entry.code, entry.opaque, entry.flag)
+    assert (command.language, command.version) == (entry.language, entry.header_version)
+    assert command.is_response is entry.is_response
+    assert (entry.remark or golden.Text("", None)).describes(command.remark or "")
+    assert set(command.fields) == set(entry.fields)
+    for name, value in command.fields.items():
+        assert entry.fields[name].describes(value)
+    assert len(command.body) == entry.body_bytes
+    assert command.body.hex().startswith(entry.body_hex)
+    if entry.body:
+        assert entry.body.describes(command.body.decode())
+
+
+@pytest.mark.parametrize("entry", golden.reset_index(), ids=str)
+def test_every_recorded_frame_of_a_reset_reads_as_its_index_says(entry):
+    command = decode_command(entry.frame())
+    assert command.code == entry.code
+    if entry.flag is not None:
+        assert (command.flag, command.version, command.remark) == (entry.flag, entry.header_version, entry.remark)
+    if entry.name == "307reset_admin_answer.bin":
+        assert set(command.fields) == set(entry.fields)  # the index shows another run of this one
+        return
+    assert command.fields == entry.fields
+    if entry.body_bytes is None:
+        assert command.body.decode() == entry.body
+    else:
+        assert command.body.decode().startswith(entry.body)
+        assert len(command.body) == entry.body_bytes
+
+
+def test_no_recorded_frame_is_left_out_of_the_index():
+    told = {(entry.version, entry.name) for entry in golden.index()}
+    assert told == {(version, name) for version in golden.VERSIONS for name in golden.frames(version)}
+    assert {entry.name for entry in golden.reset_index()} == set(golden.frames("reset"))
+
+
+@pytest.mark.parametrize("version", [*golden.VERSIONS, "reset"])
+@pytest.mark.parametrize("header_type", [JSON_HEADER, BINARY_HEADER])
+def test_what_is_written_reads_the_same(version, header_type):
+    for frame in golden.frames(version).values():
+        command = decode_command(frame)
+        expected = replace(command, header_type=header_type)
+        if header_type == BINARY_HEADER:  # it has no way to tell "empty" from "absent"
+            expected.fields = {name: value for name, value in command.fields.items() if value}
+            expected.remark = command.remark or None
+        assert decode_command(encode_command(command, header_type)) == expected
+
+
+@pytest.mark.parametrize("version", golden.VERSIONS)
+@pytest.mark.parametrize("piece_bytes", [1, 7, 1000, 4096, 300_000])
+def test_a_stream_may_come_in_pieces_of_any_size(version, piece_bytes):
+    frames = list(golden.frames(version).values())
+    if piece_bytes < 10:
+        frames = frames[:40]
+    stream = b"".join(frames)
+    buffer = FrameBuffer()
+    commands = []
+    for start in range(0, len(stream), piece_bytes):
+        commands += feed(buffer, stream[start : start + piece_bytes])
+    assert commands == [decode_command(frame) for frame in frames]
+
+
+def feed(buffer: FrameBuffer, data: bytes) -> list[RemotingCommand]:
+    commands = []
+    while data:
+        space = buffer.space()
+        assert len(space) > 0
+        count = min(len(space), len(data))
+        space[:count] = data[:count]
+        commands += buffer.received(count)
+        data = data[count:]
+    return commands
+
+
+def test_a_frame_of_the_largest_size_passes():
+    command = RemotingCommand(11, {}, b"x" * (MAX_FRAME_BYTES - 200))
+    frame = encode_command(command)
+    assert decode_command(frame) == command
+    assert feed(FrameBuffer(), frame + JSON_RESPONSE)[0] == command
+
+
+def test_a_frame_larger_than_servers_take_is_not_written():
+    with pytest.raises(ProtocolError, match="16777216"):
+        encode_command(RemotingCommand(11, {}, b"x" * MAX_FRAME_BYTES))
+
+
+BAD_FRAMES = {
+    "longer than 16 MiB": struct.pack(">iI", MAX_FRAME_BYTES - 3, 10),
+    "length 0": struct.pack(">iI", 0, 0),
+    "negative length": struct.pack(">iI", -1, 0),
+    "header longer than the frame": struct.pack(">iI", 10, 7) + b"{}    ",
+    "unknown header type": struct.pack(">iI", 6, 2 << 24 | 2) + b"{}",
+    "no header": struct.pack(">iI", 4, 0),
+    "header is not JSON": struct.pack(">iI", 7, 3) + b"abc",
+    "header is not an object": struct.pack(">iI", 6, 2) + b"[]",
+    "header without a code": struct.pack(">iI", 6, 2) + b"{}",
+    "binary header cut short": struct.pack(">iI", 7, 1 << 24 | 3) + b"abc",
+}
+
+
+@pytest.mark.parametrize("frame", BAD_FRAMES.values(), ids=BAD_FRAMES)
+def test_a_bad_frame_is_refused(frame):
+    with pytest.raises(ProtocolError):
+        decode_command(frame)
+    with pytest.raises(ProtocolError):
+        feed(FrameBuffer(), frame)
+
+
+def test_a_length_that_is_only_claimed_takes_no_memory():
+    claim = struct.pack(">iI", MAX_FRAME_BYTES - 4, 100)
+    tracemalloc.start()
+    try:
+        buffer = FrameBuffer()
+        for _ in range(70):
+            feed(buffer, claim + b" " * 4092 if claim else b" " * 4096)
+            claim = b""
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * 1024 * 1024
+
+
+def test_the_room_of_a_large_frame_is_given_back():
+    large = encode_command(RemotingCommand(11, {}, b"x" * 8_000_000))
+    buffer = FrameBuffer()
+    assert len(feed(buffer, large)) == 1
+    tracemalloc.start()
+    try:
+        buffer.space()
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept < 1024 * 1024
+    assert len(buffer.space()) <= 4 * FrameBuffer.INITIAL_BYTES
+
+
+def json_frame(**header: object) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack(">II", 4 + len(text), len(text)) + text
+
+
+def test_field_values_that_are_not_text_become_text():
+    fields = decode_command(json_frame(code=11, extFields={"a": 1, "b": True, "c": None, "d": "x", "e": 1.5})).fields
+    assert fields == {"a": "1", "b": "true", "d": "x", "e": "1.5"}
+
+
+def test_control_characters_are_read_escaped_and_raw():
+    raw = b'{"code":10,"extFields":{"i":"a\x01b\x02"}}'
+    frame = struct.pack(">II", 4 + len(raw), len(raw)) + raw
+    assert decode_command(frame).fields == {"i": "a\x01b\x02"}
+    assert decode_command(json_frame(code=10, extFields={"i": "a\x01b\x02"})).fields == {"i": "a\x01b\x02"}
+
+
+def test_half_a_surrogate_pair_from_java_does_not_end_the_connection():
+    assert decode_command(json_frame(code=1, remark="cut \ud83d")).remark == "cut �"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"code": "11"},
+        {"code": 11, "opaque": None},
+        {"code": 11, "flag": 1.5},
+        {"code": 11, "extFields": []},
+        {"code": 11, "remark": 5},
+        {"code": 11, "language": 3},
+        {"code": 11, "version": "401"},
+    ],
+    ids=str,
+)
+def test_a_header_with_a_field_of_the_wrong_type_is_refused(header):
+    with pytest.raises(ProtocolError):
+        decode_command(json_frame(**header))
+
+
+def test_what_a_sender_may_leave_out_has_a_default():
+    assert decode_command(json_frame(code=3)) == RemotingCommand(3, {}, b"", 0, 0, None, "OTHER", 0)
+
+
+def test_an_unknown_language_is_kept_and_an_unknown_language_code_is_other():
+    assert decode_command(json_frame(code=3, language="COBOL")).language == "COBOL"
+    frame = bytearray(BINARY_REQUEST)
+    frame[10] = 99
+    assert decode_command(bytes(frame)).language == "OTHER"
+
+
+def test_empty_values_stay_out_of_a_binary_header():
+    command = RemotingCommand(11, {"subscription": "", "topic": "T"})
+    assert decode_command(encode_command(command, BINARY_HEADER)).fields == {"topic": "T"}
+
+
+def test_a_code_too_large_for_a_binary_header_is_refused():
+    with pytest.raises(ProtocolError, match="binary header"):
+        encode_command(RemotingCommand(200050), BINARY_HEADER)
+
+
+def test_an_answer_carries_the_opaque_of_its_request():
+    answer = RemotingCommand(221, opaque=99, flag=0).answer(body=b"{}")
+    assert (answer.code, answer.opaque, answer.is_response, answer.is_oneway) == (0, 99, True, False)
+    assert RemotingCommand(40, flag=2).is_oneway

@@ -1,0 +1,106 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.wire.properties import (
+    PropertyName,
+    decode_properties,
+    encode_properties,
+    encoded_properties,
+    find_property,
+)
+from tests.wire.records import property_maps, read_properties
+
+# Few letters, so that separators meet in every way.
+odd_texts = st.text("\x01\x02ab", max_size=30)
+
+
+def test_the_worked_example_is_written_and_read():
+    text = "TAGS\x01TagA\x02UNIQ_KEY\x010A00\x02"
+    assert encode_properties({"TAGS": "TagA", "UNIQ_KEY": "0A00"}) == text
+    assert decode_properties(text) == {"TAGS": "TagA", "UNIQ_KEY": "0A00"}
+
+
+@given(property_maps)
+def test_what_is_written_is_read_with_and_without_the_last_separator(properties):
+    text = encode_properties(properties)
+    assert decode_properties(text) == properties
+    assert decode_properties(text.encode()) == properties
+    assert decode_properties(text.removesuffix("\x02")) == properties
+
+
+@pytest.mark.parametrize(
+    ("text", "properties"),
+    [
+        ("", {}),
+        ("\x02", {}),
+        ("a\x01b", {"a": "b"}),
+        ("a\x01b\x02\x02c\x01d", {"a": "b", "c": "d"}),
+        ("a\x01\x02c\x01d", {"c": "d"}),  # an empty value
+        ("\x01b\x02c\x01d", {"c": "d"}),  # an empty name
+        ("nothing\x02c\x01d", {"c": "d"}),  # no separator
+        ("a\x02b\x01\x01c\x02", {"b": "\x01c"}),  # as many separators of each kind, yet irregular
+        ("a\x01b\x01c\x02", {"a": "b\x01c"}),
+        ("a\x011\x02b\x01x\x02a\x012", {"a": "2", "b": "x"}),  # the last of a name counts
+        ("a\x011\x02a\x01\x02", {"a": "1"}),  # unless it is empty
+    ],
+)
+def test_irregular_texts_read_as_in_java(text, properties):
+    assert decode_properties(text) == properties
+    assert read_properties(text) == properties
+    for name in ("a", "b", "c", "nothing", ""):
+        assert find_property(text.encode(), 0, len(text), name) == properties.get(name)
+
+
+@given(odd_texts)
+def test_any_text_reads_as_in_java(text):
+    assert decode_properties(text) == read_properties(text)
+
+
+def test_bytes_that_are_not_utf8_do_not_lose_the_message():
+    assert decode_properties(b"a\x01\xff\xfe\x02TAGS\x01TagA\x02") == {"a": "\ufffd\ufffd", "TAGS": "TagA"}
+    assert find_property(b"\xff\x01b\x02", 0, 4, "\ufffd") == "b"
+
+
+@given(
+    before=st.binary(max_size=5),
+    text=st.one_of(odd_texts.map(str.encode), st.binary(max_size=30)),
+    after=st.binary(max_size=5),
+    name=st.one_of(st.sampled_from(["a", "b", "ab", "", "\ufffd", "\ud800"]), odd_texts, st.text(max_size=3)),
+)
+def test_finding_one_property_gives_what_reading_all_gives(before, text, after, name):
+    data = before + text + after
+    assert find_property(data, len(before), len(before) + len(text), name) == decode_properties(text).get(name)
+
+
+@pytest.mark.parametrize("name", ["TAGS", "AGS", "TAG", "X_TAGS", "value"])
+def test_only_whole_names_are_found(name):
+    text = b"X_TAGS\x01value\x02TAGSX\x01TAGS\x02TAGS\x01TagA\x02"
+    assert find_property(text, 0, len(text), name) == {"TAGS": "TagA", "X_TAGS": "value"}.get(name)
+
+
+def test_a_length_that_looks_like_a_separator_is_not_one():
+    data = b"\x00\x02TAGS\x01TagA\x02"  # what stands before the text belongs to nobody
+    assert find_property(data, 3, len(data), "TAGS") is None
+    assert find_property(data, 2, len(data), "TAGS") == "TagA"
+
+
+def test_properties_that_readers_could_not_tell_apart_are_refused():
+    for properties in [{"": "a"}, {"a\x01": "b"}, {"a": "b\x01"}, {"a\x02": "b"}, {"a": "b\x02"}]:
+        with pytest.raises(ConfigError, match="separate properties"):
+            encode_properties(properties)
+
+
+def test_properties_longer_than_a_broker_takes_are_refused():
+    assert len(encoded_properties({"a": "x" * 32_764})) == 32_767
+    with pytest.raises(ConfigError, match="32768 bytes of properties"):
+        encoded_properties({"a": "x" * 32_765})
+    with pytest.raises(ConfigError, match="surrogate"):
+        encoded_properties({"a": "\ud800"})
+
+
+def test_reserved_names_are_named_once():
+    names = [value for name, value in vars(PropertyName).items() if name.isupper()]
+    assert len(names) == len(set(names))
+    assert {"KEYS", "TAGS", "UNIQ_KEY", "RETRY_TOPIC", "ORIGIN_MESSAGE_ID", "__SHARDINGKEY"} <= set(names)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import Subscription
+from pyrocket_consumer.wire.subscription import java_string_hash, matches, parse_subscription, tag_hash
+
+
+@pytest.mark.parametrize(
+    ("expression", "tags"),
+    [
+        ("TagA", {"TagA"}),
+        ("TagA||TagB", {"TagA", "TagB"}),
+        (" TagA || || TagB ||", {"TagA", "TagB"}),
+        ("\tTagA\n||\x1fTagA ", {"TagA"}),
+        ("\u3000TagA", {"\u3000TagA"}),  # Java trims ASCII blanks only
+        ("*||TagA", {"*", "TagA"}),
+        ("Tag|A", {"Tag|A"}),
+        ("标签 || 😀", {"标签", "😀"}),
+    ],
+)
+def test_an_expression_names_tags_and_is_kept_as_it_is(expression, tags):
+    assert parse_subscription("T", expression, 5) == Subscription("T", expression, frozenset(tags), "TAG", 5)
+
+
+@pytest.mark.parametrize("expression", [None, "", "*"])
+def test_nothing_and_a_star_mean_everything(expression):
+    subscription = parse_subscription("T", expression)
+    assert subscription == Subscription("T", "*")
+    assert matches(subscription, None)
+    assert matches(subscription, "any")
+
+
+@pytest.mark.parametrize("expression", ["||", " || ", "||||", " "])
+def test_an_expression_without_a_tag_is_refused(expression):
+    with pytest.raises(ConfigError, match="names no tag; use '\\*'"):
+        parse_subscription("T", expression)
+
+
+def test_a_message_passes_by_its_own_tag_only():
+    subscription = parse_subscription("T", "AaAa || TagB")
+    assert tag_hash("AaAa") == tag_hash("BBBB")  # a broker lets both pass
+    assert matches(subscription, "AaAa")
+    assert matches(subscription, "TagB")
+    assert not matches(subscription, "BBBB")
+    assert not matches(subscription, None)
+    assert not matches(subscription, "")
+
+
+def test_sql_is_left_to_the_broker():
+    assert matches(Subscription("T", "a > 1", expression_type="SQL92"), "any")
+
+
+def test_a_subscription_that_selects_nothing_matches_nothing():
+    assert not matches(Subscription("T", " || "), "TagA")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("", 0), ("a", 97), ("TagA", 2598919), ("TagB", 2598920), ("TAG_LONG_ENOUGH_TO_OVERFLOW", -1945996843),
+        ("中文", 646394), ("😀", 1772899),
+    ],
+)
+def test_texts_hash_as_in_java(text, number):
+    assert java_string_hash(text) == number
+    assert tag_hash(text) == number
