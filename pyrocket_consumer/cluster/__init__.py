@@ -1,0 +1,7 @@
+"""Typed calls to name servers and brokers, routes and heartbeats: one Cluster per consumer, producer or reader."""
+
+from pyrocket_consumer.cluster.broker import Broker
+from pyrocket_consumer.cluster.client_id import local_ip, make_client_id
+from pyrocket_consumer.cluster.cluster import Cluster, ClusterState
+
+__all__ = ["Broker", "Cluster", "ClusterState", "local_ip", "make_client_id"]

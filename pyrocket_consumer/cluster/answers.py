@@ -1,0 +1,35 @@
+"""What an answer means: fine, or which error."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from pyrocket_consumer.errors import BrokerError, FlowControl, PermissionDenied
+from pyrocket_consumer.wire.codes import ResponseCode, response_name
+from pyrocket_consumer.wire.frame import RemotingCommand
+
+_ACL_REMARK = "AclException"  # ACL 1.0 refuses with SYSTEM_ERROR; only the text tells
+
+_BUSY = frozenset({ResponseCode.SYSTEM_BUSY, ResponseCode.FLOW_CONTROL})
+
+
+def check_answer(answer: RemotingCommand, address: str, accept: Container[int] = (0,)) -> RemotingCommand:
+    """Return `answer` if its code is one of `accept`.
+
+    Raises:
+        BrokerError: it is not; PermissionDenied or FlowControl where that is the reason.
+    """
+    if answer.code in accept:
+        return answer
+    raise refusal(answer, address)
+
+
+def refusal(answer: RemotingCommand, address: str) -> BrokerError:
+    """Return the error that an answer with an unwelcome code stands for."""
+    code, remark = answer.code, answer.remark or ""
+    kind = BrokerError
+    if code == ResponseCode.NO_PERMISSION or (code == ResponseCode.SYSTEM_ERROR and _ACL_REMARK in remark):
+        kind = PermissionDenied
+    elif code in _BUSY:
+        kind = FlowControl
+    return kind(code, remark, address, response_name(code))

@@ -1,0 +1,345 @@
+"""Typed calls to one broker."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container
+from typing import TYPE_CHECKING, TypeVar
+
+from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError
+from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
+from pyrocket_consumer.wire.bodies import (
+    LockRequest,
+    decode_consumer_list,
+    decode_lock_answer,
+    encode_lock_request,
+)
+from pyrocket_consumer.wire.codes import PullFlag, RequestCode, ResponseCode, version_ordinal
+from pyrocket_consumer.wire.command import (
+    ConsumerSendMsgBackHeader,
+    GetConsumerListByGroupHeader,
+    GetMaxOffsetHeader,
+    GetMinOffsetHeader,
+    Header,
+    LockBatchHeader,
+    OffsetResponseHeader,
+    PullMessageHeader,
+    QueryConsumerOffsetHeader,
+    SearchOffsetHeader,
+    SendMessageHeader,
+    SendMessageResponseHeader,
+    UnlockBatchHeader,
+    UpdateConsumerOffsetHeader,
+    ViewMessageHeader,
+)
+from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.message import Message, decode_messages
+from pyrocket_consumer.wire.subscription import matches
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.cluster.cluster import Cluster
+
+H = TypeVar("H", bound=Header)
+
+HOLD_TICK_S = 5.0
+"""A broker looks at held pulls this often, so an answer may come that much after the hold has ended."""
+
+STORED_CODES = frozenset(
+    {
+        ResponseCode.SUCCESS,
+        ResponseCode.FLUSH_DISK_TIMEOUT,
+        ResponseCode.SLAVE_NOT_AVAILABLE,
+        ResponseCode.FLUSH_SLAVE_TIMEOUT,
+    }
+)
+"""Answers to a send that mean "stored", if not as safely as it should be."""
+
+_PULL_CODES = frozenset(status.value for status in PullStatus)
+RESET_REMARK = "OFFSET_RESET"
+"""How a broker marks a correction that is a reset made at the broker."""
+
+_RESET_PENDING_REMARK = "previously reset"
+_NO_CONSUMER_REMARK = "no consumer for this group"
+_NO_MESSAGE_REMARK = "can not find message by the offset"
+_EXACT_SEARCH_VERSION = version_ordinal(5, 1, 1)
+
+
+class Broker:
+    """Calls to the master of one broker name, unless a method says otherwise. Cheap to make, nothing to close.
+
+    Every method raises BrokerError when the broker says no, ConnectError when no route names an address or nobody
+    answers there, and RequestTimeout or ConnectionLost when no answer came.
+    """
+
+    __slots__ = ("name", "_cluster")
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.name = name
+        self._cluster = cluster
+
+    # --- messages
+
+    async def pull(
+        self,
+        queue: MessageQueue,
+        offset: int,
+        *,
+        group: str,
+        subscription: Subscription,
+        max_messages: int = 32,
+        hold_s: float = 0,
+        commit_offset: int | None = None,
+        broker_id: int = MASTER_ID,
+    ) -> tuple[PullAnswer, list[Message]]:
+        """Return messages of `queue` from `offset` on that match `subscription`, and where the queue goes on.
+
+        While there is none the broker holds the call, up to `hold_s` seconds and to its next tick, at most 5 s later.
+        The subscription travels with the call, so none needs to be known from heartbeats. `broker_id` is what the last
+        answer suggested; `commit_offset` is stored for the group first, by a master only.
+
+        Raises:
+            ConfigError: `commit_offset` is negative.
+        """
+        address = await self._address(queue.topic, broker_id, any_id=True)
+        commits = commit_offset is not None and address == self._known_address(MASTER_ID)
+        header = PullMessageHeader(
+            consumer_group=group,
+            topic=queue.topic,
+            queue_id=queue.queue_id,
+            queue_offset=offset,
+            max_msg_nums=max_messages,
+            sys_flag=PullFlag.SUBSCRIPTION
+            | (PullFlag.SUSPEND if hold_s > 0 else 0)
+            | (PullFlag.COMMIT if commits else 0),
+            commit_offset=_checked(commit_offset) if commit_offset is not None and commits else 0,
+            suspend_timeout_millis=round(hold_s * 1000),
+            sub_version=subscription.version,
+            subscription=subscription.expression,
+            expression_type=subscription.expression_type,
+            broker_name=self.name,
+        )
+        timeout_s = hold_s + HOLD_TICK_S + self._cluster.config.call_timeout_s
+        answer = await self._cluster.call(address, header, timeout_s=timeout_s, accept=_PULL_CODES)
+        found = read_pull_answer(answer)
+        if found.status is not PullStatus.FOUND:
+            return found, []
+        messages = decode_messages(answer.body, queue)  # an inner batch may begin before `offset`
+        return found, [each for each in messages if each.queue_offset >= offset and matches(subscription, each.tags)]
+
+    async def view_message(self, commit_log_offset: int, topic: str | None = None) -> Message | None:
+        """Return the message stored at `commit_log_offset`, None if there is none (any more)."""
+        header = ViewMessageHeader(commit_log_offset, topic, self.name)
+        try:
+            answer = await self._call(header, topic)
+        except BrokerError as error:
+            if error.code == ResponseCode.SYSTEM_ERROR and _NO_MESSAGE_REMARK in error.remark:
+                return None
+            raise
+        messages = decode_messages(answer.body)
+        return messages[0] if messages else None
+
+    async def send(
+        self, header: SendMessageHeader, body: bytes, *, batch: bool = False, timeout_s: float | None = None
+    ) -> tuple[SendMessageResponseHeader, int]:
+        """Store a message; return where, and the code that says how safely (one of `STORED_CODES`).
+
+        With `batch`, `body` holds several messages in the form of a batch. A send whose answer does not come may have
+        been stored: to repeat it may store it twice.
+        """
+        address = await self._address(header.topic)
+        answer = await self._cluster.call(
+            address,
+            header,
+            body,
+            timeout_s=timeout_s,
+            accept=STORED_CODES,
+            code=RequestCode.SEND_BATCH_MESSAGE if batch else None,
+        )
+        return SendMessageResponseHeader.from_fields(answer.fields), answer.code
+
+    async def send_oneway(self, header: SendMessageHeader, body: bytes) -> None:
+        """Send a message and learn nothing about it."""
+        await self._cluster.oneway(await self._address(header.topic), header, body)
+
+    async def send_back(
+        self, group: str, message: Message, delay_level: int, max_reconsume_times: int | None = None
+    ) -> None:
+        """Have `group` get `message` again later, as one of its retry topic.
+
+        `delay_level` 0 lets the broker choose by the number of attempts; a negative one gives the message up (to the
+        dead-letter topic), and so does the broker after `max_reconsume_times` attempts.
+
+        Raises:
+            FlowControl: the broker is busy. Repeat it.
+            BrokerError: for example 1, the broker has deleted the message.
+        Source: ConsumerSendMsgBackRequestHeader.
+        """
+        header = ConsumerSendMsgBackHeader(
+            offset=message.commit_log_offset,
+            group=group,
+            delay_level=delay_level,
+            origin_msg_id=message.message_id,
+            origin_topic=message.topic,
+            unit_mode=False,
+            max_reconsume_times=max_reconsume_times,
+            broker_name=self.name,
+        )
+        await self._call(header, message.queue.topic)
+
+    # --- offsets
+
+    async def query_offset(
+        self, group: str, queue: MessageQueue, *, set_zero_if_not_found: bool | None = None
+    ) -> int | None:
+        """Return the offset `group` has committed for `queue`, None if there is none.
+
+        For a young queue without one brokers answer 0 instead; `set_zero_if_not_found=False` has those of 5.x say so.
+        """
+        header = QueryConsumerOffsetHeader(group, queue.topic, queue.queue_id, set_zero_if_not_found, self.name)
+        answer = await self._call(header, queue.topic, accept=(ResponseCode.SUCCESS, ResponseCode.QUERY_NOT_FOUND))
+        if answer.code == ResponseCode.QUERY_NOT_FOUND:
+            return None
+        offset = OffsetResponseHeader.from_fields(answer.fields).offset
+        return offset if offset >= 0 else None  # a negative one can be stored, and means none
+
+    async def commit_offset(self, group: str, queue: MessageQueue, offset: int) -> bool:
+        """Store `offset` as the next of `queue` for `group` to consume; return when the broker has acknowledged it.
+
+        Returns False if the broker ignored it, because a reset waits there for the next pull. The broker writes
+        offsets to its disk every 5 s: if it is killed before, the previous offset is back.
+
+        Raises:
+            ConfigError: `offset` is negative. A broker would store it, and the group would have none.
+        """
+        header = UpdateConsumerOffsetHeader(group, queue.topic, queue.queue_id, _checked(offset), self.name)
+        answer = await self._call(header, queue.topic)
+        return _RESET_PENDING_REMARK not in (answer.remark or "")
+
+    async def max_offset(self, queue: MessageQueue) -> int:
+        """Return the offset the next message of `queue` will have; 0 for a queue the broker does not have."""
+        return await self._offset(GetMaxOffsetHeader(queue.topic, queue.queue_id, None, self.name), queue)
+
+    async def min_offset(self, queue: MessageQueue) -> int:
+        """Return the offset of the oldest message of `queue`; 0 for a queue the broker does not have."""
+        return await self._offset(GetMinOffsetHeader(queue.topic, queue.queue_id, self.name), queue)
+
+    async def search_offset(self, queue: MessageQueue, timestamp_ms: int, *, group: str | None = None) -> int:
+        """Return the offset of the first message stored at or after `timestamp_ms`, by the broker's clock.
+
+        That is the max offset if there is none, and the min offset if all are. Brokers before 5.1.1 answer the
+        nearest message instead; with a `group` to pull with, the right one is found by looking at messages.
+        """
+        header = SearchOffsetHeader(queue.topic, queue.queue_id, timestamp_ms, broker_name=self.name)
+        answer = await self._call(header, queue.topic)
+        offset = OffsetResponseHeader.from_fields(answer.fields).offset
+        if group is None or answer.version >= _EXACT_SEARCH_VERSION:
+            return offset
+        return await self._first_stored_at(queue, timestamp_ms, group)
+
+    async def _first_stored_at(self, queue: MessageQueue, timestamp_ms: int, group: str) -> int:
+        """Halve the queue until the first message that is not older than `timestamp_ms` is found."""
+
+        async def is_older(offset: int) -> bool:
+            _, messages = await self.pull(
+                queue, offset, group=group, subscription=Subscription(queue.topic), max_messages=1
+            )
+            return bool(messages) and messages[0].stored_at_ms < timestamp_ms
+
+        low, high = await self.min_offset(queue), await self.max_offset(queue)
+        while low < high:
+            middle = (low + high) // 2
+            if await is_older(middle):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    async def _offset(self, header: Header, queue: MessageQueue) -> int:
+        answer = await self._call(header, queue.topic)
+        return OffsetResponseHeader.from_fields(answer.fields).offset
+
+    # --- membership
+
+    async def consumer_ids(self, group: str, topic: str | None = None) -> list[str]:
+        """Return the client ids of the group's members that this broker knows, sorted; a slave may be asked, too."""
+        header = GetConsumerListByGroupHeader(group)
+        address = await self._address(topic, any_id=True)
+        try:
+            answer = await self._cluster.call(address, header)
+        except BrokerError as error:
+            if error.code == ResponseCode.SYSTEM_ERROR and _NO_CONSUMER_REMARK in error.remark:
+                return []
+            raise
+        return sorted(set(decode_consumer_list(answer.body)))
+
+    async def lock(self, group: str, queues: Collection[MessageQueue]) -> set[MessageQueue]:
+        """Lock `queues` for this client, or prolong the locks; return those it holds now. They last 60 s.
+
+        Source: RebalanceLockManager.
+        """
+        if not queues:
+            return set()
+        body = encode_lock_request(LockRequest(group, self._cluster.client_id, frozenset(queues)))
+        answer = await self._call(LockBatchHeader(), next(iter(queues)).topic, body)
+        return set(decode_lock_answer(answer.body))
+
+    async def unlock(self, group: str, queues: Collection[MessageQueue]) -> None:
+        """Release this client's locks of `queues`; return when the broker has acknowledged it."""
+        if queues:
+            body = encode_lock_request(LockRequest(group, self._cluster.client_id, frozenset(queues)))
+            await self._call(UnlockBatchHeader(), next(iter(queues)).topic, body)
+
+    # --- addresses
+
+    async def _call(
+        self, header: Header, topic: str | None, body: bytes = b"", *, accept: Container[int] = (0,)
+    ) -> RemotingCommand:
+        return await self._cluster.call(await self._address(topic), header, body, accept=accept)
+
+    async def _address(self, topic: str | None, broker_id: int = MASTER_ID, *, any_id: bool = False) -> str:
+        """Return the address of the master; with `any_id` that of `broker_id` or, if it is away, the next best.
+
+        A broker that no known route names may be named by that of `topic`.
+        """
+        address = self._known_address(broker_id, any_id)
+        if address is None and topic is not None:
+            await self._cluster.route(topic, refresh=True)
+            address = self._known_address(broker_id, any_id)
+        if address is None:
+            raise ConnectError(f"broker {self.name!r}", "no known route names an address of its master")
+        return address
+
+    def _known_address(self, broker_id: int, any_id: bool = False) -> str | None:
+        return self._cluster.address(self.name, broker_id, only_this=not any_id)
+
+
+def read_pull_answer(answer: RemotingCommand) -> PullAnswer:
+    """Return what the header of a pull's answer says. Its code must be one of PullStatus.
+
+    Read field by field, not through the header class: it is done for every pull.
+
+    Raises:
+        ProtocolError: a field is missing or no number, the next offset is none, or the queue belongs to a static topic.
+    """
+    fields = answer.fields
+    if fields.get("offsetDelta", "0") != "0":
+        raise ProtocolError("the queue belongs to a static topic (offsetDelta), which this client does not support")
+    try:
+        next_offset = int(fields["nextBeginOffset"])
+        if next_offset < 0:
+            raise ValueError(f"a next offset: {next_offset}")
+        return PullAnswer(
+            PullStatus(answer.code),
+            next_offset,
+            int(fields["minOffset"]),
+            int(fields["maxOffset"]),
+            int(fields.get("suggestWhichBrokerId", MASTER_ID)),
+            answer.code == ResponseCode.PULL_OFFSET_MOVED and answer.remark == RESET_REMARK,
+        )
+    except (KeyError, ValueError) as error:
+        raise ProtocolError(f"answer to a pull lacks {error} (code {answer.code}, fields {fields})") from error
+
+
+def _checked(offset: int) -> int:
+    if offset < 0:
+        raise ConfigError(f"offset {offset} cannot be committed: brokers take a negative one for none; give 0 or more")
+    return offset

@@ -1,0 +1,142 @@
+"""Membership: telling every broker who we are, on the connection its requests shall come down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.net.connection import Connection
+from pyrocket_consumer.wire.bodies import ConsumerData, HeartbeatData, encode_heartbeat
+from pyrocket_consumer.wire.command import HeartbeatHeader, UnregisterClientHeader, request
+from pyrocket_consumer.wire.frame import RemotingCommand
+
+log = logging.getLogger("pyrocket_consumer.cluster")
+
+
+class Heartbeats:
+    """The groups of a client and the brokers that know of them. Confined to the I/O thread.
+
+    A broker knows a member by its connection. So a heartbeat precedes the first pull on a new connection, and a
+    connection that has had none is not one to pull on.
+    """
+
+    def __init__(
+        self,
+        client_id: str,
+        connect: Callable[[str], Awaitable[Connection]],
+        ask: Callable[[Connection, RemotingCommand], Awaitable[RemotingCommand]],
+        on_reconnected: Callable[[str], None],
+    ) -> None:
+        self._client_id = client_id
+        self._connect = connect
+        self._ask = ask
+        self._on_reconnected = on_reconnected
+        self._consumers: dict[str, Callable[[], ConsumerData]] = {}
+        self._producers: set[str] = set()
+        self._told: dict[str, Connection] = {}  # address -> the connection on which a heartbeat was answered last
+        self._told_once: set[str] = set()
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._unreachable: set[str] = set()
+        self.versions: dict[str, int] = {}
+
+    def add_consumer(self, group: str, data: Callable[[], ConsumerData]) -> None:
+        self._consumers[group] = data
+
+    def remove_consumer(self, group: str) -> None:
+        self._consumers.pop(group, None)
+
+    def add_producer(self, group: str) -> None:
+        self._producers.add(group)
+
+    def remove_producer(self, group: str) -> None:
+        self._producers.discard(group)
+
+    @property
+    def consuming(self) -> bool:
+        """Whether slaves, too, must know us."""
+        return bool(self._consumers)
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._consumers or self._producers)
+
+    def knows_us(self, connection: Connection) -> bool:
+        """Tell whether a heartbeat was answered on this very connection, or none is needed."""
+        return not self.needed or self._told.get(connection.address) is connection
+
+    async def send(self, address: str, *, only_if_new: bool = False) -> Connection:
+        """Send a heartbeat to `address`, and return the connection it was answered on.
+
+        With `only_if_new` nothing is sent on a connection that has had one. Heartbeats to one address follow each
+        other: a broker might handle the older of two after the newer, and go by its subscriptions.
+        """
+        connection = await self._connect(address)
+        async with self._turns.setdefault(address, asyncio.Lock()):
+            if not self.needed or (only_if_new and self.knows_us(connection)):
+                return connection
+            answer = await self._ask(connection, request(HeartbeatHeader(), self._body()))
+            self.versions[address] = answer.version
+            reconnected = address in self._told_once and self._told.get(address) is not connection
+            self._told[address] = connection
+            self._told_once.add(address)
+        if reconnected:
+            self._on_reconnected(address)
+        return connection
+
+    def _body(self) -> bytes:
+        consumers = tuple(data() for data in self._consumers.values())
+        return encode_heartbeat(HeartbeatData(self._client_id, consumers, tuple(sorted(self._producers))))
+
+    async def send_all(self, addresses: Iterable[str]) -> int:
+        """Send a heartbeat to each of `addresses` at the same time, and return how many answered."""
+        if not self.needed:
+            return 0
+        return sum(await asyncio.gather(*(self._try(address) for address in addresses)))
+
+    async def _try(self, address: str) -> bool:
+        try:
+            await self.send(address)
+        except RocketError as error:
+            level = logging.DEBUG if address in self._unreachable else logging.WARNING
+            log.log(level, "broker=%s had no heartbeat reason=%s", address, error)
+            self._unreachable.add(address)
+            return False
+        if address in self._unreachable:
+            self._unreachable.discard(address)
+            log.warning("broker=%s has heartbeats again", address)
+        return True
+
+    async def unregister(
+        self, connections: Iterable[Connection], consumer_group: str | None, producer_group: str | None
+    ) -> None:
+        """Have brokers forget a group on these connections at once. One that cannot be told finds out by itself.
+
+        It is sent after a heartbeat that is under way, and later ones no longer tell of the group: else a broker would
+        take us for a member again.
+        """
+        if consumer_group is not None:
+            self.remove_consumer(consumer_group)
+        if producer_group is not None:
+            self.remove_producer(producer_group)
+        header = UnregisterClientHeader(self._client_id, producer_group, consumer_group)
+
+        async def tell(connection: Connection) -> None:
+            async with self._turns.setdefault(connection.address, asyncio.Lock()):
+                await self._ask(connection, request(header))
+
+        outcomes = await asyncio.gather(*map(tell, connections), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, RocketError):
+                log.debug("client_id=%s not unregistered everywhere reason=%s", self._client_id, outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+
+    def forget(self, address: str) -> None:
+        """Forget the connection to a broker that no route names any more. If it comes back, that is a reconnect."""
+        self._told.pop(address, None)
+        self._turns.pop(address, None)
+        self._unreachable.discard(address)
+        self.versions.pop(address, None)

@@ -1,0 +1,142 @@
+"""Questions to the name servers: one is asked until it fails, then the next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Container
+from typing import Protocol
+
+from pyrocket_consumer.errors import BrokerError, ConnectError, ConnectionLost, RocketError
+from pyrocket_consumer.wire.codes import ResponseCode
+from pyrocket_consumer.wire.command import GetRouteInfoHeader, Header
+from pyrocket_consumer.wire.frame import RemotingCommand
+
+log = logging.getLogger("pyrocket_consumer.cluster")
+
+_ANY_TOPIC = "TBW102"
+
+# The name server itself is in trouble (starting, overloaded, going away): another one may not be.
+_IN_TROUBLE = frozenset({ResponseCode.SYSTEM_ERROR, ResponseCode.SYSTEM_BUSY, ResponseCode.GO_AWAY})
+
+
+class Call(Protocol):
+    """One call to one address: `Cluster.call`."""
+
+    async def __call__(
+        self,
+        address: str,
+        header: Header,
+        body: bytes = b"",
+        *,
+        timeout_s: float | None = None,
+        accept: Container[int] = (0,),
+    ) -> RemotingCommand: ...
+
+
+class NameServers:
+    """The name servers of a cluster. They know the same, so any of them will do. Confined to the I/O thread."""
+
+    def __init__(self, addresses: tuple[str, ...], call: Call, rng: random.Random) -> None:
+        self.addresses = addresses
+        self._call = call
+        self._current = rng.randrange(len(addresses))  # so that clients spread over them
+
+    def __str__(self) -> str:
+        return ";".join(self.addresses)
+
+    @property
+    def current(self) -> str:
+        """The address that is asked first."""
+        return self.addresses[self._current]
+
+    async def check(self) -> None:
+        """Return when a name server has answered.
+
+        Raises:
+            ConnectError: none did, or what did is a broker; names every address and its reason.
+            PermissionDenied: the access key is refused.
+        """
+        try:
+            await self.ask(GetRouteInfoHeader(_ANY_TOPIC))
+        except BrokerError as error:
+            if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
+                raise ConnectError(error.address, "it answers as a broker does, not as a name server") from error
+            if error.code != ResponseCode.TOPIC_NOT_EXIST:
+                raise
+
+    async def ask(
+        self, header: Header, body: bytes = b"", *, timeout_s: float | None = None, accept: Container[int] = (0,)
+    ) -> RemotingCommand:
+        """Return the answer of the first name server that gives one. `timeout_s` is the time each of them has.
+
+        A name server 4.9 gives no answer at all to a request it does not know.
+
+        Raises:
+            ConnectError: none answered; names every address and its reason. With one name server its own error.
+            BrokerError: it said no.
+        """
+        failures: dict[str, RocketError] = {}
+        for step in range(len(self.addresses)):
+            index = (self._current + step) % len(self.addresses)
+            address = self.addresses[index]
+            try:
+                answer = await self._ask_one(address, header, body, timeout_s, accept)
+            except BrokerError as error:
+                if error.code not in _IN_TROUBLE:
+                    self._stay_at(index)
+                    raise
+                failures[address] = error
+            except RocketError as error:
+                failures[address] = error
+            else:
+                self._stay_at(index)
+                return answer
+            log.debug("name_server=%s failed reason=%s", address, failures[address])
+        if len(failures) == 1:
+            raise failures.popitem()[1]
+        raise ConnectError(str(self), _reasons(failures))
+
+    async def _ask_one(
+        self, address: str, header: Header, body: bytes, timeout_s: float | None, accept: Container[int]
+    ) -> RemotingCommand:
+        try:
+            return await self._call(address, header, body, timeout_s=timeout_s, accept=accept)
+        except (
+            ConnectionLost
+        ):  # name servers drop idle connections, perhaps just now; all they are asked can be repeated
+            return await self._call(address, header, body, timeout_s=timeout_s, accept=accept)
+
+    def _stay_at(self, index: int) -> None:
+        if index != self._current:
+            log.warning("name_server=%s failed, name_server=%s took over", self.current, self.addresses[index])
+            self._current = index
+
+    async def ask_every(self, header: Header, body: bytes = b"") -> list[RemotingCommand]:
+        """Return every name server's answer: what is told to one is not passed on to the others.
+
+        Raises:
+            ConnectError: one did not answer or said no; names each that failed. The others have done as asked.
+        """
+        answers = await asyncio.gather(
+            *(self._ask_one(address, header, body, None, (0,)) for address in self.addresses), return_exceptions=True
+        )
+        failures: dict[str, RocketError] = {}
+        for address, answer in zip(self.addresses, answers, strict=True):
+            if isinstance(answer, RocketError):
+                failures[address] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+        if len(failures) == 1:
+            raise failures.popitem()[1]
+        if failures:
+            raise ConnectError(";".join(failures), _reasons(failures))
+        return [answer for answer in answers if isinstance(answer, RemotingCommand)]
+
+
+def _reasons(failures: dict[str, RocketError]) -> str:
+    return "; ".join(
+        f"{address}: {error.reason}" if isinstance(error, ConnectError) else str(error)
+        for address, error in failures.items()
+    )

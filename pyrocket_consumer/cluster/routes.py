@@ -1,0 +1,149 @@
+"""Where topics live and where brokers are: asked once, shared, refreshed, and kept while name servers are away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
+
+from pyrocket_consumer.errors import ConnectError, ConnectionLost, RequestTimeout, RocketError
+from pyrocket_consumer.model import MASTER_ID, BrokerData, QueueData, TopicRoute
+
+log = logging.getLogger("pyrocket_consumer.cluster")
+
+AddressTable = Mapping[str, Mapping[int, str]]
+"""Broker name -> broker id -> address."""
+
+OnChange = Callable[["TopicRoute | None", "frozenset[str]", "frozenset[str]"], None]
+"""Called with a route that is new or differs (None: one was forgotten), and the broker addresses that came and went."""
+
+_NONE: frozenset[str] = frozenset()
+
+
+class Routes:
+    """The routes of the topics a client has asked for. Any thread may read; the rest is confined to the I/O thread."""
+
+    def __init__(self, ask: Callable[[str], Awaitable[TopicRoute]], on_change: OnChange) -> None:
+        self._ask = ask
+        self._on_change = on_change
+        self._known: dict[str, TopicRoute] = {}  # in the order they changed: the latest is the truest
+        self._stale: set[str] = set()  # those whose last refresh was refused
+        self._asking: dict[str, asyncio.Task[TopicRoute]] = {}
+        self.brokers: AddressTable = {}  # replaced, never changed
+        self.addresses: frozenset[str] = frozenset()
+
+    @property
+    def topics(self) -> list[str]:
+        """The topics whose routes are known, and kept fresh."""
+        return list(self._known)
+
+    def known(self, topic: str) -> TopicRoute | None:
+        """Return what is known of `topic` without asking."""
+        return self._known.get(topic)
+
+    async def get(self, topic: str, *, refresh: bool = False) -> TopicRoute:
+        """Return the route of `topic`; ask for it if it is not known, or if `refresh` is set.
+
+        Callers at the same time share one request. A request that fails leaves what is known as it is.
+        """
+        if not refresh and (route := self._known.get(topic)) is not None:
+            return route
+        task = self._asking.get(topic)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._fetch(topic))
+            task.add_done_callback(_look_at)
+            self._asking[topic] = task
+        return await asyncio.shield(task)
+
+    async def _fetch(self, topic: str) -> TopicRoute:
+        try:
+            route = in_order(await self._ask(topic))
+        finally:
+            del self._asking[topic]
+        previous = self._known.get(topic)
+        if route == previous:
+            return previous
+        if previous is not None:
+            self._known = {other: known for other, known in self._known.items() if other != topic} | {topic: route}
+            self._on_change(route, *self._follow_brokers())
+        else:
+            self._known[topic] = route
+            news = any(self.brokers.get(broker.broker_name) != broker.addresses for broker in route.brokers)
+            self._on_change(route, *(self._follow_brokers() if news else (_NONE, _NONE)))
+        return route
+
+    async def refresh(self) -> None:
+        """Ask again for every known route, one after the other; those that cannot be had stay as they are.
+
+        When no name server answers, the others are not asked about either: that would take a deadline each.
+        """
+        for topic in self.topics:
+            if topic not in self._known:
+                continue
+            try:
+                await self.get(topic, refresh=True)
+            except (ConnectError, ConnectionLost, RequestTimeout) as error:
+                log.warning("routes stay as they are known reason=%s", error)
+                return
+            except RocketError as error:
+                log.log(logging.DEBUG if topic in self._stale else logging.WARNING, "route kept reason=%s", error)
+                self._stale.add(topic)
+            else:
+                self._stale.discard(topic)
+
+    def forget(self, topic: str) -> None:
+        """Keep the route of `topic` fresh no longer; brokers that only it names are forgotten, too."""
+        if topic in self._known:
+            self._known = {other: known for other, known in self._known.items() if other != topic}
+            self._on_change(None, *self._follow_brokers())
+
+    def _follow_brokers(self) -> tuple[frozenset[str], frozenset[str]]:
+        self.brokers = address_table(self._known.values())
+        before, self.addresses = (
+            self.addresses,
+            frozenset(address for ids in self.brokers.values() for address in ids.values()),
+        )
+        return self.addresses - before, before - self.addresses
+
+    def masters(self) -> frozenset[str]:
+        """Return the addresses of all known masters."""
+        return frozenset(ids[MASTER_ID] for ids in self.brokers.values() if MASTER_ID in ids)
+
+    def address(self, broker_name: str, broker_id: int = MASTER_ID, *, only_this: bool = False) -> str | None:
+        """Return where to reach a broker: at the id asked for, else, unless `only_this`, at the next best one."""
+        return choose_address(self.brokers.get(broker_name, {}), broker_id, only_this=only_this)
+
+
+def choose_address(addresses: Mapping[int, str], broker_id: int, *, only_this: bool = False) -> str | None:
+    """Return the address with `broker_id`; if it is a slave's and missing that of the next id; else any.
+
+    Source: MQClientInstance.findBrokerAddressInSubscribe.
+    """
+    address = addresses.get(broker_id)
+    if address is not None or only_this:
+        return address
+    if broker_id != MASTER_ID and (address := addresses.get(broker_id + 1)) is not None:
+        return address
+    return addresses[min(addresses)] if addresses else None
+
+
+def address_table(routes: Iterable[TopicRoute]) -> dict[str, dict[int, str]]:
+    """Return the addresses of all brokers in `routes`; where two differ, the later one counts."""
+    return {broker.broker_name: dict(broker.addresses) for route in routes for broker in route.brokers}
+
+
+def in_order(route: TopicRoute) -> TopicRoute:
+    """Return `route` with its parts sorted by broker name, so that equal routes compare as equal."""
+
+    def by_name(part: QueueData | BrokerData) -> str:
+        return part.broker_name
+
+    queues, brokers = tuple(sorted(route.queues, key=by_name)), tuple(sorted(route.brokers, key=by_name))
+    return replace(route, queues=queues, brokers=brokers)
+
+
+def _look_at(task: asyncio.Task[TopicRoute]) -> None:
+    """Take note of the outcome: when every caller has gone, nobody else does."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,275 @@
+"""One connection to one server: frames out, frames in, and which waiting call an answer belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
+from pyrocket_consumer.wire.codes import ResponseCode, request_name
+from pyrocket_consumer.wire.frame import ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command
+
+log = logging.getLogger("pyrocket_consumer.net")
+
+OnAnswer = Callable[["RemotingCommand | Exception"], "Callable[[], None] | None"]
+"""Gets the answer, or the error that took its place. What it returns is called after the requests that the
+answers of this wake-up have caused are on the wire, so that decoding never delays the next pull."""
+
+OnRequest = Callable[["RemotingCommand", "Connection"], Awaitable["RemotingCommand | None"]]
+OnLost = Callable[["Connection", str], None]
+Sign = Callable[[RemotingCommand], None]
+
+_SWEEP_STEP_S = 0.05
+_MAX_OPAQUE = 0x7FFFFFFF
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Calls and one-way requests to one server, and the requests it sends us. Confined to the I/O thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        address: str,
+        on_request: OnRequest,
+        on_lost: OnLost,
+        sign: Sign | None = None,
+    ) -> None:
+        self.address = address
+        self.closed = False
+        self._loop = loop
+        self._on_request = on_request
+        self._on_lost = on_lost
+        self._sign = sign
+        self._frames = FrameBuffer()
+        self._transport: asyncio.Transport | None = None
+        self._opaque = 0
+        self._waiting: dict[int, tuple[OnAnswer, float, str, float]] = {}
+        self._out: list[bytes] = []
+        self._flush_due = False
+        self._sweep: asyncio.TimerHandle | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._answering: set[asyncio.Task[None]] = set()
+        self._reason = "closed by the server"
+        self._gone = False  # the socket is closed, too
+
+    # --- requests
+
+    def call(self, command: RemotingCommand, timeout_s: float) -> asyncio.Future[RemotingCommand]:
+        """Send a request; the future gets its answer, whatever the code.
+
+        The future raises RequestTimeout past `timeout_s`, or ConnectionLost when the connection ends first.
+        """
+        future: asyncio.Future[RemotingCommand] = self._loop.create_future()
+
+        def on_answer(answer: RemotingCommand | Exception) -> None:
+            if future.done():
+                return
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+        self.send(lambda opaque: self.encode(command, opaque), on_answer, timeout_s, request_name(command.code))
+        return future
+
+    def oneway(self, command: RemotingCommand) -> None:
+        """Send a request that wants no answer. Whether it arrived is never known."""
+        if self.closed:
+            raise ConnectionLost(self.address, self._reason)
+        command.flag |= ONEWAY_FLAG
+        self._write(self.encode(command, self._next_opaque()))
+
+    def send(
+        self, encode: Callable[[int], bytes], on_answer: OnAnswer, timeout_s: float, what: str = "PULL_MESSAGE"
+    ) -> int:
+        """Send the frame `encode(opaque)` returns; `on_answer` is called exactly once. The quick form of `call`."""
+        opaque = self._next_opaque()
+        if self.closed:
+            error = ConnectionLost(self.address, self._reason)
+            self._loop.call_soon(on_answer, error)
+            return opaque
+        frame = encode(opaque)
+        deadline = self._loop.time() + timeout_s
+        self._waiting[opaque] = (on_answer, deadline, what, timeout_s)
+        if self._sweep is None or self._sweep.when() > deadline + _SWEEP_STEP_S:
+            self._sweep_at(deadline)
+        self._write(frame)
+        return opaque
+
+    def forget(self, opaque: int) -> None:
+        """Stop waiting for an answer; a late one is ignored."""
+        self._waiting.pop(opaque, None)
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for an answer."""
+        return len(self._waiting)
+
+    async def drained(self) -> None:
+        """Wait while the socket takes no more bytes."""
+        while self._writable is not None and not self.closed:
+            await asyncio.shield(self._writable)
+
+    def close(self, reason: str) -> None:
+        """End the connection; waiting calls get ConnectionLost."""
+        if self._transport is not None and not self.closed:
+            self._reason = reason
+            self._flush()
+            self._transport.close()
+            self._end(ConnectionLost(self.address, reason))
+
+    def abort(self) -> None:
+        """Give up what a closed connection has not sent yet."""
+        if self._transport is not None and not self._gone:
+            self._transport.abort()
+
+    def _next_opaque(self) -> int:
+        self._opaque = self._opaque + 1 if self._opaque < _MAX_OPAQUE else 1
+        return self._opaque
+
+    @property
+    def signs(self) -> bool:
+        """Whether requests are signed: then a prepared frame cannot be sent."""
+        return self._sign is not None
+
+    def encode(self, command: RemotingCommand, opaque: int) -> bytes:
+        """Return the frame of `command` as it goes out here: with its opaque, and signed if we sign."""
+        command.opaque = opaque
+        if self._sign is not None and not command.is_response:
+            self._sign(command)
+        return encode_command(command)
+
+    def _write(self, data: bytes) -> None:
+        self._out.append(data)
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        if self._out and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self._out[0] if len(self._out) == 1 else b"".join(self._out))
+        self._out.clear()
+
+    # --- deadlines: one timer per connection, not one per call
+
+    def _sweep_at(self, when: float) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+        self._sweep = self._loop.call_at(max(when, self._loop.time() + _SWEEP_STEP_S / 10), self._expire)
+
+    def _expire(self) -> None:
+        self._sweep = None
+        now = self._loop.time()
+        late = [opaque for opaque, (_, deadline, _, _) in self._waiting.items() if deadline <= now]
+        for opaque in late:
+            on_answer, _, what, timeout_s = self._waiting.pop(opaque)
+            self._tell(on_answer, RequestTimeout(what, self.address, timeout_s))
+        if self._waiting and self._sweep is None:
+            self._sweep_at(max(min(entry[1] for entry in self._waiting.values()), now + _SWEEP_STEP_S))
+
+    def _tell(self, on_answer: OnAnswer, answer: RemotingCommand | Exception) -> None:
+        try:
+            rest = on_answer(answer)
+            if rest is not None:
+                rest()
+        except Exception as error:
+            self._surprise(error, "an answer could not be handled")
+
+    def _surprise(self, error: Exception, what: str) -> None:
+        self._loop.call_exception_handler({"message": f"{what} (address={self.address})", "exception": error})
+
+    # --- what the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._frames.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.closed:
+            return
+        try:
+            commands = self._frames.received(nbytes)
+        except ProtocolError as error:
+            log.error("connection=%s closed reason=%s", self.address, error)
+            self._reason = f"bad frame: {error}"
+            if self._transport is not None:
+                self._transport.abort()
+            self._end(error)
+            return
+        afterwards: list[Callable[[], None]] = []
+        self._flush_due = True  # writes of this wake-up go out together, below
+        for command in commands:
+            if command.flag & 1:
+                entry = self._waiting.pop(command.opaque, None)
+                if entry is None:
+                    log.debug("connection=%s late answer opaque=%d ignored", self.address, command.opaque)
+                    continue
+                try:
+                    rest = entry[0](command)
+                except Exception as error:
+                    self._surprise(error, "an answer could not be handled")
+                    continue
+                if rest is not None:
+                    afterwards.append(rest)
+            else:
+                task = self._loop.create_task(self._answer(command))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+        self._flush()
+        for rest in afterwards:
+            try:
+                rest()
+            except Exception as error:
+                self._surprise(error, "an answer could not be handled")
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._gone = True
+        if not self.closed:
+            if error is not None:
+                self._reason = str(error) or type(error).__name__
+            self._end(ConnectionLost(self.address, self._reason))
+
+    def pause_writing(self) -> None:
+        self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    # --- requests of the server
+
+    async def _answer(self, command: RemotingCommand) -> None:
+        try:
+            answer = await self._on_request(command, self)
+        except RocketError as error:
+            answer = command.answer(ResponseCode.SYSTEM_ERROR, str(error))
+        except Exception as error:
+            self._surprise(error, f"{request_name(command.code)} of the server could not be handled")
+            answer = command.answer(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
+        if answer is None or command.is_oneway or self.closed:
+            return
+        try:
+            frame = self.encode(answer, command.opaque)
+        except ProtocolError as error:  # too large: the server shall not wait for it in vain
+            frame = self.encode(command.answer(ResponseCode.SYSTEM_ERROR, str(error)), command.opaque)
+        self._write(frame)
+
+    def _end(self, error: Exception) -> None:
+        self.closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
+        self.resume_writing()
+        waiting, self._waiting = self._waiting, {}
+        for on_answer, _, _, _ in waiting.values():
+            self._tell(on_answer, error)
+        self._on_lost(self, self._reason)

@@ -1,0 +1,160 @@
+"""The open connections of a client, one per address."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+from dataclasses import dataclass
+
+from pyrocket_consumer.config import parse_address
+from pyrocket_consumer.errors import ConnectError, ConsumerClosed
+from pyrocket_consumer.net.connection import Connection, OnLost, OnRequest, Sign
+
+log = logging.getLogger("pyrocket_consumer.net")
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Target:
+    """What is known of one address: its connection, the attempt under way, and when to try again."""
+
+    connection: Connection | None = None
+    attempt: asyncio.Task[Connection] | None = None
+    failures: int = 0
+    not_before: float = 0.0
+    dropped: str = ""  # why nobody wants it any more
+
+
+class Connections:
+    """Connections by address, opened when asked for. Confined to the I/O thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        connect_timeout_s: float,
+        on_request: OnRequest,
+        on_lost: OnLost = lambda connection, reason: None,
+        tls: ssl.SSLContext | None = None,
+        sign: Sign | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._loop = loop
+        self._connect_timeout_s = connect_timeout_s
+        self._on_request = on_request
+        self._on_lost = on_lost
+        self._tls = tls
+        self._sign = sign
+        self._random = rng or random.Random()
+        self._targets: dict[str, _Target] = {}
+        self._closed = False
+
+    def peek(self, address: str) -> Connection | None:
+        """Return the open connection to `address`, if there is one."""
+        target = self._targets.get(address)
+        if target is None or target.connection is None or target.connection.closed:
+            return None
+        return target.connection
+
+    def all(self) -> list[Connection]:
+        """Return the open connections."""
+        return [connection for address in self._targets if (connection := self.peek(address)) is not None]
+
+    async def get(self, address: str) -> Connection:
+        """Return the connection to `address`, opening one if need be. Callers at the same time share the attempt.
+
+        Raises:
+            ConnectError: nobody answers there, or the address was dropped meanwhile. After a failure the next attempt
+                waits a little, up to 2 s after many.
+        """
+        if (connection := self.peek(address)) is not None:
+            return connection
+        if self._closed:
+            raise ConsumerClosed("the client is closed; make a new one")
+        target = self._targets.setdefault(address, _Target())
+        if target.attempt is None:
+            target.attempt = self._loop.create_task(self._open(address, target))
+            target.attempt.add_done_callback(lambda task: task.cancelled() or task.exception())
+        attempt = target.attempt
+        try:
+            return await asyncio.shield(attempt)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not attempt.cancelled() or (task is not None and task.cancelling()):
+                raise
+            # The attempt was cancelled, not the caller: passed on, this would end the caller's loop without a word.
+            if self._closed:
+                raise ConsumerClosed("the client is closed; make a new one") from None
+            raise ConnectError(address, target.dropped) from None
+
+    async def _open(self, address: str, target: _Target) -> Connection:
+        try:
+            pause = target.not_before - self._loop.time()
+            if pause > 0:
+                await asyncio.sleep(pause)
+            connection = await self._connect(address)
+            target.connection, target.failures = connection, 0
+            log.debug("connection=%s opened", address)
+            return connection
+        except ConnectError:
+            target.failures += 1
+            longest = min(_FIRST_PAUSE_S * 2**target.failures, _LONGEST_PAUSE_S)
+            target.not_before = self._loop.time() + longest * (0.5 + self._random.random() / 2)
+            raise
+        finally:
+            target.attempt = None
+
+    async def _connect(self, address: str) -> Connection:
+        host, port = parse_address(address)
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self._loop, address, self._on_request, self._lost, self._sign),
+                    host,
+                    port,
+                    ssl=self._tls,
+                    server_hostname=host if self._tls else None,
+                )
+        except TimeoutError as error:
+            raise ConnectError(address, f"no answer within {self._connect_timeout_s:g} s") from error
+        except ssl.SSLError as error:
+            raise ConnectError(address, f"TLS: {error}") from error
+        except OSError as error:
+            raise ConnectError(address, error.strerror or str(error)) from error
+        except UnicodeError as error:
+            raise ConnectError(address, f"{host!r} is no host name: {error}") from error
+        return connection
+
+    def _lost(self, connection: Connection, reason: str) -> None:
+        target = self._targets.get(connection.address)
+        if target is not None and target.connection is connection:
+            target.connection = None
+        log.debug("connection=%s ended reason=%s", connection.address, reason)
+        self._on_lost(connection, reason)
+
+    def drop(self, address: str, reason: str) -> None:
+        """Close the connection to `address` and forget the address."""
+        target = self._targets.pop(address, None)
+        if target is None:
+            return
+        target.dropped = reason
+        if target.attempt is not None:
+            target.attempt.cancel()
+        if target.connection is not None:
+            target.connection.close(reason)
+
+    async def close(self) -> None:
+        """Close every connection; nothing can be opened afterwards."""
+        self._closed = True
+        connections = self.all()
+        for address in list(self._targets):
+            self.drop(address, "closed by us")
+        for _ in range(2):  # sockets are closed in the loop's next round, unless there is something left to send
+            await asyncio.sleep(0)
+            for connection in connections:
+                connection.abort()
+        await asyncio.sleep(0)

@@ -1,0 +1,87 @@
+"""The thread that owns every socket and timer of one client."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
+
+T = TypeVar("T")
+
+
+class IoThread:
+    """One asyncio loop on one daemon thread. Sockets, timers and their callbacks are confined to it."""
+
+    def __init__(self, name: str = "pyrocket-io") -> None:
+        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; once only."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the loop, cancel what still runs on it, and wait up to `timeout_s` for the thread."""
+        if not self._thread.is_alive():
+            if not self.loop.is_closed():
+                self.loop.close()
+            return
+        try:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        except RuntimeError:
+            pass  # another thread stops it as well, and was first
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """Run `coroutine` on the I/O thread and return its result.
+
+        Raises:
+            RuntimeError: called on the I/O thread, where waiting would stop everything. Await the coroutine instead.
+            RequestTimeout: not done within `timeout_s`; the coroutine is cancelled.
+            ConsumerClosed: the thread has ended.
+        """
+        if self.is_current:
+            coroutine.close()
+            raise RuntimeError("a blocking call on the I/O thread would stop all network work; await it instead")
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:
+            coroutine.close()
+            raise ConsumerClosed("the client is closed; make a new one") from None
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            if future.done() and not future.cancelled():
+                raise  # the coroutine's own TimeoutError
+            future.cancel()
+            name = getattr(coroutine, "__qualname__", "call")
+            raise RequestTimeout(name, "the I/O thread", timeout_s or 0) from error
+        except concurrent.futures.CancelledError:
+            raise ConsumerClosed("the client was closed while the call waited") from None
+        except BaseException:
+            future.cancel()
+            raise

@@ -1,0 +1,71 @@
+"""Clients of an embedded cluster that are closed at the end, and what they told."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer.cluster import Cluster, make_client_id
+from pyrocket_consumer.config import ClientConfig
+from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.wire.bodies import ConsumerData
+from pyrocket_consumer.wire.subscription import parse_subscription
+
+
+class Told:
+    """A hook that remembers what it was told, in order."""
+
+    def __init__(self) -> None:
+        self._facts: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+
+    def __call__(self, *facts: Any) -> None:
+        self._facts.put(facts)
+
+    def next(self, timeout_s: float = 5) -> tuple[Any, ...]:
+        """Return the next facts; fails if there are none within the time."""
+        return self._facts.get(timeout=timeout_s)
+
+    @property
+    def nothing(self) -> bool:
+        """Whether nothing was told that was not asked for yet."""
+        return self._facts.empty()
+
+
+Connect = Callable[..., Cluster]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """`connect(embedded, **options)` starts a client; a failure of its background tasks fails the test."""
+    clients: list[Cluster] = []
+    failures: list[BaseException] = []
+
+    def start(where: EmbeddedCluster | str, **options: Any) -> Cluster:
+        address = where if isinstance(where, str) else where.name_server
+        config = ClientConfig(name_server=address, **options)
+        client = Cluster(config, make_client_id(config))
+        client.on_failure(failures.append)
+        clients.append(client)
+        client.start()
+        return client
+
+    yield start
+    for client in clients:
+        client.close()
+    assert failures == []
+
+
+@pytest.fixture
+def embedded() -> Iterator[EmbeddedCluster]:
+    """One broker, with a topic `orders` of four queues."""
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("orders", queues=4)
+        yield cluster
+
+
+def consumer_of(group: str, topic: str = "orders") -> Callable[[], ConsumerData]:
+    """What a member of `group` tells in its heartbeats."""
+    return lambda: ConsumerData(group, subscriptions=(parse_subscription(topic, "*", 1),))

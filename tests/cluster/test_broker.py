@@ -1,0 +1,498 @@
+"""Typed calls to one broker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.config import ClientConfig
+from pyrocket_consumer.errors import (
+    BrokerError,
+    ConfigError,
+    ConnectError,
+    FlowControl,
+    PermissionDenied,
+    ProtocolError,
+    RequestTimeout,
+    RouteNotFound,
+)
+from pyrocket_consumer.model import MessageQueue, PullStatus, Subscription
+from pyrocket_consumer.net.io_thread import IoThread
+from pyrocket_consumer.testing import EmbeddedCluster, answer, delay, rewrite
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.command import PullMessageHeader, SendMessageHeader
+from pyrocket_consumer.wire.message import BatchItem, encode_batch
+from pyrocket_consumer.wire.subscription import parse_subscription
+from tests.cluster.conftest import consumer_of
+
+QUEUE = MessageQueue("orders", "broker-a", 0)
+ALL = parse_subscription("orders", "*")
+PULL = RequestCode.PULL_MESSAGE
+
+
+@pytest.fixture
+def do(embedded, connect):
+    """`do("pull", QUEUE, 0, …)` calls a method of broker-a."""
+    return doing(connect(embedded))
+
+
+def doing(client, broker_name="broker-a"):
+    def call(method, *arguments, **options):
+        return client.run(getattr(client.broker(broker_name), method)(*arguments, **options), 30)
+
+    return call
+
+
+def pull(do, offset, queue=QUEUE, subscription=ALL, **options):
+    return do("pull", queue, offset, group="app", subscription=subscription, **options)
+
+
+def offsets(messages):
+    return [message.queue_offset for message in messages]
+
+
+# --- pull
+
+
+def test_a_pull_returns_messages_and_where_the_queue_goes_on(embedded, do):
+    embedded.send("orders", b"hello", count=3, queue_id=0)
+    found, messages = pull(do, 1)
+    assert (found.status, found.next_offset, found.min_offset, found.max_offset) == (PullStatus.FOUND, 3, 0, 3)
+    assert [(each.queue_offset, each.body, each.queue) for each in messages] == [
+        (1, b"hello", QUEUE),
+        (2, b"hello", QUEUE),
+    ]
+
+
+def test_max_messages_limits_a_pull(embedded, do):
+    embedded.send("orders", b"hello", count=3, queue_id=0)
+    found, messages = pull(do, 0, max_messages=2)
+    assert (offsets(messages), found.next_offset) == ([0, 1], 2)
+
+
+def test_only_messages_with_a_tag_asked_for_are_returned_even_if_hashes_collide(embedded, do):
+    for tag in ["Aa", "BB", "C", None]:  # Aa and BB have the same hash, so the broker lets both pass
+        embedded.send("orders", b"x", tags=tag, queue_id=0)
+    found, messages = pull(do, 0, subscription=parse_subscription("orders", "Aa"))
+    assert ([message.tags for message in messages], found.next_offset) == (["Aa"], 4)
+
+
+def test_a_queue_without_more_answers_at_once(embedded, do):
+    found, messages = pull(do, 0)
+    assert (found.status, found.next_offset, messages) == (PullStatus.NO_NEW_MESSAGE, 0, [])
+
+
+def test_a_held_pull_is_woken_by_a_message(embedded, connect):
+    client = connect(embedded)
+    waiting = client.submit(client.broker("broker-a").pull(QUEUE, 0, group="app", subscription=ALL, hold_s=20))
+    embedded.wait_until(lambda: embedded.broker("broker-a").held_pulls() == 1)
+    embedded.send("orders", b"hello", queue_id=0)
+    assert offsets(waiting.result(5)[1]) == [0]
+
+
+def test_a_hold_may_last_until_the_brokers_next_tick(connect):
+    with EmbeddedCluster(long_poll_tick_s=0.6) as cluster:
+        cluster.create_topic("orders")
+        do = doing(connect(cluster, call_timeout_s=0.1))  # shorter than the answer takes
+        assert pull(do, 0, hold_s=0.1)[0].status is PullStatus.NO_NEW_MESSAGE
+
+
+@pytest.mark.parametrize(("offset", "to"), [(-5, 2), (0, 2), (9, 4)])
+def test_an_offset_outside_the_queue_is_corrected(embedded, do, offset, to):
+    embedded.send("orders", b"x", count=4, queue_id=0)
+    embedded.broker("broker-a").delete_before("orders", 0, 2)
+    found, messages = pull(do, offset)
+    assert (found.status, found.next_offset, found.offset_reset, messages) == (PullStatus.OFFSET_MOVED, to, False, [])
+
+
+def test_a_reset_at_the_broker_is_told_from_a_correction(embedded, do):
+    reset = answer(21, "OFFSET_RESET", {"nextBeginOffset": "7", "minOffset": "0", "maxOffset": "9"})
+    embedded.broker("broker-a").on(PULL, reset)
+    found, _ = pull(do, 0)
+    assert (found.status, found.next_offset, found.offset_reset) == (PullStatus.OFFSET_MOVED, 7, True)
+
+
+def test_a_pull_commits_only_what_it_was_given(embedded, do):
+    broker = embedded.broker("broker-a")
+    pull(do, 0)
+    assert broker.committed("app", "orders") == {}
+    pull(do, 0, commit_offset=0)
+    assert broker.committed("app", "orders") == {0: 0}
+    with pytest.raises(ConfigError, match="-1"):
+        pull(do, 0, commit_offset=-1)
+    assert broker.committed("app", "orders") == {0: 0}
+
+
+def test_a_pull_brings_its_subscription_along_and_needs_no_member(embedded, do):
+    embedded.send("orders", b"x", tags="A", queue_id=0)
+    _, messages = pull(do, 0, subscription=parse_subscription("orders", "A || B"))
+    assert len(messages) == 1
+    header = PullMessageHeader.from_fields(embedded.broker("broker-a").requests(PULL)[-1].command.fields)
+    assert (header.sys_flag, header.subscription, header.broker_name) == (4, "A || B", "broker-a")
+
+
+def test_a_pull_that_is_never_answered_ends_after_hold_tick_and_call_timeout():
+    class Loop(asyncio.SelectorEventLoop):
+        """A loop whose clock can be put forward."""
+
+        ahead_s = 0.0
+
+        def time(self):
+            return super().time() + self.ahead_s
+
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        cluster = EmbeddedCluster(loop=loop)
+        await cluster.open()
+        cluster.create_topic("orders")
+        asked = asyncio.Event()
+        cluster.broker("broker-a").on(PULL, lambda exchange: asked.set())  # and no answer, ever
+
+        class Io(IoThread):
+            def __init__(self):
+                self.loop = loop
+
+        config = ClientConfig(name_server=cluster.name_server, call_timeout_s=3)
+        client = Cluster(config, "me", io=Io())
+        await client.start_on_loop()
+        began = loop.time()
+        pulling = loop.create_task(client.broker("broker-a").pull(QUEUE, 0, group="app", subscription=ALL, hold_s=20))
+        await asked.wait()
+        loop.ahead_s += 20 + 5 + 3 - 1  # not yet
+        await asyncio.sleep(0.05)
+        assert not pulling.done()
+        loop.ahead_s += 1
+        with pytest.raises(RequestTimeout, match="PULL_MESSAGE"):
+            await pulling
+        assert loop.time() - began < 29
+        await client.close_on_loop()
+        cluster.shut()
+        await asyncio.sleep(0.01)  # transports end in the loop's next rounds
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_message_of_15_mb_goes_there_and_back(connect):
+    with EmbeddedCluster(settings={"maxMessageSize": 16 * 1024 * 1024}) as cluster:
+        cluster.create_topic("orders")
+        do = doing(connect(cluster, call_timeout_s=20))
+        body = bytes(range(256)) * (15 * 1024 * 4)
+        do("send", SendMessageHeader("maker", "orders", queue_id=0), body)
+        _, (message,) = pull(do, 0)
+        assert message.body == body
+
+
+@pytest.mark.parametrize(
+    ("code", "remark", "kind", "retryable"),
+    [
+        (16, "the group is not allowed to consume", PermissionDenied, False),
+        (1, "org.apache.rocketmq.acl.common.AclException: Check signature failed", PermissionDenied, False),
+        (2, "[TIMEOUT_CLEAN_QUEUE]broker busy", FlowControl, True),
+        (215, "slow down", FlowControl, True),
+        (23, "parse failed", BrokerError, False),
+        (24, "the consumer's subscription not exist", BrokerError, True),
+    ],
+)
+def test_a_refused_pull_says_why(embedded, do, code, remark, kind, retryable):
+    embedded.broker("broker-a").on(PULL, answer(code, remark))
+    with pytest.raises(kind) as raised:
+        pull(do, 0)
+    assert (raised.value.code, raised.value.remark, raised.value.retryable) == (code, remark, retryable)
+    assert raised.value.address == embedded.broker("broker-a").address
+
+
+@pytest.mark.parametrize("missing", ["nextBeginOffset", "minOffset", "maxOffset"])
+def test_an_answer_without_what_it_must_have_fails_that_call_only(embedded, do, missing):
+    def without(command):
+        del command.fields[missing]
+        return command
+
+    embedded.broker("broker-a").on(PULL, rewrite(without))
+    with pytest.raises(ProtocolError, match=missing):
+        pull(do, 0)
+    assert pull(do, 0)[0].status is PullStatus.NO_NEW_MESSAGE
+
+
+def test_a_queue_of_a_static_topic_is_refused_not_misread(embedded, do):
+    embedded.send("orders", b"x", queue_id=0)
+
+    def moved(command):
+        command.fields["offsetDelta"] = "1000"
+        return command
+
+    embedded.broker("broker-a").on(PULL, rewrite(moved))
+    with pytest.raises(ProtocolError, match="static topic"):
+        pull(do, 0)
+
+
+def test_answers_that_overtake_each_other_find_their_calls(embedded, connect):
+    client = connect(embedded)
+    client.run(client.route("orders"), 5)
+    for queue_id in range(4):
+        embedded.send("orders", b"%d" % queue_id, count=queue_id + 1, queue_id=queue_id)
+    embedded.broker("broker-a").on(RequestCode.GET_MAX_OFFSET, delay(0.1), times=2)
+    calls = [
+        client.submit(client.broker("broker-a").max_offset(MessageQueue("orders", "broker-a", each)))
+        for each in range(4)
+    ]
+    assert [call.result(5) for call in calls] == [1, 2, 3, 4]
+
+
+# --- slaves
+
+
+@pytest.fixture
+def with_slave():
+    """One broker with a slave."""
+    with EmbeddedCluster(slaves=1) as cluster:
+        cluster.create_topic("orders")
+        cluster.send("orders", b"x", count=2, queue_id=0)
+        yield cluster
+
+
+def test_a_pull_goes_to_the_slave_a_broker_suggests_and_commits_nothing_there(with_slave, connect):
+    do = doing(connect(with_slave))
+    with_slave.broker("broker-a").suggest_broker(1)
+    found, _ = pull(do, 0)
+    assert found.suggested_broker_id == 1
+    found, messages = pull(do, 0, broker_id=found.suggested_broker_id, commit_offset=1)
+    assert offsets(messages) == [0, 1]
+    (asked,) = with_slave.broker("broker-a-1").requests(PULL)
+    assert PullMessageHeader.from_fields(asked.command.fields).sys_flag & 1 == 0
+    assert with_slave.broker("broker-a-1").committed("app", "orders") == {}
+
+
+def test_without_its_master_a_queue_can_be_read_but_nothing_is_committed(with_slave, connect):
+    client = connect(with_slave)
+    do = doing(client)
+    with_slave.broker("broker-a").kill()
+    client.run(client.route("orders", refresh=True), 5)
+    assert offsets(pull(do, 0, commit_offset=1)[1]) == [0, 1]
+    for call in [
+        lambda: do("commit_offset", "app", QUEUE, 1),
+        lambda: do("query_offset", "app", QUEUE),
+        lambda: do("max_offset", QUEUE),
+        lambda: do("lock", "app", [QUEUE]),
+    ]:
+        with pytest.raises(ConnectError, match="master"):
+            call()
+    assert with_slave.broker("broker-a-1").requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
+
+
+def test_a_broker_that_no_route_is_known_of_is_found_by_the_topic(embedded, connect):
+    assert doing(connect(embedded))("max_offset", QUEUE) == 0
+    with pytest.raises(ConnectError, match="broker-x"):
+        doing(connect(embedded), "broker-x")("max_offset", MessageQueue("orders", "broker-x", 0))
+    with pytest.raises(RouteNotFound):
+        doing(connect(embedded), "broker-x")("max_offset", MessageQueue("nowhere", "broker-x", 0))
+
+
+# --- offsets
+
+
+@pytest.mark.parametrize(("version", "empty"), [("4.9.7", 0), ("5.5.0", None)])
+def test_no_committed_offset_is_none_except_where_the_broker_says_zero(connect, version, empty):
+    with EmbeddedCluster(version=version) as cluster:
+        cluster.create_topic("orders")
+        do = doing(connect(cluster))
+        assert do("query_offset", "app", QUEUE) == empty
+        pull(do, 0)  # the group is known from now on
+        assert do("commit_offset", "app", QUEUE, 42) is True
+        assert do("query_offset", "app", QUEUE) == 42
+
+
+def test_a_young_queue_counts_as_none_if_asked_so(embedded, do):
+    embedded.send("orders", b"x", queue_id=0)
+    assert do("query_offset", "app", QUEUE) == 0
+    assert do("query_offset", "app", QUEUE, set_zero_if_not_found=False) is None
+
+
+@pytest.mark.parametrize("code", [1, 2, 16, 17, 26])
+def test_an_error_is_never_taken_for_no_offset(embedded, do, code):
+    embedded.broker("broker-a").on(RequestCode.QUERY_CONSUMER_OFFSET, answer(code, "trouble"))
+    with pytest.raises(BrokerError, match="trouble"):
+        do("query_offset", "app", QUEUE)
+
+
+def test_a_negative_offset_at_the_broker_is_none(embedded, do):
+    embedded.broker("broker-a").on(RequestCode.QUERY_CONSUMER_OFFSET, answer(0, None, {"offset": "-1"}))
+    assert do("query_offset", "app", QUEUE) is None
+
+
+def test_a_negative_offset_is_never_sent(embedded, do):
+    with pytest.raises(ConfigError, match="-1"):
+        do("commit_offset", "app", QUEUE, -1)
+    assert embedded.broker("broker-a").requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
+
+
+def test_a_commit_is_answered_and_a_refusal_is_an_error(embedded, do):
+    pull(do, 0)
+    do("commit_offset", "app", QUEUE, 7)
+    (asked,) = embedded.broker("broker-a").requests(RequestCode.UPDATE_CONSUMER_OFFSET)
+    assert not asked.command.is_oneway
+    with pytest.raises(BrokerError) as raised:  # 5.3 and later know their groups
+        do("commit_offset", "unknown", QUEUE, 7)
+    assert raised.value.code == 26
+
+
+def test_a_commit_that_a_waiting_reset_overrules_says_so(embedded, do):
+    fault = answer(0, "Offset has been previously reset")
+    embedded.broker("broker-a").on(RequestCode.UPDATE_CONSUMER_OFFSET, fault)
+    assert do("commit_offset", "app", QUEUE, 7) is False
+
+
+def test_the_range_of_a_queue(embedded, do):
+    embedded.send("orders", b"x", count=5, queue_id=0)
+    embedded.broker("broker-a").delete_before("orders", 0, 2)
+    assert (do("min_offset", QUEUE), do("max_offset", QUEUE)) == (2, 5)
+
+
+@pytest.mark.parametrize("version", ["4.9.7", "5.1.4", "5.5.0"])
+@pytest.mark.parametrize(
+    ("at_ms", "offset"),
+    [(0, 0), (1000, 0), (1001, 1), (1400, 1), (2000, 1), (2001, 4), (2999, 4), (3000, 4), (3001, 5)],
+)
+def test_the_first_message_at_or_after_a_time_is_found_on_every_release(connect, version, at_ms, offset):
+    with EmbeddedCluster(version=version) as cluster:
+        cluster.create_topic("orders")
+        for stored_at_ms in [1000, 2000, 2000, 2000, 3000]:
+            cluster.send("orders", b"x", queue_id=0, stored_at_ms=stored_at_ms)
+        assert doing(connect(cluster))("search_offset", QUEUE, at_ms, group="app") == offset
+
+
+def test_the_time_search_of_an_empty_queue_is_its_only_offset(embedded, do):
+    assert do("search_offset", QUEUE, 1000, group="app") == 0
+
+
+# --- send, send back, view
+
+
+def test_a_send_tells_where_the_message_is_and_how_safely(embedded, do):
+    header = SendMessageHeader("maker", "orders", queue_id=2, broker_name="broker-a")
+    stored, code = do("send", header, b"hello")
+    assert (stored.queue_id, stored.queue_offset, code) == (2, 0, 0)
+    assert [message.body for message in embedded.messages("orders")] == [b"hello"]
+
+
+@pytest.mark.parametrize("code", [10, 11, 12])
+def test_a_send_that_is_stored_less_safely_is_a_send(embedded, do, code):
+    def less_safely(command):
+        command.code = code
+        return command
+
+    embedded.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, rewrite(less_safely))
+    stored, status = do("send", SendMessageHeader("maker", "orders", queue_id=0), b"hello")
+    assert (stored.queue_offset, status) == (0, code)
+
+
+@pytest.mark.parametrize("code", [13, 14, 17])
+def test_a_send_that_is_refused_is_an_error(embedded, do, code):
+    embedded.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(code, "no"))
+    with pytest.raises(BrokerError) as raised:
+        do("send", SendMessageHeader("maker", "orders", queue_id=0), b"hello")
+    assert raised.value.code == code
+
+
+def test_a_batch_is_sent_under_its_own_code(embedded, do):
+    body = encode_batch([BatchItem(b"one"), BatchItem(b"two")])
+    stored, _ = do("send", SendMessageHeader("maker", "orders", queue_id=0, batch=True), body, batch=True)
+    assert len(stored.msg_id.split(",")) == 2
+    assert [message.body for message in embedded.messages("orders")] == [b"one", b"two"]
+
+
+def test_a_message_sent_without_waiting_arrives(embedded, do):
+    do("send_oneway", SendMessageHeader("maker", "orders", queue_id=0), b"hello")
+    embedded.wait_until(lambda: [each.body for each in embedded.messages("orders")] == [b"hello"])
+
+
+def test_a_message_sent_back_comes_again(connect):
+    with EmbeddedCluster(delay_scale=0) as cluster:
+        cluster.create_topic("orders")
+        cluster.send("orders", b"hello", queue_id=0)
+        do = doing(connect(cluster))
+        _, (message,) = pull(do, 0)
+        do("send_back", "app", message, 1, 16)
+        cluster.wait_until(lambda: len(cluster.messages("%RETRY%app")) == 1)
+        queue = MessageQueue("%RETRY%app", "broker-a", 0)
+        _, (again,) = pull(do, 0, queue, Subscription("%RETRY%app"))
+        assert (again.topic, again.body, again.reconsume_times) == ("orders", b"hello", 1)
+        assert again.message_id == message.message_id
+        do("send_back", "app", again, -1)  # given up
+        cluster.wait_until(lambda: len(cluster.messages("%DLQ%app")) == 1)
+
+
+def test_a_busy_broker_does_not_take_a_message_back_now(embedded, do):
+    embedded.send("orders", b"hello", queue_id=0)
+    _, (message,) = pull(do, 0)
+    embedded.broker("broker-a").on(RequestCode.CONSUMER_SEND_MSG_BACK, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy"))
+    with pytest.raises(FlowControl):
+        do("send_back", "app", message, 0)
+
+
+def test_a_message_is_viewed_where_it_is_stored(embedded, do):
+    embedded.send("orders", b"hello", queue_id=0)
+    _, (message,) = pull(do, 0)
+    seen = do("view_message", message.commit_log_offset)
+    assert (seen.message_id, seen.body) == (message.message_id, b"hello")
+    assert do("view_message", 10**9) is None
+
+
+# --- members and locks
+
+
+def test_the_members_of_a_group_are_told_in_order(embedded, connect):
+    clients = [connect(embedded) for _ in range(3)]
+    do = doing(clients[0])
+    assert do("consumer_ids", "app", "orders") == []
+
+    async def join(client):
+        client.add_consumer("app", consumer_of("app"))
+        await client.route("orders")
+        await client.heartbeat()
+
+    for client in clients:
+        client.run(join(client), 5)
+    assert do("consumer_ids", "app") == sorted(client.client_id for client in clients)
+
+
+@pytest.mark.parametrize(("code", "remark"), [(1, "java.lang.NullPointerException"), (16, "no permission")])
+def test_a_member_list_that_cannot_be_had_is_an_error_not_an_empty_list(embedded, do, code, remark):
+    embedded.broker("broker-a").on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, answer(code, remark))
+    with pytest.raises(BrokerError, match=remark):
+        do("consumer_ids", "app", "orders")
+
+
+def test_a_queue_is_locked_for_one_client_at_a_time(embedded, connect):
+    first, second = connect(embedded), connect(embedded)
+    other = MessageQueue("orders", "broker-a", 1)
+    assert doing(first)("lock", "app", [QUEUE]) == {QUEUE}
+    assert doing(second)("lock", "app", [QUEUE, other]) == {other}
+    assert embedded.broker("broker-a").locks("app") == {QUEUE: first.client_id, other: second.client_id}
+    doing(second)("unlock", "app", [QUEUE])  # not its own: nothing happens
+    assert doing(second)("lock", "app", [QUEUE]) == set()
+    doing(first)("unlock", "app", [QUEUE])
+    assert doing(second)("lock", "app", [QUEUE]) == {QUEUE}
+
+
+def test_to_lock_nothing_asks_nobody(embedded, do):
+    assert do("lock", "app", []) == set()
+    do("unlock", "app", [])
+    assert embedded.broker("broker-a").requests() == []
+
+
+# --- who we are
+
+
+@pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
+def test_a_signed_client_is_let_in_and_others_are_not(connect, version):
+    with EmbeddedCluster(version=version, account=("RocketMQ", "12345678")) as cluster:
+        cluster.create_topic("orders")
+        good = connect(cluster, access_key="RocketMQ", secret_key="12345678", security_token="token")
+        assert good.signs
+        assert doing(good)("max_offset", QUEUE) == 0
+        for options in [{}, {"access_key": "RocketMQ", "secret_key": "wrong"}, {"access_key": "x", "secret_key": "y"}]:
+            with pytest.raises(PermissionDenied):
+                doing(connect(cluster, **options))("max_offset", QUEUE)

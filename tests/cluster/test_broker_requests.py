@@ -1,0 +1,111 @@
+"""Requests that brokers send to us."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pyrocket_consumer.errors import BrokerError, OffsetStoreUnwritable
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.command import GetConsumerRunningInfoHeader, NotifyConsumerIdsChangedHeader
+from tests.cluster.conftest import Told, consumer_of
+
+
+@pytest.fixture
+def member(embedded, connect):
+    """A member of the group `app`."""
+    client = connect(embedded)
+
+    async def join():
+        client.add_consumer("app", consumer_of("app"))
+        await client.route("orders")
+        await client.heartbeat()
+
+    client.run(join(), 5)
+    return client
+
+
+def ask(embedded, connect, member):
+    """Have the broker ask `member` for its running info, as an admin does, and return the answer."""
+    admin = connect(embedded)
+    header = GetConsumerRunningInfoHeader("app", member.client_id)
+    address = embedded.broker("broker-a").address
+    return admin.run(admin.call(address, header, timeout_s=5), 6)
+
+
+def handle(client, code, handler):
+    async def register():
+        client.on_request(code, handler)
+
+    client.run(register(), 5)
+
+
+def test_a_handler_gets_the_request_and_the_brokers_address_and_its_answer_goes_back(embedded, connect, member):
+    told = Told()
+
+    async def answer(command, address):
+        told(command.fields["consumerGroup"], address)
+        return command.answer(body=b'{"properties":{}}')
+
+    handle(member, RequestCode.GET_CONSUMER_RUNNING_INFO, answer)
+    assert ask(embedded, connect, member).body == b'{"properties":{}}'
+    assert told.next() == ("app", embedded.broker("broker-a").address)
+
+
+def test_what_nobody_handles_is_answered_as_unknown(embedded, connect, member):
+    with pytest.raises(BrokerError, match="request type 307 not supported") as raised:
+        ask(embedded, connect, member)
+    assert raised.value.code == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "remark"),
+    [(ZeroDivisionError("a defect"), "ZeroDivisionError: a defect"), (OffsetStoreUnwritable("disk full"), "disk full")],
+)
+def test_a_handler_that_fails_is_answered_with_the_reason(embedded, connect, member, error, remark):
+    async def fail(command, address):
+        raise error
+
+    handle(member, RequestCode.GET_CONSUMER_RUNNING_INFO, fail)
+    with pytest.raises(BrokerError, match=remark) as raised:
+        ask(embedded, connect, member)
+    assert raised.value.code == 1
+
+
+def test_a_slow_handler_holds_up_neither_calls_nor_other_requests(embedded, connect, member):
+    told = Told()
+    told_to_end = asyncio.Event()
+
+    async def slow(command, address):
+        await told_to_end.wait()
+        return command.answer(body=b"{}")
+
+    async def changed(command, address):
+        told(NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group)
+
+    handle(member, RequestCode.GET_CONSUMER_RUNNING_INFO, slow)
+    handle(member, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, changed)
+    admin = connect(embedded)
+    broker = embedded.broker("broker-a")
+    asking = admin.submit(
+        admin.call(broker.address, GetConsumerRunningInfoHeader("app", member.client_id), timeout_s=5)
+    )
+    broker.wait_for(RequestCode.GET_CONSUMER_RUNNING_INFO)
+    other = connect(embedded)
+
+    async def join():
+        other.add_consumer("app", consumer_of("app"))
+        await other.route("orders")
+        await other.heartbeat()
+
+    other.run(join(), 5)
+    assert told.next() == ("app",)  # one-way: the member list changed
+    queue = member.run(member.route("orders"), 5).consume_queues()[0]
+    assert member.run(member.broker("broker-a").max_offset(queue), 5) == 0
+
+    async def end():
+        told_to_end.set()
+
+    member.run(end(), 5)
+    assert asking.result(5).body == b"{}"

@@ -1,0 +1,317 @@
+"""Membership: heartbeats, lost and returning brokers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from pyrocket_consumer.errors import (
+    BrokerError,
+    ConnectError,
+    ConnectionLost,
+    PermissionDenied,
+    RequestTimeout,
+    RocketError,
+)
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, delay, drop
+from pyrocket_consumer.wire.bodies import decode_heartbeat
+from pyrocket_consumer.wire.codes import RequestCode, version_ordinal
+from pyrocket_consumer.wire.command import UnregisterClientHeader
+from tests.cluster.conftest import Told, consumer_of
+
+HEARTBEAT = RequestCode.HEART_BEAT
+UNREGISTER = RequestCode.UNREGISTER_CLIENT
+
+
+@pytest.fixture
+def with_slaves():
+    """Two brokers with a slave each."""
+    with EmbeddedCluster(brokers=2, slaves=1) as cluster:
+        cluster.create_topic("orders", queues=4)
+        yield cluster
+
+
+def join(client, *, consumer=None, producer=None, topic="orders"):
+    """Make `client` a member, with the route known, and return how many brokers took its heartbeat."""
+
+    async def work():
+        if consumer:
+            client.add_consumer(consumer, consumer_of(consumer, topic))
+        if producer:
+            client.add_producer(producer)
+        await client.route(topic)
+        return await client.heartbeat()
+
+    return client.run(work(), 10)
+
+
+def watch(client, hook):
+    told = Told()
+
+    async def work():
+        getattr(client, hook)(told)
+
+    client.run(work(), 5)
+    return told
+
+
+def have_been_told(cluster):
+    return {(node.name, node.broker_id) for node in cluster.nodes if node.requests(HEARTBEAT)}
+
+
+def test_a_consumer_is_known_to_masters_and_slaves(with_slaves, connect):
+    client = connect(with_slaves)
+    assert join(client, consumer="app") == 4
+    assert {node.name for node in with_slaves.nodes if node.members("app") == [client.client_id]} == {
+        "broker-a",
+        "broker-b",
+    }
+    assert have_been_told(with_slaves) == {("broker-a", 0), ("broker-a", 1), ("broker-b", 0), ("broker-b", 1)}
+
+
+def test_a_producer_is_known_to_masters_only(with_slaves, connect):
+    assert join(connect(with_slaves), producer="maker") == 2
+    assert have_been_told(with_slaves) == {("broker-a", 0), ("broker-b", 0)}
+
+
+def test_a_client_without_groups_sends_no_heartbeat(embedded, connect):
+    client = connect(embedded, heartbeat_interval_s=0.05)
+    assert join(client) == 0
+    address = client.address("broker-a")
+    connection = client.run(client.member_connection(address), 5)
+    assert client.peek_member(address) is connection
+    assert embedded.broker("broker-a").requests(HEARTBEAT) == []
+
+
+def test_a_heartbeat_tells_all_groups_and_asks_for_no_v2(embedded, connect):
+    client = connect(embedded)
+    join(client, consumer="app", producer="maker")
+    body = embedded.broker("broker-a").requests(HEARTBEAT)[-1].command.body
+    told = decode_heartbeat(body)
+    assert told.client_id == client.client_id
+    assert [consumer.group for consumer in told.consumers] == ["app"]
+    assert told.producers == ("maker",)
+    assert (json.loads(body).get("heartbeatFingerprint", 0), json.loads(body).get("withoutSub", False)) == (0, False)
+
+
+@pytest.mark.parametrize("version", ["4.9.7", "5.1.4", "5.5.0"])
+def test_a_heartbeats_answer_tells_the_brokers_version(connect, version):
+    with EmbeddedCluster(version=version) as cluster:
+        cluster.create_topic("orders")
+        client = connect(cluster)
+        address = cluster.broker("broker-a").address
+        assert client.broker_version(address) is None
+        join(client, consumer="app")
+        assert client.broker_version(address) == version_ordinal(*map(int, version.split(".")))
+
+
+def test_heartbeats_go_on_by_themselves(embedded, connect):
+    client = connect(embedded, heartbeat_interval_s=0.05)
+    join(client, consumer="app")
+    embedded.broker("broker-a").wait_for(HEARTBEAT, 4)
+
+
+def test_a_broker_that_is_away_does_not_keep_heartbeats_from_the_others(with_slaves, connect):
+    with_slaves.broker("broker-b").on(HEARTBEAT, drop, times=None)
+    assert join(connect(with_slaves, call_timeout_s=0.3), consumer="app") == 3
+
+
+def test_a_heartbeat_to_one_broker_tells_what_went_wrong(embedded, connect):
+    client = connect(embedded, call_timeout_s=0.3)
+    join(client, consumer="app")
+    broker = embedded.broker("broker-a")
+    broker.on(HEARTBEAT, drop)
+    with pytest.raises(RequestTimeout):
+        client.run(client.heartbeat_broker(broker.address), 5)
+    broker.on(HEARTBEAT, answer(1, "CODE: 1 org.apache.rocketmq.acl.common.AclException: No accessKey is configured"))
+    with pytest.raises(PermissionDenied):
+        client.run(client.heartbeat_broker(broker.address), 5)
+    broker.stop()
+    with pytest.raises((ConnectionLost, ConnectError)):  # the first if we have not noticed yet
+        client.run(client.heartbeat_broker(broker.address), 5)
+
+
+def test_a_member_connection_has_had_a_heartbeat_and_gets_only_one(embedded, connect):
+    client = connect(embedded)
+    broker = embedded.broker("broker-a")
+    broker.on(HEARTBEAT, delay(0.1))
+
+    async def pullers():
+        client.add_consumer("app", consumer_of("app"))
+        await client.route("orders")
+        assert client.peek_member(broker.address) is None
+        return await asyncio.gather(*(client.member_connection(broker.address) for _ in range(8)))
+
+    connections = client.run(pullers(), 5)
+    assert len(set(connections)) == 1
+    assert client.peek_member(broker.address) is connections[0]
+    assert len(broker.requests(HEARTBEAT)) == 1
+    assert broker.members("app") == [client.client_id]
+
+
+def test_a_broker_that_does_not_take_us_is_an_error_for_who_wants_to_pull(embedded, connect):
+    client = connect(embedded)
+    broker = embedded.broker("broker-a")
+    broker.on(HEARTBEAT, answer(16, "no permission"), times=None)
+
+    async def pull():
+        client.add_consumer("app", consumer_of("app"))
+        await client.route("orders")
+        await client.member_connection(broker.address)
+
+    with pytest.raises(PermissionDenied):
+        client.run(pull(), 5)
+    assert client.peek_member(broker.address) is None
+
+
+def test_a_new_broker_hears_of_us_as_soon_as_a_route_names_it(connect):
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic("orders", brokers=["broker-a"])
+        client = connect(cluster)
+        assert join(client, consumer="app") == 1
+        cluster.create_topic("orders", brokers=["broker-a", "broker-b"])
+        client.run(client.route("orders", refresh=True), 5)
+        cluster.broker("broker-b").wait_for(HEARTBEAT)
+        assert cluster.broker("broker-b").members("app") == [client.client_id]
+
+
+def test_a_broker_no_route_names_any_more_is_disconnected(connect):
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic("orders")
+        client = connect(cluster)
+        lost = watch(client, "on_broker_lost")
+        assert join(client, consumer="app") == 2
+        gone = cluster.broker("broker-b")
+        cluster.call(lambda: cluster.unregister(gone))  # it runs on: only its registration is gone
+        client.run(client.route("orders", refresh=True), 5)
+        cluster.wait_until(lambda: not gone.connections)
+        assert set(client.broker_addresses()) == {"broker-a"}
+        assert client.address("broker-b") is None
+        assert lost.nothing
+
+
+def test_a_lost_connection_has_the_routes_asked_for_at_once(connect):
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic("orders", queues=4)
+        client = connect(cluster)  # routes are refreshed every 30 s, else
+        changed = watch(client, "on_route_changed")
+        join(client, consumer="app")
+        changed.next()
+        cluster.broker("broker-b").kill()
+        topic, route = changed.next()
+        assert (topic, {queue.broker_name for queue in route.consume_queues()}) == ("orders", {"broker-a"})
+        assert set(client.broker_addresses()) == {"broker-a"}
+
+
+@pytest.mark.parametrize("end", ["kill", "stop", "cut"])
+def test_a_broker_that_returns_hears_of_us_and_its_return_is_told(embedded, connect, end):
+    client = connect(embedded)
+    lost, returned = watch(client, "on_broker_lost"), watch(client, "on_broker_reconnected")
+    join(client, consumer="app")
+    broker = embedded.broker("broker-a")
+    for _ in range(2):
+        if end == "cut":
+            broker.close_connections()
+        else:
+            getattr(broker, end)()
+        assert lost.next()[0] == broker.address
+        if end != "cut":
+            broker.start()
+        assert returned.next(10) == (broker.address,)
+        assert broker.members("app") == [client.client_id]
+    assert client.peek_member(broker.address) is not None
+
+
+def test_calls_that_wait_fail_when_the_broker_dies_and_later_ones_work(embedded, connect):
+    client = connect(embedded, call_timeout_s=30)
+    join(client, consumer="app")
+    broker = embedded.broker("broker-a")
+    queue = client.run(client.route("orders"), 5).consume_queues()[0]
+    broker.on(RequestCode.GET_MAX_OFFSET, drop)
+    waiting = client.submit(client.broker("broker-a").max_offset(queue))
+    broker.wait_for(RequestCode.GET_MAX_OFFSET)
+    broker.kill()
+    with pytest.raises(RocketError, match="lost"):
+        waiting.result(5)
+    broker.start()
+    assert client.run(client.broker("broker-a").max_offset(queue), 10) == 0
+
+
+def test_a_broker_that_is_only_silent_is_connected_anew_after_two_heartbeats(embedded, connect):
+    client = connect(embedded, call_timeout_s=0.2, heartbeat_interval_s=0.1)
+    lost, returned = watch(client, "on_broker_lost"), watch(client, "on_broker_reconnected")
+    join(client, consumer="app")
+    broker = embedded.broker("broker-a")
+    broker.on(HEARTBEAT, drop, times=2)
+    address, reason = lost.next()
+    assert (address, "2 calls in a row" in reason) == (broker.address, True)
+    assert returned.next() == (broker.address,)
+    assert broker.members("app") == [client.client_id]
+
+
+def test_slow_calls_do_not_end_a_connection_whose_heartbeats_are_answered(embedded, connect):
+    client = connect(embedded, call_timeout_s=0.1)
+    lost = watch(client, "on_broker_lost")
+    join(client, consumer="app")
+    broker = embedded.broker("broker-a")
+    queue = client.run(client.route("orders"), 5).consume_queues()[0]
+    broker.on(RequestCode.GET_MAX_OFFSET, drop, times=3)
+    for _ in range(3):
+        with pytest.raises(RequestTimeout):
+            client.run(client.broker("broker-a").max_offset(queue), 5)
+    assert client.run(client.broker("broker-a").max_offset(queue), 5) == 0
+    assert lost.nothing
+
+
+def test_leaving_a_group_is_known_at_once(with_slaves, connect):
+    client = connect(with_slaves)
+    join(client, consumer="app", producer="maker")
+    assert with_slaves.members("app") == [client.client_id]
+
+    client.run(client.unregister(consumer_group="app"), 5)
+    client.run(client.unregister(producer_group="maker"), 5)
+    assert with_slaves.members("app") == []
+    for node in with_slaves.nodes:
+        consumer, producer = (
+            UnregisterClientHeader.from_fields(each.command.fields) for each in node.requests(UNREGISTER)
+        )
+        assert (consumer.client_id, consumer.consumer_group, consumer.producer_group) == (client.client_id, "app", None)
+        assert (producer.consumer_group, producer.producer_group) == (None, "maker")
+
+
+def test_leaving_does_not_wait_for_a_broker_that_is_away(with_slaves, connect):
+    client = connect(with_slaves, call_timeout_s=0.3)
+    join(client, consumer="app")
+    with_slaves.broker("broker-a").kill()
+    with_slaves.broker("broker-b").on(UNREGISTER, drop)
+
+    client.run(client.unregister(consumer_group="app"), 2)
+
+
+def test_a_heartbeat_under_way_does_not_make_who_leaves_a_member_again(embedded, connect):
+    client = connect(embedded)
+    join(client, consumer="app")
+    broker = embedded.broker("broker-a")
+    gate = Gate()
+    broker.on(HEARTBEAT, gate)
+    heartbeat = client.submit(client.heartbeat())
+    gate.wait_held()
+    leaving = client.submit(client.unregister(consumer_group="app"))
+    gate.open()
+    leaving.result(5)
+    assert heartbeat.result(5) == 1
+    assert broker.members("app") == []
+    assert client.run(client.heartbeat(), 5) == 0
+
+
+def test_a_refused_heartbeat_is_an_answer_and_not_a_failure(embedded, connect):
+    client = connect(embedded, heartbeat_interval_s=0.05)
+    embedded.broker("broker-a").on(HEARTBEAT, answer(1, "not now"), times=3)
+    assert join(client, consumer="app") == 0
+    embedded.broker("broker-a").wait_for(HEARTBEAT, 5)
+    embedded.wait_until(lambda: embedded.members("app") == [client.client_id])
+    with pytest.raises(BrokerError, match="not now"):
+        embedded.broker("broker-a").on(HEARTBEAT, answer(1, "not now"), times=1)
+        client.run(client.heartbeat_broker(embedded.broker("broker-a").address), 5)

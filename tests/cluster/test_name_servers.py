@@ -1,0 +1,188 @@
+"""Several name servers, some of them away."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pyrocket_consumer.errors import BrokerError, ConnectError, RequestTimeout, RouteNotFound
+from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, delay, drop, garbage
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.command import GetKvConfigHeader, HeartbeatHeader, PutKvConfigHeader
+from tests.cluster.conftest import Told
+
+ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
+
+
+@pytest.fixture
+def three():
+    """Three name servers, in one cluster with one broker."""
+    with EmbeddedCluster(name_servers=3) as cluster:
+        cluster.create_topic("orders", queues=4)
+        yield cluster
+
+
+def asked(cluster, client):
+    """Which name server was asked for the route last."""
+    for node in cluster.name_server_nodes:
+        node.forget_requests()
+    client.run(client.route("orders", refresh=True), 5)
+    return [node for node in cluster.name_server_nodes if node.requests(ROUTE)]
+
+
+def test_one_name_server_is_asked_as_long_as_it_answers(three, connect):
+    client = connect(three)
+    assert {tuple(node.address for node in asked(three, client)) for _ in range(5)} == {
+        (asked(three, client)[0].address,)
+    }
+
+
+def test_the_next_one_takes_over_and_stays(three, connect):
+    client = connect(three)
+    (first,) = asked(three, client)
+    first.stop()
+    (second,) = asked(three, client)
+    first.start()
+    assert asked(three, client) == [second] != [first]
+
+
+def test_start_needs_only_one_of_them(three, connect):
+    for node in three.name_server_nodes[:2]:
+        node.stop()
+    client = connect(three)
+    assert client.run(client.route("orders"), 5).topic == "orders"
+
+
+def test_when_all_fail_every_address_and_reason_is_told(three, connect):
+    client = connect(three, call_timeout_s=0.2)
+    down, silent, broken = three.name_server_nodes
+    down.stop()
+    silent.on(ROUTE, drop, times=None)
+    broken.on(ROUTE, answer(1, "name server not ready"), times=None)
+    with pytest.raises(ConnectError) as raised:
+        client.run(client.route("orders"), 5)
+    text = str(raised.value)
+    for node in three.name_server_nodes:
+        assert node.address in text
+    assert "was not answered" in text
+    assert "name server not ready" in text
+
+
+def test_a_name_server_in_trouble_is_left_for_another(three, connect):
+    client = connect(three)
+    (first,) = asked(three, client)
+    first.on(ROUTE, answer(2, "[REJECTREQUEST]system busy"), times=1)
+    assert len(asked(three, client)) == 2
+
+
+def test_a_no_is_an_answer(three, connect):
+    client = connect(three)
+    for node in three.name_server_nodes:
+        node.forget_requests()
+    with pytest.raises(RouteNotFound, match="'nowhere'"):
+        client.run(client.route("nowhere"), 5)
+    assert sum(len(node.requests(ROUTE)) for node in three.name_server_nodes) == 1
+
+
+def test_a_connection_that_ends_while_idle_is_opened_again(embedded, connect):
+    client = connect(embedded)
+    embedded.name_server_node.on(ROUTE, close_connection, times=1)
+    assert client.run(client.route("orders"), 5).topic == "orders"
+
+
+def test_a_silent_connection_is_given_up_after_two_calls(embedded, connect):
+    client = connect(embedded, call_timeout_s=0.2)
+    name_server = embedded.name_server_node
+    (before,) = name_server.connections
+    name_server.on(ROUTE, drop, times=2)
+    for _ in range(2):
+        with pytest.raises(RequestTimeout):
+            client.run(client.route("orders"), 5)
+    embedded.wait_until(lambda: before not in name_server.connections)
+    assert client.run(client.route("orders"), 5).topic == "orders"
+
+
+def test_bytes_that_are_no_frame_end_the_connection_but_not_the_client(embedded, connect):
+    client = connect(embedded)
+    embedded.name_server_node.on(ROUTE, garbage(b"HTTP/1.1 400 Bad Request\r\n\r\n"), times=1)
+    with pytest.raises(Exception, match="frame"):
+        client.run(client.route("orders"), 5)
+    assert client.run(client.route("orders"), 5).topic == "orders"
+
+
+def test_a_name_server_4_9_gives_no_answer_to_what_it_does_not_know(connect):
+    with EmbeddedCluster(version="4.9.7") as cluster:
+        cluster.create_topic("orders")
+        client = connect(cluster)
+        with pytest.raises(RequestTimeout, match="CODE_9999"):
+            client.run(client.call(cluster.name_server, HeartbeatHeader(), code=9999, timeout_s=0.2), 5)
+        assert client.run(client.route("orders"), 5).topic == "orders"
+        assert len(cluster.name_server_node.connections) == 1
+
+
+def test_a_name_server_5_says_that_it_does_not_know(embedded, connect):
+    client = connect(embedded)
+    with pytest.raises(BrokerError) as raised:
+        client.run(client.call(embedded.name_server, HeartbeatHeader(), code=9999), 5)
+    assert raised.value.code == 3
+
+
+def test_a_late_answer_is_ignored(embedded, connect):
+    client = connect(embedded, call_timeout_s=0.2)
+    embedded.name_server_node.on(ROUTE, delay(0.4), times=1)
+    with pytest.raises(RequestTimeout):
+        client.run(client.route("orders"), 5)
+    for _ in range(3):  # the late answer arrives during one of these
+        embedded.name_server_node.on(ROUTE, delay(0.1), times=1)
+        assert client.run(client.route("orders", refresh=True), 5).topic == "orders"
+
+
+def test_changes_are_told_to_every_name_server(three, connect):
+    client = connect(three)
+    answers = client.run(client.ask_every_name_server(PutKvConfigHeader("space", "key", "value")), 5)
+    assert len(answers) == 3
+    for node in three.name_server_nodes:
+        told = client.run(client.call(node.address, GetKvConfigHeader("space", "key")), 5)
+        assert told.fields["value"] == "value"
+
+
+def test_a_change_that_one_missed_is_an_error_that_names_it(three, connect):
+    client = connect(three)
+    three.name_server_nodes[1].stop()
+    with pytest.raises(ConnectError, match=three.name_server_nodes[1].address):
+        client.run(client.ask_every_name_server(PutKvConfigHeader("space", "key", "value")), 5)
+    kept = client.run(client.call(three.name_server_nodes[2].address, GetKvConfigHeader("space", "key")), 5)
+    assert kept.fields["value"] == "value"
+    three.name_server_nodes[0].stop()
+    with pytest.raises(ConnectError) as raised:
+        client.run(client.ask_every_name_server(PutKvConfigHeader("space", "key", "value")), 5)
+    assert {node.address for node in three.name_server_nodes[:2]} == set(raised.value.address.split(";"))
+
+
+def test_routes_in_use_are_kept_fresh_and_outlive_the_name_server(embedded, connect):
+    client = connect(embedded, route_refresh_interval_s=0.05)
+    told = Told()
+
+    async def watch():
+        client.on_route_changed(told)
+
+    client.run(watch(), 5)
+    route = client.run(client.route("orders"), 5)
+    assert told.next() == ("orders", route)
+    embedded.create_topic("orders", queues=6)
+    topic, changed = told.next()
+    assert len(changed.consume_queues()) == 6
+    embedded.stop_name_server()
+    began = time.monotonic()
+    assert client.run(client.route("orders"), 5) == changed  # the known one, at once
+    with pytest.raises(ConnectError):
+        client.run(client.route("orders", refresh=True), 5)
+    assert time.monotonic() - began < 5
+    embedded.start_name_server(register=False)
+    with pytest.raises(RouteNotFound):  # it knows nothing until brokers register
+        client.run(client.route("orders", refresh=True), 5)
+    assert client.known_route("orders") == changed
+    embedded.name_server_node.register()
+    assert client.run(client.route("orders", refresh=True), 5) == changed
+    assert told.nothing

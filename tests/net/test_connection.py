@@ -1,0 +1,497 @@
+"""One connection: answers find their calls, and whatever the server does, every call ends once and soon."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import pytest
+
+from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
+from pyrocket_consumer.wire.frame import MAX_FRAME_BYTES, RemotingCommand, encode_command
+from tests.net.peer import Lost, connected, run, until
+
+
+def command(code: int = 11, **fields: str) -> RemotingCommand:
+    return RemotingCommand(code, fields)
+
+
+def test_a_call_gets_its_answer_whatever_the_code():
+    async def scenario():
+        async with connected() as (connection, peer):
+            for code in (0, 1, 21, 999):
+                answer = connection.call(command(), 5)
+                peer.answer(await peer.next(), code, b"body")
+                assert ((await answer).code, (await answer).body) == (code, b"body")
+
+    run(scenario())
+
+
+def test_many_calls_at_once_are_answered_in_any_order():
+    async def scenario():
+        async with connected() as (connection, peer):
+            answers = [connection.call(command(n=str(number)), 5) for number in range(500)]
+            asked = [await peer.next() for _ in answers]
+            for each in reversed(asked):
+                peer.answer(each, body=each.fields["n"].encode())
+            bodies = [(await answer).body for answer in answers]
+            assert bodies == [b"%d" % number for number in range(500)]
+            assert connection.waiting == 0
+
+    run(scenario())
+
+
+def test_answers_nobody_waits_for_are_ignored():
+    async def scenario():
+        async with connected() as (connection, peer):
+            for stray in (0, -1, 12345, 2**31 - 1):
+                peer.send(encode_command(RemotingCommand(0, flag=1, opaque=stray, body=b"stray")))
+            first = connection.call(command(), 5)
+            asked = await peer.next()
+            peer.answer(asked, body=b"first")
+            peer.answer(asked, body=b"again")
+            second = connection.call(command(), 5)
+            peer.answer(await peer.next(), body=b"second")
+            assert ((await first).body, (await second).body) == (b"first", b"second")
+
+    run(scenario())
+
+
+def test_a_late_answer_is_ignored_and_the_connection_goes_on():
+    async def scenario():
+        async with connected() as (connection, peer):
+            with pytest.raises(RequestTimeout, match="PULL_MESSAGE was not answered by 127.0.0.1:.* within 0.05 s"):
+                await connection.call(command(11), 0.05)
+            peer.answer(await peer.next(), body=b"late")
+            answer = connection.call(command(), 5)
+            peer.answer(await peer.next(), body=b"new")
+            assert (await answer).body == b"new"
+
+    run(scenario())
+
+
+def test_a_server_that_is_silent_for_ever_ends_each_call_at_its_own_deadline():
+    async def scenario():
+        async with connected() as (connection, _):
+            began = asyncio.get_running_loop().time()
+            ended: list[float] = []
+
+            async def call(timeout_s: float) -> None:
+                with pytest.raises(RequestTimeout):
+                    await connection.call(command(), timeout_s)
+                ended.append(timeout_s)
+                late = asyncio.get_running_loop().time() - began - timeout_s
+                assert -0.001 <= late < 0.5
+
+            await asyncio.gather(*(call(timeout_s) for timeout_s in (0.4, 0.1, 0.3, 0.2, 0.001)))
+            assert ended == sorted(ended)
+            assert connection.waiting == 0
+            assert not connection.closed, "whether that means anything is for others to judge"
+
+    run(scenario())
+
+
+def frame(length: int, word: int, rest: bytes = b"") -> bytes:
+    return struct.pack(">II", length, word) + rest
+
+
+def headed(header: bytes, header_type: int = 0) -> bytes:
+    return frame(4 + len(header), header_type << 24 | len(header), header)
+
+
+BAD_FRAMES = {
+    "over 16 MiB": frame(MAX_FRAME_BYTES, 10),
+    "4 GiB": b"\xff" * 8,
+    "no room for a header length": frame(3, 0),
+    "header longer than its frame": frame(20, 21, b"{}" * 8),
+    "unknown header type": headed(b'{"code":0,"flag":1}', 7),
+    "negative header type": headed(b'{"code":0,"flag":1}', 0xFF),
+    "empty header": headed(b""),
+    "header cut short": headed(b'{"code":0,"flag":1'),
+    "header without a code": headed(b'{"flag":1,"opaque":1}'),
+    "header that is a list": headed(b"[0]"),
+    "header of wrong types": headed(b'{"code":"0","flag":1,"opaque":1}'),
+    "header that is not text": headed(b"\xff\xfe\x00\x01"),
+    "header nested without end": headed(b'{"code":0,"extFields":' + b"[" * 5000),
+    "binary header cut short": headed(b"\x00\x00\x01", 1),
+    "binary header with a remark beyond its end": headed(struct.pack(">hBhiii", 0, 0, 0, 1, 1, 2**31 - 1), 1),
+    "another protocol": b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n",
+    "TLS": b"\x15\x03\x01\x00\x02\x02\x46" + b"\x00" * 20,
+}
+
+
+@pytest.mark.parametrize("what", BAD_FRAMES)
+def test_bytes_that_are_no_frame_end_the_connection_and_every_call_with_the_same_error(what):
+    async def scenario():
+        lost = Lost()
+        async with connected(on_lost=lost) as (connection, peer):
+            calls = [connection.call(command(), 5) for _ in range(3)]
+            await peer.next()
+            peer.send(BAD_FRAMES[what])
+            errors = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(errors[0], ProtocolError)
+            assert errors == [errors[0]] * 3
+            assert connection.closed
+            assert len(lost.reasons) == 1
+            assert "bad frame" in lost.reasons[0]
+            await peer.rest()
+            with pytest.raises(ConnectionLost, match="bad frame"):
+                await connection.call(command(), 5)
+
+    run(scenario())
+
+
+def test_an_answer_cut_anywhere_is_a_lost_connection():
+    async def scenario():
+        async with connected() as (_, peer):
+            whole = len(encode_command(RemotingCommand(0, {"offset": "5"}, b"body", 1, 1)))
+        for cut in range(whole):
+            lost = Lost()
+            async with connected(on_lost=lost) as (connection, peer):
+                call = connection.call(command(), 5)
+                asked = await peer.next()
+                peer.send(encode_command(asked.answer(0, None, {"offset": "5"}, b"body"))[:cut])
+                peer.close()
+                with pytest.raises(ConnectionLost, match="closed by the server"):
+                    await call
+                assert len(lost.reasons) == 1
+
+    run(scenario())
+
+
+def test_a_reset_connection_says_so():
+    async def scenario():
+        async with connected() as (connection, peer):
+            call = connection.call(command(), 5)
+            await peer.next()
+            peer.reset()
+            with pytest.raises(ConnectionLost, match="(?i)reset"):
+                await call
+
+    run(scenario())
+
+
+def test_answers_may_come_byte_by_byte():
+    async def scenario():
+        async with connected() as (connection, peer):
+            calls = [connection.call(command(), 5) for _ in range(3)]
+            asked = [await peer.next() for _ in calls]
+            await peer.send_slowly(b"".join(encode_command(each.answer(body=b"x" * 40)) for each in asked))
+            assert [(await call).body for call in calls] == [b"x" * 40] * 3
+
+    run(scenario())
+
+
+def test_large_answers_and_small_ones():
+    async def scenario():
+        async with connected() as (connection, peer):
+            for size in (5 * 1024 * 1024, 1, 0, 300_000, MAX_FRAME_BYTES - 1000, 7):
+                call = connection.call(command(), 10)
+                peer.answer(await peer.next(), body=b"z" * size)
+                assert (await call).body == b"z" * size
+
+    run(scenario())
+
+
+def test_a_request_no_server_would_take_is_refused_and_nothing_of_it_is_sent():
+    async def scenario():
+        async with connected() as (connection, peer):
+            with pytest.raises(ProtocolError, match="servers take at most"):
+                await connection.call(RemotingCommand(10, body=b"x" * MAX_FRAME_BYTES), 5)
+            assert connection.waiting == 0
+            call = connection.call(command(77), 5)
+            asked = await peer.next()
+            assert asked.code == 77
+            peer.answer(asked)
+            await call
+
+    run(scenario())
+
+
+def test_a_oneway_request_waits_for_nothing():
+    async def scenario():
+        async with connected() as (connection, peer):
+            connection.oneway(command(15))
+            asked = await peer.next()
+            assert (asked.code, asked.is_oneway, asked.is_response) == (15, True, False)
+            assert connection.waiting == 0
+            connection.close("over")
+            with pytest.raises(ConnectionLost, match="over"):
+                connection.oneway(command(15))
+
+    run(scenario())
+
+
+def test_what_was_said_before_closing_still_goes_out():
+    async def scenario():
+        lost = Lost()
+        async with connected(on_lost=lost) as (connection, peer):
+            call = connection.call(command(34), 5)
+            connection.oneway(command(35))
+            connection.close("over")
+            connection.close("again")
+            with pytest.raises(ConnectionLost, match="over"):
+                await call
+            assert [(await peer.next()).code, (await peer.next()).code] == [34, 35]
+            assert await peer.rest() == b""
+            assert lost.reasons == ["over"]
+            with pytest.raises(ConnectionLost, match="over"):
+                await connection.call(command(), 5)
+
+    run(scenario())
+
+
+def test_a_forgotten_call_is_never_told():
+    async def scenario():
+        async with connected() as (connection, peer):
+            told: list[object] = []
+            frame = command()
+            opaque = connection.send(lambda opaque: connection.encode(frame, opaque), told.append, 0.05)
+            connection.forget(opaque)
+            peer.answer(await peer.next())
+            await asyncio.sleep(0.1)
+            assert told == []
+
+    run(scenario())
+
+
+# --- the quick form
+
+
+@pytest.mark.parametrize("end", ["answer", "timeout", "lost", "closed", "garbage", "closed before"])
+def test_a_callback_is_called_exactly_once_however_the_call_ends(end):
+    async def scenario():
+        async with connected() as (connection, peer):
+            told: list[RemotingCommand | Exception] = []
+
+            def ask(timeout_s: float) -> None:
+                pull = command()
+                connection.send(lambda opaque: connection.encode(pull, opaque), told.append, timeout_s)
+
+            if end == "closed before":
+                connection.close("over")
+                ask(0.05)
+                assert told == [], "a caller is never called back before its call has returned"
+            else:
+                ask(0.05 if end == "timeout" else 5)
+                asked = await peer.next()
+                if end == "answer":
+                    peer.answer(asked)
+                elif end == "lost":
+                    peer.close()
+                elif end == "closed":
+                    connection.close("over")
+                elif end == "garbage":
+                    peer.send(b"\xff" * 8)
+            await until(lambda: told)
+            connection.close("over")
+            await asyncio.sleep(0.1)
+            assert len(told) == 1
+            expected = {"answer": RemotingCommand, "timeout": RequestTimeout, "garbage": ProtocolError}
+            assert type(told[0]) is expected.get(end, ConnectionLost)
+
+    run(scenario())
+
+
+def test_what_callbacks_leave_to_do_comes_after_all_requests_they_cause():
+    async def scenario():
+        async with connected() as (connection, peer):
+            order: list[str] = []
+
+            def asking(name: str):
+                def on_answer(answer):
+                    order.append(f"{name} answered")
+                    connection.oneway(command(100))
+                    return lambda: order.append(f"{name} delivered")
+
+                return on_answer
+
+            for name in ("a", "b"):
+                pull = command()
+                connection.send(lambda opaque, pull=pull: connection.encode(pull, opaque), asking(name), 5)
+            asked = [await peer.next(), await peer.next()]
+            peer.send(b"".join(encode_command(each.answer()) for each in asked))
+            await until(lambda: len(order) == 4)
+            assert order == ["a answered", "b answered", "a delivered", "b delivered"]
+            assert [(await peer.next()).code, (await peer.next()).code] == [100, 100]
+
+    run(scenario())
+
+
+def test_a_callback_that_raises_is_told_to_the_loop_and_harms_no_other():
+    async def scenario():
+        told: list[dict] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+        async with connected() as (connection, peer):
+
+            def bad(answer):
+                raise ZeroDivisionError("in a callback")
+
+            def bad_rest(answer):
+                return lambda: bad(answer)
+
+            for on_answer in (bad, bad_rest):
+                pull = command()
+                connection.send(lambda opaque, pull=pull: connection.encode(pull, opaque), on_answer, 5)
+            good = connection.call(command(), 5)
+            asked = [await peer.next() for _ in range(3)]
+            peer.send(b"".join(encode_command(each.answer()) for each in asked))
+            assert (await good).code == 0
+            await until(lambda: len(told) == 2)
+            assert {type(context["exception"]) for context in told} == {ZeroDivisionError}
+            assert not connection.closed
+
+            pull = command()
+            connection.send(lambda opaque: connection.encode(pull, opaque), bad, 0.05)
+            await until(lambda: len(told) == 3)
+
+    run(scenario())
+
+
+# --- requests of the server
+
+
+def test_requests_of_the_server_are_answered_while_a_call_waits():
+    async def scenario():
+        async def on_request(asked, connection):
+            return asked.answer(3, f" request type {asked.code} not supported")
+
+        async with connected(on_request=on_request) as (connection, peer):
+            call = connection.call(command(), 5)
+            ours = await peer.next()
+            peer.send(encode_command(RemotingCommand(65000, opaque=ours.opaque)))
+            answer = await peer.next()
+            assert (answer.code, answer.opaque, answer.is_response) == (3, ours.opaque, True)
+            assert answer.remark == " request type 65000 not supported"
+            peer.answer(ours, body=b"mine")
+            assert (await call).body == b"mine", "an equal opaque of the server's own request is no answer"
+
+    run(scenario())
+
+
+def test_a_oneway_request_of_the_server_gets_no_answer():
+    async def scenario():
+        handled: list[int] = []
+
+        async def on_request(asked, connection):
+            handled.append(asked.code)
+            return asked.answer()
+
+        async with connected(on_request=on_request) as (connection, peer):
+            peer.send(encode_command(RemotingCommand(40, flag=2, opaque=1)))
+            peer.send(encode_command(RemotingCommand(307, opaque=2)))
+            assert (await peer.next()).opaque == 2
+            assert handled == [40, 307]
+
+    run(scenario())
+
+
+def test_a_request_that_cannot_be_handled_is_answered_with_the_error():
+    async def scenario():
+        async def on_request(asked, connection):
+            raise RocketError("not today")
+
+        async with connected(on_request=on_request) as (_, peer):
+            peer.send(encode_command(RemotingCommand(307, opaque=2)))
+            answer = await peer.next()
+            assert (answer.code, answer.remark) == (1, "not today")
+
+    run(scenario())
+
+
+def test_a_bug_in_handling_a_request_is_answered_and_told():
+    async def scenario():
+        told: list[dict] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+        async def on_request(asked, connection):
+            return 1 / 0
+
+        async with connected(on_request=on_request) as (_, peer):
+            peer.send(encode_command(RemotingCommand(307, opaque=2)))
+            answer = await peer.next()
+            assert (answer.code, answer.remark) == (1, "ZeroDivisionError: division by zero")
+            assert "GET_CONSUMER_RUNNING_INFO" in told[0]["message"]
+
+    run(scenario())
+
+
+def test_an_answer_too_large_to_send_is_replaced_by_one_that_says_so():
+    async def scenario():
+        async def on_request(asked, connection):
+            return asked.answer(body=b"x" * MAX_FRAME_BYTES)
+
+        async with connected(on_request=on_request) as (_, peer):
+            peer.send(encode_command(RemotingCommand(307, opaque=2)))
+            answer = await peer.next()
+            assert (answer.code, answer.opaque) == (1, 2)
+            assert "at most" in answer.remark
+
+    run(scenario())
+
+
+# --- signing
+
+
+def test_every_request_is_signed_once_as_the_last_step_and_no_answer_is():
+    async def scenario():
+        signed: list[int] = []
+
+        def sign(request: RemotingCommand) -> None:
+            signed.append(request.code)
+            request.fields = {**request.fields, "Signature": f"of {sorted(request.fields)}"}
+
+        async def on_request(asked, connection):
+            return asked.answer()
+
+        async with connected(sign=sign, on_request=on_request) as (connection, peer):
+            assert connection.signs
+            call = connection.call(command(11, a="1"), 5)
+            connection.oneway(command(15, b="2"))
+            first, second = await peer.next(), await peer.next()
+            assert first.fields == {"a": "1", "Signature": "of ['a']"}
+            assert second.fields == {"b": "2", "Signature": "of ['b']"}
+            peer.answer(first)
+            await call
+            peer.send(encode_command(RemotingCommand(307, opaque=9)))
+            assert (await peer.next()).fields == {}
+            assert signed == [11, 15]
+
+    run(scenario())
+
+
+# --- a server that reads slowly
+
+
+def test_a_full_socket_is_waited_for():
+    async def scenario():
+        async with connected() as (connection, peer):
+            peer.stop_reading()
+            for _ in range(8):
+                connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))
+            await asyncio.sleep(0)
+            waiting = asyncio.ensure_future(connection.drained())
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            peer.go_on_reading()
+            for _ in range(8):
+                await peer.next()
+            await waiting
+
+    run(scenario())
+
+
+def test_a_wait_for_a_full_socket_ends_with_the_connection():
+    async def scenario():
+        async with connected() as (connection, peer):
+            peer.stop_reading()
+            for _ in range(8):
+                connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))
+            await asyncio.sleep(0)
+            waiting = asyncio.ensure_future(connection.drained())
+            await asyncio.sleep(0)
+            peer.reset()
+            await waiting
+            assert connection.closed
+
+    run(scenario())

@@ -1,0 +1,273 @@
+"""Connections by address: shared, opened again, refused, secured."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import ssl
+from pathlib import Path
+
+import pytest
+
+from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ConsumerClosed, RocketError
+from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.net.peer import Lost, Server, client, run, serving, until
+
+CERTIFICATE = Path(__file__).parent.parent / "cluster" / "localhost.pem"  # of no worth: its key is in the same file
+
+
+def test_callers_at_the_same_time_share_one_attempt():
+    async def scenario():
+        async with serving() as server, client() as connections:
+            assert connections.peek(server.address) is None
+            got = await asyncio.gather(*(connections.get(server.address) for _ in range(20)))
+            assert len(set(map(id, got))) == 1
+            assert connections.peek(server.address) is got[0]
+            assert connections.all() == [got[0]]
+            await server.peer()
+            assert server.accepted == 1
+
+    run(scenario())
+
+
+def test_a_caller_that_gives_up_leaves_the_attempt_to_the_others():
+    async def scenario():
+        async with serving() as server, client() as connections:
+            first = asyncio.ensure_future(connections.get(server.address))
+            second = asyncio.ensure_future(connections.get(server.address))
+            await asyncio.sleep(0)
+            first.cancel()
+            assert not (await second).closed
+            with pytest.raises(asyncio.CancelledError):
+                await first
+
+    run(scenario())
+
+
+def test_a_lost_connection_is_told_once_and_opened_again_when_asked_for():
+    async def scenario():
+        lost = Lost()
+        async with serving() as server, client(on_lost=lost) as connections:
+            first = await connections.get(server.address)
+            (await server.peer()).close()
+            await until(lambda: first.closed)
+            assert lost.reasons == ["closed by the server"]
+            assert connections.peek(server.address) is None
+            assert connections.all() == []
+            second = await connections.get(server.address)
+            call = second.call(RemotingCommand(34), 5)
+            peer = await server.peer()
+            peer.answer(await peer.next())
+            assert (await call).code == 0
+            assert server.accepted == 2
+
+    run(scenario())
+
+
+def test_attempts_to_a_server_that_is_away_grow_rarer_and_succeed_once_it_is_back():
+    async def scenario():
+        server = Server()
+        await server.listen()
+        await server.stop()
+        loop = asyncio.get_running_loop()
+        async with client() as connections:
+            pauses = []
+            for _ in range(5):
+                began = loop.time()
+                with pytest.raises(ConnectError, match=server.address):
+                    await connections.get(server.address)
+                pauses.append(loop.time() - began)
+            assert pauses[0] < 0.05, "nothing speaks against the first attempt"
+            assert pauses[4] > 0.35, "0.05 s, doubled with each failure, less a random half"
+            assert sum(pauses) < 3
+            await server.listen()
+            assert not (await connections.get(server.address)).closed
+            peer = await server.peer()
+            peer.close()
+            await until(lambda: connections.peek(server.address) is None)
+            began = loop.time()
+            await connections.get(server.address)
+            assert loop.time() - began < 0.3, "failures of long ago are forgotten"
+        await server.stop()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("address", "error"),
+    [
+        ("127.0.0.1", ConfigError),
+        ("127.0.0.1:0", ConfigError),
+        (":9876", ConfigError),
+        (f"{'x' * 64}.example:9876", ConnectError),
+        ("a..b:9876", ConnectError),
+    ],
+)
+def test_an_address_that_is_none_is_an_error_that_names_it(address, error):
+    async def scenario():
+        async with client() as connections:
+            with pytest.raises(error) as raised:
+                await connections.get(address)
+            assert address in str(raised.value)
+            assert isinstance(raised.value, RocketError)
+
+    run(scenario())
+
+
+def test_an_address_dropped_while_it_is_being_connected_to_is_an_error_for_those_who_wait():
+    """They were not cancelled themselves: a CancelledError would end their loops without a word."""
+
+    async def scenario():
+        server = Server()
+        await server.listen()
+        await server.stop()
+        async with client() as connections:
+            for _ in range(4):
+                with pytest.raises(ConnectError):
+                    await connections.get(server.address)
+            waiting = [asyncio.ensure_future(connections.get(server.address)) for _ in range(3)]
+            await asyncio.sleep(0.01)  # it pauses before the next attempt
+            connections.drop(server.address, "no route names it")
+            outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [ConnectError] * 3
+            assert "no route names it" in str(outcomes[0])
+
+    run(scenario())
+
+
+def test_a_caller_cancelled_while_connecting_is_cancelled():
+    async def scenario():
+        async with serving() as server, client() as connections:
+            waiting = asyncio.ensure_future(connections.get(server.address))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            connections.drop(server.address, "no longer wanted")
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    run(scenario())
+
+
+def test_a_dropped_connection_is_closed_with_its_calls():
+    async def scenario():
+        lost = Lost()
+        async with serving() as server, client(on_lost=lost) as connections:
+            connection = await connections.get(server.address)
+            call = connection.call(RemotingCommand(11), 5)
+            connections.drop(server.address, "no route names it")
+            with pytest.raises(ConnectionLost, match="no route names it"):
+                await call
+            assert lost.reasons == ["no route names it"]
+            assert (await connections.get(server.address)) is not connection
+
+    run(scenario())
+
+
+def test_after_close_nothing_is_open_and_nothing_can_be():
+    async def scenario():
+        async with serving() as server, client() as connections:
+            connection = await connections.get(server.address)
+            peer = await server.peer()
+            away = asyncio.ensure_future(connections.get("127.0.0.1:1"))
+            await asyncio.sleep(0)
+            await connections.close()
+            assert connection.closed
+            assert await peer.rest() == b""
+            with pytest.raises((ConsumerClosed, ConnectError)):
+                await away
+            with pytest.raises(ConsumerClosed):
+                await connections.get(server.address)
+
+    run(scenario())
+
+
+# --- TLS
+
+
+def server_tls() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERTIFICATE)
+    return context
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def test_calls_over_tls():
+    async def scenario():
+        async with serving(server_tls()) as server, client(tls=trusting()) as connections:
+            connection = await connections.get(server.address)
+            peer = await server.peer()
+            calls = [connection.call(RemotingCommand(11), 5) for _ in range(50)]
+            for _ in calls:
+                peer.answer(await peer.next(), body=b"z" * 100_000)
+            assert {(await call).body for call in calls} == {b"z" * 100_000}
+            peer.close()
+            await until(lambda: connection.closed)
+            assert not (await connections.get(server.address)).closed
+
+    run(scenario())
+
+
+def test_a_certificate_signed_by_nobody_is_refused_unless_the_context_says_otherwise():
+    async def scenario():
+        verifying = ssl.create_default_context()
+        async with serving(server_tls()) as server, client(tls=verifying) as connections:
+            with pytest.raises(ConnectError, match="(?i)tls: .*certificate verify failed"):
+                await connections.get(server.address)
+
+    run(scenario())
+
+
+def test_a_server_without_tls_is_refused_by_a_client_with_it():
+    async def scenario():
+        async with serving() as server, client(tls=trusting()) as connections:
+            attempt = asyncio.ensure_future(connections.get(server.address))
+            (await server.peer()).send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            with pytest.raises(ConnectError, match="TLS"):
+                await attempt
+
+    run(scenario())
+
+
+def test_a_server_that_never_shakes_hands_is_given_up():
+    async def scenario():
+        async with serving() as server, client(tls=trusting(), connect_timeout_s=0.1) as connections:
+            with pytest.raises(ConnectError, match="no answer within 0.1 s"):
+                await connections.get(server.address)
+
+    run(scenario())
+
+
+def test_a_server_that_hangs_up_during_the_handshake_is_an_error():
+    async def scenario():
+        async with serving() as server, client(tls=trusting()) as connections:
+            attempt = asyncio.ensure_future(connections.get(server.address))
+            (await server.peer()).reset()
+            with pytest.raises(ConnectError, match=server.address):
+                await attempt
+
+    run(scenario())
+
+
+def test_a_server_that_has_fallen_silent_does_not_keep_a_tls_connection_open(recwarn):
+    """TLS says goodbye before it closes; nobody may be there to answer."""
+
+    async def scenario():
+        async with serving(server_tls()) as server:
+            async with client(tls=trusting()) as connections:
+                connection = await connections.get(server.address)
+                peer = await server.peer()
+                peer.stop_reading()
+                connection.oneway(RemotingCommand(15))
+                await asyncio.sleep(0.01)
+            assert connection.closed
+            peer.reset()
+
+    run(scenario())
+    gc.collect()
+    assert [str(each.message) for each in recwarn] == []

@@ -1,0 +1,135 @@
+"""The I/O thread: work goes there and comes back, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+
+import pytest
+
+from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
+from pyrocket_consumer.net.io_thread import IoThread
+
+
+@pytest.fixture
+def io():
+    thread = IoThread("pyrocket-test")
+    thread.start()
+    yield thread
+    thread.stop()
+
+
+async def give(value):
+    await asyncio.sleep(0)
+    return value, threading.current_thread().name
+
+
+def test_work_runs_there_and_its_result_comes_back(io):
+    assert io.run(give(5), 5) == (5, "pyrocket-test")
+    assert not io.is_current
+
+
+def test_an_error_comes_back_as_it_is(io):
+    async def fail():
+        raise KeyError("x")
+
+    async def too_late():
+        raise TimeoutError("of its own")
+
+    with pytest.raises(KeyError):
+        io.run(fail(), 5)
+    with pytest.raises(TimeoutError, match="of its own"):
+        io.run(too_late(), 5)
+
+
+def test_work_past_its_deadline_is_cancelled(io):
+    ended = threading.Event()
+
+    async def sleep():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    began = time.monotonic()
+    with pytest.raises(RequestTimeout, match="sleep was not answered by the I/O thread within 0.05 s"):
+        io.run(sleep(), 0.05)
+    assert time.monotonic() - began < 2
+    assert ended.wait(5)
+
+
+def test_waiting_for_it_from_itself_is_an_error_with_a_remedy(io):
+    async def wait():
+        io.run(give(5), 5)
+
+    with pytest.raises(RuntimeError, match="await it instead"):
+        io.run(wait(), 5)
+
+
+def test_what_still_runs_at_the_end_is_cancelled(io):
+    ended = threading.Event()
+
+    async def work():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def begin():
+        io.loop.create_task(work())
+        await asyncio.sleep(0)
+
+    io.run(begin(), 5)
+    io.stop()
+    assert ended.is_set()
+
+
+def test_a_call_that_waits_while_the_thread_ends_is_told(io):
+    begun, errors = threading.Event(), []
+
+    async def sleep():
+        begun.set()
+        await asyncio.sleep(60)
+
+    def wait():
+        try:
+            io.run(sleep(), 60)
+        except ConsumerClosed as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    assert begun.wait(5)
+    io.stop()
+    waiter.join(5)
+    assert len(errors) == 1
+
+
+def test_after_the_end_nothing_runs(io):
+    io.stop()
+    with pytest.raises(ConsumerClosed):
+        io.run(give(5), 5)
+    io.stop()
+
+
+def test_one_that_never_started_can_be_stopped():
+    thread = IoThread()
+    thread.stop()
+    with pytest.raises(ConsumerClosed):
+        thread.run(give(5), 5)
+
+
+def test_threads_started_and_stopped_leave_nothing_behind():
+    before, threads = open_files(), threading.active_count()
+    for _ in range(50):
+        thread = IoThread()
+        thread.start()
+        assert thread.run(give(1), 5)[0] == 1
+        thread.stop()
+    assert (open_files(), threading.active_count()) == (before, threads)
+
+
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))
