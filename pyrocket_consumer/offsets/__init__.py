@@ -1,0 +1,17 @@
+"""Where a group's offsets are kept: `OffsetStore` and its kinds."""
+
+from pyrocket_consumer.offsets.broker_store import BrokerOffsetStore, GroupOffsets
+from pyrocket_consumer.offsets.local_file_store import FoundOffsets, LocalFileOffsetStore
+from pyrocket_consumer.offsets.store import MemoryOffsetStore, OffsetStore, QueueReset, ReadOffsetType, ResetEpochs
+
+__all__ = [
+    "OffsetStore",
+    "ReadOffsetType",
+    "MemoryOffsetStore",
+    "LocalFileOffsetStore",
+    "BrokerOffsetStore",
+    "GroupOffsets",
+    "QueueReset",
+    "ResetEpochs",
+    "FoundOffsets",
+]

@@ -1,0 +1,71 @@
+"""offsets.json on the disk: always replaced, never edited, with the one before as backup."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from pyrocket_consumer.offsets.disk import Disk
+from pyrocket_consumer.offsets.journal import FileIdentity, identity
+from pyrocket_consumer.offsets.journal_file import write_file
+from pyrocket_consumer.offsets.recovery import BACKUP_FILE, MAIN_FILE
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointFile:
+    """Replaces offsets.json so that at each instant the old one or the new one is there, whole."""
+
+    def __init__(self, disk: Disk, directory: str) -> None:
+        self._disk = disk
+        self._directory = directory
+        self._main_is_good = False
+        self._unreadable: list[str] = []
+        self.main: FileIdentity = (0, 0)
+        self.backup: FileIdentity = (0, 0)
+
+    def found(self, main: bytes | None, backup: bytes | None, unreadable: Sequence[str]) -> None:
+        """Say what loading has found: a good file becomes the backup next time, unreadable ones are set aside."""
+        self.main, self.backup = identity(main or b""), identity(backup or b"")
+        self._unreadable = list(unreadable)
+        self._main_is_good = main is not None and MAIN_FILE not in unreadable
+
+    def replace(self, text: bytes, before_renames: Callable[[], None]) -> None:
+        """Write, sync, rename, sync the directory. `before_renames` is called when the old file is about to go."""
+        disk, main = self._disk, os.path.join(self._directory, MAIN_FILE)
+        new = main + ".new"
+        write_file(disk, new, text)
+        before_renames()
+        while self._unreadable:
+            self._set_aside(self._unreadable[-1])
+            self._unreadable.pop()
+        if self._main_is_good:
+            self._rotate(main)
+        disk.replace(new, main)
+        self.main, self._main_is_good = identity(text), True
+        disk.sync_directory(self._directory)
+
+    def _rotate(self, main: str) -> None:
+        """Make the present file the backup, without a moment in which there is neither."""
+        backup = os.path.join(self._directory, BACKUP_FILE)
+        new = backup + ".new"
+        try:
+            self._disk.remove(new)
+            self._disk.link(main, new)
+            self._disk.replace(new, backup)
+        except OSError:  # no hard links on this file system, for example
+            self._disk.replace(main, backup)
+            self._main_is_good = False  # there is none until the new one is in place
+        self.backup = self.main
+
+    def _set_aside(self, name: str) -> None:
+        """Keep an unreadable file under another name, for whoever wants to look at it."""
+        path = os.path.join(self._directory, name)
+        aside = f"{path}.unreadable-{time.time_ns()}"
+        try:
+            self._disk.replace(path, aside)
+        except FileNotFoundError:
+            return
+        log.warning("unreadable file of the offset store set aside: file=%s", aside)

@@ -1,0 +1,649 @@
+"""Offsets kept in files of this host: what a broadcasting group uses.
+
+`offsets.json` is the checkpoint, in the text Java clients write and read; `offsets.json.bak` the one before;
+`offsets.journal` what was persisted since; `offsets.lock` says that the store is taken, `offsets.owner` by whom.
+
+Locks, in this order: the write lock orders everything that writes files; the journal's two sync locks let flushes run
+without it; the table lock (see OffsetTable) guards memory, and nothing else is taken under it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Literal, Self
+
+from pyrocket_consumer.config import ConsumerConfig, check_choice, check_int, check_range
+from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked, OffsetStoreUnwritable
+from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
+from pyrocket_consumer.offsets.checkpoint_file import CheckpointFile
+from pyrocket_consumer.offsets.directories import base_directory, find_orphans, slot_ids, store_directory
+from pyrocket_consumer.offsets.disk import Disk, LocalDisk
+from pyrocket_consumer.offsets.journal import MIN_JOURNAL_BYTES
+from pyrocket_consumer.offsets.journal_file import JournalFile, PairedOffset
+from pyrocket_consumer.offsets.offsets_json import entry_template, join_templates
+from pyrocket_consumer.offsets.ownership import Ownership
+from pyrocket_consumer.offsets.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, OnUnreadable, Source, recover
+from pyrocket_consumer.offsets.store import (
+    OffsetTable,
+    QueueReset,
+    ReadOffsetType,
+    check_offset,
+    check_queue,
+)
+
+log = logging.getLogger(__name__)
+
+Durability = Literal["fsync", "process", "checkpoint"]
+
+_REMIND_S = 60.0
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "raise the quota",
+    errno.EFBIG: "raise the limit on file sizes",
+    errno.EROFS: "mount it writable",
+    errno.EACCES: "let this user write to it",
+    errno.EPERM: "let this user write to it",
+    errno.EIO: "check the disk",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundOffsets:
+    """What `load` found: `source` is where, "new" when there was no store and "started-over" when none was readable."""
+
+    source: Source
+    queues: int
+    journal_frames: int
+
+
+class _FileOffset(PairedOffset):
+    """`stored` is what was last handed to the disk, `origin` where it was found."""
+
+    __slots__ = ("origin",)
+
+    def __init__(self, queue: MessageQueue, pair: int) -> None:
+        super().__init__(queue, pair)
+        self.origin: str | None = None
+
+
+class LocalFileOffsetStore(OffsetTable[_FileOffset]):
+    """Keeps offsets in a directory that one process owns at a time. Works alone, without a consumer.
+
+    `durability`: with "fsync" (default) a persisted offset survives a power failure; with "process" only the end of the
+    process, however sudden; "checkpoint" is as "fsync", but each persist rewrites offsets.json, for Java programs that
+    read it at any time (otherwise it is up to `checkpoint_interval_s` old while the store is open).
+
+    `on_unreadable`, when offsets.json is damaged: "raise"; "backup" (default) uses offsets.json.bak, and raises when
+    that is no better; "start_over" then begins without offsets. What was unreadable is set aside, never overwritten.
+
+    `existing_only`: raise instead of beginning a new store, for a group that must have one.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        durability: Durability = "fsync",
+        on_unreadable: OnUnreadable = "backup",
+        *,
+        existing_only: bool = False,
+        checkpoint_interval_s: float = 5.0,
+        journal_bytes: int = 1024 * 1024,
+        on_event: Callable[[ConsumerEvent], None] | None = None,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        check_choice("durability", durability, ["fsync", "process", "checkpoint"])
+        check_choice("on_unreadable", on_unreadable, ["raise", "backup", "start_over"])
+        check_range("checkpoint_interval_s", checkpoint_interval_s, 0, 86400)
+        check_int("journal_bytes", journal_bytes, MIN_JOURNAL_BYTES, 1 << 30)
+        self._directory = os.fspath(directory)
+        self._durability = durability
+        self._on_unreadable = on_unreadable
+        self._existing_only = existing_only
+        self._checkpoint_interval_s = checkpoint_interval_s
+        self._journal_bytes = journal_bytes
+        self._on_event = on_event
+        self._disk: Disk = disk or LocalDisk()
+        self._clock = clock
+        self._member: tuple[Path, str, str, bool] | None = None  # base, client id, group, may take another slot
+
+        self._write_lock = Lock()
+        self._ownership: Ownership | None = None
+        self._forked = False
+        self._found: FoundOffsets | None = None
+        self._pairs: dict[tuple[str, str], int] = {}  # under the table lock
+        self._epochs: dict[MessageQueue, int] = {}  # changed under both locks
+        self._waiting: dict[_FileOffset, None] = {}  # under the table lock; only for durability "checkpoint"
+        self._events: deque[ConsumerEvent] = deque()
+        self._unwritable_since: float | None = None
+        self._reminded_at = 0.0
+
+        # Under the write lock. `_written` counts what was handed over; the journal counts how far it got.
+        self._checkpoint_file = CheckpointFile(self._disk, self._directory)
+        self._journal = JournalFile(self._disk, self._directory, journal_bytes)
+        self._written = 0
+        self._order: list[_FileOffset] = []  # the queues of offsets.json, and their text with `%d` for the offset
+        self._entry_templates: list[bytes] = []
+        self._template: bytes | None = None
+        self._unsure = False  # what was found may be in the system's cache only: a killed process did not sync it
+        self._behind = False  # offsets.json lacks something that the journal, or a backup, holds
+        self._checkpoint_at = 0.0
+        _stores.add(self)
+
+    @classmethod
+    def for_group(cls, config: ConsumerConfig, client_id: str) -> Self:
+        """Return the store, not loaded yet, of the member `client_id` of the group, set up as its config says.
+
+        Processes of one host share a client id while nobody gave them an instance name. The first to load its store
+        gets it, the next one `…@DEFAULT-1`, and so on: `client_id` and `directory` tell, once loaded.
+        """
+        base = base_directory(config.offset_store_dir)
+        store = cls(
+            store_directory(base, client_id, config.group),
+            config.durability,
+            config.on_unreadable_store,
+            on_event=config.on_event,
+        )
+        store._member = base, client_id, config.group, config.instance_name == "DEFAULT"
+        return store
+
+    @property
+    def client_id(self) -> str:
+        """The client id whose store this is: the directory's name above the group's."""
+        return self.directory.parent.name
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are."""
+        return Path(self._directory)
+
+    @property
+    def found(self) -> FoundOffsets:
+        """What `load` found: tells a new store from an existing one, and where its offsets came from.
+
+        Raises:
+            OffsetStoreError: not loaded yet.
+        """
+        if self._found is None:
+            raise OffsetStoreError(f"offset store {self._directory} is not loaded; call load(), or use `with`")
+        return self._found
+
+    def origin(self, mq: MessageQueue) -> str | None:
+        """Return where `load` found the offset of `mq`: "file", "backup" or "journal"; None when it did not."""
+        entry = self._entry(mq)
+        return entry.origin if entry else None
+
+    def load(self) -> None:
+        """Take the store, and put what it holds into memory. An offset set before is kept.
+
+        Raises:
+            OffsetStoreLocked: another process owns the store.
+            OffsetStoreCorrupt: its files are unreadable, and `on_unreadable` says to stop.
+            OffsetStoreUnwritable: the directory cannot be made, or not be written at all.
+            OffsetStoreError: it does not exist (`existing_only`), or a newer version wrote it.
+        """
+        try:
+            with self._write_lock:
+                self._check_not_forked()
+                if self._ownership is not None:
+                    return
+                self._take()
+                try:
+                    self._recover()
+                except BaseException:
+                    self._give_up()
+                    raise
+                self._look_for_orphans()
+        finally:
+            self._tell_events()
+        log.info(
+            "offset store loaded: directory=%s found=%s queues=%d journal_frames=%d durability=%s",
+            self._directory, self.found.source, self.found.queues, self.found.journal_frames, self._durability,
+        )  # fmt: skip
+
+    def read_offset(
+        self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
+    ) -> int | None:
+        """Return the offset of `mq`, None when there is none. Never touches the disk: the store is ours alone.
+
+        "Store" is what was last persisted. It is copied to memory only where memory holds none, so that reading
+        never forgets an offset that is not durable yet.
+        """
+        with self._table_lock:
+            entry = self._entries.get(mq)
+            if entry is None:
+                return None
+            if read_type is ReadOffsetType.READ_FROM_MEMORY:
+                return entry.offset
+            if entry.offset is None:
+                entry.offset = entry.stored
+            return entry.stored if read_type is ReadOffsetType.READ_FROM_STORE else entry.offset
+
+    def persist(self, mq: MessageQueue) -> None:
+        """Return when the offset that memory holds of `mq` is durable (see `durability`).
+
+        An offset that already is costs nothing.
+
+        Raises:
+            OffsetStoreUnwritable: it is not. Memory keeps it, and a later call tries again.
+        """
+        with self._table_lock:
+            entry = self._entries.get(mq)
+        self._persist(() if entry is None else (entry,))
+
+    def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
+        """Persist `mqs`, or all queues in memory, as one step: after a crash all are there or none.
+
+        What is stored of other queues stays.
+
+        Raises:
+            OffsetStoreUnwritable: they are not durable. Memory keeps them, and a later call tries again.
+        """
+        self._persist(self._chosen(mqs))
+
+    def reset_epoch(self, mq: MessageQueue) -> int:
+        """Return the epoch of the newest reset `mq` has followed, 0 if none."""
+        with self._table_lock:
+            return self._epochs.get(mq, 0)
+
+    def persist_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+        """Set offsets and epochs, and return when all are durable: after a crash all are there or none.
+
+        Raises:
+            ConfigError: an offset is not a whole number from 0 to 2**63 - 1. Nothing was set.
+            OffsetStoreUnwritable: they are not durable. Memory has them, and a later persist tries again.
+        """
+        for mq, reset in resets.items():
+            check_queue(mq)
+            if reset.offset is not None:
+                check_offset(mq, reset.offset)
+        try:
+            with self._write_lock:
+                self._check_open()
+                self._hand_over_resets(resets)
+                target = self._written
+            self._make_durable(target)
+        finally:
+            self._tell_events()
+
+    def remove_offset(self, mq: MessageQueue) -> None:
+        """Persist the offset of `mq` if it is not, and take it out of memory; the store keeps it.
+
+        Raises:
+            OffsetStoreUnwritable: it is not durable, and still in memory.
+        """
+        entry = self._entry(mq)
+        if entry is None:
+            return
+        try:
+            # Under the write lock nobody else persists, so what is durable at the end is what is compared.
+            with self._write_lock:
+                self._check_open()
+                while True:
+                    self._hand_over(self._changed((entry,)))
+                    if not self._journal.flush(self._written):
+                        self._checkpoint()
+                    with self._table_lock:
+                        if entry.offset is None or entry.offset == entry.stored:
+                            entry.offset = None
+                            return
+        finally:
+            self._tell_events()
+
+    def close(self) -> None:
+        """Persist what memory holds, write the checkpoint, and let others have the store. Safe to call twice.
+
+        Raises:
+            OffsetStoreUnwritable: not everything is durable. The store is closed all the same.
+        """
+        if self._forked:  # its files and its lock are the parent's
+            return
+        try:
+            with self._write_lock:
+                if self._ownership is None:
+                    return
+                try:
+                    self._hand_over(self._changed(self._chosen(None)), closing=True)
+                    if self._behind or self._written > self._journal.durable:
+                        self._checkpoint()
+                finally:
+                    self._give_up()
+        finally:
+            self._tell_events()
+        log.info("offset store closed: directory=%s", self._directory)
+
+    def __enter__(self) -> Self:
+        self.load()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- persisting ----------------------------------------------------------------------------------------------
+
+    def _persist(self, entries: Sequence[_FileOffset]) -> None:
+        if self._durability == "checkpoint":
+            with self._table_lock:
+                self._waiting.update(dict.fromkeys(entries))
+        try:
+            with self._write_lock:
+                self._check_open()
+                if self._durability == "checkpoint":
+                    # One checkpoint for all who wait for the lock: the next to get it find their work done.
+                    with self._table_lock:
+                        entries, self._waiting = list(self._waiting), {}
+                self._hand_over(self._changed(entries))
+                target = self._written
+            self._make_durable(target)
+        finally:
+            if self._events:
+                self._tell_events()
+
+    def _make_durable(self, target: int) -> None:
+        """Return when the first `target` writes are durable. No lock is held."""
+        if self._journal.durable < target and not self._journal.flush(target):
+            with self._write_lock:
+                self._check_open()
+                if self._journal.durable < target:
+                    self._checkpoint()
+
+    def _changed(self, entries: Iterable[_FileOffset]) -> list[tuple[_FileOffset, int]]:
+        """Return the entries to write, with their offsets. Reading one attribute needs no lock."""
+        return [
+            (entry, offset) for entry in entries if (offset := entry.offset) is not None and offset != entry.stored
+        ]
+
+    def _hand_over(self, changed: Sequence[tuple[_FileOffset, int]], closing: bool = False) -> None:
+        """Write `changed` to the journal, or with a checkpoint. The write lock is held.
+
+        Returns with `_written` counting it; it is durable once the journal has come as far.
+        """
+        journal = self._journal
+        frames = b""
+        if changed and journal.appendable and not closing:
+            frames = journal.frames(changed)
+        for entry, offset in changed:
+            self._store(entry, offset)
+        if changed or self._unsure:
+            self._written += 1
+            self._unsure = False
+        if changed:
+            self._write(frames)
+        if self._behind and not closing and self._clock() - self._checkpoint_at >= self._checkpoint_interval_s:
+            try:
+                self._checkpoint()
+            except OffsetStoreUnwritable:
+                # It is told, and tried again an interval later. What is in the journal is safe all the same, or will
+                # be when the caller has flushed it.
+                self._checkpoint_at = self._clock()
+
+    def _hand_over_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+        """Set memory and write, as `_hand_over` does. The write lock is held: nobody else persists one half of it."""
+        with self._table_lock:
+            entries = [(self._entries.get(mq) or self._add(mq), reset) for mq, reset in resets.items()]
+            for entry, reset in entries:
+                self._epochs[entry.queue] = reset.epoch
+                if reset.offset is not None:
+                    entry.offset = reset.offset
+        self._template = None
+        frames = b""
+        if self._journal.appendable:
+            frames = self._journal.reset_frames(
+                [(entry.pair, entry.queue, reset.offset, reset.epoch) for entry, reset in entries]
+            )
+        for entry, reset in entries:
+            if reset.offset is not None:
+                self._store(entry, reset.offset)
+        self._written += 1
+        self._unsure = False
+        self._write(frames)
+
+    def _store(self, entry: _FileOffset, offset: int) -> None:
+        """Note that `offset` is about to be written. The write lock is held."""
+        if entry.stored is None:
+            self._order.append(entry)
+            self._template = None
+        entry.stored = offset
+
+    def _write(self, frames: bytes) -> None:
+        """Append `frames`, or write a checkpoint when there are none because none fit. The write lock is held."""
+        self._behind = True
+        if frames:
+            try:
+                self._journal.append(frames, self._written)
+            except OSError:
+                frames = b""
+        if not frames:
+            self._checkpoint()
+        elif self._durability == "process":
+            self._journal.reach(self._written)
+
+    def _checkpoint(self) -> None:
+        """Make everything written durable in offsets.json, and begin a new generation of the journal.
+
+        The write lock is held.
+
+        Raises:
+            OffsetStoreUnwritable: it could not be done.
+        """
+        if self._template is None:
+            templates = self._entry_templates
+            templates += [entry_template(entry.queue) for entry in self._order[len(templates) :]]
+            self._template = join_templates(templates, self._epochs)
+        text = self._template % tuple([entry.stored for entry in self._order])
+        journal = self._journal
+        try:
+            self._checkpoint_file.replace(text, before_renames=self._stop_appending)
+        except OSError as error:
+            self._note_unwritable(error)
+            raise self._unwritable_error(error) from error
+        journal.appended = self._written
+        journal.reach(self._written)
+        self._behind = False
+        self._checkpoint_at = self._clock()
+        try:
+            if self._durability == "checkpoint":
+                self._disk.remove(os.path.join(self._directory, JOURNAL_FILE))  # an earlier mode's; its frames are in
+            else:
+                journal.begin(self._checkpoint_file.main, self._checkpoint_file.backup)
+        except OSError as error:
+            self._note_unwritable(error)  # durable all the same: until it works, every persist is a checkpoint
+        else:
+            self._note_writable()
+
+    def _stop_appending(self) -> None:
+        # From the first rename on, the checkpoint on disk may be one that the journal's header does not name. Frames
+        # appended now would not be applied at the next load: none until the header is rewritten.
+        self._journal.appendable = False
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """Become the owner of the directory, or of the first one that is free."""
+        if self._member is None or not self._member[-1]:
+            return self._take_directory(self._directory)
+        base, client_id, group, _ = self._member
+        for slot in slot_ids(client_id):
+            try:
+                return self._take_directory(os.fspath(store_directory(base, slot, group)))
+            except OffsetStoreLocked as error:
+                locked = error
+        raise locked
+
+    def _take_directory(self, directory: str) -> None:
+        try:
+            self._disk.make_directories(directory)
+            self._ownership = Ownership.take(self._disk, directory)
+        except OSError as error:
+            raise self._unwritable_error(error, directory) from error
+        if directory != self._directory:
+            self._directory = directory
+            self._checkpoint_file = CheckpointFile(self._disk, directory)
+            self._journal = JournalFile(self._disk, directory, self._journal_bytes)
+
+    def _recover(self) -> None:
+        """Read the files. Writes nothing: the first persist writes a checkpoint, which brings them in order.
+
+        It does so in any case. What is found may be in the system's cache only, even the names of the files: whoever
+        was killed may not have come to sync them.
+        """
+        journal, main, backup = (
+            self._read(name) for name in (JOURNAL_FILE, MAIN_FILE, BACKUP_FILE)
+        )
+        try:
+            found = recover(main, backup, journal, self._on_unreadable)
+        except OffsetStoreError as error:
+            raise type(error)(f"offset store {self._directory}: {error}") from error
+        if found.source == "new" and self._existing_only:
+            raise OffsetStoreError(
+                f"offset store {self._directory} does not exist, and existing_only asks for one; check the directory "
+                "and the client id (address@instance), or start without existing_only"
+            )
+        for text, facts in found.notes:
+            self._event(EventKind.STORE_FALLBACK, text, directory=self._directory, **facts)
+        with self._table_lock:
+            self._epochs = dict(found.epochs)
+            for known in self._entries.values():
+                known.stored = known.origin = None
+            self._order = []
+            for mq, offset in found.offsets.items():
+                entry = self._entries.get(mq)
+                if entry is None:
+                    entry = self._entries[mq] = self._new_entry(mq)
+                entry.stored, entry.origin = offset, found.origins[mq]
+                if entry.offset is None:
+                    entry.offset = offset
+                self._order.append(entry)
+        self._entry_templates, self._template = [], None
+        self._found = FoundOffsets(found.source, len(found.offsets), found.journal_frames)
+        self._checkpoint_file.found(main, backup, found.unreadable)
+        self._unsure = found.source != "new"
+        self._behind = bool(found.journal_frames) or found.source == "backup"
+        self._checkpoint_at = self._clock()
+        usable = journal is not None and len(journal) == self._journal_bytes and JOURNAL_FILE not in found.unreadable
+        if usable and found.header and self._durability != "checkpoint":
+            try:
+                self._journal.open()
+            except OSError as error:
+                self._note_unwritable(error)
+
+    def _look_for_orphans(self) -> None:
+        if self._member is None or self.found.source != "new":
+            return
+        base, client_id, group, _ = self._member
+        orphans = find_orphans(base, client_id, group)
+        if orphans:
+            self._event(
+                EventKind.STORE_ORPHANED,
+                f"this store is new, but group {group} has one under another client id: {orphans[0]}; "
+                f"if its offsets are wanted, stop, and adopt it: pyrocket offsets adopt {orphans[0]} {self._directory}",
+                directory=self._directory, orphans=len(orphans),
+            )  # fmt: skip
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self._disk.read(os.path.join(self._directory, name))
+        except OSError as error:
+            raise OffsetStoreError(
+                f"cannot read {name} in {self._directory}: {error.strerror or error}; check its owner and permissions"
+            ) from error
+
+    # -- the rest ------------------------------------------------------------------------------------------------
+
+    def _new_entry(self, mq: MessageQueue) -> _FileOffset:
+        return _FileOffset(mq, self._pairs.setdefault((mq.topic, mq.broker_name), len(self._pairs)))
+
+    def _give_up(self) -> None:
+        """Close the files and release the store. The write lock is held."""
+        self._journal.close()
+        if self._ownership is not None:
+            self._ownership.release()
+            self._ownership = None
+
+    def _check_open(self) -> None:
+        self._check_not_forked()
+        if self._ownership is None:
+            raise OffsetStoreError(f"offset store {self._directory} is not open; call load(), or use `with`")
+
+    def _check_not_forked(self) -> None:
+        if self._forked:
+            raise OffsetStoreError(
+                f"offset store {self._directory} was opened before this process was forked, and stays with its parent; "
+                "make a store after the fork"
+            )
+
+    def _after_fork_in_child(self) -> None:
+        # Other threads of the parent may have held the locks; they do not run here and would never release them.
+        self._table_lock, self._write_lock = Lock(), Lock()
+        self._forked = self._ownership is not None
+
+    def _unwritable_error(self, error: OSError, directory: str | None = None) -> OffsetStoreUnwritable:
+        remedy = _REMEDIES.get(error.errno or 0, "check the directory")
+        return OffsetStoreUnwritable(
+            f"offsets cannot be written to {directory or self._directory}: {error.strerror or error}; {remedy}. "
+            "They are kept in memory, and the next persist tries again"
+        )
+
+    def _note_unwritable(self, error: OSError) -> None:
+        now = self._clock()
+        if self._unwritable_since is None:
+            self._unwritable_since = now
+        elif now - self._reminded_at < _REMIND_S:
+            return
+        self._reminded_at = now
+        self._event(
+            EventKind.STORE_UNWRITABLE,
+            str(self._unwritable_error(error)),
+            directory=self._directory, for_s=round(now - self._unwritable_since, 3),
+        )  # fmt: skip
+
+    def _note_writable(self) -> None:
+        if self._unwritable_since is not None:
+            lasted_s = round(self._clock() - self._unwritable_since, 3)
+            self._unwritable_since = None
+            self._event(
+                EventKind.STORE_RECOVERED, "offsets are written again", directory=self._directory, after_s=lasted_s
+            )
+
+    def _event(self, kind: EventKind, text: str, **facts: object) -> None:
+        """Keep an event until no lock is held: whoever hears of it may call the store."""
+        self._events.append(ConsumerEvent(kind, text, facts=facts))
+
+    def _tell_events(self) -> None:
+        while True:
+            try:
+                event = self._events.popleft()
+            except IndexError:
+                return
+            level = logging.INFO if event.kind is EventKind.STORE_RECOVERED else logging.WARNING
+            log.log(level, "%s", event)
+            if self._on_event is not None:
+                try:
+                    self._on_event(event)
+                except Exception:
+                    log.exception("on_event failed for %s", event.kind)
+
+
+_stores: weakref.WeakSet[LocalFileOffsetStore] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for store in list(_stores):
+        store._after_fork_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

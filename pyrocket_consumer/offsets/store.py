@@ -1,0 +1,248 @@
+"""Where a group's offsets are kept: what every offset store does, and the one that keeps them in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from threading import Lock
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import MessageQueue
+
+MAX_OFFSET = 2**63 - 1
+MAX_QUEUE_ID = 2**31 - 1
+MAX_NAME_BYTES = 4096
+
+
+class ReadOffsetType(Enum):
+    """Which copy of an offset is wanted. Source: ReadOffsetType."""
+
+    READ_FROM_MEMORY = "memory"
+    READ_FROM_STORE = "store"
+    MEMORY_FIRST_THEN_STORE = "memory-first"
+
+
+@runtime_checkable
+class OffsetStore(Protocol):
+    """Keeps the commit offset of each queue: in memory at once, in the store when persisted.
+
+    `update_offset`, READ_FROM_MEMORY and `clone_offset_table` never block and are called on hot paths, from inside
+    other locks. All others may block on disk or network. Every method may be called from any thread.
+    """
+
+    def load(self) -> None:
+        """Open the store and read what it holds. Called once, before anything is persisted."""
+
+    def update_offset(self, mq: MessageQueue, offset: int, increase_only: bool = False) -> None:
+        """Set the offset of `mq` in memory; with `increase_only` a smaller one than the present is ignored.
+
+        Raises:
+            ConfigError: `offset` is not a whole number from 0 to 2**63 - 1.
+        """
+
+    def read_offset(
+        self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
+    ) -> int | None:
+        """Return the offset of `mq`, None when there is none. That it cannot be found out is an error, never None."""
+
+    def persist(self, mq: MessageQueue) -> None:
+        """Return when the offset that memory holds of `mq` is durable; nothing to do when it holds none.
+
+        Raises:
+            RocketError: it is not durable. Memory keeps it; a later call tries again.
+        """
+
+    def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
+        """Persist `mqs`, or all queues memory knows. What the store holds of other queues stays as it is."""
+
+    def remove_offset(self, mq: MessageQueue) -> None:
+        """Persist the offset of `mq` and take it out of memory, as one step: no newer one is ever forgotten.
+
+        Raises:
+            RocketError: it is not durable, and still in memory.
+        """
+
+    def clone_offset_table(self, topic: str | None = None) -> dict[MessageQueue, int]:
+        """Return a copy of memory, of one topic or of all."""
+
+    def close(self) -> None:
+        """Persist what memory holds and give the store up. Safe to call twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueReset:
+    """Where one queue shall go on, and by which reset; without an offset the queue stays where it is."""
+
+    offset: int | None
+    epoch: int
+
+
+@runtime_checkable
+class ResetEpochs(Protocol):
+    """What a store can do besides: remember which reset each queue has followed.
+
+    With it, a member that was offline during a reset follows it at its next start, and no reset is followed twice.
+    """
+
+    def reset_epoch(self, mq: MessageQueue) -> int:
+        """Return the epoch of the newest reset `mq` has followed, 0 if none. Never blocks."""
+
+    def persist_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+        """Set offsets and epochs, and return when all of them are durable: after a crash all are there or none.
+
+        Raises:
+            RocketError: they are not durable. Memory has them; a later persist of these queues tries again.
+        """
+
+
+class QueueOffset:
+    """What a store knows of one queue: the offset in memory, and the one last written to the store."""
+
+    __slots__ = ("offset", "queue", "stored")
+
+    def __init__(self, queue: MessageQueue) -> None:
+        self.queue = queue
+        self.offset: int | None = None
+        self.stored: int | None = None
+
+
+Entry = TypeVar("Entry", bound=QueueOffset)
+
+
+class OffsetTable(Generic[Entry]):
+    """The memory half that the stores share: queues and their offsets under one leaf lock.
+
+    The lock is held for a dictionary access and never across another lock, a callback or I/O, so that
+    `update_offset` may be called from inside a process queue's lock.
+    """
+
+    def __init__(self) -> None:
+        self._table_lock = Lock()
+        self._entries: dict[MessageQueue, Entry] = {}
+
+    def update_offset(self, mq: MessageQueue, offset: int, increase_only: bool = False) -> None:
+        """Set the offset of `mq` in memory; with `increase_only` a smaller one than the present is ignored.
+
+        Raises:
+            ConfigError: `offset` is not a whole number from 0 to 2**63 - 1.
+        """
+        if type(offset) is not int or not 0 <= offset <= MAX_OFFSET:
+            raise ConfigError(f"offset {offset!r} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
+        with self._table_lock:
+            entry = self._entries.get(mq)
+            if entry is None:
+                entry = self._add(mq)
+            if not increase_only or entry.offset is None or offset > entry.offset:
+                entry.offset = offset
+
+    def clone_offset_table(self, topic: str | None = None) -> dict[MessageQueue, int]:
+        """Return a copy of memory, of one topic or of all."""
+        with self._table_lock:
+            entries = list(self._entries.values())
+        return {
+            entry.queue: offset
+            for entry in entries
+            if (offset := entry.offset) is not None and (not topic or entry.queue.topic == topic)
+        }
+
+    def _entry(self, mq: MessageQueue) -> Entry | None:
+        with self._table_lock:
+            return self._entries.get(mq)
+
+    def _chosen(self, mqs: Iterable[MessageQueue] | None) -> list[Entry]:
+        """Return the entries of `mqs` that memory knows, or all."""
+        wanted = None if mqs is None else list(mqs)
+        with self._table_lock:
+            if wanted is None:
+                return list(self._entries.values())
+            return [entry for mq in wanted if (entry := self._entries.get(mq)) is not None]
+
+    def _add(self, mq: MessageQueue) -> Entry:
+        """Make the entry of a queue met for the first time. The table lock is held."""
+        check_queue(mq)
+        entry = self._entries[mq] = self._new_entry(mq)
+        return entry
+
+    def _new_entry(self, mq: MessageQueue) -> Entry:
+        raise NotImplementedError
+
+
+def check_offset(mq: MessageQueue, offset: int) -> None:
+    """Raise ConfigError unless `offset` is one."""
+    if type(offset) is not int or not 0 <= offset <= MAX_OFFSET:
+        raise ConfigError(f"offset {offset!r} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
+
+
+def check_queue(mq: MessageQueue) -> None:
+    """Raise ConfigError unless `mq` can be written to every kind of store."""
+    if not isinstance(mq, MessageQueue):
+        raise ConfigError(f"{mq!r} is a {type(mq).__name__}; pass a MessageQueue(topic, broker_name, queue_id)")
+    for name, text in (("topic", mq.topic), ("broker_name", mq.broker_name)):
+        try:
+            fits = len(text.encode()) <= MAX_NAME_BYTES
+        except (AttributeError, UnicodeEncodeError):
+            fits = False
+        if not fits:
+            raise ConfigError(f"{name}={text!r:.80} is not allowed; it must be Unicode text of at most 4096 bytes")
+    if type(mq.queue_id) is not int or not -1 <= mq.queue_id <= MAX_QUEUE_ID:
+        raise ConfigError(f"queue_id={mq.queue_id!r} is not allowed; it must be a whole number from -1 to 2**31 - 1")
+
+
+class MemoryOffsetStore(OffsetTable[QueueOffset]):
+    """Keeps offsets for the life of the object only: for tests, and for consumers that start over each time."""
+
+    def load(self) -> None:
+        """Nothing to open."""
+
+    def read_offset(
+        self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
+    ) -> int | None:
+        """Return the offset of `mq`, None when there is none; "store" is what was last persisted."""
+        with self._table_lock:
+            entry = self._entries.get(mq)
+            if entry is None:
+                return None
+            if read_type is ReadOffsetType.READ_FROM_MEMORY:
+                return entry.offset
+            if read_type is ReadOffsetType.READ_FROM_STORE:
+                return entry.stored
+            if entry.offset is None:
+                entry.offset = entry.stored
+            return entry.offset
+
+    def persist(self, mq: MessageQueue) -> None:
+        """Remember the offset of `mq` past `remove_offset`."""
+        self.persist_all([mq])
+
+    def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
+        """Remember the offsets of `mqs`, or of all queues, past `remove_offset`."""
+        entries = self._chosen(mqs)
+        with self._table_lock:
+            for entry in entries:
+                if entry.offset is not None:
+                    entry.stored = entry.offset
+
+    def remove_offset(self, mq: MessageQueue) -> None:
+        """Persist the offset of `mq` and take it out of memory."""
+        with self._table_lock:
+            entry = self._entries.get(mq)
+            if entry is not None and entry.offset is not None:
+                entry.stored, entry.offset = entry.offset, None
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+    def __enter__(self) -> Self:
+        self.load()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _new_entry(self, mq: MessageQueue) -> QueueOffset:
+        return QueueOffset(mq)

@@ -1,0 +1,259 @@
+"""Disks for tests: one in memory that forgets what was not synced, and one that counts, fails or stops at each call."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable
+
+from pyrocket_consumer.offsets.disk import Disk, DiskFile, DiskLock
+
+SECTOR = 512
+
+
+class PowerCut(BaseException):
+    """The machine stops here. Not an Exception: no code of the store may handle it."""
+
+
+class _Inode:
+    def __init__(self) -> None:
+        self.now = bytearray()
+        self.safe = b""
+        self.unsynced: list[tuple[int, bytes]] = []
+
+    def survivor(self, rng: random.Random) -> bytes:
+        """What is on the platter after a power failure: of each sector some version since the last sync."""
+        result = bytearray(self.safe)
+        for sector in range(0, max((at + len(data) for at, data in self.unsynced), default=0), SECTOR):
+            touching = [(at, data) for at, data in self.unsynced if at < sector + SECTOR and at + len(data) > sector]
+            for at, data in touching[: rng.randint(0, len(touching))]:
+                first, last = max(at, sector), min(at + len(data), sector + SECTOR)
+                if len(result) < last:
+                    result.extend(bytes(last - len(result)))
+                result[first:last] = data[first - at : last - at]
+        return bytes(result)
+
+
+class _MemoryFile:
+    def __init__(self, disk: MemoryDisk, inode: _Inode, lies: bool) -> None:
+        self._disk = disk
+        self._inode = inode
+        self._lies = lies
+
+    def write_at(self, data: bytes, position: int) -> None:
+        now = self._inode.now
+        if len(now) < position:
+            now.extend(bytes(position - len(now)))
+        now[position : position + len(data)] = data
+        self._inode.unsynced.append((position, bytes(data)))
+        if position == 0:
+            self._disk.beginnings.append(bytes(data[:512]))
+
+    def sync(self) -> None:
+        if not self._lies:
+            self._inode.safe = bytes(self._inode.now)
+            self._inode.unsynced.clear()
+
+    def close(self) -> None:
+        pass
+
+
+class _MemoryLock:
+    def __init__(self, taken: set[str], path: str) -> None:
+        self._taken, self._path = taken, path
+
+    def release(self) -> None:
+        self._taken.discard(self._path)
+
+
+class MemoryDisk:
+    """A disk with a write-back cache. File contents survive a power failure once synced, names once their directory is.
+
+    `lying_files` and `lying_directories` say "synced" and do nothing: the negative controls of the power-loss tests.
+    """
+
+    def __init__(self, *, lying_files: tuple[str, ...] = (), lying_directories: bool = False) -> None:
+        self._names: dict[str, _Inode] = {}
+        self._safe_names: dict[str, _Inode] = {}
+        self._unsynced: list[dict[str, _Inode | None]] = []
+        self._taken: set[str] = set()
+        self._lying_files = lying_files
+        self._lying_directories = lying_directories
+        self.has_links = True
+        self.beginnings: list[bytes] = []  # whatever was written at the start of a file, ever
+
+    def make_directories(self, path: str) -> None:
+        pass
+
+    def read(self, path: str) -> bytes | None:
+        inode = self._names.get(path)
+        return None if inode is None else bytes(inode.now)
+
+    def open(self, path: str, *, create: bool) -> DiskFile:
+        if create:
+            self._change({path: _Inode()})
+        elif path not in self._names:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return _MemoryFile(self, self._names[path], bool(self._lying_files) and path.endswith(self._lying_files))
+
+    def link(self, source: str, target: str) -> None:
+        if not self.has_links:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), target)
+        if target in self._names:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+        self._change({target: self._names[source]})
+
+    def replace(self, source: str, target: str) -> None:
+        if source not in self._names:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
+        if self._names.get(target) is not self._names[source]:  # rename() of two names of one file does nothing
+            self._change({target: self._names[source], source: None})
+
+    def remove(self, path: str) -> None:
+        if path in self._names:
+            self._change({path: None})
+
+    def sync_directory(self, path: str) -> None:
+        if not self._lying_directories:
+            self._safe_names = dict(self._names)
+            self._unsynced.clear()
+
+    def lock(self, path: str) -> DiskLock | None:
+        if path in self._taken:
+            return None
+        self._taken.add(path)
+        return _MemoryLock(self._taken, path)
+
+    def _change(self, names: dict[str, _Inode | None]) -> None:
+        self._unsynced.append(names)
+        self._apply(self._names, names)
+
+    @staticmethod
+    def _apply(table: dict[str, _Inode], names: dict[str, _Inode | None]) -> None:
+        for path, inode in names.items():
+            if inode is None:
+                table.pop(path, None)
+            else:
+                table[path] = inode
+
+    def files(self) -> dict[str, bytes]:
+        """Return what is there, by path."""
+        return {path: bytes(inode.now) for path, inode in self._names.items()}
+
+    def put(self, path: str, data: bytes | None) -> None:
+        """Let the file hold `data`, safely; None removes it."""
+        if data is None:
+            self.remove(path)
+        else:
+            file = self.open(path, create=True)
+            file.write_at(data, 0)
+            self._names[path].safe = data
+            self._names[path].unsynced.clear()
+        self._safe_names = dict(self._names)
+        self._unsynced.clear()
+
+    def free_locks(self) -> None:
+        """The process that used the disk is gone; what it wrote is in the cache still."""
+        self._taken.clear()
+
+    def after_kill(self) -> MemoryDisk:
+        """Return the disk as the next process finds it when this one was killed."""
+        return self._with({path: bytes(inode.now) for path, inode in self._names.items()})
+
+    def after_power_loss(self, rng: random.Random) -> MemoryDisk:
+        """Return a disk as it may be found after a power failure now."""
+        names = dict(self._safe_names)
+        for change in self._unsynced[: rng.randint(0, len(self._unsynced))]:  # the file system's journal keeps order
+            self._apply(names, change)
+        return self._with({path: inode.survivor(rng) for path, inode in names.items()})
+
+    @staticmethod
+    def _with(files: dict[str, bytes]) -> MemoryDisk:
+        disk = MemoryDisk()
+        for path, data in files.items():
+            disk.put(path, data)
+        return disk
+
+
+Hook = Callable[[int, str, str], None]
+
+
+class WatchedDisk:
+    """Calls `hook(count, operation, path)` before each operation on `disk`; the hook may raise, kill or sleep.
+
+    Operations: make_directories, read, open, create, write_at, sync, link, replace, remove, sync_directory, lock.
+    """
+
+    def __init__(self, disk: Disk, hook: Hook) -> None:
+        self._disk, self._hook = disk, hook
+        self.count = 0
+
+    def _event(self, operation: str, path: str) -> None:
+        self.count += 1
+        self._hook(self.count, operation, path)
+
+    def make_directories(self, path: str) -> None:
+        self._event("make_directories", path)
+        self._disk.make_directories(path)
+
+    def read(self, path: str) -> bytes | None:
+        self._event("read", path)
+        return self._disk.read(path)
+
+    def open(self, path: str, *, create: bool) -> DiskFile:
+        self._event("create" if create else "open", path)
+        return _WatchedFile(self._disk.open(path, create=create), self, path)
+
+    def link(self, source: str, target: str) -> None:
+        self._event("link", target)
+        self._disk.link(source, target)
+
+    def replace(self, source: str, target: str) -> None:
+        self._event("replace", target)
+        self._disk.replace(source, target)
+
+    def remove(self, path: str) -> None:
+        self._event("remove", path)
+        self._disk.remove(path)
+
+    def sync_directory(self, path: str) -> None:
+        self._event("sync_directory", path)
+        self._disk.sync_directory(path)
+
+    def lock(self, path: str) -> DiskLock | None:
+        self._event("lock", path)
+        return self._disk.lock(path)
+
+
+class _WatchedFile:
+    def __init__(self, file: DiskFile, disk: WatchedDisk, path: str) -> None:
+        self._file, self._disk, self._path = file, disk, path
+
+    def write_at(self, data: bytes, position: int) -> None:
+        self._disk._event("write_at", self._path)
+        self._file.write_at(data, position)
+
+    def sync(self) -> None:
+        self._disk._event("sync", self._path)
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+WRITES = ("create", "write_at", "sync", "link", "replace", "remove", "sync_directory", "make_directories")
+
+
+class Failing:
+    """A hook that makes writing operations fail while `error` is set, or those `when(operation, path)` picks."""
+
+    def __init__(self) -> None:
+        self.error: int | None = None
+        self.when: Callable[[str, str], bool] = lambda operation, path: operation in WRITES
+        self.failures = 0
+
+    def __call__(self, count: int, operation: str, path: str) -> None:
+        if self.error is not None and self.when(operation, path):
+            self.failures += 1
+            raise OSError(self.error, os.strerror(self.error), path)

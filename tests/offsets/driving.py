@@ -1,0 +1,77 @@
+"""A store driven at random, and what may be found of it after a crash."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+
+QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "bills") for broker in ("a", "b") for n in range(3)]
+
+
+class History:
+    """For each queue, the value last acknowledged as durable and those written since: any of them may be found."""
+
+    def __init__(self) -> None:
+        self.possible: dict[MessageQueue, list[int | None]] = {queue: [None] for queue in QUEUES}
+        self.memory: dict[MessageQueue, int] = {}
+
+    def update(self, queue: MessageQueue, offset: int) -> None:
+        self.memory[queue] = offset
+
+    def writing(self, queues: Iterable[MessageQueue]) -> None:
+        """A persist of `queues` begins: from now on their new values may be found."""
+        for queue in queues:
+            if queue in self.memory:
+                self.possible[queue].append(self.memory[queue])
+
+    def acknowledged(self, queues: Iterable[MessageQueue]) -> None:
+        """The persist has returned: no earlier value may be found."""
+        for queue in queues:
+            if queue in self.memory:
+                self.possible[queue] = [self.memory[queue]]
+
+    def violations(self, found: dict[MessageQueue, int]) -> list[str]:
+        """Return what contradicts the history in the offsets `found` after a crash."""
+        wrong = [
+            f"{queue}: found {found.get(queue)}, possible {values}"
+            for queue, values in self.possible.items()
+            if found.get(queue) not in values
+        ]
+        return wrong + [f"{queue}: never written" for queue in found.keys() - self.possible.keys()]
+
+    def killed(self, found: dict[MessageQueue, int]) -> None:
+        """A new process begins with what it has found after a kill; it may be unsynced, and lost to a power cut."""
+        self.memory = dict(found)
+
+    def restarted(self, found: dict[MessageQueue, int]) -> None:
+        """A new process begins with what it has found."""
+        self.memory = dict(found)
+        self.possible = {queue: [found.get(queue)] for queue in QUEUES}
+
+
+def step(store: LocalFileOffsetStore, history: History, rng: random.Random) -> None:
+    """Do one random thing to the store, and tell the history."""
+    choice = rng.random()
+    queue = rng.choice(QUEUES)
+    if choice < 0.75:
+        base = history.memory.get(queue, 0)
+        offset = rng.randrange(base) if base and rng.random() < 0.1 else base + rng.randint(1, 1000)
+        store.update_offset(queue, offset)
+        history.update(queue, offset)
+        if rng.random() < 0.8:
+            history.writing([queue])
+            store.persist(queue)
+            history.acknowledged([queue])
+    elif choice < 0.9:
+        several = rng.sample(QUEUES, rng.randint(0, len(QUEUES)))
+        history.writing(several)
+        store.persist_all(several)
+        history.acknowledged(several)
+    else:
+        history.writing([queue])
+        store.remove_offset(queue)
+        history.acknowledged([queue])
+        history.memory.pop(queue, None)

@@ -1,0 +1,58 @@
+"""A store that a changed client id left behind is moved, never lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.offsets.adoption import adopt
+from pyrocket_consumer.offsets.directories import find_orphans, read_store
+
+QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(3)]
+
+
+def fill(directory, offset):
+    with LocalFileOffsetStore(directory) as store:
+        for queue in QUEUES[:2]:
+            store.update_offset(queue, offset)
+
+
+def test_h11_a_store_left_behind_is_adopted(tmp_path):
+    old, new = tmp_path / "10.0.0.5@DEFAULT" / "g", tmp_path / "10.0.0.9@DEFAULT" / "g"
+    fill(old, 70)
+    kept = adopt(old, new)
+    assert read_store(new).offsets == dict.fromkeys(QUEUES[:2], 70)
+    assert read_store(kept).offsets == dict.fromkeys(QUEUES[:2], 70)
+    assert not old.exists()
+    assert find_orphans(tmp_path, "10.0.0.9@DEFAULT", "g") == []
+
+
+def test_offsets_that_are_there_already_are_not_overwritten_unasked(tmp_path):
+    fill(tmp_path / "old", 70)
+    fill(tmp_path / "new", 5)
+    with LocalFileOffsetStore(tmp_path / "new") as store:
+        store.update_offset(QUEUES[2], 6)
+    with pytest.raises(OffsetStoreError, match="holds offsets of 3 queues already"):
+        adopt(tmp_path / "old", tmp_path / "new")
+    assert set(read_store(tmp_path / "new").offsets.values()) == {5, 6}
+    adopt(tmp_path / "old", tmp_path / "new", replace=True)
+    assert read_store(tmp_path / "new").offsets == {QUEUES[0]: 70, QUEUES[1]: 70, QUEUES[2]: 6}
+
+
+def test_a_store_in_use_is_not_adopted(tmp_path):
+    fill(tmp_path / "old", 70)
+    for used in ("old", "new"):
+        with LocalFileOffsetStore(tmp_path / used), pytest.raises(OffsetStoreLocked):
+            adopt(tmp_path / "old", tmp_path / "new")
+    assert read_store(tmp_path / "old").offsets == dict.fromkeys(QUEUES[:2], 70)
+
+
+def test_what_is_no_store_is_not_adopted(tmp_path):
+    fill(tmp_path / "store", 1)
+    (tmp_path / "empty").mkdir()
+    for source in ("nowhere", "empty", "store"):
+        with pytest.raises(OffsetStoreError):
+            adopt(tmp_path / source, tmp_path / "store")
+    assert not (tmp_path / "nowhere").exists()

@@ -1,0 +1,208 @@
+"""Files that are cut short, overwritten or have flipped bits: never silently empty, never silently wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.offsets.journal import HEADER_BYTES, decode_header, replay
+from pyrocket_consumer.offsets.offsets_json import decode_offsets, encode_offsets
+from tests.offsets.disks import MemoryDisk
+
+QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(3)]
+MAIN, BACKUP, JOURNAL = "/s/offsets.json", "/s/offsets.json.bak", "/s/offsets.journal"
+EXPECTED = dict(zip(QUEUES, (130, 122, 110), strict=True))
+
+
+def used_and_killed() -> MemoryDisk:
+    """A store with all its files: backup 110, checkpoint 120 for two queues, journal 122 and 130."""
+    disk = MemoryDisk()
+    now = [0.0]
+    store = LocalFileOffsetStore("/s", journal_bytes=4096, disk=disk, clock=lambda: now[0])
+    store.load()
+    for queue in QUEUES:
+        store.update_offset(queue, 110)
+    store.persist_all()
+    for queue, offset in zip(QUEUES, (120, 121), strict=False):
+        store.update_offset(queue, offset)
+    now[0] += 10  # a checkpoint is due
+    store.persist_all()
+    for offset in range(121, 131):
+        store.update_offset(QUEUES[0], offset)
+        store.persist(QUEUES[0])
+    store.update_offset(QUEUES[1], 122)
+    store.persist(QUEUES[1])
+    return disk.after_kill()
+
+
+GOOD = used_and_killed().files()
+
+
+def loaded(changes: dict[str, bytes | None], **options):
+    """Load a store with some files changed; return its offsets, events and disk. It is used and opened again, too."""
+    disk, events = MemoryDisk(), []
+    for path, data in (GOOD | changes).items():
+        if data is not None:
+            disk.put(path, data)
+    store = LocalFileOffsetStore("/s", journal_bytes=4096, disk=disk, on_event=events.append, **options)
+    try:
+        store.load()
+        offsets = store.clone_offset_table()
+        store.update_offset(QUEUES[2], 555)
+        store.persist(QUEUES[2])
+        again = LocalFileOffsetStore("/s", journal_bytes=4096, disk=disk.after_kill())
+        again.load()
+        assert again.clone_offset_table() == offsets | {QUEUES[2]: 555}
+        assert again.found.source == "file"
+        store.close()
+    except OffsetStoreError:
+        # What stopped it touched nothing.
+        assert {path: data for path, data in disk.files().items() if not path.endswith((".lock", ".owner"))} == {
+            path: data for path, data in (GOOD | changes).items() if data is not None and not path.endswith(".owner")
+        }
+        raise
+    return offsets, events, disk
+
+
+def test_the_files_are_as_described():
+    assert loaded({})[:2] == (EXPECTED, [])
+    assert decode_offsets(GOOD[MAIN])[QUEUES[0]] == 120
+    assert decode_offsets(GOOD[BACKUP])[QUEUES[0]] == 110
+    assert replay(GOOD[JOURNAL], decode_header(GOOD[JOURNAL])).offsets[QUEUES[0]] == 130
+
+
+def test_no_flipped_bit_of_offsets_json_goes_unnoticed():
+    for byte in range(len(GOOD[MAIN])):
+        for bit in range(8):
+            damaged = bytearray(GOOD[MAIN])
+            damaged[byte] ^= 1 << bit
+            offsets, events, _ = loaded({MAIN: bytes(damaged)})
+            assert events, (byte, bit)
+            assert offsets
+
+
+def test_offsets_json_cut_anywhere_is_replaced_by_backup_and_journal():
+    for length in range(len(GOOD[MAIN])):
+        offsets, events, disk = loaded({MAIN: GOOD[MAIN][:length]})
+        assert offsets == EXPECTED
+        assert "store-fallback" in [str(event.kind) for event in events]
+        assert [data for path, data in disk.files().items() if ".unreadable-" in path] == [GOOD[MAIN][:length]]
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\0" * 400, b"null", b"{}", bytes(range(256)) * 2], ids=range(5))
+def test_h13_garbage_in_offsets_json_is_set_aside_and_the_backup_used(garbage):
+    offsets, events, _ = loaded({MAIN: garbage})
+    assert offsets == EXPECTED
+    assert "offsets.json.bak and the journal are used" in events[0].text
+    with pytest.raises(OffsetStoreCorrupt, match="on_unreadable"):
+        loaded({MAIN: garbage}, on_unreadable="raise")
+
+
+def test_no_flipped_bit_of_the_journal_goes_unnoticed_but_in_its_last_frame():
+    end = replay(GOOD[JOURNAL], decode_header(GOOD[JOURNAL])).end
+    last = end - 22
+    for byte in [*range(48), *range(HEADER_BYTES, end), end + 100, 4095]:
+        for bit in range(8):
+            damaged = bytearray(GOOD[JOURNAL])
+            damaged[byte] ^= 1 << bit
+            offsets, events, _ = loaded({JOURNAL: bytes(damaged)})
+            if last <= byte < end:  # like a frame that was never acknowledged
+                assert offsets == EXPECTED | {QUEUES[1]: 121}
+            else:
+                assert events or offsets == EXPECTED, (byte, bit)
+
+
+def test_a_journal_cut_anywhere_loses_at_most_what_was_cut_off():
+    for length in range(len(GOOD[JOURNAL])):
+        offsets, events, _ = loaded({JOURNAL: GOOD[JOURNAL][:length]})
+        assert events
+        assert offsets[QUEUES[0]] in range(120, 131)
+        assert offsets[QUEUES[2]] == 110
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\0" * 4096, b"x" * 4096, b"x" * 9000], ids=range(4))
+def test_garbage_in_the_journal_leaves_the_checkpoint(garbage):
+    offsets, events, disk = loaded({JOURNAL: garbage})
+    assert offsets == dict(zip(QUEUES, (120, 121, 110), strict=True))
+    assert "offsets.journal is unreadable" in events[0].text
+    assert [data for path, data in disk.files().items() if "journal.unreadable-" in path] == [garbage]
+    with pytest.raises(OffsetStoreCorrupt):
+        loaded({JOURNAL: garbage}, on_unreadable="raise")
+
+
+@pytest.mark.parametrize("main", [b"{", b"", None], ids=["garbage", "empty", "missing"])
+@pytest.mark.parametrize("backup", [b"}", b"", None], ids=["garbage", "empty", "missing"])
+def test_with_neither_file_readable_the_policy_decides(main, backup):
+    for policy in ("raise", "backup"):
+        with pytest.raises(OffsetStoreCorrupt, match="Restore the file"):
+            loaded({MAIN: main, BACKUP: backup}, on_unreadable=policy)
+    offsets, events, disk = loaded({MAIN: main, BACKUP: backup}, on_unreadable="start_over")
+    assert offsets == {QUEUES[0]: 130, QUEUES[1]: 122}  # the journal's, newer than anything else
+    assert "starting over" in events[0].text
+    aside = [data for path, data in disk.files().items() if ".unreadable-" in path]
+    assert sorted(aside) == sorted(data for data in (main, backup) if data is not None)
+
+
+def test_a_missing_main_file_is_not_a_new_store():
+    offsets, events, _ = loaded({MAIN: None})
+    assert (offsets, len(events)) == (EXPECTED, 1)
+    assert "offsets.json is missing" in events[0].text
+    with pytest.raises(OffsetStoreCorrupt):
+        loaded({MAIN: None}, on_unreadable="raise")
+    with pytest.raises(OffsetStoreCorrupt):  # only the journal is left: some offsets are known to be missing
+        loaded({MAIN: None, BACKUP: None})
+
+
+def test_a_missing_journal_leaves_the_checkpoint():
+    offsets, events, _ = loaded({JOURNAL: None})
+    assert offsets == dict(zip(QUEUES, (120, 121, 110), strict=True))
+    assert events == []
+
+
+def test_a_backup_newer_than_the_journal_is_used_alone():
+    """Without hard links there is a moment without offsets.json, and the last header may not have reached the disk."""
+    newer = {**EXPECTED, QUEUES[0]: 900, QUEUES[1]: 100}
+    offsets, events, _ = loaded({MAIN: None, BACKUP: encode_offsets(newer)})
+    assert offsets == newer
+    assert "offsets.json.bak is newer than offsets.journal" in events[-1].text
+
+
+def test_everything_missing_is_a_new_store():
+    offsets, events, _ = loaded({MAIN: None, BACKUP: None, JOURNAL: None})
+    assert (offsets, events) == ({}, [])
+
+
+def test_h13_an_empty_main_file_is_never_copied_over_a_good_backup():
+    """The second crash that costs Java clients everything: at each instant one good generation is there."""
+    disk = MemoryDisk()
+    for path, data in (GOOD | {MAIN: b""}).items():
+        disk.put(path, data)
+
+    seen = []
+
+    class Looking(MemoryDisk):
+        """Looks before each change of a name whether a restart would find the offsets."""
+
+        def _change(self, names):
+            seen.append(self.files())
+            super()._change(names)
+
+    looking = Looking()
+    for path, data in disk.files().items():
+        looking.put(path, data)
+    seen.clear()
+    with LocalFileOffsetStore("/s", "checkpoint", journal_bytes=4096, disk=looking) as store:
+        for offset in range(600, 603):
+            store.update_offset(QUEUES[0], offset)
+            store.persist(QUEUES[0])
+    assert len(seen) > 5
+    for files in seen:
+        again = MemoryDisk()
+        for path, data in files.items():
+            again.put(path, data)
+        store = LocalFileOffsetStore("/s", disk=again)
+        store.load()
+        assert store.clone_offset_table().keys() == EXPECTED.keys()
+        assert store.read_offset(QUEUES[0]) >= 130

@@ -1,0 +1,458 @@
+"""The local store on a real disk, alone: what it finds, what it keeps, what it tells."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+
+import pytest
+
+from pyrocket_consumer.config import ConsumerConfig
+from pyrocket_consumer.errors import ConfigError, OffsetStoreError, OffsetStoreLocked
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
+from pyrocket_consumer.offsets.directories import base_directory, find_orphans, read_store, slot_ids
+from pyrocket_consumer.offsets.journal import decode_header, replay
+from pyrocket_consumer.offsets.offsets_json import decode_offsets, encode_offsets
+from tests.offsets.disks import MemoryDisk, WatchedDisk
+
+MEMORY, STORE = ReadOffsetType.READ_FROM_MEMORY, ReadOffsetType.READ_FROM_STORE
+QUEUES = [MessageQueue("orders", "broker-a", queue_id) for queue_id in range(8)]
+QUEUE = QUEUES[0]
+DURABILITIES = ["fsync", "process", "checkpoint"]
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def main_file(directory):
+    return decode_offsets((directory / "offsets.json").read_bytes())
+
+
+def frames_in(directory):
+    data = (directory / "offsets.journal").read_bytes()
+    return replay(data, decode_header(data))
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_what_was_persisted_is_there_after_a_restart(tmp_path, durability):
+    with LocalFileOffsetStore(tmp_path / "store", durability) as store:
+        assert store.found.source == "new"
+        for number, queue in enumerate(QUEUES):
+            store.update_offset(queue, number)
+            store.persist(queue)
+        store.update_offset(QUEUE, 100)
+        store.persist_all(QUEUES)
+    with LocalFileOffsetStore(tmp_path / "store", durability) as store:
+        assert (store.found.source, store.found.queues, store.found.journal_frames) == ("file", 8, 0)
+        assert store.clone_offset_table() == {QUEUE: 100} | {queue: queue.queue_id for queue in QUEUES[1:]}
+        assert store.origin(QUEUE) == "file"
+        assert store.origin(MessageQueue("x", "y", 1)) is None
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_closing_persists_what_memory_holds(tmp_path, durability):
+    with LocalFileOffsetStore(tmp_path, durability) as store:
+        store.update_offset(QUEUE, 5)
+    assert main_file(tmp_path) == {QUEUE: 5}
+
+
+def test_the_journal_holds_what_offsets_json_does_not_until_the_interval_is_over(tmp_path):
+    clock = Clock()
+    store = LocalFileOffsetStore(tmp_path, checkpoint_interval_s=5, clock=clock)
+    store.load()
+    store.update_offset(QUEUE, 1)
+    store.persist(QUEUE)  # the first persist of a new store writes both
+    store.update_offset(QUEUE, 2)
+    store.persist(QUEUE)
+    assert main_file(tmp_path) == {QUEUE: 1}
+    assert frames_in(tmp_path).offsets == {QUEUE: 2}
+    clock.now = 5.0
+    store.persist_all()  # nothing has changed, but offsets.json is behind
+    assert main_file(tmp_path) == {QUEUE: 2}
+    assert frames_in(tmp_path).offsets == {}
+    store.update_offset(QUEUE, 3)
+    store.persist(QUEUE)
+    assert main_file(tmp_path) == {QUEUE: 2}
+    store.close()
+    assert main_file(tmp_path) == {QUEUE: 3}
+    assert decode_offsets((tmp_path / "offsets.json.bak").read_bytes()) == {QUEUE: 2}
+
+
+def test_with_checkpoint_durability_java_may_read_after_every_persist(tmp_path):
+    store = LocalFileOffsetStore(tmp_path, "checkpoint")
+    store.load()
+    for offset in range(5):
+        store.update_offset(QUEUE, offset)
+        store.persist(QUEUE)
+        assert (tmp_path / "offsets.json").read_bytes() == encode_offsets({QUEUE: offset})
+    store.close()
+    assert not (tmp_path / "offsets.journal").exists()
+
+
+def test_a_generation_never_comes_again():
+    """Power loss may take the last header and leave frames written after it: they must not fit the next generation."""
+    disk = MemoryDisk()
+    with LocalFileOffsetStore("/s", disk=disk) as store:
+        store.update_offset(QUEUE, 1)
+    generations = set()
+    for _ in range(5):
+        again = disk.after_kill()
+        store = LocalFileOffsetStore("/s", disk=again)
+        store.load()
+        store.update_offset(QUEUE, 2)
+        store.persist(QUEUE)
+        generations.add(decode_header(again.files()["/s/offsets.journal"]).generation)
+    assert len(generations) == 5
+
+
+def test_an_unchanged_offset_costs_no_write(tmp_path):
+    with LocalFileOffsetStore(tmp_path) as store:
+        store.update_offset(QUEUE, 5)
+        store.persist(QUEUE)
+        store.update_offset(QUEUE, 6)
+        store.persist(QUEUE)
+        before = frames_in(tmp_path).frames
+        for _ in range(10):
+            store.update_offset(QUEUE, 6)
+            store.persist(QUEUE)
+            store.persist_all()
+        assert frames_in(tmp_path).frames == before
+
+
+def test_a_full_journal_becomes_a_checkpoint_and_nothing_is_lost(tmp_path):
+    store = LocalFileOffsetStore(tmp_path, "process", journal_bytes=4096)
+    store.load()
+    for offset in range(2000):
+        queue = QUEUES[offset % 8]
+        store.update_offset(queue, offset)
+        store.persist(queue)
+        if offset % 97 == 0:
+            assert read_store(tmp_path).offsets[queue] == offset
+    assert (tmp_path / "offsets.journal").stat().st_size == 4096
+    store.close()
+
+
+def test_a_batch_too_large_for_the_journal_becomes_a_checkpoint(tmp_path):
+    many = [MessageQueue(f"topic-{n % 7}", "broker-a", n) for n in range(1000)]
+    with LocalFileOffsetStore(tmp_path, journal_bytes=4096) as store:
+        for round_ in range(3):
+            for queue in many:
+                store.update_offset(queue, round_)
+            store.persist_all(many)
+            assert set(read_store(tmp_path).offsets.values()) == {round_}
+            store.update_offset(many[3], 77)
+            store.persist(many[3])
+            assert read_store(tmp_path).offsets[many[3]] == 77
+
+
+def test_another_journal_size_takes_effect_at_the_next_start(tmp_path):
+    for size in (8192, 4096, 1 << 16):
+        with LocalFileOffsetStore(tmp_path, journal_bytes=size) as store:
+            store.update_offset(QUEUE, size)
+            store.persist(QUEUE)
+            assert (tmp_path / "offsets.journal").stat().st_size == size
+    assert main_file(tmp_path) == {QUEUE: 1 << 16}
+
+
+def test_an_offset_may_step_back(tmp_path):
+    with LocalFileOffsetStore(tmp_path) as store:
+        for offset in (9, 100, 10, 10):
+            store.update_offset(QUEUE, offset)
+            store.persist(QUEUE)
+            assert read_store(tmp_path).offsets == {QUEUE: offset}
+
+
+def test_reading_from_the_store_never_forgets_what_memory_has(tmp_path):
+    with LocalFileOffsetStore(tmp_path) as store:
+        store.update_offset(QUEUE, 5)
+        store.persist(QUEUE)
+        store.update_offset(QUEUE, 9)
+        assert store.read_offset(QUEUE, STORE) == 5
+        assert store.read_offset(QUEUE, MEMORY) == 9
+
+
+def test_an_offset_set_before_load_is_kept(tmp_path):
+    with LocalFileOffsetStore(tmp_path) as store:
+        store.update_offset(QUEUE, 5)
+    store = LocalFileOffsetStore(tmp_path)
+    store.update_offset(QUEUE, 9)
+    store.load()
+    assert (store.read_offset(QUEUE, MEMORY), store.read_offset(QUEUE, STORE)) == (9, 5)
+    store.close()
+    assert main_file(tmp_path) == {QUEUE: 9}
+
+
+def test_a_closed_store_refuses_to_persist_and_can_be_opened_again(tmp_path):
+    store = LocalFileOffsetStore(tmp_path)
+    with pytest.raises(OffsetStoreError, match="not open"):
+        store.persist(QUEUE)
+    with pytest.raises(OffsetStoreError, match="not loaded"):
+        _ = store.found
+    with store:
+        store.update_offset(QUEUE, 5)
+    store.update_offset(QUEUE, 6)  # a late listener: no error, and not durable
+    for call in (lambda: store.persist(QUEUE), store.persist_all, lambda: store.remove_offset(QUEUE)):
+        with pytest.raises(OffsetStoreError, match="not open"):
+            call()
+    with store:
+        assert store.read_offset(QUEUE, STORE) == 5
+        assert store.read_offset(QUEUE) == 6
+    assert main_file(tmp_path) == {QUEUE: 6}
+
+
+def test_loading_twice_is_safe(tmp_path):
+    with LocalFileOffsetStore(tmp_path) as store:
+        store.update_offset(QUEUE, 5)
+        store.load()
+        assert store.read_offset(QUEUE) == 5
+
+
+def test_names_of_any_script_and_with_percent_signs_survive(tmp_path):
+    names = [("%RETRY%orders", "broker-a"), ("订单%d", 'b"\\\n'), ("", "")]
+    queues = [MessageQueue(*pair, number) for number, pair in enumerate(names)]
+    store = LocalFileOffsetStore(tmp_path)
+    store.load()
+    for number in range(2):
+        for queue in queues:
+            store.update_offset(queue, number)
+            store.persist(queue)
+        assert read_store(tmp_path).offsets == dict.fromkeys(queues, number)
+    store.close()
+    assert main_file(tmp_path) == dict.fromkeys(queues, 1)
+
+
+def test_a_store_that_must_exist_is_not_made(tmp_path):
+    with pytest.raises(OffsetStoreError, match="existing_only"):
+        LocalFileOffsetStore(tmp_path, existing_only=True).load()
+    with LocalFileOffsetStore(tmp_path) as store:
+        store.update_offset(QUEUE, 5)
+    with LocalFileOffsetStore(tmp_path, existing_only=True) as store:
+        assert store.read_offset(QUEUE) == 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"durability": "none"},
+        {"on_unreadable": "ignore"},
+        {"journal_bytes": 100},
+        {"journal_bytes": 1.5},
+        {"checkpoint_interval_s": -1},
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path, options):
+    with pytest.raises(ConfigError):
+        LocalFileOffsetStore(tmp_path, **options)
+
+
+def test_what_was_found_is_logged(tmp_path, caplog):
+    with caplog.at_level(logging.INFO), LocalFileOffsetStore(tmp_path) as store:
+        store.update_offset(QUEUE, 5)
+    assert f"offset store loaded: directory={tmp_path} found=new queues=0" in caplog.text
+    assert "\n" not in caplog.messages[0]
+
+
+def test_files_of_another_program_are_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with LocalFileOffsetStore(tmp_path) as store:
+        store.update_offset(QUEUE, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes.txt", "offsets.journal", "offsets.json", "offsets.lock", "offsets.owner",
+    ]  # fmt: skip
+
+
+# -- Java beside us ----------------------------------------------------------------------------------------------
+
+
+def test_h42_what_java_wrote_is_found(tmp_path):
+    (tmp_path / "offsets.json").write_bytes(encode_offsets({QUEUE: 2**40}))
+    with LocalFileOffsetStore(tmp_path) as store:
+        assert (store.found.source, store.read_offset(QUEUE)) == ("file", 2**40)
+
+
+def test_what_java_wrote_after_us_counts(tmp_path):
+    events = []
+    store = LocalFileOffsetStore(tmp_path)
+    store.load()
+    store.update_offset(QUEUE, 5)
+    store.persist(QUEUE)
+    store.update_offset(QUEUE, 6)
+    store.persist(QUEUE)  # in the journal only
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    store.close()
+    for name, data in files.items():  # as after kill -9 …
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "offsets.json").write_bytes(encode_offsets({QUEUE: 50, QUEUES[1]: 1}))  # … and a run of a Java client
+    with LocalFileOffsetStore(tmp_path, on_event=events.append) as store:
+        assert store.clone_offset_table() == {QUEUE: 50, QUEUES[1]: 1}
+        store.update_offset(QUEUE, 51)
+        store.persist(QUEUE)
+        assert read_store(tmp_path).offsets == {QUEUE: 51, QUEUES[1]: 1}
+    assert [str(event.kind) for event in events] == ["store-fallback"]
+    assert "another program" in events[0].text
+
+
+def test_java_clean_rewrite_between_two_runs_is_no_event(tmp_path):
+    events = []
+    for offset in (5, 6):
+        with LocalFileOffsetStore(tmp_path, on_event=events.append) as store:
+            store.update_offset(QUEUE, offset)
+        (tmp_path / "offsets.json").write_bytes(encode_offsets({QUEUE: offset + 100}))
+    assert read_store(tmp_path).offsets == {QUEUE: 106}
+    assert events == []
+
+
+# -- hazards -----------------------------------------------------------------------------------------------------
+
+
+def test_h15_queues_that_are_not_persisted_with_the_rest_stay_in_the_store(tmp_path):
+    with LocalFileOffsetStore(tmp_path, "checkpoint") as store:
+        for queue in QUEUES:
+            store.update_offset(queue, 50)
+        store.persist_all(QUEUES)
+        for queue in QUEUES[4:]:
+            store.remove_offset(queue)
+        store.update_offset(QUEUE, 60)
+        for _ in range(3):
+            store.persist_all(QUEUES[:4])
+            store.persist_all([])
+        assert main_file(tmp_path) == {queue: 60 if queue is QUEUE else 50 for queue in QUEUES}
+    assert len(main_file(tmp_path)) == 8
+
+
+def test_h14_a_correction_is_never_overwritten_by_a_concurrent_persist_all(tmp_path):
+    """One thread persists everything in a loop; each correction must be in the files as soon as it is acknowledged."""
+    with LocalFileOffsetStore(tmp_path, "process", journal_bytes=4096) as store:
+        for queue in QUEUES:
+            store.update_offset(queue, 0)
+        done = threading.Event()
+
+        def keep_persisting():
+            while not done.is_set():
+                store.persist_all()
+
+        other = threading.Thread(target=keep_persisting)
+        other.start()
+        try:
+            for offset in range(1000, 0, -1):
+                store.update_offset(QUEUE, offset)
+                store.remove_offset(QUEUE)
+                assert store.read_offset(QUEUE, MEMORY) is None
+                if offset % 50 == 0:
+                    assert read_store(tmp_path).offsets[QUEUE] == offset
+        finally:
+            done.set()
+            other.join()
+        assert store.read_offset(QUEUE, STORE) == 1
+
+
+def test_an_update_during_the_last_write_is_written_too_before_the_queue_is_forgotten():
+    def update_once(count, operation, path):
+        if operation == "write_at" and path.endswith(".journal") and store.read_offset(QUEUE, MEMORY) == 2:
+            store.update_offset(QUEUE, 3)
+
+    disk = MemoryDisk()
+    store = LocalFileOffsetStore("/s", disk=WatchedDisk(disk, update_once))
+    store.load()
+    store.update_offset(QUEUE, 1)
+    store.persist(QUEUE)
+    store.update_offset(QUEUE, 2)
+    store.remove_offset(QUEUE)
+    assert (store.read_offset(QUEUE, MEMORY), store.read_offset(QUEUE, STORE)) == (None, 3)
+    store.close()
+    assert decode_offsets(disk.files()["/s/offsets.json"]) == {QUEUE: 3}
+
+
+# -- directories -------------------------------------------------------------------------------------------------
+
+
+def test_h10_the_directory_is_a_setting_a_variable_or_javas_default(monkeypatch, tmp_path):
+    monkeypatch.delenv("ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert base_directory() == tmp_path / ".rocketmq_offsets"
+    monkeypatch.setenv("ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR", "/data/offsets")
+    assert str(base_directory()) == "/data/offsets"
+    assert base_directory("~/mine") == tmp_path / "mine"
+
+
+def test_the_slots_of_a_client_id():
+    assert [slot for slot, _ in zip(slot_ids("10.0.0.5@DEFAULT"), range(3), strict=False)] == [
+        "10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1", "10.0.0.5@DEFAULT-2",
+    ]  # fmt: skip
+    assert list(slot_ids("[::1]@DEFAULT@unit"))[1] == "[::1]@DEFAULT-1@unit"
+
+
+def config(tmp_path, **options):
+    return ConsumerConfig(group="g", name_server="127.0.0.1:9876", offset_store_dir=tmp_path, **options)
+
+
+def test_the_second_store_of_a_group_takes_the_next_slot(tmp_path):
+    first = LocalFileOffsetStore.for_group(config(tmp_path), "10.0.0.5@DEFAULT")
+    second = LocalFileOffsetStore.for_group(config(tmp_path), "10.0.0.5@DEFAULT")
+    for store, offset in ((first, 100), (second, 200)):
+        store.load()
+        store.update_offset(QUEUE, offset)
+    assert (first.client_id, second.client_id) == ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1")
+    assert second.directory == tmp_path / "10.0.0.5@DEFAULT-1" / "g"
+    first.close()
+    second.close()
+    for offset in (100, 200):
+        store = LocalFileOffsetStore.for_group(config(tmp_path), "10.0.0.5@DEFAULT")
+        first = store if offset == 100 else first
+        store.load()
+        assert store.read_offset(QUEUE) == offset
+    store.close()
+    first.close()
+
+
+def test_an_instance_name_of_ones_own_is_not_changed(tmp_path):
+    own = config(tmp_path, instance_name="blue")
+    with LocalFileOffsetStore.for_group(own, "10.0.0.5@blue"):
+        second = LocalFileOffsetStore.for_group(own, "10.0.0.5@blue")
+        with pytest.raises(OffsetStoreLocked, match=f"in use by this process|{os.getpid()}"):
+            second.load()
+
+
+def test_h11_a_changed_client_id_names_the_store_it_leaves_behind(tmp_path):
+    events = []
+    with LocalFileOffsetStore.for_group(config(tmp_path, on_event=events.append), "10.0.0.5@DEFAULT") as store:
+        store.update_offset(QUEUE, 5)
+    assert events == []
+    moved = config(tmp_path, on_event=events.append)
+    with LocalFileOffsetStore.for_group(moved, "10.0.0.99@DEFAULT") as store:
+        assert store.found.source == "new"
+        store.update_offset(QUEUE, 1)
+    assert [str(event.kind) for event in events] == ["store-orphaned"]
+    assert str(tmp_path / "10.0.0.5@DEFAULT" / "g") in events[0].text
+    with LocalFileOffsetStore.for_group(moved, "10.0.0.99@DEFAULT"):
+        assert len(events) == 1  # only a new store wonders
+    assert [orphan.client_id for orphan in find_orphans(tmp_path, "10.0.0.99@DEFAULT", "g")] == ["10.0.0.5@DEFAULT"]
+    assert find_orphans(tmp_path, "10.0.0.99@DEFAULT", "another-group") == []
+    assert find_orphans(tmp_path / "nowhere", "x@y", "g") == []
+
+
+def test_errors_pickle():
+    error = pickle.loads(pickle.dumps(OffsetStoreLocked("store /x is in use by process 7")))
+    assert str(error) == "store /x is in use by process 7"
+
+
+def test_a_disk_without_hard_links_keeps_a_backup_too():
+    disk = MemoryDisk()
+    disk.has_links = False
+    with LocalFileOffsetStore("/s", "checkpoint", disk=disk) as store:
+        for offset in range(4):
+            store.update_offset(QUEUE, offset)
+            store.persist(QUEUE)
+    files = disk.files()
+    assert decode_offsets(files["/s/offsets.json"]) == {QUEUE: 3}
+    assert decode_offsets(files["/s/offsets.json.bak"]) == {QUEUE: 2}

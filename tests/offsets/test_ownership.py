@@ -1,0 +1,187 @@
+"""One owner per store: across processes, kill -9 and fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.offsets.directories import read_store
+from pyrocket_consumer.offsets.disk import LocalDisk
+from pyrocket_consumer.offsets.ownership import read_owner
+
+ROOT = Path(__file__).parents[2]
+QUEUE = MessageQueue("orders", "broker-a", 0)
+
+OWNER = """
+import sys
+from pyrocket_consumer.config import ConsumerConfig
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+config = ConsumerConfig(group="g", name_server="127.0.0.1:9876", offset_store_dir=sys.argv[1])
+store = LocalFileOffsetStore.for_group(config, "10.0.0.5@DEFAULT")
+store.load()
+queue = MessageQueue("orders", "broker-a", 0)
+print(store.client_id, store.read_offset(queue), flush=True)
+for line in sys.stdin:
+    store.update_offset(queue, int(line))
+    store.persist(queue)
+    print("persisted", flush=True)
+"""
+
+
+@contextmanager
+def owner(base):
+    """A process that owns a slot's store and persists the offsets it is sent."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(base)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        client_id, offset = process.stdout.readline().split()
+        yield process, client_id, None if offset == "None" else int(offset)
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdin.close()
+        process.stdout.close()
+
+
+def persist(process, offset):
+    process.stdin.write(f"{offset}\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "persisted\n"
+
+
+def test_h12_a_second_process_is_told_who_owns_the_store_until_that_one_is_killed(tmp_path):
+    directory = tmp_path / "10.0.0.5@DEFAULT" / "g"
+    with owner(tmp_path) as (process, _, _):
+        persist(process, 41)
+        store = LocalFileOffsetStore(directory)
+        with pytest.raises(OffsetStoreLocked, match=rf"in use by process {process.pid} on host .*instance_name"):
+            store.load()
+        assert read_store(directory).offsets == {QUEUE: 41}  # looking is allowed
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        store.load()
+        assert store.read_offset(QUEUE) == 41
+        assert read_owner(LocalDisk(), str(directory)).pid == os.getpid()
+        store.close()
+
+
+def test_h12_two_processes_of_a_host_have_a_store_each_and_find_it_again(tmp_path):
+    with owner(tmp_path) as (first, first_id, nothing), owner(tmp_path) as (second, second_id, none):
+        assert (first_id, second_id) == ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1")
+        assert (nothing, none) == (None, None)
+        for offset in range(5):
+            persist(first, 100 + offset)
+            persist(second, 200 + offset)
+    with owner(tmp_path) as (_, first_id, one), owner(tmp_path) as (_, second_id, two):
+        assert (first_id, one) == ("10.0.0.5@DEFAULT", 104)
+        assert (second_id, two) == ("10.0.0.5@DEFAULT-1", 204)
+
+
+def test_a_slot_left_by_a_process_that_ended_is_taken_again(tmp_path):
+    with owner(tmp_path) as (first, _, _), owner(tmp_path):
+        persist(first, 7)
+        first.kill()
+        first.wait(10)
+        with owner(tmp_path) as (_, third_id, offset):
+            assert (third_id, offset) == ("10.0.0.5@DEFAULT", 7)
+
+
+def in_a_fork(work):
+    """Run `work` in a forked child and return what it returned, as text."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests may live on; the child needs none
+        child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            os.write(writing, str(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read().decode()
+    os.waitpid(child, 0)
+    return answer
+
+
+def error_of(call):
+    try:
+        call()
+    except OffsetStoreError as error:
+        return error
+    return "no error"
+
+
+def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
+    with LocalFileOffsetStore(tmp_path) as store:
+        store.update_offset(QUEUE, 1)
+        store.persist(QUEUE)
+
+        def child():
+            store.update_offset(QUEUE, 99)
+            errors = [error_of(lambda: store.persist(QUEUE)), error_of(store.persist_all), error_of(store.load)]
+            store.close()  # harmless
+            another = LocalFileOffsetStore(tmp_path)
+            return [*errors, error_of(another.load)]
+
+        answer = in_a_fork(child)
+        assert answer.count("stays with its parent") == 3
+        assert answer.count("in use by process") == 1
+        assert read_store(tmp_path).offsets == {QUEUE: 1}
+        with pytest.raises(OffsetStoreLocked):  # the child's end has not freed it
+            LocalFileOffsetStore(tmp_path).load()
+        store.update_offset(QUEUE, 2)
+        store.persist(QUEUE)
+    assert read_store(tmp_path).offsets == {QUEUE: 2}
+
+
+def test_a_store_made_after_the_fork_works(tmp_path):
+    unopened = LocalFileOffsetStore(tmp_path)
+
+    def child():
+        with unopened as store:
+            store.update_offset(QUEUE, 3)
+        return "done"
+
+    assert in_a_fork(child) == "done"
+    with unopened as store:
+        assert store.read_offset(QUEUE) == 3
+
+
+FORKING = """
+import os, sys, time
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+store = LocalFileOffsetStore(sys.argv[1])
+store.load()
+child = os.fork()
+if child == 0:
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_child_that_lives_on_does_not_keep_the_store_of_its_killed_parent(tmp_path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    child = int(parent.stdout.readline())
+    try:
+        parent.kill()
+        parent.wait(10)
+        LocalFileOffsetStore(tmp_path).load()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()

@@ -1,0 +1,221 @@
+"""Power fails at any moment: what was acknowledged is found again, and nothing that was never written.
+
+The disk is a model: unsynced writes survive sector by sector or not, unsynced renames in order up to some point. That
+the model bites is shown by the controls at the end: the same trials without one of the design's parts must fail.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from zlib import crc32
+
+import pytest
+
+from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.offsets import journal as journal_format
+from pyrocket_consumer.offsets.journal import HEADER_BYTES, JournalHeader, decode_header
+from pyrocket_consumer.offsets.offsets_json import decode_offsets
+from pyrocket_consumer.offsets.recovery import recover
+from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
+from tests.offsets.driving import History, step
+from tests.offsets.trials import trials
+
+Read = Callable[[MemoryDisk], dict[MessageQueue, int]]
+
+
+def read_as_designed(disk: MemoryDisk) -> dict[MessageQueue, int]:
+    files = disk.files()
+    main, backup, journal = (files.get("/s/offsets" + end) for end in (".json", ".json.bak", ".journal"))
+    return recover(main, backup, journal).offsets
+
+
+class Trial:
+    """One life, or several, of a store on a disk that loses power in the middle of some file operation."""
+
+    def __init__(self, seed: int, *, durability: str = "fsync", disk: MemoryDisk | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.disk = disk or MemoryDisk()
+        self.history = History()
+        self.durability = durability
+        self.journal_bytes = 4096
+        self.has_links = self.rng.random() < 0.8
+
+    def live(self) -> None:
+        """Drive the store until the power fails."""
+        last = self.rng.randint(1, self.rng.choice([15, 120]))  # short lives meet what the one before has left
+        self.dead = False
+
+        def cut(count: int, operation: str, path: str) -> None:
+            # After the cut nothing reaches the disk, whatever the store's clean-up tries.
+            self.dead = self.dead or count >= last
+            if self.dead:
+                raise PowerCut
+
+        self.disk.has_links = self.has_links
+        clock = lambda: self.rng.random() * 1e6 if self.rng.random() < 0.05 else 0.0  # noqa: E731
+        store = LocalFileOffsetStore(
+            "/s", self.durability, journal_bytes=self.journal_bytes, disk=WatchedDisk(self.disk, cut), clock=clock
+        )
+        try:
+            store.load()
+            while True:
+                step(store, self.history, self.rng)
+                if self.rng.random() < 0.01:
+                    self.history.writing(self.history.memory)
+                    store.close()
+                    self.history.acknowledged(self.history.memory)
+                    store.load()
+        except PowerCut:
+            pass
+
+    def restart(self, read: Read, *, kill: bool = False) -> list[str]:
+        """Restart the machine, or only the process, and return what is wrong with what is found."""
+        if kill:
+            self.disk.free_locks()
+        else:
+            beginnings = self.disk.beginnings
+            self.disk = self.disk.after_power_loss(self.rng)
+            self.disk.beginnings = beginnings
+        try:
+            found = read(self.disk)
+        except RocketError as error:
+            return [f"nothing could be read: {error}"]
+        wrong = self.history.violations(found)
+        if kill:
+            self.history.killed(found)
+        else:
+            self.history.restarted(found)
+        return wrong
+
+
+@pytest.mark.parametrize("durability", ["fsync", "checkpoint"])
+def test_a_power_failure_loses_nothing_that_was_acknowledged(durability):
+    for seed in range(trials(400)):
+        trial = Trial(seed, durability=durability)
+        for life in range(3):
+            trial.live()
+            assert trial.restart(read_as_designed) == [], f"seed {seed}, life {life}"
+
+
+@pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
+def test_a_kill_loses_nothing_that_was_acknowledged(durability):
+    for seed in range(trials(150)):
+        trial = Trial(seed, durability=durability)
+        for life in range(3):
+            trial.live()
+            assert trial.restart(read_as_designed, kill=True) == [], f"seed {seed}, life {life}"
+
+
+@pytest.mark.parametrize("durability", ["fsync", "checkpoint"])
+def test_power_may_fail_after_any_number_of_kills(durability):
+    """What a killed process wrote and did not sync is found, but counts as durable only when it was persisted again."""
+    for seed in range(trials(250)):
+        trial = Trial(seed, durability=durability)
+        for life in range(6):
+            trial.live()
+            kill = trial.rng.random() < 0.6
+            assert trial.restart(read_as_designed, kill=kill) == [], f"seed {seed}, life {life}, kill {kill}"
+
+
+def test_process_durability_survives_power_loss_with_old_values_never_with_garbage():
+    for seed in range(trials(200)):
+        trial = Trial(seed, durability="process")
+        written: dict[MessageQueue, set[int | None]] = {}
+        remember = trial.history.writing
+
+        def remembering(queues, remember=remember, written=written, trial=trial):
+            queues = list(queues)
+            for queue in queues:
+                written.setdefault(queue, set()).add(trial.history.memory.get(queue))
+            remember(queues)
+
+        trial.history.writing = remembering
+        trial.live()
+        found = read_as_designed(trial.disk.after_power_loss(trial.rng))
+        assert all(offset in written[queue] for queue, offset in found.items()), f"seed {seed}"
+
+
+# -- negative controls -------------------------------------------------------------------------------------------
+
+
+def walk(
+    journal: bytes, header: JournalHeader, valid: Callable[[bytes, int, int, int], bool]
+) -> dict[MessageQueue, int]:
+    """Read frames one after the other as long as `valid(journal, at, end, crc)`; no marker, no search."""
+    offsets, names, at = {}, {}, HEADER_BYTES
+    while at + 8 <= len(journal):
+        crc, marker, word = journal_format._FRAME.unpack_from(journal, at)
+        kind, count = word >> 14, word & 0x3FFF
+        end = at + 8 + (count * 14 if kind == 1 else count)
+        if not marker or kind not in (1, 2) or end > len(journal) or not valid(journal, at, end, crc):
+            break
+        if kind == 1:
+            for start in range(at + 8, end, 14):
+                pair, queue_id, offset = journal_format._RECORD.unpack_from(journal, start)
+                if pair in names:
+                    offsets[MessageQueue(*names[pair], queue_id)] = offset
+        elif count >= 6:
+            pair, first, second = journal_format._NAMES.unpack_from(journal, at + 8)
+            text = journal[at + 14 : at + 14 + first + second]
+            names[pair] = text[:first].decode("utf-8", "replace"), text[first:].decode("utf-8", "replace")
+        at = end
+    return offsets
+
+
+def read_with(valid: Callable[[bytes, int, int, int, int], bool], *, any_generation: bool = False) -> Read:
+    def read(disk: MemoryDisk) -> dict[MessageQueue, int]:
+        files = disk.files()
+        text, journal = files.get("/s/offsets.json"), files.get("/s/offsets.journal")
+        offsets = {} if text is None else decode_offsets(text)
+        if journal is not None:
+            header = decode_header(journal)
+            generations = {header.generation}
+            if any_generation:
+                beginnings = [each.ljust(HEADER_BYTES, b"\0") for each in disk.beginnings if each[:8] == journal[:8]]
+                generations |= {decode_header(each).generation for each in beginnings}
+            if text is None or header.follows(text):
+                check = lambda data, at, end, crc: any(valid(data, at, end, crc, each) for each in generations)  # noqa: E731
+                offsets.update(walk(journal, header, check))
+        return offsets
+
+    return read
+
+
+def checked(journal: bytes, at: int, end: int, crc: int, generation: int) -> bool:
+    return crc32(journal[at + 4 : end], generation & 0xFFFFFFFF) == crc
+
+
+def no_crc(journal: bytes, at: int, end: int, crc: int, generation: int) -> bool:
+    return True
+
+
+def failures(read: Read, count: int, **disk_options) -> int:
+    failed = 0
+    for seed in range(count):
+        trial = Trial(seed, disk=MemoryDisk(**disk_options))
+        trial.has_links = True
+        trial.live()
+        failed += bool(trial.restart(read))
+    return failed
+
+
+def test_the_controls_own_reader_is_right_while_nothing_is_left_out():
+    assert failures(read_with(checked), trials(200)) == 0
+
+
+@pytest.mark.parametrize(
+    ("read", "disk_options"),
+    [
+        (read_with(checked, any_generation=True), {}),
+        (read_with(no_crc), {}),
+        (read_as_designed, {"lying_files": (".journal", ".journal.new")}),
+        (read_as_designed, {"lying_files": (".json.new",), "lying_directories": True}),
+        (read_as_designed, {"lying_directories": True}),
+    ],
+    ids=["no generation seed", "no crc", "ack before sync", "checkpoint not durable", "directory not synced"],
+)
+def test_without_one_part_of_the_design_offsets_are_lost(read, disk_options):
+    assert failures(read, 200, **disk_options) > 0

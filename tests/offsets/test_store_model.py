@@ -1,0 +1,190 @@
+"""Random operations against a dictionary, through restarts, kills and failures; and eight threads at once."""
+
+from __future__ import annotations
+
+import errno
+import random
+import sys
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pyrocket_consumer.errors import OffsetStoreUnwritable
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
+from pyrocket_consumer.offsets.directories import read_store
+from tests.offsets.disks import Failing, MemoryDisk, WatchedDisk
+from tests.offsets.trials import trials
+
+QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "%RETRY%g") for broker in ("a", "b") for n in range(2)]
+queues = st.sampled_from(QUEUES)
+
+
+class StoreAgainstDictionaries(RuleBasedStateMachine):
+    """`memory` and `stored` are what the store should say. After a failure `stored` is uncertain until one succeeds."""
+
+    @initialize(durability=st.sampled_from(["fsync", "process", "checkpoint"]), links=st.booleans())
+    def begin(self, durability, links):
+        self.disk, self.failing, self.now = MemoryDisk(), Failing(), 0.0
+        self.disk.has_links = links
+        self.durability = durability
+        self.memory, self.stored, self.certain = {}, {}, True
+        self.open()
+
+    def open(self):
+        self.store = LocalFileOffsetStore(
+            "/s", self.durability, journal_bytes=4096, disk=WatchedDisk(self.disk, self.failing), clock=lambda: self.now
+        )
+        self.store.load()
+
+    def persisting(self, chosen, persist):
+        try:
+            persist()
+        except OffsetStoreUnwritable:
+            assert self.failing.error
+            self.certain = False
+            return False
+        self.stored |= {queue: self.memory[queue] for queue in chosen if queue in self.memory}
+        return True
+
+    @rule(queue=queues, offset=st.integers(0, 2**63 - 1), increase_only=st.booleans())
+    def update(self, queue, offset, increase_only):
+        self.store.update_offset(queue, offset, increase_only)
+        if not increase_only or offset > self.memory.get(queue, -1):
+            self.memory[queue] = offset
+
+    @rule(queue=queues)
+    def persist(self, queue):
+        self.persisting([queue], lambda: self.store.persist(queue))
+
+    @rule(chosen=st.sets(queues))
+    def persist_some(self, chosen):
+        self.persisting(chosen, lambda: self.store.persist_all(chosen))
+
+    @rule()
+    def persist_all(self):
+        if self.persisting(QUEUES, self.store.persist_all) and not self.failing.error:
+            self.certain = True
+
+    @rule(queue=queues)
+    def remove(self, queue):
+        if self.persisting([queue], lambda: self.store.remove_offset(queue)):
+            self.memory.pop(queue, None)
+
+    @precondition(lambda self: self.certain)
+    @rule(queue=queues)
+    def read(self, queue):
+        assert self.store.read_offset(queue, ReadOffsetType.READ_FROM_MEMORY) == self.memory.get(queue)
+        found = self.memory.get(queue, self.stored.get(queue))
+        assert self.store.read_offset(queue) == found
+        if found is not None:
+            self.memory[queue] = found
+        assert self.store.read_offset(queue, ReadOffsetType.READ_FROM_STORE) == self.stored.get(queue)
+
+    @rule()
+    def time_passes(self):
+        self.now += 3
+
+    @rule(number=st.sampled_from([None, errno.ENOSPC, errno.EIO]))
+    def the_disk(self, number):
+        self.failing.error = number
+
+    @precondition(lambda self: not self.failing.error)
+    @rule()
+    def restart(self):
+        self.store.close()
+        self.stored |= self.memory
+        self.memory, self.certain = dict(self.stored), True
+        self.open()
+
+    @precondition(lambda self: not self.failing.error and self.certain)
+    @rule()
+    def kill(self):
+        self.disk = self.disk.after_kill()
+        self.memory = dict(self.stored)
+        self.open()
+
+    @invariant()
+    def memory_is_as_told(self):
+        if hasattr(self, "store"):
+            assert self.store.clone_offset_table() == self.memory
+
+
+TestStoreAgainstDictionaries = StoreAgainstDictionaries.TestCase
+TestStoreAgainstDictionaries.settings = settings(max_examples=trials(80), stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
+def test_eight_threads_persist_at_once_and_every_acknowledged_offset_is_there(tmp_path, durability):
+    """Each thread has queues of its own, and shares one with all others; the switch interval is made short."""
+    shared = MessageQueue("shared", "broker-a", 0)
+    rounds = trials(60)
+    store = LocalFileOffsetStore(tmp_path, durability, journal_bytes=4096)
+    store.load()
+    wrong = []
+
+    def work(number):
+        rng = random.Random(number)
+        mine = [MessageQueue("orders", f"broker-{number}", each) for each in range(3)]
+        for offset in range(1, rounds + 1):
+            queue = rng.choice(mine)
+            store.update_offset(queue, offset)
+            store.update_offset(shared, offset, increase_only=True)
+            if rng.random() < 0.2:
+                store.remove_offset(queue)
+            elif rng.random() < 0.3:
+                store.persist_all([*mine, shared])
+            else:
+                store.persist(queue)
+                store.persist(shared)
+            if store.read_offset(queue, ReadOffsetType.READ_FROM_STORE) != offset:
+                wrong.append((queue, offset))
+            if offset % 20 == 0 and read_store(tmp_path).offsets.get(queue) != offset:
+                wrong.append((queue, offset, "on disk"))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    assert read_store(tmp_path).offsets[shared] == rounds
+    store.close()
+
+
+def test_updating_does_not_wait_for_a_slow_disk(tmp_path):
+    """While a flush takes for ever, memory is read and written, and others append; the flush is shared afterwards."""
+    in_flush, go_on = threading.Event(), threading.Event()
+    stuck = []
+
+    def slow(count, operation, path):
+        if operation == "sync" and path.endswith(".journal") and not in_flush.is_set():
+            in_flush.set()
+            stuck.append(go_on.wait(30))
+
+    store = LocalFileOffsetStore("/s", disk=WatchedDisk(MemoryDisk(), slow))
+    store.load()
+    first, second = QUEUES[:2]
+    for queue in (first, second):
+        store.update_offset(queue, 1)
+    store.persist_all()
+    store.update_offset(first, 2)
+    waiting = threading.Thread(target=store.persist, args=(first,))
+    waiting.start()
+    assert in_flush.wait(10)
+    store.update_offset(second, 3)
+    assert store.read_offset(second, ReadOffsetType.READ_FROM_MEMORY) == 3
+    store.persist(second)  # by a flush of its own
+    assert waiting.is_alive() or stuck
+    go_on.set()
+    waiting.join(10)
+    assert stuck == [True]
+    store.close()

@@ -1,0 +1,403 @@
+"""A disk that is full, read-only or broken: told, survived from memory, and healed by itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreUnwritable
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
+from pyrocket_consumer.offsets.directories import read_store
+from pyrocket_consumer.offsets.offsets_json import encode_offsets
+from pyrocket_consumer.offsets.recovery import recover
+from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
+
+MEMORY, STORE = ReadOffsetType.READ_FROM_MEMORY, ReadOffsetType.READ_FROM_STORE
+QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(4)]
+QUEUE = QUEUES[0]
+ROOT = Path(__file__).parents[2]
+
+
+class Bench:
+    """A store on a memory disk that fails when told, and what it says."""
+
+    def __init__(self, durability="fsync", **options):
+        self.memory_disk, self.failing, self.events, self.now = MemoryDisk(), Failing(), [], 0.0
+        self.disk = WatchedDisk(self.memory_disk, self.failing)
+        self.store = LocalFileOffsetStore(
+            "/s", durability, journal_bytes=4096, disk=self.disk, on_event=self.events.append,
+            clock=lambda: self.now, **options,
+        )  # fmt: skip
+
+    def after_a_kill(self):
+        files = self.memory_disk.files()
+        main, backup, journal = (files.get("/s/offsets" + end) for end in (".json", ".json.bak", ".journal"))
+        return recover(main, backup, journal).offsets
+
+    def kinds(self):
+        return [str(event.kind) for event in self.events]
+
+    def persist(self, offset, queue=QUEUE):
+        self.store.update_offset(queue, offset)
+        self.store.persist(queue)
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    bench.store.load()
+    for queue in QUEUES:
+        bench.persist(5, queue)
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EROFS, "mount it writable"),
+        (errno.EIO, "check the disk"),
+        (errno.EACCES, "let this user write"),
+        (errno.EDQUOT, "quota"),
+        (errno.ENXIO, "check the directory"),
+    ],
+)
+def test_h07_an_unwritable_store_raises_keeps_memory_and_heals_on_the_next_persist(bench, number, remedy):
+    bench.failing.error = number
+    for offset in range(10, 15):
+        with pytest.raises(OffsetStoreUnwritable, match=f"/s.*{remedy}.*kept in memory"):
+            bench.persist(offset)
+        assert bench.store.read_offset(QUEUE, MEMORY) == bench.store.read_offset(QUEUE) == offset
+    assert bench.kinds() == ["store-unwritable"]
+    assert bench.after_a_kill() == dict.fromkeys(QUEUES, 5)
+    bench.failing.error = None
+    bench.store.persist_all(QUEUES)
+    assert bench.after_a_kill() == dict.fromkeys(QUEUES, 5) | {QUEUE: 14}
+    assert bench.kinds() == ["store-unwritable", "store-recovered"]
+    bench.store.close()
+
+
+def test_an_offset_that_could_not_be_stored_is_not_forgotten(bench):
+    bench.failing.error = errno.ENOSPC
+    bench.store.update_offset(QUEUE, 9)
+    with pytest.raises(OffsetStoreUnwritable):
+        bench.store.remove_offset(QUEUE)
+    assert bench.store.read_offset(QUEUE) == 9
+    bench.failing.error = None
+    bench.store.remove_offset(QUEUE)
+    assert bench.store.read_offset(QUEUE, MEMORY) is None
+    assert bench.after_a_kill()[QUEUE] == 9
+
+
+def test_the_reminder_comes_once_a_minute(bench):
+    bench.failing.error = errno.ENOSPC
+    for bench.now in range(300):
+        with pytest.raises(OffsetStoreUnwritable):
+            bench.persist(100 + bench.now)
+    assert bench.kinds() == ["store-unwritable"] * 5
+
+
+@pytest.mark.parametrize("has_links", [True, False], ids=["links", "no-links"])
+@pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
+def test_an_error_at_any_single_file_operation_loses_nothing_and_heals(durability, has_links):
+    """One operation fails, later ones work: whatever was acknowledged is found after a kill at every later moment."""
+    reached = set()
+    for broken in range(1, 400):
+        bench = Bench(durability)
+        bench.memory_disk.has_links = has_links
+        count = 0
+
+        def fail_once(operation, path, broken=broken):
+            nonlocal count
+            count += operation in WRITES
+            if operation in WRITES and count == broken:
+                reached.add((operation, os.path.basename(path)))
+                return True
+            return False
+
+        bench.failing.error, bench.failing.when = errno.EIO, fail_once
+        try:
+            bench.store.load()
+        except OffsetStoreError:
+            bench.store.load()
+        stored = {}
+        for number in range(24):
+            bench.now += 0.6 * (number > 12)
+            queue = QUEUES[number % 4]
+            bench.store.update_offset(queue, number)
+            try:
+                if number % 5 == 4:
+                    bench.store.persist_all()
+                    stored = bench.store.clone_offset_table()
+                else:
+                    bench.store.persist(queue)
+                    stored[queue] = number
+            except OffsetStoreUnwritable:
+                found = bench.after_a_kill()
+                assert {mq: found.get(mq) for mq in stored if mq != queue}.items() <= stored.items() | found.items()
+                assert all(found.get(mq, -1) >= offset for mq, offset in stored.items())
+                bench.store.persist_all()
+                stored = bench.store.clone_offset_table()
+            found = bench.after_a_kill()
+            assert all(found.get(mq, -1) >= offset for mq, offset in stored.items()), (broken, number)
+        try:
+            bench.store.close()
+        except OffsetStoreUnwritable:
+            assert count >= broken
+        assert bench.after_a_kill().items() >= stored.items()
+        if count < broken:
+            break
+    else:
+        pytest.fail("operations without end")
+    names = {name for _, name in reached}
+    assert {"offsets.json.new", "offsets.json", "offsets.json.bak", "offsets.json.bak.new"} <= names
+    assert ("replace", "offsets.json") in reached
+    if durability == "fsync":
+        assert ("sync", "offsets.journal") in reached
+
+
+def test_after_a_failed_flush_nothing_counts_before_a_checkpoint_has_it(bench):
+    """The kernel reports a failed write-back once; the next flush of the same file 'succeeds'."""
+    bench.failing.when = lambda operation, path: operation == "sync" and path.endswith(".journal")
+    bench.failing.error = errno.EIO
+    bench.persist(6)  # the journal's flush fails, a checkpoint has it
+    assert bench.failing.failures == 1
+    files = bench.memory_disk.files()
+    assert b":6" in files["/s/offsets.json"]
+    bench.failing.when = lambda operation, path: operation == "sync"
+    with pytest.raises(OffsetStoreUnwritable):
+        bench.persist(7)
+    with pytest.raises(OffsetStoreUnwritable):  # an unchanged value is not durable either
+        bench.store.persist(QUEUE)
+    with pytest.raises(OffsetStoreUnwritable):
+        bench.store.persist_all([])
+    bench.failing.error = None
+    bench.store.persist(QUEUE)
+    assert bench.after_a_kill()[QUEUE] == 7
+    bench.persist(8)
+    assert bench.after_a_kill()[QUEUE] == 8
+
+
+def test_a_write_that_failed_is_not_counted_with_a_later_one_that_succeeds(bench):
+    bench.failing.error = errno.ENOSPC
+    with pytest.raises(OffsetStoreUnwritable):
+        bench.persist(9, QUEUES[0])
+    bench.failing.when = lambda operation, path: operation == "create"
+    try:
+        bench.persist(9, QUEUES[1])
+    except OffsetStoreUnwritable:
+        pass
+    for queue in QUEUES[:2]:
+        try:
+            bench.store.persist(queue)
+        except OffsetStoreUnwritable:
+            continue
+        assert bench.after_a_kill()[queue] == 9
+    bench.failing.error = None
+    bench.store.persist(QUEUES[2])
+    assert [bench.after_a_kill()[queue] for queue in QUEUES[:2]] == [9, 9]
+
+
+def test_a_flush_that_succeeds_after_a_failed_one_acknowledges_nothing():
+    """The first flush fails; the third would be next on the same descriptor, and Linux would tell it that all is well.
+    (The second occupies the other one.) The checkpoint fails, too: nobody may be told that anything is durable."""
+    names, outcomes = [], {}
+    first_flushes, second_flushes, appended, refused = (threading.Event() for _ in range(4))
+
+    def disk_hook(count, operation, path):
+        name = threading.current_thread().name
+        if operation == "create" and name in ("first", "second", "third"):
+            raise OSError(errno.EIO, "broken")
+        if operation == "sync" and path.endswith(".journal"):
+            names.append(name)
+            if name == "first":
+                first_flushes.set()
+                assert appended.wait(10)
+                raise OSError(errno.EIO, "broken")
+            if name == "second":
+                second_flushes.set()
+                assert refused.wait(10)
+                raise OSError(errno.EIO, "broken")
+        if operation == "write_at" and name == "third":
+            appended.set()
+
+    store = LocalFileOffsetStore("/s", disk=WatchedDisk(MemoryDisk(), disk_hook))
+    store.load()
+    for queue in QUEUES:
+        store.update_offset(queue, 1)
+    store.persist_all()
+
+    def persist(queue):
+        store.update_offset(queue, 2)
+        try:
+            store.persist(queue)
+            outcomes[threading.current_thread().name] = "durable"
+        except OffsetStoreUnwritable:
+            outcomes[threading.current_thread().name] = "refused"
+        if threading.current_thread().name == "third":
+            refused.set()
+
+    first, second, third = (
+        threading.Thread(target=persist, args=(queue,), name=name)
+        for queue, name in zip(QUEUES, ("first", "second", "third"), strict=False)
+    )
+    first.start()
+    assert first_flushes.wait(10)
+    second.start()
+    assert second_flushes.wait(10)
+    third.start()
+    for thread in (third, second, first):
+        thread.join(10)
+    assert outcomes == dict.fromkeys(("first", "second", "third"), "refused")
+    assert names == ["first", "second"]
+    store.persist_all()
+    store.close()
+
+
+def test_a_failed_flush_fails_for_everyone_who_waited_for_it():
+    """Eight threads share flushes; one flush fails and so does every checkpoint: nobody may be told it is durable."""
+    bench = Bench()
+    bench.store.load()
+    queues = [MessageQueue("orders", "broker-a", number) for number in range(8)]
+    for queue in queues:
+        bench.persist(1, queue)
+    everyone_waits, told = threading.Barrier(8), []
+
+    def first_sync_fails(operation, path):
+        return (operation == "sync" and path.endswith(".journal")) or operation == "create"
+
+    bench.failing.when, bench.failing.error = first_sync_fails, errno.EIO
+
+    def work(queue):
+        everyone_waits.wait()
+        for offset in range(2, 20):
+            try:
+                bench.persist(offset, queue)
+                told.append((queue, offset))
+            except OffsetStoreUnwritable:
+                pass
+
+    threads = [threading.Thread(target=work, args=(queue,)) for queue in queues]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert told == []
+    bench.failing.error = None
+    bench.store.persist_all()
+    assert bench.after_a_kill() == dict.fromkeys(queues, 19)
+
+
+def test_a_full_disk_stops_checkpoints_but_not_the_journal(bench):
+    bench.failing.when = lambda operation, path: operation == "create"
+    bench.failing.error = errno.ENOSPC
+    for offset in range(6, 20):
+        bench.now += 1  # the checkpoint interval passes several times
+        bench.persist(offset)
+        assert bench.after_a_kill()[QUEUE] == offset
+    assert bench.kinds() == ["store-unwritable"]
+    bench.failing.error = None
+    bench.now += 10
+    bench.persist(20)
+    assert bench.kinds() == ["store-unwritable", "store-recovered"]
+
+
+def test_a_store_on_a_full_disk_starts_and_works_from_memory():
+    full = Bench()
+    full.memory_disk.put("/s/offsets.json", encode_offsets({QUEUE: 5}))
+    full.failing.error = errno.ENOSPC
+    full.failing.when = lambda operation, path: operation in WRITES and operation != "make_directories"
+    full.store.load()
+    assert full.store.read_offset(QUEUE) == 5
+    with pytest.raises(OffsetStoreUnwritable):
+        full.persist(6)
+    full.failing.error = None
+    full.store.persist_all()
+    full.store.close()
+
+
+def test_h07_a_directory_that_cannot_be_made_fails_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffsetStoreUnwritable, match="file/store"):
+        LocalFileOffsetStore(tmp_path / "file" / "store").load()
+    read_only = Bench()
+    read_only.failing.error = errno.EROFS
+    read_only.failing.when = lambda operation, path: operation == "lock"
+    with pytest.raises(OffsetStoreUnwritable, match="mount it writable"):
+        read_only.store.load()
+
+
+def test_closing_an_unwritable_store_says_so_and_frees_it(bench):
+    bench.failing.error = errno.ENOSPC
+    bench.store.update_offset(QUEUE, 9)
+    with pytest.raises(OffsetStoreUnwritable):
+        bench.store.close()
+    bench.failing.error = None
+    bench.store.load()
+    assert bench.store.read_offset(QUEUE) == 9
+    bench.store.close()
+    assert bench.after_a_kill()[QUEUE] == 9
+
+
+def test_a_listener_of_events_may_use_the_store_and_may_fail():
+    seen = []
+
+    def on_event(event):
+        seen.append(store.read_offset(QUEUE))
+        store.update_offset(QUEUES[1], 77)
+        raise RuntimeError("of the user")
+
+    failing = Failing()
+    store = LocalFileOffsetStore("/s", disk=WatchedDisk(MemoryDisk(), failing), on_event=on_event)
+    store.load()
+    store.update_offset(QUEUE, 9)
+    failing.error = errno.ENOSPC
+    with pytest.raises(OffsetStoreUnwritable):
+        store.persist(QUEUE)
+    assert seen == [9]
+
+
+CHILD = """
+import resource, sys
+from pyrocket_consumer.errors import OffsetStoreUnwritable
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+queues = [MessageQueue("orders", "broker-a", number) for number in range(400)]
+events = []
+tell = lambda event: events.append(str(event.kind))
+store = LocalFileOffsetStore(sys.argv[1], checkpoint_interval_s=0, on_event=tell)
+store.load()
+for queue in queues[:10]:
+    store.update_offset(queue, 1)
+store.persist_all()
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # offsets.json of 400 queues has 32 KB
+refused = 0
+for queue in queues:
+    store.update_offset(queue, 2)
+    try:
+        store.persist(queue)
+    except OffsetStoreUnwritable as error:
+        assert "limit on file sizes" in str(error), error
+        refused += 1
+assert refused > 0 and events == ["store-unwritable"], (refused, events)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+store.persist_all()
+assert events == ["store-unwritable", "store-recovered"], events
+print("recovered")
+"""
+
+
+def test_h07_a_real_limit_on_file_sizes_is_survived(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout == "recovered\n", result.stderr
+    assert set(read_store(tmp_path).offsets.values()) == {2}
+    assert len(read_store(tmp_path).offsets) == 400
