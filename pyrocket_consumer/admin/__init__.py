@@ -1,0 +1,19 @@
+"""Administration: topics, groups, where queues begin and end, how far groups are, and resets."""
+
+from pyrocket_consumer.admin.admin import Admin
+from pyrocket_consumer.admin.lag import GroupLag, QueueLag
+from pyrocket_consumer.admin.reset import ResetOutcome, ResetProgress, ResetResult, ResetState
+from pyrocket_consumer.admin.reset_plan import ResetPlan
+from pyrocket_consumer.admin.topics import OffsetRange
+
+__all__ = [
+    "Admin",
+    "GroupLag",
+    "OffsetRange",
+    "QueueLag",
+    "ResetOutcome",
+    "ResetPlan",
+    "ResetProgress",
+    "ResetResult",
+    "ResetState",
+]

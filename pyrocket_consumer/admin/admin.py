@@ -1,0 +1,259 @@
+"""The blocking face of administration."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from pyrocket_consumer.admin import groups, topics
+from pyrocket_consumer.admin.lag import GroupLag, group_lag
+from pyrocket_consumer.admin.reset import ResetProgress, ResetResult, execute, forget_reset
+from pyrocket_consumer.admin.reset_plan import ResetPlan, ResetTo, plan_reset
+from pyrocket_consumer.admin.topics import OffsetRange
+from pyrocket_consumer.cluster import Cluster, make_client_id
+from pyrocket_consumer.config import ClientConfig, check_range
+from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout
+from pyrocket_consumer.model import MessageQueue
+
+_SLOW_TIMEOUT_S = 180.0  # members are asked, a few at a time, and a silent one costs 10 s
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Admin:
+    """Makes, deletes and lists topics and groups. It starts with the first call, or with `with`.
+
+        with Admin(name_server="127.0.0.1:9876") as admin:
+            admin.create_topic("orders", queues=8)
+            print(admin.topics())
+
+    `options` are the fields of ClientConfig, which can also be given whole as `config`. Each call ends within
+    `timeout_s`. Calls may come from any thread, and can be repeated: what is done already is no error.
+
+    Every method may raise ConnectError when a name server or broker cannot be reached, BrokerError when one refuses
+    (PermissionDenied: see the access key), RequestTimeout when one does not answer, ConfigError when an argument is
+    not allowed, and ConsumerClosed after `close()` or a fork.
+    """
+
+    def __init__(
+        self,
+        *,
+        name_server: str | tuple[str, ...] | None = None,
+        config: ClientConfig | None = None,
+        timeout_s: float = 30.0,
+        **options: Any,
+    ) -> None:
+        if config is None:
+            config = ClientConfig.from_options({"name_server": name_server, **options})
+        elif options or name_server is not None:
+            given = sorted(options) or ["name_server"]
+            raise ConfigError(f"config= is the whole configuration; put {given[0]!r} into it, or pass options only")
+        assert isinstance(config, ClientConfig)
+        check_range("timeout_s", timeout_s, 0.01, 3600)
+        self.config = config
+        self._timeout_s = timeout_s
+        self._life = threading.Lock()
+        self._cluster: Cluster | None = None
+        self._closed = False
+
+    # --- life
+
+    def start(self) -> None:
+        """Connect to a name server. Any call does it, too.
+
+        Raises:
+            ConnectError: no name server answers. It can be started again.
+        """
+        self._started()
+
+    def _started(self) -> Cluster:
+        with self._life:
+            if self._closed:
+                raise ConsumerClosed("this admin is closed; make a new one")
+            if self._cluster is None:
+                cluster = Cluster(self.config, make_client_id(self.config))
+                cluster.start()
+                self._cluster = cluster
+            return self._cluster
+
+    def close(self) -> None:
+        """Disconnect. A second close does nothing."""
+        with self._life:
+            self._closed = True
+            if self._cluster is not None:
+                self._cluster.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self, work: Callable[Concatenate[Cluster, P], Coroutine[Any, Any, T]], *args: P.args, **options: P.kwargs
+    ) -> T:
+        cluster = self._started()
+        return cluster.run(work(cluster, *args, **options), self._timeout_s)
+
+    # --- topics
+
+    def create_topic(
+        self,
+        name: str,
+        queues: int = 8,
+        *,
+        perm: str = "rw",
+        order: bool = False,
+        attributes: Mapping[str, str] | None = None,
+        brokers: Iterable[str] | None = None,
+        cluster: str | None = None,
+    ) -> None:
+        """Make a topic with `queues` queues at every master, and return when every name server shows its route.
+
+        One that exists is changed. `brokers` or `cluster` (names) are for fewer masters. `perm` is what clients may
+        do: "rw", "r" or "w". `attributes` are for brokers from 5.0 on, like {"message.type": "FIFO"}.
+        """
+        self._run(
+            topics.create_topic,
+            name,
+            queues=queues,
+            perm=perm,
+            order=order,
+            attributes=attributes,
+            brokers=brokers,
+            cluster_name=cluster,
+        )
+
+    def delete_topic(self, name: str) -> None:
+        """Delete a topic and its messages everywhere, and return when no name server shows it.
+
+        Brokers before 5.0 keep the groups' offsets: a topic made anew under this name starts at 0, so that those groups
+        would be ahead of it.
+        """
+        self._run(topics.delete_topic, name)
+
+    def topics(self, *, include_system: bool = False) -> list[str]:
+        """Return the topics there are, sorted; RocketMQ's own, retry and dead-letter topics only if asked for."""
+        return self._run(topics.list_topics, include_system=include_system)
+
+    def topic_offsets(self, topic: str) -> dict[MessageQueue, OffsetRange]:
+        """Return the smallest and largest offsets of each queue of a topic.
+
+        Raises:
+            RouteNotFound: there is no such topic.
+        """
+        return self._run(topics.topic_offsets, topic)
+
+    # --- groups
+
+    def create_group(self, name: str, **settings: Any) -> None:
+        """Make a consumer group at every master; one that exists is changed.
+
+        `settings` are RocketMQ's own, in snake_case: `consume_enable`, `consume_broadcast_enable`, `retry_max_times`,
+        `retry_queue_nums` and so on; those left out take the broker's defaults, also in a group that exists.
+        """
+        self._run(groups.create_group, name, settings)
+
+    def delete_group(self, name: str, *, remove_offsets: bool = True, remove_dead_letters: bool = False) -> None:
+        """Delete a consumer group, its retry topic, and its committed offsets unless `remove_offsets` is False.
+
+        The messages it gave up stay in its %DLQ% topic, unless `remove_dead_letters`. A member that still runs brings
+        the group back. So do brokers 5.5.0 when offsets are kept and groups are created on demand: what is left then
+        is a group with default settings.
+        """
+        self._run(groups.delete_group, name, remove_offsets=remove_offsets, remove_dead_letters=remove_dead_letters)
+
+    def groups(self, *, include_system: bool = False) -> list[str]:
+        """Return the consumer groups that brokers know, sorted, whether or not anybody is online."""
+        return self._run(groups.list_groups, include_system=include_system)
+
+    # --- offsets
+
+    def lag(self, group: str) -> GroupLag:
+        """Return where a group is in every queue of its topics, and how far behind.
+
+        A clustering group's offsets are the brokers'. Of a broadcasting group each member that is online is asked for
+        its own; those that do not answer are in `unreached`.
+
+        Raises:
+            ConfigError: no broker knows the group.
+        """
+        return self._started().run(group_lag(self._started(), group), _SLOW_TIMEOUT_S)
+
+    def offsets(self, group: str, topic: str) -> GroupLag:
+        """Return where a group is in one topic; see `lag`.
+
+        Raises:
+            RouteNotFound: there is no such topic.
+            ConfigError: no broker knows the group.
+        """
+        return self._started().run(group_lag(self._started(), group, topic), _SLOW_TIMEOUT_S)
+
+    def plan_reset(
+        self,
+        group: str,
+        topic: str,
+        to: ResetTo,
+        queues: Iterable[MessageQueue] | None = None,
+        *,
+        model: str | None = None,
+    ) -> ResetPlan:
+        """Return what a reset would do. Nothing is changed before `execute()` of the plan is called.
+
+            plan = admin.plan_reset("orders-app", "orders", to="earliest")
+            print(plan)
+            result = plan.execute()
+
+        `to` is "earliest", "latest", an aware datetime (the first message stored then or later), or {queue: offset}.
+        Only `queues` are moved, if they are given. `model` ("clustering" or "broadcasting") is for groups of which
+        nobody is online, where it cannot be told.
+
+        Raises:
+            RouteNotFound: there is no such topic.
+            ConfigError: there is no such group or queue, or `to` is none of these.
+        """
+        cluster = self._started()
+        plan = cluster.run(plan_reset(cluster, group, topic, to, queues, model), _SLOW_TIMEOUT_S)
+        return replace(plan, _execute=self._execute)
+
+    def forget_reset(self, group: str, topic: str) -> None:
+        """Remove what resets of a broadcasting group have recorded at the brokers; never necessary.
+
+        Members that were away go on where they ended, then, and not where the last reset led to.
+
+        Raises:
+            RouteNotFound: there is no such topic.
+        """
+        self._run(forget_reset, group, topic)
+
+    def _execute(
+        self, plan: ResetPlan, progress: Callable[[ResetProgress], None] | None, partial: bool, wait_s: float
+    ) -> ResetResult:
+        """Carry a plan out, calling `progress` on this thread."""
+        cluster = self._started()
+        steps: SimpleQueue[ResetProgress | None] = SimpleQueue()
+
+        async def run() -> ResetResult:
+            async with asyncio.timeout(_SLOW_TIMEOUT_S):
+                return await execute(cluster, plan, steps.put, partial, wait_s)
+
+        future = cluster.submit(run())
+        future.add_done_callback(lambda done: steps.put(None))
+        try:
+            while (step := steps.get(timeout=_SLOW_TIMEOUT_S + self._timeout_s)) is not None:
+                if progress is not None:
+                    progress(step)
+            return future.result(0)
+        except (TimeoutError, Empty) as error:
+            raise RequestTimeout("the reset", f"group {plan.group}", _SLOW_TIMEOUT_S) from error
+        finally:
+            future.cancel()

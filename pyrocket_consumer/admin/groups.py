@@ -1,0 +1,82 @@
+"""Consumer groups: made, deleted, listed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from pyrocket_consumer.admin.masters import at_each, masters
+from pyrocket_consumer.admin.topics import delete_topic
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.config import check_group
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import dlq_topic, retry_topic
+from pyrocket_consumer.wire.bodies import (
+    SubscriptionGroupConfig,
+    decode_subscription_groups,
+    encode_subscription_group,
+)
+from pyrocket_consumer.wire.command import (
+    CreateSubscriptionGroupHeader,
+    DeleteSubscriptionGroupHeader,
+    GetAllSubscriptionGroupsHeader,
+)
+
+# Source: MixAll; every broker has them.
+_SYSTEM_GROUPS = frozenset(
+    {
+        "TOOLS_CONSUMER",
+        "SCHEDULE_CONSUMER",
+        "FILTERSRV_CONSUMER",
+        "__MONITOR_CONSUMER",
+        "SELF_TEST_C_GROUP",
+        "CID_ONS-HTTP-PROXY",
+        "CID_ONSAPI_OWNER",
+        "CID_ONSAPI_PERMISSION",
+        "CID_ONSAPI_PULL",
+        "CID_SYS_RMQ_TRANS",
+        "CID_DefaultHeartBeatSyncerTopic",
+    }
+)
+_SYSTEM_PREFIX = "CID_RMQ_SYS_"
+
+_SETTINGS = frozenset(each.name for each in fields(SubscriptionGroupConfig)) - {"group_name"}
+
+
+async def create_group(cluster: Cluster, name: str, settings: dict[str, Any]) -> None:
+    """Make or change a group at every master."""
+    group = wrap(cluster.config.namespace, check_group(name))
+    unknown = sorted(set(settings) - _SETTINGS)
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r} of a group; known settings: {', '.join(sorted(_SETTINGS))}")
+    body = encode_subscription_group(SubscriptionGroupConfig(group_name=group, **settings))
+    await at_each(await masters(cluster), lambda address: cluster.call(address, CreateSubscriptionGroupHeader(), body))
+
+
+async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, remove_dead_letters: bool) -> None:
+    """Delete a group at every master, and its retry topic. One that does not exist is no error."""
+    check_group(name)
+    header = DeleteSubscriptionGroupHeader(wrap(cluster.config.namespace, name), remove_offsets)
+    await at_each(await masters(cluster), lambda address: cluster.call(address, header))
+    await delete_topic(cluster, retry_topic(name))
+    if remove_dead_letters:
+        await delete_topic(cluster, dlq_topic(name))
+
+
+async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
+    """Return the groups that any master knows, sorted."""
+    answers = await at_each(
+        await masters(cluster), lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader())
+    )
+    found = {name for answer in answers.values() for name in decode_subscription_groups(answer.body)}
+    if include_system:
+        return sorted(found)
+    namespace = cluster.config.namespace
+    return sorted(
+        unwrap(namespace, name)
+        for name in found
+        if name not in _SYSTEM_GROUPS
+        and not name.startswith(_SYSTEM_PREFIX)
+        and (not namespace or name.startswith(f"{namespace}%"))
+    )

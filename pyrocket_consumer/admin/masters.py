@@ -1,0 +1,70 @@
+"""Which brokers an admin call goes to, and asking them all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TypeVar
+
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
+from pyrocket_consumer.model import MASTER_ID
+from pyrocket_consumer.wire.bodies import ClusterInfo, decode_cluster_info
+from pyrocket_consumer.wire.command import GetClusterInfoHeader
+
+T = TypeVar("T")
+
+
+async def cluster_info(cluster: Cluster) -> ClusterInfo:
+    """Return all brokers and clusters that the name server knows."""
+    return decode_cluster_info((await cluster.ask_name_server(GetClusterInfoHeader())).body)
+
+
+async def masters(
+    cluster: Cluster, brokers: Iterable[str] | None = None, cluster_name: str | None = None
+) -> dict[str, str]:
+    """Return broker name -> address of the master, for the brokers named, or those of a cluster, or all.
+
+    Raises:
+        ConfigError: there is no such broker or cluster, or both are given.
+        ConnectError: one of them has no master now.
+    """
+    info = await cluster_info(cluster)
+    if brokers is not None and cluster_name is not None:
+        raise ConfigError("brokers and cluster exclude each other; give one of them")
+    if cluster_name is not None:
+        if cluster_name not in info.clusters:
+            raise ConfigError(f"there is no cluster {cluster_name!r}; there are {', '.join(sorted(info.clusters))}")
+        brokers = info.clusters[cluster_name]
+    names = sorted(info.brokers) if brokers is None else [brokers] if isinstance(brokers, str) else sorted(brokers)
+    unknown = [name for name in names if name not in info.brokers]
+    if unknown:
+        raise ConfigError(f"there is no broker {unknown[0]!r}; there are {', '.join(sorted(info.brokers))}")
+    found = {name: info.brokers[name].addresses.get(MASTER_ID) for name in names}
+    without = [name for name, address in found.items() if address is None]
+    if without or not found:
+        what = f"broker {', '.join(without)}" if without else "the cluster"
+        raise ConnectError(what, "the name server knows no master of it")
+    return {name: address for name, address in found.items() if address is not None}
+
+
+async def at_each(brokers: Mapping[str, str], call: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+    """Return broker name -> what `call(address)` gives, all at the same time.
+
+    Raises:
+        RocketError: what one of them raised; a note says which have done as asked all the same.
+    """
+    outcomes = await asyncio.gather(*(call(address) for address in brokers.values()), return_exceptions=True)
+    done: dict[str, T] = {}
+    failures: list[BaseException] = []
+    for name, outcome in zip(brokers, outcomes, strict=True):
+        if isinstance(outcome, BaseException):
+            failures.append(outcome)
+        else:
+            done[name] = outcome
+    if failures:
+        error = next((each for each in failures if not isinstance(each, RocketError)), failures[0])
+        if done:
+            error.add_note(f"done at {', '.join(done)}; it is safe to repeat")
+        raise error
+    return done

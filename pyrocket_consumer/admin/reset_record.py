@@ -1,0 +1,202 @@
+"""The record of a broadcasting group's resets at one master: what members that were away read at their next start.
+
+A broker keeps any offset that is committed for a group, whatever the queue id, and gives it back: it is a small
+register, as durable as the group's offsets are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.errors import BrokerError, RocketError
+from pyrocket_consumer.model import MessageQueue, retry_topic
+from pyrocket_consumer.wire.codes import ResponseCode
+from pyrocket_consumer.wire.reset_plan import RecordArea, name_of, record_areas
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+AT_ONCE = 16
+"""Most calls under way at the same time to one broker."""
+
+_NOTHING_CODES = frozenset({ResponseCode.TOPIC_NOT_EXIST, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST})
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedReset:
+    """Where a queue shall go on since the reset with this epoch."""
+
+    target: int
+    epoch: int
+
+
+class NobodyWasHere(RocketError):
+    """The broker does not know the group: none of its members was ever there, so there is nobody to record for."""
+
+
+class EpochTaken(RocketError):
+    """Somebody has recorded a reset with this epoch or a higher one since we looked; ours would not count as newer."""
+
+    def __init__(self, head: int) -> None:
+        super().__init__(head)
+        self.head = head
+
+    def __str__(self) -> str:
+        return f"a reset with epoch {self.head} was recorded at the same time"
+
+
+class ResetRecord:
+    """The record for one group and topic at one master. Confined to the I/O thread."""
+
+    def __init__(self, cluster: Cluster, group: str, topic: str, broker_name: str) -> None:
+        self.topic, self.broker_name = topic, broker_name
+        self._group = group
+        self._broker = cluster.broker(broker_name)
+        self._area: RecordArea | None = None
+
+    async def head(self) -> int:
+        """Return the highest epoch recorded, 0 when nothing is. One small request, or two if there is a record."""
+        area = self._area or await self._find()
+        return await self._get(area.head) if area is not None else 0
+
+    async def read(
+        self, queue_ids: Iterable[int], newer_than: Callable[[int], int] = lambda queue_id: 0
+    ) -> dict[int, RecordedReset]:
+        """Return what is recorded for the queues, of those whose epoch is above `newer_than(queue_id)`."""
+        area = self._area or await self._find()
+        if area is None:
+            return {}
+
+        async def one(queue_id: int) -> RecordedReset | None:
+            epoch = await self._get(area.epoch(queue_id))
+            while epoch > newer_than(queue_id):
+                target = await self._get(area.target(queue_id))
+                again = await self._get(area.epoch(queue_id))
+                if again == epoch:  # else another reset was being written, and the target may be either's
+                    return RecordedReset(target - 1, epoch) if target > 0 else None
+                epoch = again
+            return None
+
+        found = await for_each(queue_ids, one)
+        return {queue_id: reset for queue_id, reset in found.items() if reset is not None}
+
+    async def write(self, epoch: int, targets: Mapping[int, int]) -> list[int]:
+        """Record targets by queue id; queues not named keep their older record.
+
+        Returns the queues for which somebody else has recorded something at the same time: theirs, being later, counts.
+
+        Raises:
+            NobodyWasHere: there is nobody to record for.
+            EpochTaken: choose a higher one, and write again.
+            BrokerError and others: it is not recorded, or only in part. Members read nothing of it before its head is
+                written, which comes last; those that are due to read all may find the part.
+        """
+        try:
+            area = self._area or await self._find() or await self._found()
+
+            async def one(queue_id: int) -> None:
+                await self._put(area.target(queue_id), targets[queue_id] + 1)
+                await self._put(area.epoch(queue_id), epoch)
+
+            await for_each(targets, one)
+            # The head is looked at after all is written. Of two who write at the same time with the same epoch, the one
+            # who writes his last target later finds the other's head here, or the other finds these targets below.
+            head = await self._get(area.head)
+            if head >= epoch:
+                raise EpochTaken(head)
+            await self._put(area.head, epoch)
+        except BrokerError as error:
+            if error.code in _NOTHING_CODES:
+                raise NobodyWasHere(
+                    f"{self.broker_name} does not know group {self._group}: none of its members was ever there"
+                ) from error
+            raise
+        found = await self.read(targets)
+        return sorted(
+            queue_id
+            for queue_id, target in targets.items()
+            if found.get(queue_id) != RecordedReset(target, epoch)
+        )
+
+    async def forget(self, queue_ids: Iterable[int]) -> None:
+        """Remove the record. Members that were away go on where they ended."""
+        area = self._area or await self._find()
+        if area is None:
+            return
+
+        async def one(queue_id: int) -> None:
+            await self._put(area.epoch(queue_id), 0)
+            await self._put(area.target(queue_id), 0)
+
+        await self._put(area.head, 0)
+        await for_each(queue_ids, one)
+
+    async def _find(self) -> RecordArea | None:
+        """Return the topic's area, None if it has none. It stays where it is once it was found."""
+        name = name_of(self.topic)
+        for area in record_areas(self.topic):
+            stored = await self._get(area.name)
+            if stored == name:
+                self._area = area
+                return area
+            if not stored:
+                return None
+        return None
+
+    async def _found(self) -> RecordArea:
+        """Take the first free area for the topic; another may have done so since we looked."""
+        name = name_of(self.topic)
+        for area in record_areas(self.topic):
+            stored = await self._get(area.name)
+            if not stored:
+                await self._put(area.name, name)
+            if stored in (0, name):
+                self._area = area
+                return area
+        raise RocketError(
+            f"no room is left at {self.broker_name} to record a reset of {self.topic} for group {self._group}"
+        )
+
+    def _slot(self, slot: int) -> MessageQueue:
+        return MessageQueue(retry_topic(self._group), self.broker_name, slot)
+
+    async def _get(self, slot: int) -> int:
+        """Return what a slot holds; 0 is nothing, which brokers say in several ways."""
+        try:
+            found = await self._broker.query_offset(self._group, self._slot(slot), set_zero_if_not_found=False)
+        except BrokerError as error:
+            if error.code in _NOTHING_CODES:
+                return 0
+            raise
+        return found or 0
+
+    async def _put(self, slot: int, value: int) -> None:
+        await self._broker.commit_offset(self._group, self._slot(slot), value)
+
+
+async def for_each(
+    keys: Iterable[K], work: Callable[[K], Coroutine[Any, Any, V]], at_once: int = AT_ONCE
+) -> dict[K, V]:
+    """Return key -> what `work(key)` gives, so many at the same time.
+
+    Raises:
+        RocketError: the first failure, when none is under way any more.
+    """
+    places = asyncio.Semaphore(at_once)
+    wanted: Collection[K] = list(keys)
+
+    async def placed(key: K) -> V:
+        async with places:
+            return await work(key)
+
+    outcomes = await asyncio.gather(*(placed(key) for key in wanted), return_exceptions=True)
+    done: dict[K, V] = {}
+    for key, outcome in zip(wanted, outcomes, strict=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        done[key] = outcome
+    return done

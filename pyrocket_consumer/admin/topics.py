@@ -1,0 +1,173 @@
+"""Topics: made, deleted, listed, and where their queues begin and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.namespace import is_system, unwrap, wrap
+from pyrocket_consumer.config import check_int, check_topic
+from pyrocket_consumer.errors import ConfigError, RequestTimeout
+from pyrocket_consumer.model import DLQ_PREFIX, PERM_READ, PERM_WRITE, RETRY_PREFIX, MessageQueue, TopicRoute
+from pyrocket_consumer.wire.bodies import decode_route, decode_topic_list, decode_topic_stats
+from pyrocket_consumer.wire.codes import ResponseCode, version_name, version_ordinal
+from pyrocket_consumer.wire.command import (
+    CreateTopicHeader,
+    DeleteTopicHeader,
+    DeleteTopicInNameServerHeader,
+    GetAllTopicsHeader,
+    GetBrokerConfigHeader,
+    GetRouteInfoHeader,
+    GetTopicStatsInfoHeader,
+)
+
+MAX_QUEUES = 10_000
+
+_PERMISSIONS = {"rw": PERM_READ | PERM_WRITE, "r": PERM_READ, "w": PERM_WRITE}
+_FIRST_ATTRIBUTES_VERSION = version_ordinal(5, 0, 0)
+_SYSTEM_PREFIX = "RMQ_SYS_"  # 5.x adds some with every release
+_POLL_S = 0.02
+_ROUTED_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetRange:
+    """What a queue holds: offsets from `min` up to, but without, `max`. `stored_at` is its last message's time."""
+
+    min: int
+    max: int
+    stored_at: datetime | None = None
+
+    @property
+    def count(self) -> int:
+        """How many offsets there are; with delayed or deleted messages not all of them hold one."""
+        return self.max - self.min
+
+
+async def create_topic(
+    cluster: Cluster,
+    name: str,
+    *,
+    queues: int,
+    perm: str,
+    order: bool,
+    attributes: Mapping[str, str] | None,
+    brokers: Iterable[str] | None,
+    cluster_name: str | None,
+) -> None:
+    """Make or change a topic at masters, and return when every name server shows it."""
+    topic = wrap(cluster.config.namespace, check_topic(name))
+    check_int("queues", queues, 1, MAX_QUEUES)
+    bits = _perm_bits(perm)
+    text = _attributes_text(attributes)
+    targets = await masters(cluster, brokers, cluster_name)
+    if text:
+        await at_each(targets, lambda address: _check_attributes_known(cluster, address))
+    header = CreateTopicHeader(
+        topic, read_queue_nums=queues, write_queue_nums=queues, perm=bits, order=order, attributes=text or None
+    )
+    await at_each(targets, lambda address: cluster.call(address, header))
+
+    def is_there(route: TopicRoute | None) -> bool:
+        # A broker with a narrower permission of its own shows less than was asked for.
+        shown = {
+            data.broker_name
+            for data in (route.queues if route else ())
+            if (data.read_queues, data.write_queues) == (queues, queues) and not data.perm & ~bits
+        }
+        return shown.issuperset(targets)
+
+    await _until_routed(cluster, topic, is_there)
+
+
+def _perm_bits(perm: str) -> int:
+    bits = _PERMISSIONS.get(perm) if isinstance(perm, str) else None
+    if bits is None:
+        raise ConfigError(f"perm={perm!r} is not allowed; choose one of {', '.join(map(repr, _PERMISSIONS))}")
+    return bits
+
+
+def _attributes_text(attributes: Mapping[str, str] | None) -> str:
+    """Return `+name=value,…`. Source: AttributeParser."""
+    for name, value in (attributes or {}).items():
+        for part in (name, value):
+            if not isinstance(part, str) or not part or any(sign in part for sign in "+=,"):
+                raise ConfigError(f"attribute {name!r}={value!r} must be texts without '+', '=' and ','")
+    return ",".join(f"+{name}={value}" for name, value in (attributes or {}).items())
+
+
+async def _check_attributes_known(cluster: Cluster, address: str) -> None:
+    version = (await cluster.call(address, GetBrokerConfigHeader())).version
+    if version < _FIRST_ATTRIBUTES_VERSION:
+        raise ConfigError(
+            f"{address} is {version_name(version)}, and brokers before 5.0 ignore attributes; leave them out"
+        )
+
+
+async def delete_topic(cluster: Cluster, name: str) -> None:
+    """Delete a topic everywhere, and return when no name server shows it. One that does not exist is no error."""
+    topic = wrap(cluster.config.namespace, check_topic(name))
+    await at_each(await masters(cluster), lambda address: cluster.call(address, DeleteTopicHeader(topic)))
+    await cluster.ask_every_name_server(DeleteTopicInNameServerHeader(topic))
+    cluster.forget_topic(topic)
+    await _until_routed(cluster, topic, lambda route: route is None)
+
+
+async def _until_routed(cluster: Cluster, topic: str, as_wanted: Callable[[TopicRoute | None], bool]) -> None:
+    """Return when every name server's route is as wanted: brokers tell them at once, but in their own time."""
+    for address in cluster.name_servers:
+        try:
+            async with asyncio.timeout(_ROUTED_WITHIN_S):
+                while True:
+                    if as_wanted(await _route_at(cluster, address, topic)):
+                        break
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise RequestTimeout(f"the new route of topic {topic!r}", address, _ROUTED_WITHIN_S) from error
+
+
+async def _route_at(cluster: Cluster, name_server: str, topic: str) -> TopicRoute | None:
+    answer = await cluster.call(name_server, GetRouteInfoHeader(topic), accept=(0, ResponseCode.TOPIC_NOT_EXIST))
+    return decode_route(topic, answer.body) if answer.code == 0 else None
+
+
+async def list_topics(cluster: Cluster, *, include_system: bool) -> list[str]:
+    """Return the topics there are, sorted."""
+    found = decode_topic_list((await cluster.ask_name_server(GetAllTopicsHeader())).body)
+    namespace = cluster.config.namespace
+    if include_system:
+        return sorted(found)
+    info = await cluster_info(cluster)
+    # Brokers make topics by their own names, which are of no use to anybody.
+    own = {*info.brokers, *info.clusters, *(f"{name}_REPLY_TOPIC" for name in info.clusters)}
+    return sorted(
+        unwrap(namespace, topic)
+        for topic in found
+        if topic not in own
+        and not is_system(topic)
+        and not topic.startswith((RETRY_PREFIX, DLQ_PREFIX, _SYSTEM_PREFIX))
+        and (not namespace or topic.startswith(f"{namespace}%"))
+    )
+
+
+async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, OffsetRange]:
+    """Return the range of every queue of a topic."""
+    topic = wrap(cluster.config.namespace, check_topic(name))
+    route = await cluster.route(topic, refresh=True)
+    addresses = {data.broker_name: cluster.address(data.broker_name) for data in route.queues}
+    answers = await at_each(
+        {broker: address for broker, address in addresses.items() if address is not None},
+        lambda address: cluster.call(address, GetTopicStatsInfoHeader(topic)),
+    )
+    ranges: dict[MessageQueue, OffsetRange] = {}
+    for answer in answers.values():
+        for queue, stats in decode_topic_stats(answer.body).queues.items():
+            at_ms = stats.last_update_timestamp
+            ranges[MessageQueue(name, queue.broker_name, queue.queue_id)] = OffsetRange(
+                stats.min_offset, stats.max_offset, datetime.fromtimestamp(at_ms / 1000, UTC) if at_ms > 0 else None
+            )
+    return dict(sorted(ranges.items()))

@@ -1,0 +1,18 @@
+"""Sending messages."""
+
+from pyrocket_consumer.producer.outgoing import RESERVED_PROPERTIES, OutgoingMessage
+from pyrocket_consumer.producer.producer import Producer, ProducerState
+from pyrocket_consumer.producer.result import SendResult, SendStatus
+from pyrocket_consumer.producer.transactions import TransactionProducer, TransactionResult, TransactionState
+
+__all__ = [
+    "RESERVED_PROPERTIES",
+    "OutgoingMessage",
+    "Producer",
+    "ProducerState",
+    "SendResult",
+    "SendStatus",
+    "TransactionProducer",
+    "TransactionResult",
+    "TransactionState",
+]

@@ -1,0 +1,74 @@
+"""Futures whose callbacks stay off the I/O thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+log = logging.getLogger("pyrocket_consumer.producer")
+
+T = TypeVar("T")
+
+
+class CallbackThread:
+    """Runs users' functions one after the other, on a thread that starts with the first of them.
+
+    A function may wait, send, and even close the producer: the I/O thread goes on meanwhile.
+    """
+
+    def __init__(self, name: str = "pyrocket-callbacks") -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Have `function` called soon; once the thread is stopped, here and now."""
+        with self._lock:
+            stopped = self._stopped
+            if not stopped:
+                self._calls.put(function)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+        if stopped:
+            _call(function)
+
+    def _run(self) -> None:
+        while (function := self._calls.get()) is not None:
+            _call(function)
+
+    def stop(self, timeout_s: float | None) -> None:
+        """Run what waits, and end the thread; wait up to `timeout_s` for that, unless this is that thread."""
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._calls.put(None)
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+
+def _call(function: Callable[[], object]) -> None:
+    try:
+        function()
+    except Exception:
+        log.exception("a callback failed")
+
+
+class SendFuture(Future[T]):
+    """A Future whose callbacks run on the callback thread: the I/O thread, which completes it, runs no user code."""
+
+    def __init__(self, callbacks: CallbackThread) -> None:
+        super().__init__()
+        self._callback_thread = callbacks
+        self.set_running_or_notify_cancel()  # a message handed over cannot be taken back
+
+    def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
+        """Have `fn(future)` called on the callback thread when the result is there."""
+        super().add_done_callback(lambda done: self._callback_thread.call(lambda: fn(done)))

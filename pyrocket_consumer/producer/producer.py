@@ -1,0 +1,468 @@
+"""Sending messages: one by one and waiting, many at a time, one-way, and in batches."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import datetime
+from enum import Enum
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from pyrocket_consumer.cluster import Cluster, local_ip, make_client_id
+from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.config import ProducerConfig, check_range
+from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
+from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.producer.batch import BatchMessage, cut
+from pyrocket_consumer.producer.callbacks import CallbackThread, SendFuture
+from pyrocket_consumer.producer.outbox import Outbox
+from pyrocket_consumer.producer.outgoing import (
+    OutgoingMessage,
+    check_delivery,
+    check_properties_size,
+    check_send_topic,
+    check_sharding_key,
+    check_size,
+)
+from pyrocket_consumer.producer.result import SendResult
+from pyrocket_consumer.producer.sender import Sender
+from pyrocket_consumer.producer.sending import Sending
+from pyrocket_consumer.wire.compression import compress
+from pyrocket_consumer.wire.ids import UniqueIds
+from pyrocket_consumer.wire.message import BatchItem, encode_batch
+from pyrocket_consumer.wire.properties import PropertyName, encode_properties
+
+log = logging.getLogger("pyrocket_consumer.producer")
+
+T = TypeVar("T")
+
+_LONGEST_TIMEOUT_S = 3600
+_GRACE_S = 5.0  # the I/O thread keeps the deadlines; this long after one we no longer believe that it does
+_CLOSE_STEP_S = 5.0
+
+
+class ProducerState(Enum):
+    """A producer's life."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    CLOSED = "closed"
+
+
+class _Running:
+    """What a producer has while it runs: its cluster, and the way of its messages to the I/O thread."""
+
+    def __init__(self, cluster: Cluster, config: ProducerConfig, group: str) -> None:
+        self.cluster = cluster
+        self.outbox = Outbox(config.max_in_flight_messages, config.max_in_flight_bytes, self._wake)
+        self._sender = Sender(cluster, config, group, self.outbox.finished)
+
+    def _wake(self) -> None:
+        self.cluster.loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        for sending in self.outbox.take_all():
+            self._sender.begin(sending)
+
+    async def abandon(self) -> int:
+        """Give up what is on its way, and return how many requests that were."""
+        self._drain()
+        return self._sender.abandon()
+
+
+class Producer:
+    """Sends messages. Safe to share between threads; it starts with the first message, or with `start()`.
+
+        with Producer(name_server="127.0.0.1:9876") as producer:
+            sent = producer.send("orders", b"...", tags="paid", keys=["o-1"])
+
+    `options` are the fields of ProducerConfig, which can also be given whole as `config`.
+
+    A message goes to the next queue of its topic. When its broker refuses or does not answer, it is sent to another
+    one, up to `send_attempts` times and until the timeout. So after a lost answer a message may be stored twice, under
+    the same `message_id`. With `queue` or `sharding_key` it is sent once only, and messages for the same queue or key
+    are sent one after the other, so that they are stored in the order in which they were given.
+    """
+
+    def __init__(
+        self,
+        group: str = "DEFAULT_PRODUCER",
+        *,
+        name_server: str | tuple[str, ...] | None = None,
+        config: ProducerConfig | None = None,
+        **options: Any,
+    ) -> None:
+        if config is None:
+            config = ProducerConfig.from_options({"group": group, "name_server": name_server, **options})
+        elif options or name_server is not None:
+            given = sorted(options) or ["name_server"]
+            raise ConfigError(f"config= is the whole configuration; put {given[0]!r} into it, or pass options only")
+        assert isinstance(config, ProducerConfig)
+        compress(b"-", config.compression)  # a missing package is told here
+        self.config = config
+        self._group = wrap(config.namespace, config.group)
+        self._life = threading.RLock()  # start and close, one at a time; never held while a message is sent
+        self._state = ProducerState.CREATED
+        self._pid: int | None = None
+        self._running: _Running | None = None
+        self._callbacks = CallbackThread()
+        self._topics: dict[str, str] = {}
+        self._ids = UniqueIds((config.client_ip or local_ip()).strip("[]"), os.getpid())
+
+    # --- life
+
+    @property
+    def state(self) -> ProducerState:
+        """Where the producer is in its life."""
+        return self._state
+
+    @property
+    def group(self) -> str:
+        """The producer group."""
+        return self.config.group
+
+    def start(self) -> None:
+        """Connect to a name server. Sending does it, too; this tells a wrong address before there is a message.
+
+        Raises:
+            ConnectError: no name server answers. The producer can be started again.
+            ConsumerClosed: it was closed.
+        """
+        with self._life:
+            if self._state is ProducerState.RUNNING:
+                return
+            if self._state is ProducerState.CLOSED:
+                raise ConsumerClosed("the producer is closed; make a new one")
+            cluster = Cluster(self.config, make_client_id(self.config))
+            cluster.add_producer(self._group)
+            self._prepare(cluster)
+            cluster.start()
+            self._running, self._pid = _Running(cluster, self.config, self._group), os.getpid()
+            self._state = ProducerState.RUNNING
+
+    def _prepare(self, cluster: Cluster) -> None:
+        """Get a new cluster ready to answer what brokers ask of this kind of producer."""
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Take no more messages, wait until those on their way have their results, and disconnect.
+
+        Every message has a deadline of its own, so this ends; after `timeout_s` the rest gets SendError. A second
+        close does nothing, and neither does one in a process forked after the start.
+        """
+        forked = self._pid is not None and self._pid != os.getpid()
+        with contextlib.nullcontext() if forked else self._life:  # after a fork its owner may be in the parent
+            running, self._running = self._running, None
+            self._state = ProducerState.CLOSED
+        if running is None or forked:
+            return
+        running.outbox.close()
+        try:
+            if not running.outbox.wait_until_empty(timeout_s):
+                abandoned = running.cluster.run(running.abandon(), _CLOSE_STEP_S)
+                log.error("group=%s closed with %d sends on their way", self.group, abandoned)
+            running.cluster.run(self._leave(running.cluster), _CLOSE_STEP_S)
+        except RocketError as error:
+            log.warning("group=%s closed without taking leave reason=%s", self.group, error)
+        finally:
+            running.cluster.close()
+            self._callbacks.stop(_CLOSE_STEP_S if timeout_s is None else timeout_s)
+
+    async def _leave(self, cluster: Cluster) -> None:
+        cluster.remove_producer(self._group)
+        await cluster.unregister(producer_group=self._group)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- sending
+
+    def send(
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tags: str | None = None,
+        keys: Sequence[str] | str = (),
+        properties: Mapping[str, str] | None = None,
+        queue: MessageQueue | None = None,
+        sharding_key: str | None = None,
+        delay_level: int = 0,
+        deliver_at: datetime | None = None,
+        flag: int = 0,
+        timeout_s: float | None = None,
+    ) -> SendResult:
+        """Store a message, and return where it is stored.
+
+        `tags` is one tag, for subscriptions; `keys` make the message findable; `properties` are the application's own.
+        `queue` sends it there. `sharding_key` sends it to the queue that all messages with this key go to, as long as
+        the topic keeps its queues: number `abs(String.hashCode(key)) % queues` of the writable queues in order of
+        broker name and queue id, the same as with Java's SelectMessageQueueByHash.
+        `delay_level` 1 to 18 delivers it after 1 s … 2 h (the broker's `messageDelayLevel`); `deliver_at` at a time,
+        from brokers 5.0 on. `timeout_s` (default: `send_timeout_s`) is for everything: waiting for room, finding the
+        broker, and all attempts.
+
+        Raises:
+            ConfigError: an argument is not allowed.
+            RouteNotFound: the topic does not exist. Create it, or set `auto_create_topic`.
+            SendError: not stored, as far as is known; it tells every attempt. After a timeout or a lost connection the
+                message may be stored nevertheless.
+            ConnectError: the producer could not start, because no name server answers.
+            ConsumerClosed: the producer is closed, or was started in the process this one was forked from.
+        """
+        future = self.send_async(
+            topic,
+            body,
+            tags=tags,
+            keys=keys,
+            properties=properties,
+            queue=queue,
+            sharding_key=sharding_key,
+            delay_level=delay_level,
+            deliver_at=deliver_at,
+            flag=flag,
+            timeout_s=timeout_s,
+        )
+        return wait_for(future, self._timeout_s(timeout_s))
+
+    def send_async(
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tags: str | None = None,
+        keys: Sequence[str] | str = (),
+        properties: Mapping[str, str] | None = None,
+        queue: MessageQueue | None = None,
+        sharding_key: str | None = None,
+        delay_level: int = 0,
+        deliver_at: datetime | None = None,
+        flag: int = 0,
+        timeout_s: float | None = None,
+    ) -> Future[SendResult]:
+        """Hand a message over, and return a future of what `send` returns or raises.
+
+        With `max_in_flight_messages` or `max_in_flight_bytes` on their way it waits for room first, within
+        `timeout_s`. Callbacks of the future run on a thread of the producer, one at a time, and may send.
+
+        Raises:
+            ConfigError, ConnectError, ConsumerClosed: as for `send`.
+            SendError: there was no room within `timeout_s`.
+        """
+        message = OutgoingMessage(body, tags, keys, properties, flag)
+        sending = self._sending(topic, message, queue, sharding_key, timeout_s, check_delivery(delay_level, deliver_at))
+        return self._hand_over(sending)
+
+    def send_oneway(
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tags: str | None = None,
+        keys: Sequence[str] | str = (),
+        properties: Mapping[str, str] | None = None,
+        queue: MessageQueue | None = None,
+        sharding_key: str | None = None,
+        delay_level: int = 0,
+        deliver_at: datetime | None = None,
+        flag: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Send a message without asking whether it was stored; return when it is on the connection.
+
+        What the broker refuses, and what is lost with the connection, is never known. For the rest as `send`.
+
+        Raises:
+            ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`; nothing was sent.
+        """
+        message = OutgoingMessage(body, tags, keys, properties, flag)
+        sending = self._sending(topic, message, queue, sharding_key, timeout_s, check_delivery(delay_level, deliver_at))
+        sending.is_oneway = True
+        wait_for(self._hand_over(sending), sending.timeout_s)
+
+    def send_batch(
+        self,
+        topic: str,
+        messages: Iterable[bytes | OutgoingMessage],
+        *,
+        queue: MessageQueue | None = None,
+        sharding_key: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[SendResult]:
+        """Store many messages with few requests, and return where each is stored, in their order.
+
+        The messages of one request go to one queue and get consecutive offsets there. More than fit into
+        `max_message_bytes`, or more than 10,000, take several requests, one after the other, each with the whole
+        `timeout_s`; without `queue` or `sharding_key` these go to different queues. Bodies are not compressed.
+
+        Raises:
+            SendError: `stored` tells how many messages, from the first on, are stored. For the rest as `send`.
+            ConfigError: as for `send`; also for a batch to a %RETRY% topic, which brokers refuse. Nothing was sent.
+        """
+        if not isinstance(messages, Iterable) or isinstance(messages, (str, bytes, bytearray, memoryview)):
+            raise ConfigError(f"messages must be a list of messages, not {type(messages).__name__}; for one use send")
+        name = self._topic(topic)
+        if name.startswith(RETRY_PREFIX):
+            raise ConfigError(f"topic {name!r} takes no batches; send its messages one by one")
+        pin = self._pin(name, queue, sharding_key)
+        ready = [self._batch_message(topic, each, sharding_key) for each in messages]
+        results: list[SendResult] = []
+        for part in list(cut(ready, self.config.max_message_bytes)):
+            timeout = self._timeout_s(timeout_s)
+            sending = Sending(
+                topic=name,
+                shown_topic=topic,
+                body=encode_batch(item for item, _ in part),
+                properties="",
+                message_ids=tuple(message_id for _, message_id in part),
+                future=SendFuture(self._callbacks),
+                timeout_s=timeout,
+                born_at_ms=time.time_ns() // 1_000_000,
+                is_batch=True,
+                queue=pin,
+                sharding_key=sharding_key,
+            )
+            try:
+                results += wait_for(self._hand_over(sending), timeout)
+            except SendError as error:
+                raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
+            except RocketError as error:
+                if not results:
+                    raise
+                raise SendError(topic, (str(error),), len(results)) from error
+        return results
+
+    def _batch_message(self, topic: str, message: bytes | OutgoingMessage, sharding_key: str | None) -> BatchMessage:
+        if not isinstance(message, OutgoingMessage):
+            message = OutgoingMessage(message)
+        if message.topic is not None and message.topic != topic:
+            raise ConfigError(f"a batch is for one topic: {topic!r}, and a message in it is for {message.topic!r}")
+        check_size(len(message.body), self.config.max_message_bytes)
+        message_id, properties = self._travelling_properties(message, sharding_key)
+        return BatchMessage(BatchItem(message.body, properties, message.flag), message_id)
+
+    def _sending(
+        self,
+        topic: str,
+        message: OutgoingMessage,
+        queue: MessageQueue | None,
+        sharding_key: str | None,
+        timeout_s: float | None,
+        more_properties: Mapping[str, str],
+        more_flags: int = 0,
+    ) -> Sending:
+        name = self._topic(topic)
+        pin = self._pin(name, queue, sharding_key)
+        body, sys_flag = message.body, 0
+        check_size(len(body), self.config.max_message_bytes)
+        if len(body) >= self.config.compress_above_bytes:
+            compressed, compressed_flag = compress(body, self.config.compression)
+            if len(compressed) < len(body):
+                body, sys_flag = compressed, compressed_flag
+        message_id, properties = self._travelling_properties(message, sharding_key, more_properties)
+        timeout = self._timeout_s(timeout_s)
+        return Sending(
+            topic=name,
+            shown_topic=topic,
+            body=body,
+            properties=properties,
+            message_ids=(message_id,),
+            future=SendFuture(self._callbacks),
+            timeout_s=timeout,
+            born_at_ms=time.time_ns() // 1_000_000,
+            sys_flag=sys_flag | more_flags,
+            flag=message.flag,
+            queue=pin,
+            sharding_key=sharding_key,
+            needs_timer=PropertyName.TIMER_DELIVER_MS in more_properties,
+        )
+
+    def _travelling_properties(
+        self, message: OutgoingMessage, sharding_key: str | None, more: Mapping[str, str] | None = None
+    ) -> tuple[str, str]:
+        """Return a new message id, and all properties as they travel, the id among them."""
+        properties = message.travelling_properties()
+        message_id = properties[PropertyName.UNIQUE_KEY] = self._ids.next()
+        if sharding_key is not None:
+            properties[PropertyName.SHARDING_KEY] = sharding_key
+        if more:
+            properties.update(more)
+        text = encode_properties(properties)
+        check_properties_size(text)
+        return message_id, text
+
+    def _topic(self, topic: str) -> str:
+        """Return the name brokers know; names seen before are not checked again."""
+        name = self._topics.get(topic) if isinstance(topic, str) else None
+        if name is None:
+            name = self._topics[topic] = wrap(self.config.namespace, check_send_topic(topic))
+        return name
+
+    def _pin(self, topic: str, queue: MessageQueue | None, sharding_key: str | None) -> MessageQueue | None:
+        """Return the queue that brokers know, if one was chosen."""
+        if sharding_key is not None:
+            check_sharding_key(sharding_key)
+        if queue is None:
+            return None
+        if sharding_key is not None:
+            raise ConfigError("queue and sharding_key both choose the queue; give one of them")
+        if not isinstance(queue, MessageQueue):
+            raise ConfigError(f"queue must be a MessageQueue, not {type(queue).__name__}")
+        if wrap(self.config.namespace, queue.topic) != topic:
+            raise ConfigError(f"queue {queue} is not one of topic {topic!r}")
+        return MessageQueue(topic, queue.broker_name, queue.queue_id)
+
+    def _timeout_s(self, timeout_s: float | None) -> float:
+        if timeout_s is None:
+            return self.config.send_timeout_s
+        check_range("timeout_s", timeout_s, 0.001, _LONGEST_TIMEOUT_S)
+        return timeout_s
+
+    def _usable(self) -> _Running:
+        """Return what runs, starting it if need be.
+
+        Raises:
+            ConnectError, ConsumerClosed: it cannot be started, or used any more.
+        """
+        if (running := self._running) is None:
+            if self._state is not ProducerState.CLOSED:
+                self.start()
+            if (running := self._running) is None:
+                raise ConsumerClosed("the producer is closed; make a new one")
+        running.cluster.check_usable()
+        return running
+
+    def _hand_over(self, sending: Sending) -> Future[Any]:
+        running = self._usable()
+        sending.deadline = running.cluster.loop.time() + sending.timeout_s
+        if not running.outbox.put(sending, sending.timeout_s):
+            raise SendError(
+                sending.shown_topic,
+                (
+                    f"no room within {sending.timeout_s:g} s: all the time there were on their way "
+                    f"max_in_flight_messages={self.config.max_in_flight_messages} "
+                    f"or max_in_flight_bytes={self.config.max_in_flight_bytes}",
+                ),
+            )
+        return sending.future
+
+
+def wait_for(future: Future[T], timeout_s: float) -> T:
+    """Return a send's result; the I/O thread keeps the deadline, and this only notices if it does not."""
+    try:
+        return future.result(timeout_s + _GRACE_S)
+    except TimeoutError as error:
+        if future.done():
+            raise
+        raise RequestTimeout("a send", "the I/O thread", timeout_s + _GRACE_S) from error

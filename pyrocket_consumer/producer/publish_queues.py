@@ -1,0 +1,73 @@
+"""Which queue a message goes to, and which brokers to leave alone for a moment."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Container
+
+from pyrocket_consumer.model import MessageQueue, TopicRoute
+from pyrocket_consumer.wire.subscription import java_string_hash
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+
+
+class PublishQueues:
+    """The queues of one topic that can be sent to, taken in turn. Confined to the I/O thread.
+
+    `route` is the route they come from; another route makes another PublishQueues.
+    """
+
+    def __init__(self, route: TopicRoute, rng: random.Random) -> None:
+        self.route = route
+        self.all = route.publish_queues()
+        self.broker_count = len({queue.broker_name for queue in self.all})
+        self._known = frozenset(self.all)
+        self._turn = rng.randrange(len(self.all)) if self.all else 0  # producers that start together spread out
+
+    def __contains__(self, queue: object) -> bool:
+        return queue in self._known
+
+    def take(self, avoid: Container[str] = ()) -> MessageQueue | None:
+        """Return the next queue whose broker is not in `avoid`, None if there is none."""
+        count = len(self.all)
+        for step in range(count):
+            queue = self.all[(self._turn + step) % count]
+            if queue.broker_name not in avoid:
+                self._turn = (self._turn + step + 1) % count
+                return queue
+        return None
+
+    def of_sharding_key(self, key: str) -> MessageQueue | None:
+        """Return the queue of `key`: always the same while the topic has the same queues. None if it has none.
+
+        Java's producers choose the same one. Source: SelectMessageQueueByHash over String.hashCode, whose remainder
+        has the sign of the hash.
+        """
+        return self.all[abs(java_string_hash(key)) % len(self.all)] if self.all else None
+
+
+class FailedBrokers:
+    """Brokers that just failed, and until when others are preferred: 1 s, and longer each time, up to 30 s.
+
+    Confined to the I/O thread.
+    """
+
+    def __init__(self) -> None:
+        self._failures: dict[str, tuple[int, float]] = {}
+
+    def failed(self, broker_name: str, now: float) -> None:
+        """Prefer other brokers for a moment."""
+        count, _ = self._failures.get(broker_name, (0, 0.0))
+        self._failures[broker_name] = (count + 1, now + min(_FIRST_PAUSE_S * 2**count, _LONGEST_PAUSE_S))
+
+    def answered(self, broker_name: str) -> None:
+        """Trust the broker again."""
+        if self._failures:
+            self._failures.pop(broker_name, None)
+
+    def names(self, now: float) -> set[str]:
+        """Return the brokers to leave alone at `now`."""
+        if not self._failures:
+            return set()
+        return {name for name, (_, until) in self._failures.items() if until > now}

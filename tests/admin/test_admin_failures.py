@@ -1,0 +1,176 @@
+"""What an admin call does when it may not, cannot, or is not answered."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from pyrocket_consumer import (
+    BrokerError,
+    ConfigError,
+    ConnectError,
+    ConsumerClosed,
+    PermissionDenied,
+    RequestTimeout,
+)
+from pyrocket_consumer.admin import Admin
+from pyrocket_consumer.config import ClientConfig
+from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
+from pyrocket_consumer.wire.codes import RequestCode
+
+
+@pytest.fixture
+def embedded(request):
+    marker = request.node.get_closest_marker("cluster")
+    with EmbeddedCluster(**(marker.kwargs if marker else {})) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def admin(embedded):
+    with Admin(name_server=embedded.name_server, call_timeout_s=0.5, connect_timeout_s=0.5) as admin:
+        yield admin
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda admin: admin.create_topic(""), "topic is empty"),
+        (lambda admin: admin.create_topic("a.b"), "not allowed"),
+        (lambda admin: admin.create_topic("a", queues=0), "queues=0"),
+        (lambda admin: admin.create_topic("a", queues="4"), "queues='4'"),
+        (lambda admin: admin.create_topic("a", perm=6), "perm=6 is not allowed; choose one of 'rw'"),
+        (lambda admin: admin.create_topic("a", attributes={"a": "b,c"}), "without"),
+        (lambda admin: admin.delete_topic(None), "must be text"),
+        (lambda admin: admin.create_group("a b"), "not allowed"),
+        (lambda admin: admin.create_group("a", retries=3), "unknown setting 'retries'.*retry_max_times"),
+        (lambda admin: admin.delete_group("DEFAULT_CONSUMER"), "reserved"),
+    ],
+)
+def test_a_wrong_argument_is_told_and_nothing_is_done(embedded, admin, call, reason):
+    before = admin.topics(include_system=True), admin.groups(include_system=True)
+    with pytest.raises(ConfigError, match=reason):
+        call(admin)
+    assert (admin.topics(include_system=True), admin.groups(include_system=True)) == before
+
+
+def test_wrong_options_are_told_at_once():
+    with pytest.raises(ConfigError, match="did you mean 'call_timeout_s'"):
+        Admin(name_server="127.0.0.1:1", call_timeout=3)
+    with pytest.raises(ConfigError, match="timeout_s=0"):
+        Admin(name_server="127.0.0.1:1", timeout_s=0)
+    with pytest.raises(ConfigError, match="put 'name_server' into it"):
+        Admin(name_server="127.0.0.1:1", config=ClientConfig(name_server="127.0.0.1:1"))
+
+
+@pytest.mark.cluster(brokers=2)
+def test_a_refusal_says_who_has_done_it_all_the_same(embedded, admin):
+    embedded.broker("broker-b").on(RequestCode.UPDATE_AND_CREATE_TOPIC, answer(1, "disk full"))
+    with pytest.raises(BrokerError, match="disk full") as raised:
+        admin.create_topic("orders", queues=1)
+    assert raised.value.__notes__ == ["done at broker-a; it is safe to repeat"]
+    admin.create_topic("orders", queues=1)
+    assert len(admin.topic_offsets("orders")) == 2
+
+
+def test_a_broker_that_does_not_answer_is_told_in_time(embedded, admin):
+    embedded.broker("broker-a").on(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, drop, times=None)
+    started = time.monotonic()
+    with pytest.raises(RequestTimeout, match=embedded.broker("broker-a").address):
+        admin.create_group("app")
+    assert time.monotonic() - started < 3
+
+
+def test_a_call_has_a_deadline_as_a_whole(embedded):
+    embedded.broker("broker-a").on(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, drop, times=None)
+    with (
+        Admin(name_server=embedded.name_server, timeout_s=0.3) as admin,
+        pytest.raises(RequestTimeout, match=r"0\.3 s"),
+    ):
+        admin.create_group("app")
+
+
+@pytest.mark.cluster(brokers=2)
+def test_a_broker_without_a_master_is_named(embedded, admin):
+    embedded.broker("broker-b").kill()
+    admin.create_topic("orders", queues=1)  # the name server has forgotten it
+    with pytest.raises(ConfigError, match="there is no broker 'broker-b'"):
+        admin.create_topic("orders", brokers=["broker-b"])
+
+
+def test_with_no_broker_at_all_that_is_said(embedded, admin):
+    embedded.broker("broker-a").kill()
+    with pytest.raises(ConnectError, match="no master"):
+        admin.create_topic("orders")
+
+
+def test_a_name_server_that_is_gone_is_told(embedded, admin):
+    embedded.stop_name_server()
+    with pytest.raises(ConnectError, match=embedded.name_server):
+        admin.topics()
+    embedded.start_name_server()
+    assert admin.topics() == []
+
+
+@pytest.mark.cluster(name_servers=2)
+def test_a_topic_is_there_when_every_name_server_shows_it_and_gone_when_none_does(embedded, admin):
+    admin.create_topic("orders", queues=1)
+    for name_server in embedded.name_server_nodes:
+        with Admin(name_server=name_server.address) as other:
+            assert other.topics() == ["orders"]
+    admin.delete_topic("orders")
+    for name_server in embedded.name_server_nodes:
+        with Admin(name_server=name_server.address) as other:
+            assert other.topics() == []
+
+
+@pytest.mark.cluster(account=("key", "secret"))
+def test_a_wrong_key_is_told(embedded):
+    with (
+        Admin(name_server=embedded.name_server, access_key="key", secret_key="wrong") as admin,
+        pytest.raises(PermissionDenied),
+    ):
+        admin.create_topic("orders")
+    with Admin(name_server=embedded.name_server, access_key="key", secret_key="secret") as admin:
+        admin.create_topic("orders", queues=1)
+        assert admin.topics() == ["orders"]
+
+
+def test_a_namespace_has_its_own_topics_and_groups(embedded, admin):
+    with Admin(name_server=embedded.name_server, namespace="shop") as shop:
+        shop.create_topic("orders", queues=1)
+        shop.create_group("app")
+        assert (shop.topics(), shop.groups()) == (["orders"], ["app"])
+        assert (admin.topics(), admin.groups()) == (["shop%orders"], ["shop%app"])
+        admin.create_topic("other", queues=1)
+        assert shop.topics() == ["orders"]
+        assert [queue.topic for queue in shop.topic_offsets("orders")] == ["orders"]
+        shop.delete_topic("orders")
+        shop.delete_group("app")
+    assert (admin.topics(), admin.groups()) == (["other"], [])
+
+
+def test_threads_share_an_admin_that_starts_by_itself(embedded):
+    admin = Admin(name_server=embedded.name_server)
+    threads = [threading.Thread(target=admin.create_topic, args=(f"t{number}", 1)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert admin.topics() == [f"t{number}" for number in range(6)]
+    admin.close()
+    admin.close()
+    with pytest.raises(ConsumerClosed, match="make a new one"):
+        admin.topics()
+
+
+def test_an_admin_that_could_not_start_can_try_again(embedded):
+    embedded.stop_name_server()
+    admin = Admin(name_server=embedded.name_server)
+    with pytest.raises(ConnectError):
+        admin.start()
+    embedded.start_name_server()
+    assert admin.topics() == []
+    admin.close()

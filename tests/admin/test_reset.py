@@ -1,0 +1,483 @@
+"""Planning and carrying out resets when not everything is as it should be."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from datetime import UTC, datetime
+
+import pytest
+
+from pyrocket_consumer import BrokerError, ConfigError, MessageQueue, RocketError, RouteNotFound
+from pyrocket_consumer.admin import Admin, ResetState
+from pyrocket_consumer.testing import EmbeddedCluster, answer
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.reset_plan import RecordArea, name_of, record_areas
+from tests.admin.foreign import ForeignMember
+from tests.consuming import consuming, until
+from tests.resetting import fill, queue, reset, wait_until_seen, wait_until_stored
+
+RETRY = "%RETRY%G"
+CLIENT_SIDE = [("4.9.7", False), ("5.5.0", False)]
+
+
+@pytest.fixture
+def embedded(request):
+    marker = request.node.get_closest_marker("cluster")
+    options = {"relay_timeout_s": 0.3, "status_timeout_s": 0.3, **(marker.kwargs if marker else {})}
+    with EmbeddedCluster(**options) as cluster:
+        cluster.create_topic("T", queues=2)
+        yield cluster
+
+
+@pytest.fixture
+def admin(embedded):
+    with Admin(name_server=embedded.name_server, call_timeout_s=1, connect_timeout_s=1) as admin:
+        yield admin
+
+
+@pytest.fixture
+def stores(tmp_path):
+    return {"message_model": "broadcasting", "offset_store_dir": tmp_path}
+
+
+def area() -> RecordArea:
+    return next(record_areas("T"))
+
+
+def record(cluster, epoch: int, targets: dict[int, int], broker: str = "broker-a") -> None:
+    """Write a record, as an admin does."""
+    slots = {area().name: name_of("T"), area().head: epoch}
+    for queue_id, target in targets.items():
+        slots |= {area().target(queue_id): target + 1, area().epoch(queue_id): epoch}
+    cluster.broker(broker).commit("G", RETRY, slots)
+
+
+# --- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("G", "T", "first"), "to='first' is not allowed; use 'earliest'"),
+        (("G", "T", datetime(2026, 1, 1)), "no time zone"),
+        (("G", "T", datetime(1960, 1, 1, tzinfo=UTC)), "before 1970"),
+        (("G", "T", {}), "names no queue"),
+        (("G", "T", {queue("T", 0): -1}), "offset -1"),
+        (("G", "T", {queue("T", 0): True}), "offset True"),
+        (("G", "T", {queue("T", 7): 1}), "no queue broker-a/7; its queues: broker-a/0, broker-a/1"),
+        (("G", "T", {queue("U", 0): 1}), "not a queue of topic T"),
+        (("G", "T", "earliest", []), "no queue of topic T is chosen"),
+        (("a b", "T", "earliest"), "not allowed"),
+        (("nobody", "T", "earliest"), "no broker knows group 'nobody'.*known: .*G"),
+    ],
+)
+def test_a_wrong_argument_is_told_and_nothing_is_done(embedded, admin, arguments, reason):
+    embedded.broker("broker-a").create_group("G")
+    with pytest.raises(ConfigError, match=reason):
+        admin.plan_reset(*arguments)
+    assert embedded.committed("G", "T") == {}
+
+
+def test_an_unknown_topic_is_told(admin):
+    with pytest.raises(RouteNotFound, match="nowhere"):
+        admin.plan_reset("G", "nowhere", "earliest")
+
+
+def test_a_group_that_left_nothing_behind_must_be_named_for_what_it_is(embedded, admin):
+    embedded.broker("broker-a").create_group("G")
+    with pytest.raises(ConfigError, match="model='clustering'"):
+        admin.plan_reset("G", "T", "earliest")
+    with pytest.raises(ConfigError, match="model='shared' is not allowed"):
+        admin.plan_reset("G", "T", "earliest", model="shared")
+    assert reset(admin, "G", "T", "latest", model="clustering").verified
+    assert embedded.committed("G", "T") == {0: 0, 1: 0}
+
+
+# --- the record
+
+
+def test_a_clock_that_is_behind_does_not_matter(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    ahead = int(time.time() * 1000) + 10_000_000
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        record(embedded, ahead, {0: 5})
+        result = reset(admin, "G", "T", "earliest")
+        assert (result.verified, result.epoch) == (True, ahead + 1)
+        seen.wait(lambda seen: len(seen.messages) >= 20)
+
+
+def test_the_epochs_of_members_count_when_the_record_was_lost(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    ahead = int(time.time() * 1000) + 10_000_000
+    record(embedded, ahead, {0: 0, 1: 0})
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        wait_until_stored(consumer, "T", 10)
+    embedded.broker("broker-a").lose_data(messages=False)
+    with consuming(embedded, "T", "G", instance_name="DEFAULT", **stores) as (_, seen):
+        assert reset(admin, "G", "T", "earliest").verified
+        wait_until_seen(seen, 1, 10)
+
+
+@pytest.mark.parametrize("interval_s", [0.1])
+def test_what_is_recorded_is_followed_without_a_word(embedded, stores, interval_s):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", reset_record_interval_s=interval_s, **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        record(embedded, 1000, {1: 2})
+        seen.wait(lambda seen: len(seen.messages) == 13)
+        embedded.broker("broker-a").forget_requests()
+        embedded.broker("broker-a").wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 4)
+        asked = {
+            int(each.command.fields["queueId"])
+            for each in embedded.broker("broker-a").requests(RequestCode.QUERY_CONSUMER_OFFSET)
+        }
+        assert asked == {area().head}, "one small request while there is nothing new"
+
+
+def test_a_record_is_read_after_the_broker_was_away(embedded, stores):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        record(embedded, 1000, {0: 0, 1: 0})
+        embedded.broker("broker-a").close_connections()
+        wait_until_seen(seen, 2, 10)
+
+
+def test_two_topics_that_meet_in_one_area_both_have_room(embedded, admin, stores):
+    first, second, *_ = record_areas("T")
+    embedded.broker("broker-a").create_group("G")
+    embedded.broker("broker-a").commit("G", RETRY, {first.name: 12345, first.head: 99, first.target(0): 77})
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        assert reset(admin, "G", "T", "earliest").verified
+        wait_until_seen(seen, 2, 10)
+    slots = embedded.committed("G", RETRY)
+    assert (slots[second.name], slots[first.target(0)]) == (name_of("T"), 77)
+
+
+def test_another_admin_who_was_faster_is_reported(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        plan = admin.plan_reset("G", "T", "earliest")
+        offsets = embedded.broker("broker-a").core.state.offsets
+
+        def other_writes_first(exchange):
+            exchange.handle(exchange.answer)
+            offsets.commit(RETRY, "G", area().target(1), 4)
+            offsets.commit(RETRY, "G", area().epoch(1), 2**50)
+
+        embedded.broker("broker-a").on(
+            RequestCode.UPDATE_CONSUMER_OFFSET,
+            other_writes_first,
+            when=lambda command: command.fields["queueId"] == str(area().head),
+        )
+        result = plan.execute()
+        assert (result.verified, result.raced) == (False, (queue("T", 1),))
+        assert "Somebody else" in str(result)
+
+
+@pytest.mark.parametrize(("version", "code"), [("5.1.4", 17), ("5.5.0", 26)])
+def test_a_broker_nobody_was_on_has_nobody_to_record_for(tmp_path, version, code):
+    with (
+        EmbeddedCluster(["broker-a", "broker-b"], version=version) as cluster,
+        Admin(name_server=cluster.name_server) as admin,
+    ):
+        cluster.create_topic("T", queues=1, brokers=["broker-a"])
+        stores = {"message_model": "broadcasting", "offset_store_dir": tmp_path}
+        with consuming(cluster, "T", "G", **stores) as (_, seen):
+            cluster.send("T")
+            seen.wait_for(1)
+        until(lambda: cluster.members("G") == [], "it has left")
+        cluster.create_topic("T", queues=1)
+        steps = []
+        result = admin.plan_reset("G", "T", "earliest", model="broadcasting").execute(steps.append)
+        assert result.verified
+        assert [step.text[:17] for step in steps if step.subject == "broker-b"] == ["nothing to record"]
+        assert cluster.committed("G", RETRY, "broker-b") == {}
+
+
+# --- brokers that are away
+
+
+@pytest.mark.cluster(brokers=2)
+def test_a_broker_that_is_down_stops_it_all_and_partial_goes_on(embedded, admin, stores):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 20)
+        plan = admin.plan_reset("G", "T", "earliest")
+        embedded.broker("broker-b").stop()
+        with pytest.raises(RocketError) as stopped:
+            plan.execute()
+        assert "Nothing has moved" in stopped.value.__notes__[0]
+        result = plan.execute(partial=True)
+        assert not result.unmoved
+        assert "broker-b" in result.brokers
+        seen.wait(lambda seen: len(seen.messages) == 30)
+        assert {message.queue.broker_name for message in seen.messages[20:]} == {"broker-a"}
+
+
+@pytest.mark.cluster(brokers=2)
+def test_a_broker_that_refuses_to_record_stops_it_before_anything_moves(embedded, admin, stores):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 20)
+        plan = admin.plan_reset("G", "T", "earliest")
+        embedded.broker("broker-b").on(RequestCode.UPDATE_CONSUMER_OFFSET, answer(1, "disk full"))
+        with pytest.raises(BrokerError, match="disk full"):
+            plan.execute()
+        assert len(seen.messages) == 20
+        assert plan.execute().verified
+        wait_until_seen(seen, 2, 20)
+
+
+@pytest.mark.cluster(brokers=2)
+def test_a_broker_known_to_be_away_is_in_the_plan(embedded, admin, stores):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 20)
+        embedded.broker("broker-b").on(RequestCode.GET_BROKER_CONFIG, answer(1, "not well"), times=None)
+        plan = admin.plan_reset("G", "T", "earliest")
+        assert "not well" in plan.problems[0]
+        assert {target.queue.broker_name for target in plan.targets} == {"broker-a"}
+        with pytest.raises(RocketError, match="nothing was moved"):
+            plan.execute()
+        assert not plan.execute(partial=True).unmoved
+
+
+# --- members that cannot be reached
+
+
+def test_a_silent_member_holds_up_nobody(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with (
+        ExitStack() as stack,
+        ForeignMember(embedded, "G", "T", {}, silent=True) as silent,
+    ):
+        members = [stack.enter_context(consuming(embedded, "T", "G", instance_name=name, **stores)) for name in "abc"]
+        for _, seen in members:
+            wait_until_seen(seen, 1, 10)
+        plan = admin.plan_reset("G", "T", "earliest")
+        assert [problem for problem in plan.problems if silent.client_id in problem]
+        moved = threading.Event()
+        began = time.monotonic()
+
+        def progress(step):
+            if step.text == "moved" and not moved.is_set():
+                moved.set()
+                assert time.monotonic() - began < 5
+
+        result = plan.execute(progress, wait_s=2)
+        for _, seen in members:
+            wait_until_seen(seen, 2, 10)
+        assert not result.verified
+        assert [(outcome.subject, outcome.state) for outcome in result.unmoved] == [
+            (silent.client_id, ResetState.UNREACHED)
+        ]
+
+
+def test_when_members_may_not_be_spoken_to_the_record_reaches_them(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", reset_record_interval_s=0.3, **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        for code in (RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_CONNECTION_LIST):
+            embedded.broker("broker-a").on(code, answer(16, "no permission"), times=None)
+        plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
+        assert "may not speak" in plan.problems[0]
+        result = plan.execute()
+        assert [(outcome.subject, outcome.state) for outcome in result.outcomes] == [
+            (consumer.client_id, ResetState.UNCONFIRMED)
+        ]
+        assert not result.verified
+        wait_until_seen(seen, 2, 10)
+
+
+# --- members of other clients
+
+
+@pytest.mark.parametrize(("version", "server_side"), CLIENT_SIDE)
+def test_a_java_member_that_obeys_is_reset_in_broadcasting(version, server_side, stores):
+    with (
+        EmbeddedCluster(version=version, server_side_reset=server_side) as cluster,
+        Admin(name_server=cluster.name_server) as admin,
+    ):
+        cluster.create_topic("T", queues=2)
+        fill(cluster, "T", 20)
+        ends = {queue("T", 0): 10, queue("T", 1): 10}
+        with (
+            ForeignMember(cluster, "G", "T", ends) as java,
+            consuming(cluster, "T", "G", **stores) as (_, seen),
+        ):
+            wait_until_seen(seen, 1, 20)
+            targets = {queue("T", 0): 3, queue("T", 1): 7}
+            plan = admin.plan_reset("G", "T", targets)
+            assert {(move.member, move.current) for move in plan.moves if move.member == java.client_id} == {
+                (java.client_id, 10)
+            }
+            result = plan.execute()
+            assert result.verified, result
+            assert java.resets == [targets]
+            seen.wait(lambda seen: len(seen.messages) == 20 + 7 + 3)
+            assert cluster.committed("G", "T") == {0: -1, 1: -1}, "no offset is left"
+        assert len(seen.messages) == 30, "the broker's word to our member was the same reset, and not another"
+
+
+def test_a_java_member_that_cannot_be_reset_is_told_of(stores):
+    with EmbeddedCluster(version="4.9.7") as cluster, Admin(name_server=cluster.name_server) as admin:
+        cluster.create_topic("T", queues=2)
+        fill(cluster, "T", 20)
+        with (
+            ForeignMember(cluster, "G", "T", {}, version=(4, 9, 7)) as java,
+            consuming(cluster, "T", "G", **stores) as (_, seen),
+        ):
+            wait_until_seen(seen, 1, 20)
+            plan = admin.plan_reset("G", "T", "earliest")
+            assert "JAVA 4.9.7 cannot be reset in broadcasting by any call; stop it" in plan.problems[0]
+            result = plan.execute()
+            assert [(outcome.subject, outcome.state) for outcome in result.unmoved] == [
+                (java.client_id, ResetState.UNREACHED)
+            ]
+            assert java.resets == []
+            wait_until_seen(seen, 2, 20)
+
+
+def test_a_java_member_needs_all_queues_or_another_broker(stores):
+    with EmbeddedCluster(version="5.5.0") as cluster, Admin(name_server=cluster.name_server) as admin:
+        cluster.create_topic("T", queues=2)
+        with ForeignMember(cluster, "G", "T", {}):
+            assert "useServerSideResetOffset=true" in admin.plan_reset("G", "T", "earliest").problems[0]
+            cluster.broker("broker-a").update_config(useServerSideResetOffset=False)
+            only = admin.plan_reset("G", "T", "earliest", [queue("T", 0)])
+            assert "all queues at once" in only.problems[0]
+            assert admin.plan_reset("G", "T", "earliest").problems == []
+
+
+@pytest.mark.parametrize(("version", "server_side"), [("4.9.7", None), ("5.5.0", False), ("5.5.0", True)])
+def test_a_clustering_group_with_a_java_member_is_reset_by_its_broker(version, server_side):
+    with (
+        EmbeddedCluster(version=version, server_side_reset=server_side, long_poll_tick_s=0.2) as cluster,
+        Admin(name_server=cluster.name_server) as admin,
+    ):
+        cluster.create_topic("T", queues=2)
+        fill(cluster, "T", 20)
+        with consuming(cluster, "T", "G", instance_name="ours", pull_hold_s=0.3) as (consumer, seen):
+            wait_until_seen(seen, 1, 20)
+            until(lambda: cluster.committed("G", "T") == {0: 10, 1: 10}, "committed")
+            with ForeignMember(cluster, "G", "T", {}, model="CLUSTERING", client_id="zzz@java", obeys=False):
+                # it holds a queue by everybody's reckoning, but consumes nothing
+                until(lambda: len([each for each in consumer.progress() if each.topic == "T"]) == 1, "shared")
+                (ours,) = (each for each in consumer.progress() if each.topic == "T")
+                plan = admin.plan_reset("G", "T", {queue("T", 0): 4, queue("T", 1): 4})
+                assert "by the brokers" in str(plan)
+                result = plan.execute(wait_s=2)
+                assert not result.verified, "the other one's queue was not seen to move"
+                assert len(result.unmoved) == 1
+                assert ours.queue_id != int(result.unmoved[0].subject[-1])
+                assert result.unmoved[0].state is ResetState.UNCONFIRMED
+                seen.wait(lambda seen: len(seen.messages) == 26)
+                assert {message.queue for message in seen.messages[20:]} == {ours}
+
+
+def test_single_queues_cannot_be_named_to_an_old_broker_with_a_java_member():
+    with EmbeddedCluster(version="4.9.7") as cluster, Admin(name_server=cluster.name_server) as admin:
+        cluster.create_topic("T", queues=2)
+        with (
+            ForeignMember(cluster, "G", "T", {}, model="CLUSTERING"),
+            pytest.raises(ConfigError, match=r"broker-a can reset only all queues.*10.0.0.9@java"),
+        ):
+            admin.plan_reset("G", "T", {MessageQueue("T", "broker-a", 0): 0})
+
+
+def test_a_mark_that_waits_is_replaced_when_nobody_is_online(embedded, admin):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G") as (_, seen):
+        wait_until_seen(seen, 1, 10)
+    until(lambda: embedded.members("G") == [], "it has left")
+    embedded.call(lambda: embedded.broker("broker-a").core.state.offsets.mark("T", "G", 0, 1))
+    assert reset(admin, "G", "T", {queue("T", 0): 3, queue("T", 1): 4}).verified
+    with consuming(embedded, "T", "G") as (_, again):
+        again.wait(lambda seen: len(seen.messages) >= 3)
+        assert sorted(again.places) == [(queue("T", 0), 3), (queue("T", 0), 4), (queue("T", 1), 4)]
+
+
+# --- names, processes, permissions
+
+
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+def test_a_namespace_is_put_in_front_and_not_shown(model, tmp_path):
+    with EmbeddedCluster() as cluster, Admin(name_server=cluster.name_server, namespace="shop") as admin:
+        cluster.create_topic("shop%T", queues=2)
+        fill(cluster, "shop%T", 10)
+        options = {"message_model": model, "offset_store_dir": tmp_path, "namespace": "shop"}
+        with consuming(cluster, "T", "G", **options) as (consumer, seen):
+            seen.wait_for(10)
+            plan = admin.plan_reset("G", "T", {queue("T", 1): 2})
+            assert {move.queue for move in plan.moves} == {queue("T", 1)}
+            assert "shop" not in str(plan)
+            assert plan.execute().verified
+            seen.wait(lambda seen: len(seen.messages) == 13)
+            assert {row.queue.topic for row in admin.offsets("G", "T").rows} == {"T"}
+
+
+def test_two_processes_that_share_a_client_id_are_told_of(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        with ForeignMember(embedded, "G", "T", {}, client_id=consumer.client_id, language="PYTHON"):
+            plan = admin.plan_reset("G", "T", "earliest")
+            (member,) = plan.members
+            assert "2 processes share this client id" in member.how
+            result = plan.execute(wait_s=0)
+            assert not result.verified
+
+
+def test_who_may_not_ask_for_offsets_sees_those_of_the_queues_held(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        wait_until_stored(consumer, "T", 10)
+        embedded.broker("broker-a").on(
+            RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, answer(16, "no permission"), times=None
+        )
+        found = admin.offsets("G", "T")
+        assert [(row.member, row.committed) for row in found.rows] == [(consumer.client_id, 5), (consumer.client_id, 5)]
+
+
+def test_progress_comes_on_the_caller_s_thread_and_may_stop_it(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        plan = admin.plan_reset("G", "T", "earliest")
+        threads = set()
+        assert plan.execute(lambda step: threads.add(threading.current_thread())).verified
+        assert threads == {threading.current_thread()}
+
+        def stop(step):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            plan.execute(stop)
+
+
+def test_lag_of_a_group_nobody_knows(admin):
+    with pytest.raises(ConfigError, match="no broker knows group 'nobody'"):
+        admin.lag("nobody")
+    with pytest.raises(RouteNotFound):
+        admin.offsets("nobody", "nowhere")
+
+
+def test_lag_of_a_group_that_is_away_is_what_it_has_committed(embedded, admin):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G") as (_, seen):
+        wait_until_seen(seen, 1, 10)
+    until(lambda: embedded.members("G") == [], "it has left")
+    fill(embedded, "T", 4, start=10)
+    embedded.broker("broker-a").delete_before("T", 0, 6)
+    found = admin.offsets("G", "T")
+    assert (found.model, found.members, found.total) == (None, (), 3)
+    assert [(row.committed, row.min, row.max, row.lag) for row in found.rows] == [(5, 6, 7, 1), (5, 0, 7, 2)]

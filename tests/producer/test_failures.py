@@ -1,0 +1,310 @@
+"""What a producer does when brokers refuse, do not answer, or are gone."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+import pytest
+
+from pyrocket_consumer import (
+    ConnectError,
+    ConnectionLost,
+    FlowControl,
+    MessageQueue,
+    PermissionDenied,
+    ProtocolError,
+    RequestTimeout,
+    RouteNotFound,
+    SendError,
+)
+from pyrocket_consumer.producer import SendStatus
+from pyrocket_consumer.testing import (
+    answer,
+    close_connection,
+    cut_after,
+    delay,
+    drop,
+    handle_and_close,
+    reset_connection,
+    rewrite,
+)
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.real_brokers import wait_until
+
+SEND = RequestCode.SEND_MESSAGE_V2
+BATCH = RequestCode.SEND_BATCH_MESSAGE
+A, B = MessageQueue("orders", "broker-a", 0), MessageQueue("orders", "broker-b", 0)
+
+
+def known(producer):
+    """Have route and connections at hand, and every broker used as often as the other from here on."""
+    for _ in range(4):
+        producer.send("orders", b"first")
+    return producer
+
+
+@pytest.mark.parametrize("code", [17, 14, 1, 2, 16, 204, 205, 215, 1500])
+def test_another_broker_may_take_what_one_refuses(embedded, producing, code):
+    producer = known(producing(embedded))
+    refused_by, takes = embedded.brokers
+    refused_by.on(SEND, answer(code, "not now"), times=None)
+    sent = [producer.send("orders", b"x") for _ in range(4)]
+    assert {each.queue.broker_name for each in sent} == {takes.name}
+
+
+@pytest.mark.parametrize("code", [13, 29, 15, 3, 26])
+def test_what_every_broker_would_refuse_is_tried_once(embedded, producing, code):
+    producer = known(producing(embedded))
+    for broker in embedded.brokers:
+        broker.forget_requests()
+        broker.on(SEND, answer(code, "never"), times=None)
+    with pytest.raises(SendError, match=rf"orders/broker-.*\({code}\): never") as raised:
+        producer.send("orders", b"x")
+    assert len(raised.value.attempts) == 1
+    assert sum(len(broker.requests(SEND)) for broker in embedded.brokers) == 1
+
+
+@pytest.mark.parametrize("fault", [close_connection, reset_connection, handle_and_close, cut_after(20)])
+def test_after_a_lost_connection_another_broker_is_tried(embedded, producing, fault):
+    producer = known(producing(embedded))
+    embedded.broker("broker-a").on(SEND, fault, times=1)
+    assert {producer.send("orders", b"x").queue.broker_name for _ in range(3)} == {"broker-b"}
+
+
+def test_without_an_answer_another_broker_is_tried_within_the_timeout(embedded, producing):
+    producer = known(producing(embedded, send_timeout_s=2))
+    embedded.broker("broker-a").on(SEND, drop, times=None)
+    started = time.monotonic()
+    sent = [producer.send("orders", b"x") for _ in range(3)]
+    assert {each.queue.broker_name for each in sent} == {"broker-b"}
+    assert time.monotonic() - started < 3  # one message waited for an answer, those after it knew better
+
+
+def test_a_broker_that_failed_is_left_alone_for_a_moment(embedded, producing):
+    producer = known(producing(embedded))
+    failing = embedded.broker("broker-a")
+    failing.forget_requests()
+    failing.on(SEND, answer(2, "busy"), times=1)
+    assert {producer.send("orders", b"x").queue.broker_name for _ in range(10)} == {"broker-b"}
+    assert len(failing.requests(SEND)) == 1
+    wait_until(
+        lambda: producer.send("orders", b"x").queue.broker_name == "broker-a", "it is trusted again", timeout_s=5
+    )
+
+
+@pytest.mark.cluster(brokers=1)
+def test_an_only_broker_is_asked_again_after_a_pause(embedded, producing):
+    producer = known(producing(embedded))
+    broker = embedded.broker("broker-a")
+    broker.forget_requests()
+    broker.on(SEND, answer(2, "busy"), times=2)
+    assert producer.send("orders", b"x").queue.broker_name == "broker-a"
+    first, second, third = (each.at_s for each in broker.requests(SEND))
+    assert second - first >= 0.04
+    assert third - second >= 0.09
+
+
+@pytest.mark.cluster(brokers=1)
+def test_the_error_tells_every_attempt(embedded, producing):
+    producer = known(producing(embedded))
+    broker = embedded.broker("broker-a")
+    broker.on(SEND, answer(2, "busy one"))
+    broker.on(SEND, close_connection)
+    broker.on(SEND, answer(14, "disk full"))
+    with pytest.raises(SendError) as raised:
+        producer.send("orders", b"x")
+    error = raised.value
+    first, second, third = error.attempts
+    assert "SYSTEM_BUSY (2): busy one" in first
+    assert "was lost" in second
+    assert "SERVICE_NOT_AVAILABLE (14): disk full" in third
+    assert all(attempt.startswith("orders/broker-a/") and broker.address in attempt for attempt in error.attempts)
+    assert all(attempt in str(error) for attempt in error.attempts)
+    assert error.topic == "orders"
+    assert pickle.loads(pickle.dumps(error)).attempts == error.attempts
+
+
+@pytest.mark.cluster(brokers=1)
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (answer(2, "busy"), FlowControl),
+        (answer(16, "forbidden"), PermissionDenied),
+        (close_connection, ConnectionLost),
+        (drop, RequestTimeout),
+        (answer(0, fields={"msgId": "x"}), ProtocolError),
+    ],
+)
+def test_the_last_attempts_error_is_the_cause(embedded, producing, fault, cause):
+    producer = known(producing(embedded, send_timeout_s=0.5))
+    embedded.broker("broker-a").on(SEND, fault, times=None)
+    with pytest.raises(SendError) as raised:
+        producer.send("orders", b"x")
+    assert isinstance(raised.value.__cause__, cause)
+
+
+@pytest.mark.cluster(brokers=1)
+def test_attempts_are_counted(embedded, producing):
+    producer = known(producing(embedded, send_attempts=2))
+    broker = embedded.broker("broker-a")
+    broker.forget_requests()
+    broker.on(SEND, answer(1, "no"), times=None)
+    with pytest.raises(SendError) as raised:
+        producer.send("orders", b"x")
+    assert len(raised.value.attempts) == len(broker.requests(SEND)) == 2
+
+
+@pytest.mark.parametrize("pin", [{"queue": A}, {"sharding_key": "key"}])
+@pytest.mark.parametrize("fault", [answer(2, "busy"), close_connection])
+def test_a_message_for_one_queue_is_tried_once(embedded, producing, pin, fault):
+    producer = known(producing(embedded))
+    for broker in embedded.brokers:
+        broker.forget_requests()
+        broker.on(SEND, fault, times=None)
+    with pytest.raises(SendError) as raised:
+        producer.send("orders", b"x", **pin)
+    assert len(raised.value.attempts) == 1
+    assert sum(len(broker.requests(SEND)) for broker in embedded.brokers) == 1
+
+
+@pytest.mark.cluster(brokers=1)
+def test_a_lost_answer_may_store_a_message_twice_under_one_id(embedded, producing):
+    producer = known(producing(embedded))
+    embedded.broker("broker-a").on(SEND, handle_and_close)
+    sent = producer.send("orders", b"twice")
+    stored = [message for message in embedded.messages("orders") if message.body == b"twice"]
+    assert [message.message_id for message in stored] == [sent.message_id] * 2
+
+
+@pytest.mark.cluster(brokers=1)
+@pytest.mark.parametrize("timeout_s", [0.2, 0.6])
+def test_a_send_ends_with_its_timeout(embedded, producing, timeout_s):
+    producer = known(producing(embedded))
+    embedded.broker("broker-a").on(SEND, drop, times=None)
+    started = time.monotonic()
+    with pytest.raises(SendError):
+        producer.send("orders", b"x", timeout_s=timeout_s)
+    assert timeout_s <= time.monotonic() - started < timeout_s + 1
+
+
+@pytest.mark.cluster(brokers=1)
+def test_an_answer_just_in_time_counts(embedded, producing):
+    producer = known(producing(embedded))
+    embedded.broker("broker-a").on(SEND, delay(0.3))
+    assert producer.send("orders", b"x", timeout_s=2).status is SendStatus.OK
+    assert len(embedded.messages("orders")) == 5
+
+
+@pytest.mark.cluster(brokers=1)
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (10, SendStatus.FLUSH_DISK_TIMEOUT),
+        (11, SendStatus.SLAVE_NOT_AVAILABLE),
+        (12, SendStatus.FLUSH_SLAVE_TIMEOUT),
+    ],
+)
+def test_stored_but_not_as_safely_as_wanted_is_stored(embedded, producing, code, status):
+    def less_safe(command):
+        command.code = code
+        return command
+
+    producer = known(producing(embedded))
+    embedded.broker("broker-a").on(SEND, rewrite(less_safe))
+    sent = producer.send("orders", b"x")
+    assert sent.status is status
+    assert len(embedded.messages("orders")) == 5
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_broker_that_is_gone_costs_no_message(embedded, producing, how):
+    producer = known(producing(embedded))
+    futures = [producer.send_async("orders", b"%d" % number) for number in range(200)]
+    getattr(embedded.broker("broker-a"), how)()
+    futures += [producer.send_async("orders", b"%d" % number) for number in range(200, 300)]
+    for future in futures:
+        future.result(10)
+    assert {int(message.body) for message in embedded.messages("orders") if message.body != b"first"} == set(range(300))
+
+
+def test_with_every_broker_gone_the_error_comes_in_time_and_later_messages_get_through(embedded, producing):
+    producer = known(producing(embedded, send_timeout_s=0.5))
+    for broker in embedded.brokers:
+        broker.kill()
+    started = time.monotonic()
+    with pytest.raises((SendError, RouteNotFound)):
+        producer.send("orders", b"x")
+    assert time.monotonic() - started < 1.5
+    for broker in embedded.brokers:
+        broker.start()
+    assert producer.send("orders", b"x", timeout_s=10)
+
+
+def test_a_deleted_topic_is_told_from_a_broker_in_trouble(embedded, producing):
+    producer = known(producing(embedded))
+    for broker in embedded.brokers:
+        broker.update_config(autoCreateTopicEnable=False)
+    embedded.delete_topic("orders")
+    with pytest.raises(SendError, match=r"TOPIC_NOT_EXIST \(17\): .*; no route for topic 'orders'"):
+        producer.send("orders", b"x")
+
+
+@pytest.mark.cluster(brokers=1)
+def test_a_known_route_needs_no_name_server(embedded, producing):
+    producer = known(producing(embedded, call_timeout_s=0.5, connect_timeout_s=0.5))
+    embedded.stop_name_server()
+    assert producer.send("orders", b"x")
+    with pytest.raises(SendError) as raised:
+        producer.send("other", b"x")
+    assert isinstance(raised.value.__cause__, ConnectError)
+    embedded.start_name_server()
+    embedded.create_topic("other", queues=1)
+    assert producer.send("other", b"x", timeout_s=10)
+
+
+@pytest.mark.cluster(brokers=2, name_servers=2)
+def test_another_name_server_takes_over(embedded, producing):
+    producer = producing(embedded)
+    for name_server in embedded.name_server_nodes:
+        name_server.stop()
+        assert producer.send("orders", b"x", timeout_s=10)
+        embedded.create_topic(f"after-{name_server.address.rpartition(':')[2]}", queues=1)
+        name_server.start()
+        assert producer.send(f"after-{name_server.address.rpartition(':')[2]}", b"x", timeout_s=10)
+
+
+@pytest.mark.cluster(brokers=1)
+def test_a_batch_that_fails_half_way_tells_how_much_is_stored(embedded, producing):
+    producer = known(producing(embedded, max_message_bytes=1000, send_attempts=1))
+    broker = embedded.broker("broker-a")
+    bodies = [b"%03d" % number + b"x" * 300 for number in range(10)]
+    broker.on(BATCH, rewrite(lambda command: command), times=2)
+    broker.on(BATCH, answer(2, "busy"))
+    with pytest.raises(SendError, match="was not sent after the first 4, which are stored: .*busy") as raised:
+        producer.send_batch("orders", bodies)
+    assert raised.value.stored == 4
+    assert [message.body for message in embedded.messages("orders") if message.body != b"first"]
+    stored = {message.body for message in embedded.messages("orders")} - {b"first"}
+    assert stored == set(bodies[:4])
+    assert pickle.loads(pickle.dumps(raised.value)).stored == 4
+
+
+@pytest.mark.cluster(brokers=1)
+def test_a_one_way_message_that_cannot_leave_is_an_error(embedded, producing):
+    producer = known(producing(embedded, send_timeout_s=0.5, connect_timeout_s=0.3))
+    embedded.broker("broker-a").kill()
+    with pytest.raises((SendError, RouteNotFound)):
+        producer.send("orders", b"x")  # now the producer has noticed
+    with pytest.raises((SendError, RouteNotFound)):
+        producer.send_oneway("orders", b"x")
+
+
+@pytest.mark.cluster(brokers=1, account=("key", "secret"))
+def test_a_wrong_key_is_told(embedded, producing):
+    with pytest.raises(SendError) as raised:
+        producing(embedded, access_key="key", secret_key="wrong").send("orders", b"x")
+    assert isinstance(raised.value.__cause__, PermissionDenied)
+    assert producing(embedded, access_key="key", secret_key="secret").send("orders", b"x")
+    results = producing(embedded, access_key="key", secret_key="secret").send_batch("orders", [b"x", b"y"])
+    assert len(results) == 2

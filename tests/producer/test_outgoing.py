@@ -1,0 +1,162 @@
+"""What may be sent, and what is said about what may not."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from pyrocket_consumer import ConfigError
+from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage, Producer
+from pyrocket_consumer.wire.message import PropertyName
+
+
+@pytest.mark.parametrize("body", [b"x", bytearray(b"x"), memoryview(b"x"), memoryview(b"xyx")[::2][:1]])
+def test_anything_like_bytes_is_a_body(body):
+    assert OutgoingMessage(body).body == b"x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"body": "text"}, r"body\.encode\(\)"),
+        ({"body": None}, "not NoneType"),
+        ({"body": 17}, "not int"),
+        ({"body": [1, 2]}, "not list"),
+        ({"body": b""}, "at least one byte"),
+        ({"tags": ""}, "tags is empty"),
+        ({"tags": ["a"]}, "tags must be text, not list"),
+        ({"tags": "a || b"}, "one tag"),
+        ({"tags": " a"}, "one tag"),
+        ({"tags": "a\x01"}, "separate properties"),
+        ({"keys": ["a", ""]}, "a key is empty"),
+        ({"keys": ["a b"]}, "white space"),
+        ({"keys": [1]}, "must be text, not int"),
+        ({"keys": b"k"}, "sequence of texts, not bytes"),
+        ({"keys": 5}, "sequence of texts, not int"),
+        ({"properties": [("a", "b")]}, "mapping of text to text, not list"),
+        ({"properties": {1: "b"}}, "name must be text, not int"),
+        ({"properties": {"a": 1}}, "property 'a' must be text, not int"),
+        ({"properties": {"": "b"}}, "name is empty"),
+        ({"properties": {"a": ""}}, "property 'a' is empty, and would be lost"),
+        ({"properties": {"a\x02": "b"}}, r"\\x01 or \\x02"),
+        ({"properties": {"a": "b\x01c"}}, r"\\x01 or \\x02"),
+        ({"properties": {"a": "\ud800"}}, "UTF-8"),
+        ({"properties": {"TAGS": "b"}}, "use the argument tags="),
+        ({"properties": {"KEYS": "b"}}, "use the argument keys="),
+        ({"properties": {"DELAY": "3"}}, "use the argument delay_level="),
+        ({"properties": {"TIMER_DELIVER_MS": "3"}}, "use the argument deliver_at="),
+        ({"properties": {"__SHARDINGKEY": "3"}}, "use the argument sharding_key="),
+        ({"properties": {"UNIQ_KEY": "x"}}, "reserved by RocketMQ; choose another name"),
+        ({"properties": {"__RMQ.TRANSIENT.X": "x"}}, "reserved"),
+        ({"flag": "1"}, "flag='1' is not allowed"),
+        ({"flag": 2**31}, "flag=2147483648 is not allowed"),
+        ({"topic": "a b"}, "character that is not allowed"),
+    ],
+)
+def test_a_message_that_could_not_arrive_as_given_is_refused_at_once(arguments, reason):
+    with pytest.raises(ConfigError, match=reason):
+        OutgoingMessage(**{"body": b"x", **arguments})
+
+
+def test_one_key_may_be_given_as_text():
+    assert OutgoingMessage(b"x", keys="order-1").keys == ("order-1",)
+
+
+def test_tag_keys_and_properties_travel_together():
+    message = OutgoingMessage(b"x", "paid", ["k1", "k2"], {"région": "é&="})
+    assert message.travelling_properties() == {"région": "é&=", "KEYS": "k1 k2", "TAGS": "paid"}
+
+
+def test_the_names_rocketmq_writes_are_reserved_and_those_for_applications_are_not():
+    assert {"UNIQ_KEY", "TAGS", "KEYS", "WAIT", "DELAY", "RETRY_TOPIC", "CLUSTER", "TRAN_MSG"} <= RESERVED_PROPERTIES
+    assert PropertyName.CHECK_IMMUNITY_TIME_IN_SECONDS not in RESERVED_PROPERTIES
+
+
+@pytest.fixture
+def producer():
+    return Producer(name_server="127.0.0.1:1", max_message_bytes=1000)  # nobody listens there: nothing may be sent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"topic": ""}, "topic is empty"),
+        ({"topic": None}, "must be text, not NoneType"),
+        ({"topic": ["a"]}, "must be text, not list"),
+        ({"topic": "a.b"}, "not allowed"),
+        ({"topic": "t" * 128}, "128 characters"),
+        ({"topic": "SCHEDULE_TOPIC_XXXX"}, "belongs to the broker"),
+        ({"body": b"x" * 1001}, "1001 bytes is more than max_message_bytes=1000"),
+        ({"properties": {"a": "é" * 16_400}}, "at most 32767"),
+        ({"delay_level": -1}, "delay_level=-1"),
+        ({"delay_level": 19}, "delay_level=19"),
+        ({"delay_level": True}, "delay_level=True"),
+        ({"deliver_at": datetime(2030, 1, 1)}, "no time zone"),
+        ({"deliver_at": 5}, "datetime with a time zone, not int"),
+        ({"deliver_at": datetime(2030, 1, 1, tzinfo=UTC), "delay_level": 1}, "exclude each other"),
+        ({"sharding_key": ""}, "sharding_key is empty"),
+        ({"sharding_key": 7}, "sharding_key must be text"),
+        ({"queue": 3}, "must be a MessageQueue, not int"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"timeout_s": "1"}, "timeout_s='1'"),
+    ],
+)
+@pytest.mark.parametrize("how", ["send", "send_async", "send_oneway"])
+def test_a_wrong_argument_of_a_send_is_told_before_anything_is_sent(producer, how, arguments, reason):
+    with pytest.raises(ConfigError, match=reason):
+        getattr(producer, how)(**{"topic": "orders", "body": b"x", **arguments})
+
+
+def test_a_queue_belongs_to_the_topic_and_excludes_a_sharding_key(producer):
+    from pyrocket_consumer import MessageQueue
+
+    queue = MessageQueue("other", "broker-a", 0)
+    with pytest.raises(ConfigError, match="not one of topic 'orders'"):
+        producer.send("orders", b"x", queue=queue)
+    with pytest.raises(ConfigError, match="both choose the queue"):
+        producer.send("other", b"x", queue=queue, sharding_key="k")
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (b"abc", "list of messages, not bytes"),
+        (OutgoingMessage(b"x"), "list of messages, not OutgoingMessage"),
+        ([b"x", "text"], "body is text"),
+        ([b"x", OutgoingMessage(b"x", topic="other")], "'orders', and a message in it is for 'other'"),
+        ([b"x", b"x" * 999], "message 1 of the batch.*send it by itself"),
+        ([b"x" * 1001], "more than max_message_bytes"),
+    ],
+)
+def test_a_wrong_batch_is_told_before_anything_is_sent(producer, messages, reason):
+    with pytest.raises(ConfigError, match=reason):
+        producer.send_batch("orders", messages)
+
+
+def test_a_retry_topic_takes_no_batches(producer):
+    with pytest.raises(ConfigError, match="one by one"):
+        producer.send_batch("%RETRY%app", [b"x"])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"send_timeot_s": 3}, "did you mean 'send_timeout_s'"),
+        ({"group": "a b"}, "character that is not allowed"),
+        ({"compression": "gzip"}, "choose one of"),
+        ({"send_attempts": 0}, "send_attempts=0"),
+        ({"max_in_flight_messages": 0}, "max_in_flight_messages=0"),
+        ({"max_message_bytes": 16 * 1024 * 1024}, "max_message_bytes"),
+    ],
+)
+def test_a_wrong_option_is_told_at_once(options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Producer(**{"name_server": "127.0.0.1:1", **options})
+
+
+def test_a_configuration_is_given_whole_or_in_parts():
+    config = Producer(name_server="127.0.0.1:1", group="app").config
+    assert Producer(config=config).group == "app"
+    with pytest.raises(ConfigError, match="put 'send_attempts' into it"):
+        Producer(config=config, send_attempts=1)

@@ -1,0 +1,87 @@
+"""Which queue is next, and which brokers are left alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from pyrocket_consumer.model import BrokerData, MessageQueue, QueueData, TopicRoute
+from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
+
+
+def queues_of(*brokers, count=2, perm=6):
+    return PublishQueues(
+        TopicRoute(
+            "orders",
+            tuple(QueueData(name, count, count, perm) for name in brokers),
+            tuple(BrokerData("c", name, {0: f"{name}:1"}) for name in brokers),
+        ),
+        random.Random(1),
+    )
+
+
+def test_queues_are_taken_in_turn():
+    queues = queues_of("a", "b")
+    taken = [queues.take() for _ in range(8)]
+    assert Counter(taken) == dict.fromkeys(queues.all, 2)
+    assert taken[:4] == taken[4:]
+
+
+def test_producers_that_start_together_begin_at_different_queues():
+    route = queues_of("a", "b", count=50).route
+    assert len({PublishQueues(route, random.Random(seed)).take() for seed in range(20)}) > 5
+
+
+def test_queues_of_avoided_brokers_are_passed_over():
+    queues = queues_of("a", "b")
+    assert {queues.take({"a"}).broker_name for _ in range(6)} == {"b"}
+    assert queues.take({"a", "b"}) is None
+
+
+@pytest.mark.parametrize("broken", ["perm", "no queues"])
+def test_a_topic_that_cannot_be_written_has_no_queue(broken):
+    queues = queues_of("a", perm=4) if broken == "perm" else queues_of()
+    assert queues.take() is None
+    assert queues.of_sharding_key("key") is None
+    assert MessageQueue("orders", "a", 0) not in queues
+
+
+def test_the_name_server_may_fix_the_queues_of_an_ordered_topic():
+    route = TopicRoute("orders", queues_of("b").route.queues, order_conf="b:1;a:2;")
+    taken = [MessageQueue("orders", "b", 0), MessageQueue("orders", "a", 0), MessageQueue("orders", "a", 1)]
+    assert PublishQueues(route, random.Random(1)).all == taken
+
+
+# What String.hashCode gives in Java; the last is Integer.MIN_VALUE, whose absolute value Java cannot hold.
+@pytest.mark.parametrize(
+    ("key", "java_hash"),
+    [("hello", 99162322), ("o-1", 108115), ("键", 38190), ("TagA", 2598919), ("polygenelubricants", -2147483648)],
+)
+@pytest.mark.parametrize("count", [1, 3, 4, 7])
+def test_a_sharding_key_goes_to_the_queue_that_java_chooses(key, java_hash, count):
+    queues = queues_of("a", count=count)
+    remainder = java_hash - int(java_hash / count) * count  # Java's %: it has the sign of the hash
+    assert queues.of_sharding_key(key) == MessageQueue("orders", "a", abs(remainder))
+
+
+def test_a_broker_that_failed_is_left_alone_for_a_moment_and_longer_when_it_fails_again():
+    failed = FailedBrokers()
+    failed.failed("a", now=100.0)
+    assert failed.names(100.9) == {"a"}
+    assert failed.names(101.1) == set()
+    failed.failed("a", now=102.0)
+    assert failed.names(103.9) == {"a"}
+    for _ in range(20):
+        failed.failed("a", now=200.0)
+    assert failed.names(229.9) == {"a"}
+    assert failed.names(230.1) == set()
+
+
+def test_an_answer_clears_a_brokers_name():
+    failed = FailedBrokers()
+    failed.failed("a", now=100.0)
+    failed.failed("b", now=100.0)
+    failed.answered("a")
+    assert failed.names(100.0) == {"b"}

@@ -1,0 +1,316 @@
+"""Messages arrive as they were given, and results say where. On every kind of cluster."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import wait
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from pyrocket_consumer import MessageQueue, RouteNotFound, SendError
+from pyrocket_consumer.producer import OutgoingMessage, SendStatus
+from pyrocket_consumer.wire.subscription import java_string_hash
+from tests.real_brokers import wait_until
+
+
+def place(message):
+    return message.queue, message.queue_offset, message.message_id, message.offset_message_id
+
+
+def result_place(result):
+    return result.queue, result.queue_offset, result.message_id, result.offset_message_id
+
+
+def test_a_message_is_stored_as_it_was_given(cluster, topic, producing):
+    cluster.create_topic(topic, queues=1)
+    producer = producing(cluster)
+    before_ms = int(datetime.now(UTC).timestamp() * 1000)
+    sent = producer.send(
+        topic,
+        "привет\0".encode(),
+        tags="Tag ☃",
+        keys=["k1", "ключ-键-🔑"],
+        properties={"région": 'é&= "x"\\', "b": "\n\t"},
+        flag=-5,
+    )
+    (found,) = cluster.messages(topic)
+    assert (found.body, found.tags, found.keys, found.flag) == (
+        "привет\0".encode(),
+        "Tag ☃",
+        ("k1", "ключ-键-🔑"),
+        -5,
+    )
+    assert (found.property("région"), found.property("b")) == ('é&= "x"\\', "\n\t")
+    assert before_ms <= found.born_at_ms <= before_ms + 60_000
+    assert found.reconsume_times == 0
+    assert result_place(sent) == place(found)
+    assert sent.status is SendStatus.OK
+
+
+def test_messages_take_the_queues_in_turn(cluster, topic, producing):
+    cluster.create_topic(topic, queues=4)
+    producer = producing(cluster)
+    sent = [producer.send(topic, b"x") for _ in range(12)]
+    assert Counter(each.queue.queue_id for each in sent) == dict.fromkeys(range(4), 3)
+    assert sorted(map(result_place, sent)) == sorted(map(place, cluster.messages(topic)))
+
+
+def test_a_chosen_queue_gets_the_message(cluster, topic, producing):
+    cluster.create_topic(topic, queues=4)
+    queue = MessageQueue(topic, "broker-a", 2)
+    assert [producing(cluster).send(topic, b"x", queue=queue).queue for _ in range(2)] == [queue, queue]
+
+
+def test_a_sharding_key_keeps_messages_in_one_queue_and_in_order(cluster, topic, producing):
+    cluster.create_topic(topic, queues=4)
+    producer = producing(cluster)
+    futures = [
+        (key, producer.send_async(topic, f"{key}-{number:02}".encode(), sharding_key=key))
+        for number in range(30)
+        for key in ("o-1", "o-2", "polygenelubricants")
+    ]
+    for key, future in futures:
+        assert future.result(30).queue.queue_id == abs(java_string_hash(key)) % 4
+    stored = cluster.messages(topic)
+    for key in ("o-1", "o-2", "polygenelubricants"):
+        of_key = [message for message in stored if message.property("__SHARDINGKEY") == key]
+        assert [message.body.decode() for message in of_key] == [f"{key}-{number:02}" for number in range(30)]
+
+
+@pytest.mark.parametrize(("kind", "sys_flag"), [("zlib", 0x301), ("lz4", 0x101), ("zstd", 0x201)])
+def test_large_bodies_are_compressed(cluster, topic, producing, kind, sys_flag):
+    cluster.create_topic(topic, queues=1)
+    producer = producing(cluster, compression=kind, compress_above_bytes=1000)
+    body = b"abcdefghij" * 100
+    for each in (body, body[:-1]):
+        producer.send(topic, each)
+    large, small = cluster.messages(topic)
+    assert (large.body, large.sys_flag & 0x701) == (body, sys_flag)
+    assert large.store_size < 500
+    assert (small.body, small.sys_flag & 0x701) == (body[:-1], 0)
+
+
+def test_what_compression_would_make_larger_is_sent_as_it_is(cluster, topic, producing):
+    cluster.create_topic(topic, queues=1)
+    body = bytes(range(256))
+    producing(cluster, compress_above_bytes=256).send(topic, body)
+    (found,) = cluster.messages(topic)
+    assert (found.body, found.sys_flag & 1) == (body, 0)
+
+
+def test_the_largest_message_is_stored(cluster, topic, producing):
+    cluster.create_topic(topic, queues=1)
+    producer = producing(cluster, compress_above_bytes=1 << 30, send_timeout_s=30)
+    sent = producer.send(topic, b"x" * (4 * 1024 * 1024))
+    assert sent.queue_offset == 0
+
+
+def test_the_messages_of_a_batch_are_messages_like_others(cluster, topic, producing):
+    cluster.create_topic(topic, queues=1)
+    producer = producing(cluster, compress_above_bytes=2)
+    producer.send(topic, b"before")
+    results = producer.send_batch(
+        topic,
+        [
+            b"plain",
+            OutgoingMessage(b"full", tags="paid", keys=["k1", "k2"], properties={"région": "é"}, flag=7),
+            bytearray(b"third"),
+        ],
+    )
+    stored = cluster.messages(topic)[1:]
+    assert [result_place(each) for each in results] == [place(each) for each in stored]
+    assert [each.queue_offset for each in results] == [1, 2, 3]
+    assert len({each.message_id for each in stored}) == 3
+    plain, full, _ = stored
+    assert [each.body for each in stored] == [b"plain", b"full", b"third"]
+    assert (full.tags, full.keys, full.property("région"), full.flag) == ("paid", ("k1", "k2"), "é", 7)
+    assert (plain.tags, plain.keys, plain.flag) == (None, (), 0)
+
+
+def test_a_batch_too_large_for_one_request_takes_several(cluster, topic, producing):
+    cluster.create_topic(topic, queues=4)
+    producer = producing(cluster, max_message_bytes=2000)
+    results = producer.send_batch(topic, [f"{number:0400}".encode() for number in range(20)])
+    stored = {place(message): message.body for message in cluster.messages(topic)}
+    assert [int(stored[result_place(each)]) for each in results] == list(range(20))
+    assert len({each.queue for each in results}) == 4
+
+
+@pytest.mark.parametrize("pin", ["queue", "sharding_key"])
+def test_a_batch_for_one_queue_stays_together(cluster, topic, producing, pin):
+    cluster.create_topic(topic, queues=4)
+    producer = producing(cluster, max_message_bytes=2000)
+    where = {"queue": MessageQueue(topic, "broker-a", 3)} if pin == "queue" else {"sharding_key": "key"}
+    results = producer.send_batch(topic, [b"x" * 400] * 20, **where)
+    assert len({each.queue for each in results}) == 1
+    assert [each.queue_offset for each in results] == list(range(20))
+    if pin == "sharding_key":
+        assert {message.property("__SHARDINGKEY") for message in cluster.messages(topic)} == {"key"}
+
+
+def test_a_batch_of_more_messages_than_brokers_can_count_harms_nothing(cluster, topic, producing):
+    """In one request, brokers 5.x would give later messages offsets that exist already."""
+    cluster.create_topic(topic, queues=1)
+    producer = producing(cluster, send_timeout_s=60)
+    results = producer.send_batch(topic, [b"x"] * 33_000)
+    assert [each.queue_offset for each in results] == list(range(33_000))
+    assert producer.send(topic, b"after").queue_offset == 33_000
+    wait_until(lambda: cluster.broker("broker-a").max_offset(topic, 0) == 33_001, "max offset")
+
+
+def test_an_empty_batch_is_no_request(cluster, topic, producing):
+    assert producing(cluster).send_batch(topic, []) == []
+
+
+def test_many_messages_at_a_time_each_have_their_place(cluster, topic, producing):
+    cluster.create_topic(topic, queues=4)
+    producer = producing(cluster, send_timeout_s=60)
+    futures = [producer.send_async(topic, b"%d" % number) for number in range(3000)]
+    wait(futures, timeout=60)
+    places = [result_place(future.result(0)) for future in futures]
+    assert len(set(places)) == 3000
+    stored = {place(message): message.body for message in cluster.messages(topic)}
+    assert [stored[each] for each in places] == [b"%d" % number for number in range(3000)]
+
+
+def test_threads_share_a_producer(cluster, topic, producing):
+    cluster.create_topic(topic, queues=4)
+    producer = producing(cluster, send_timeout_s=30)
+    results = []
+
+    def send_some():
+        for _ in range(50):
+            results.append(producer.send(topic, b"x"))
+
+    threads = [threading.Thread(target=send_some) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len({result_place(each) for each in results}) == 400
+    assert len({each.message_id for each in results}) == 400
+
+
+def test_one_way_messages_arrive(cluster, topic, producing):
+    cluster.create_topic(topic, queues=2)
+    producer = producing(cluster)
+    for number in range(10):
+        assert producer.send_oneway(topic, b"%d" % number, tags="t") is None
+    wait_until(lambda: len(cluster.messages(topic)) == 10, "10 messages")
+    assert sorted(message.body for message in cluster.messages(topic)) == [b"%d" % number for number in range(10)]
+
+
+def test_a_delayed_message_arrives_later(cluster, topic, producing):
+    cluster.create_topic(topic, queues=1)
+    sent = producing(cluster).send(topic, b"later", delay_level=1)
+    assert cluster.messages(topic) == []
+    wait_until(lambda: cluster.messages(topic), "the delayed message")
+    (found,) = cluster.messages(topic)
+    assert (found.body, found.message_id) == (b"later", sent.message_id)
+    assert found.stored_at_ms - found.born_at_ms >= 900
+
+
+def test_a_message_arrives_at_a_given_time_from_5_0_on(cluster, topic, producing):
+    cluster.create_topic(topic, queues=1)
+    producer = producing(cluster)
+    at = datetime.now(UTC) + timedelta(seconds=2)
+    if cluster.version.startswith("4."):
+        with pytest.raises(SendError, match="before 5.0 deliver at once.*use delay_level"):
+            producer.send(topic, b"at two", deliver_at=at)
+        assert cluster.messages(topic) == []
+        return
+    sent = producer.send(topic, b"at two", deliver_at=at)
+    assert cluster.messages(topic) == []
+    wait_until(lambda: cluster.messages(topic), "the message")
+    (found,) = cluster.messages(topic)
+    assert (found.body, found.message_id) == (b"at two", sent.message_id)
+    assert found.stored_at >= at - timedelta(seconds=1)  # brokers round to a second
+
+
+def test_a_topic_that_does_not_exist_is_an_error_that_says_what_to_do(cluster, topic, producing):
+    producer = producing(cluster)
+    for send in (producer.send, producer.send_oneway):
+        with pytest.raises(RouteNotFound, match="create the topic"):
+            send(topic, b"x")
+    with pytest.raises(RouteNotFound):
+        producer.send_async(topic, b"x").result(10)
+    with pytest.raises(RouteNotFound):
+        producer.send_batch(topic, [b"x"])
+    cluster.create_topic(topic, queues=1)
+    assert producer.send(topic, b"x").queue_offset == 0
+
+
+def test_a_topic_is_made_by_the_broker_if_wanted(cluster, topic, producing):
+    producer = producing(cluster, auto_create_topic=True)
+    results = [producer.send(topic, b"x") for _ in range(5)]
+    assert {each.queue.broker_name for each in results} == {"broker-a"}
+    wait_until(lambda: len(cluster.messages(topic)) == 5, "5 messages")
+
+
+def test_a_topic_that_cannot_be_written_is_an_error_that_says_so(cluster, topic, producing):
+    cluster.create_topic(topic, queues=2, perm=4)
+    producer = producing(cluster)
+    with pytest.raises(SendError, match=r"no queue can be written; .*no write permission \(perm 4\)") as raised:
+        producer.send(topic, b"x")
+    assert len(raised.value.attempts) == 1
+    queue = MessageQueue(topic, "broker-a", 0)
+    with pytest.raises(SendError, match="is not a queue that can be written"):
+        producer.send(topic, b"x", queue=queue)
+
+
+def test_a_queue_that_does_not_exist_is_an_error_that_says_so(cluster, topic, producing):
+    cluster.create_topic(topic, queues=2)
+    producer = producing(cluster)
+    producer.send(topic, b"x")
+    for queue in (MessageQueue(topic, "broker-a", 2), MessageQueue(topic, "broker-z", 0)):
+        with pytest.raises(SendError, match="not in the topic's route.*broker-a with 2 write queues"):
+            producer.send(topic, b"x", queue=queue)
+
+
+def test_queues_added_later_are_used(cluster, topic, producing):
+    cluster.create_topic(topic, queues=1)
+    producer = producing(cluster)
+    producer.send(topic, b"x")
+    cluster.create_topic(topic, queues=3)
+    queue = MessageQueue(topic, "broker-a", 2)
+    assert producer.send(topic, b"x", queue=queue).queue == queue
+    assert {producer.send(topic, b"x").queue.queue_id for _ in range(3)} == {0, 1, 2}
+
+
+def test_a_message_can_be_sent_to_a_groups_retry_topic(cluster, names, producing):
+    group = names.group()
+    cluster.broker("broker-a").create_group(group)
+    cluster.create_topic(f"%RETRY%{group}", queues=1)
+    sent = producing(cluster).send(f"%RETRY%{group}", b"again")
+    assert sent.queue == MessageQueue(f"%RETRY%{group}", "broker-a", 0)
+
+
+@pytest.mark.cluster(brokers=2)
+def test_when_a_broker_is_killed_messages_go_to_the_other(cluster, topic, producing):
+    cluster.create_topic(topic, queues=2)
+    producer = producing(cluster, send_timeout_s=10, route_refresh_interval_s=1)
+    assert {producer.send(topic, b"x").queue.broker_name for _ in range(4)} == {"broker-a", "broker-b"}
+    cluster.broker("broker-b").kill()
+    sent = [producer.send(topic, b"y") for _ in range(10)]
+    assert {each.queue.broker_name for each in sent} == {"broker-a"}
+    cluster.broker("broker-b").start()
+    wait_until(
+        lambda: producer.send(topic, b"z").queue.broker_name == "broker-b", "broker-b is used again", timeout_s=60
+    )
+
+
+@pytest.mark.cluster(brokers=2)
+def test_a_sharding_key_waits_for_no_other_broker(cluster, topic, producing):
+    cluster.create_topic(topic, queues=1)
+    producer = producing(cluster, send_timeout_s=2)
+    keys = {producer.send(topic, b"x", sharding_key=key).queue.broker_name: key for key in "abcdefgh"}
+    cluster.broker("broker-b").kill()
+    try:
+        with pytest.raises(SendError):
+            producer.send(topic, b"x", queue=MessageQueue(topic, "broker-b", 0))
+        assert producer.send(topic, b"x", queue=MessageQueue(topic, "broker-a", 0)).queue.broker_name == "broker-a"
+    finally:
+        cluster.broker("broker-b").start()
+    assert set(keys) == {"broker-a", "broker-b"}

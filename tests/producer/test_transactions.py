@@ -1,0 +1,168 @@
+"""Messages that wait for the application's transaction."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pyrocket_consumer import ConfigError, MessageQueue, RouteNotFound, SendError
+from pyrocket_consumer.producer import OutgoingMessage, TransactionProducer, TransactionState
+from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.real_brokers import wait_until
+
+# The broker looks every second, and asks about half messages older than a second.
+QUICK_CHECKS = {"transactionCheckInterval": "1000", "transactionTimeOut": "1000"}
+
+
+class Check:
+    """A check that remembers what it was asked, and answers what it was told to."""
+
+    def __init__(self, *answers):
+        self._answers = list(answers)
+        self._changed = threading.Condition()
+        self.asked = []
+
+    def __call__(self, message):
+        with self._changed:
+            self.asked.append(message)
+            self._changed.notify_all()
+        given = self._answers.pop(0) if self._answers else TransactionState.UNKNOWN
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    def wait_for(self, count, timeout_s=30):
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.asked) >= count, timeout_s), self.asked
+        return self.asked[count - 1]
+
+
+def never(message):
+    raise AssertionError(f"the broker asked about {message.message_id}")
+
+
+def commit(sent):
+    return TransactionState.COMMIT
+
+
+@pytest.fixture
+def quick(request):
+    with EmbeddedCluster(settings=QUICK_CHECKS) as cluster:
+        cluster.create_topic("orders", queues=2)
+        yield cluster
+
+
+def test_a_committed_message_is_delivered(cluster, topic, names, producing):
+    cluster.create_topic(topic, queues=1)
+    producer = producing(cluster, TransactionProducer, group=names.group(), check=never)
+    seen = []
+
+    def run(sent):
+        seen.append((sent, cluster.messages(topic)))
+        return TransactionState.COMMIT
+
+    message = OutgoingMessage(b"paid", tags="t", keys=["k"], properties={"a": "b"}, flag=3, topic=topic)
+    result = producer.send_in_transaction(message, run)
+    wait_until(lambda: cluster.messages(topic), "the committed message")
+    (found,) = cluster.messages(topic)
+    assert (found.body, found.tags, found.keys, found.property("a"), found.flag) == (b"paid", "t", ("k",), "b", 3)
+    assert (found.message_id, found.queue) == (result.sent.message_id, MessageQueue(topic, "broker-a", 0))
+    assert found.sys_flag & 0xC == 8
+    assert result.state is TransactionState.COMMIT
+    assert seen == [(result.sent, [])]  # while it ran the message was kept back
+
+
+def test_a_rolled_back_message_is_never_delivered(cluster, topic, names, producing):
+    cluster.create_topic(topic, queues=1)
+    producer = producing(cluster, TransactionProducer, group=names.group(), check=never)
+    rolled_back = producer.send_in_transaction(
+        OutgoingMessage(b"no", topic=topic), lambda sent: TransactionState.ROLLBACK
+    )
+    assert rolled_back.state is TransactionState.ROLLBACK
+    producer.send_in_transaction(OutgoingMessage(b"yes", topic=topic), commit)
+    wait_until(lambda: cluster.messages(topic), "the committed message")
+    assert [message.body for message in cluster.messages(topic)] == [b"yes"]
+
+
+@pytest.mark.cluster(settings=QUICK_CHECKS)
+def test_a_broker_that_does_not_know_asks(cluster, topic, names, producing):
+    cluster.create_topic(topic, queues=1)
+    check = Check(TransactionState.UNKNOWN, ValueError("ask again"), TransactionState.COMMIT)
+    producer = producing(cluster, TransactionProducer, group=names.group(), check=check)
+    message = OutgoingMessage(b"later", tags="t", properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "1"}, topic=topic)
+    result = producer.send_in_transaction(message, lambda sent: TransactionState.UNKNOWN)
+    assert result.state is TransactionState.UNKNOWN
+    asked = check.wait_for(3)
+    assert (asked.message_id, asked.body, asked.tags, asked.topic) == (result.sent.message_id, b"later", "t", topic)
+    wait_until(lambda: cluster.messages(topic), "the committed message")
+
+
+@pytest.mark.parametrize("returned", [None, True, "COMMIT"])
+def test_what_is_no_state_leaves_the_decision_to_the_check(quick, producing, returned):
+    check = Check(TransactionState.COMMIT)
+    producer = producing(quick, TransactionProducer, group="payments", check=check)
+    result = producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), lambda sent: returned)
+    assert result.state is TransactionState.UNKNOWN
+    assert quick.messages("orders") == []
+    check.wait_for(1)
+    quick.wait_until(lambda: quick.messages("orders") != [])
+
+
+def test_an_error_of_the_application_reaches_it_and_leaves_the_decision_to_the_check(quick, producing):
+    def run(sent):
+        raise KeyError("no such order")
+
+    check = Check(TransactionState.ROLLBACK)
+    producer = producing(quick, TransactionProducer, group="payments", check=check)
+    with pytest.raises(KeyError, match="no such order"):
+        producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), run)
+    check.wait_for(1)
+    (end,) = quick.broker("broker-a").wait_for(RequestCode.END_TRANSACTION)
+    assert (end.command.fields["commitOrRollback"], end.command.fields["fromTransactionCheck"]) == ("12", "true")
+    assert quick.messages("orders") == []
+
+
+def test_a_decision_that_does_not_reach_the_broker_is_asked_for(quick, producing):
+    check = Check(TransactionState.COMMIT)
+    producer = producing(quick, TransactionProducer, group="payments", check=check, call_timeout_s=0.3)
+    quick.broker("broker-a").on(RequestCode.END_TRANSACTION, drop)
+    assert producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), commit).state is TransactionState.COMMIT
+    check.wait_for(1)
+    quick.wait_until(lambda: quick.messages("orders") != [])
+
+
+def test_another_producer_of_the_group_answers_for_one_that_is_gone(quick, producing):
+    with TransactionProducer("payments", check=never, name_server=quick.name_server) as gone:
+        half = gone.send_in_transaction(OutgoingMessage(b"x", topic="orders"), lambda sent: TransactionState.UNKNOWN)
+    check = Check(TransactionState.COMMIT)
+    producing(quick, TransactionProducer, group="payments", check=check, topics=["orders"])
+    assert check.wait_for(1).message_id == half.sent.message_id
+    quick.wait_until(lambda: quick.messages("orders") != [])
+
+
+def test_a_message_that_is_not_stored_runs_nothing(quick, producing):
+    producer = producing(quick, TransactionProducer, group="payments", check=never)
+    quick.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(13, "illegal"), times=None)
+    with pytest.raises(SendError):
+        producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), never)
+
+
+def test_wrong_arguments_are_told(quick, producing):
+    with pytest.raises(ConfigError, match="not callable"):
+        TransactionProducer("payments", check=None, name_server=quick.name_server)
+    with pytest.raises(ConfigError, match="list of topics"):
+        TransactionProducer("payments", check=never, topics="orders", name_server=quick.name_server)
+    producer = producing(quick, TransactionProducer, group="payments", check=never)
+    with pytest.raises(ConfigError, match="with its topic"):
+        producer.send_in_transaction(OutgoingMessage(b"x"), commit)
+    with pytest.raises(ConfigError, match="not callable"):
+        producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), None)
+
+
+def test_a_topic_to_know_must_exist(quick):
+    producer = TransactionProducer("payments", check=never, topics=["missing"], name_server=quick.name_server)
+    with pytest.raises(RouteNotFound):
+        producer.start()
+    assert producer.state.value == "closed"
