@@ -1,0 +1,17 @@
+"""The push consumer: rebalance, pull, consume, commit."""
+
+from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Retry, Suspend
+from pyrocket_consumer.consumer.member import ConsumerState, QueueProgress
+from pyrocket_consumer.consumer.push_consumer import AsyncPushConsumer, PushConsumer, sql
+
+__all__ = [
+    "AsyncPushConsumer",
+    "ConsumeContext",
+    "ConsumeResult",
+    "ConsumerState",
+    "PushConsumer",
+    "QueueProgress",
+    "Retry",
+    "Suspend",
+    "sql",
+]

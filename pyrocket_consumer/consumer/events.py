@@ -1,0 +1,61 @@
+"""What a consumer tells its user besides messages: counted, and passed to `on_event` in order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from pyrocket_consumer.model import ConsumerEvent
+
+log = logging.getLogger("pyrocket_consumer.consumer")
+
+
+class Events:
+    """Counts events and calls `on_event` with each on a thread of its own: however long it takes, nothing waits for it.
+
+    Any thread may tell. The thread is a daemon: an `on_event` that never returns keeps no process alive.
+    """
+
+    def __init__(self, on_event: Callable[[ConsumerEvent], None] | None) -> None:
+        self.counts: dict[str, int] = {}
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._waiting: SimpleQueue[ConsumerEvent | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def tell(self, event: ConsumerEvent) -> None:
+        """Count an event and have it passed on."""
+        with self._lock:
+            self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
+            if self._on_event is None or self._closed:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._pass_on, name="pyrocket-events", daemon=True)
+                self._thread.start()
+            self._waiting.put(event)
+
+    def close(self) -> None:
+        """Pass on what was told before, and nothing more."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._waiting.put(None)
+
+    def _pass_on(self) -> None:
+        assert self._on_event is not None
+        while (event := self._waiting.get()) is not None:
+            try:
+                self._on_event(event)
+            except BaseException:
+                log.exception("on_event raised for %s", event)
+
+
+def shown(value: object) -> str:
+    """Return how a user's value shows itself, cut after 80 characters; some cannot be shown."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"<{type(value).__name__}, whose repr raises>"

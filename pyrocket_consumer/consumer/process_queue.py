@@ -1,0 +1,239 @@
+"""The window of unfinished messages of one assigned queue; its lower edge is the commit offset."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire.message import Message
+
+
+class QueueState(Enum):
+    """A queue's life with us."""
+
+    ASSIGNED = "assigned"  # ours; its start offset is still being read
+    PULLING = "pulling"  # messages come in and go out
+    DROPPED = "dropped"  # no longer ours: nothing more is taken, acks still count
+    FENCED = "fenced"  # the final offset is out: later acks are ignored
+
+
+class QueueEvent(Enum):
+    """What happens to a queue."""
+
+    START = "start"
+    DROP = "drop"
+    FENCE = "fence"
+
+
+TRANSITIONS = {
+    (QueueState.ASSIGNED, QueueEvent.START): QueueState.PULLING,
+    (QueueState.ASSIGNED, QueueEvent.DROP): QueueState.DROPPED,
+    (QueueState.PULLING, QueueEvent.DROP): QueueState.DROPPED,
+    (QueueState.DROPPED, QueueEvent.DROP): QueueState.DROPPED,  # rebalance and shutdown may both drop
+    (QueueState.DROPPED, QueueEvent.FENCE): QueueState.FENCED,
+    (QueueState.FENCED, QueueEvent.DROP): QueueState.FENCED,
+    (QueueState.FENCED, QueueEvent.FENCE): QueueState.FENCED,
+}
+
+
+@dataclass(slots=True)
+class Limits:
+    """How much one queue may hold before pulling pauses. `bytes` is set anew when the number of queues changes."""
+
+    messages: int = 1000
+    bytes: int = 100 * 1024 * 1024
+    span: int = 2000
+
+
+FIRST_GUESS_S = 0.001
+"""How long a listener is believed to take before it was measured."""
+
+
+class ProcessQueue:
+    """One period of holding one queue. The I/O thread puts, workers ack; a queue that comes back gets a new one.
+
+    `epoch` tells the periods of one queue apart. `tell` is called with (queue, commit offset) whenever the lower
+    edge moves, under this window's lock, so that a fence and an update cannot interleave.
+    """
+
+    def __init__(
+        self,
+        queue: MessageQueue,
+        epoch: int,
+        limits: Limits,
+        tell: Callable[[MessageQueue, int], None],
+        wake: Callable[[ProcessQueue], None] = lambda window: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.queue = queue
+        self.epoch = epoch
+        self.limits = limits
+        self.dropped = False
+        self.listener_time_s = FIRST_GUESS_S
+        self.last_consumed_at = 0.0
+        self.locked_until = float("inf")  # only orderly clustering queues are locked
+        self.clock = clock
+        self._tell = tell
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._state = QueueState.ASSIGNED
+        self._window: deque[Message] = deque()
+        self._next_offset: int | None = None
+        self._count = 0
+        self._bytes = 0
+        self._waiting_for = 0
+        self._finished = 0
+
+    def __repr__(self) -> str:
+        return f"ProcessQueue({self.queue}, epoch={self.epoch}, {self._state.value}, unfinished={self._count})"
+
+    # --- life
+
+    @property
+    def state(self) -> QueueState:
+        return self._state
+
+    def _move(self, event: QueueEvent) -> None:
+        try:
+            self._state = TRANSITIONS[self._state, event]
+        except KeyError:
+            raise AssertionError(f"{self!r} cannot {event.value}") from None
+
+    def start(self, offset: int) -> None:
+        """Begin at `offset`: nothing below it is ours to deliver."""
+        with self._lock:
+            self._move(QueueEvent.START)
+            self._next_offset = offset
+
+    def drop(self) -> None:
+        """Take no more messages and begin no more listener calls. What runs may still finish and be acked."""
+        with self._lock:
+            self._move(QueueEvent.DROP)
+            self.dropped = True
+
+    def fence(self) -> int | None:
+        """End the queue's life and return its final commit offset, None if it never started."""
+        with self._lock:
+            self._move(QueueEvent.FENCE)
+            return self._edge()
+
+    def may_consume(self) -> bool:
+        """Tell whether listener calls may begin: the queue is ours, and so is its lock."""
+        return not self.dropped and self.clock() < self.locked_until
+
+    # --- messages
+
+    def put(self, messages: Sequence[Message], next_offset: int, size: int) -> bool:
+        """Add `messages` in order of offset; `next_offset` is where the next answer will begin.
+
+        `size` are the bytes that stay alive with them. An empty answer moves the commit offset only while nothing
+        is unfinished. Returns whether the messages were taken: they are not once the queue is dropped.
+        """
+        with self._lock:
+            if self._state is not QueueState.PULLING:
+                return False
+            self._next_offset = next_offset
+            if messages:
+                self._window.extend(messages)
+                self._count += len(messages)
+                self._bytes += size
+            elif not self._window:
+                self._tell(self.queue, next_offset)
+            return True
+
+    def ack(self, messages: Iterable[Message], elapsed_s: float = 0.0, units: int = 0) -> None:
+        """Count messages as consumed, in any order; twice is once. Ignored once fenced.
+
+        `elapsed_s` for `units` listener calls feeds the estimate by which work is handed over.
+        """
+        wake = False
+        with self._lock:
+            if self._state is QueueState.FENCED:
+                return
+            if units:
+                taken = elapsed_s / units
+                mean = self.listener_time_s
+                self.listener_time_s = mean + (taken - mean) * (0.5 if taken > mean else 0.2)
+            finished = 0
+            for message in messages:
+                if not message._done:
+                    message._done = True
+                    finished += 1
+            if not finished:
+                return
+            window = self._window
+            self._count -= finished
+            self._finished += finished
+            if window[0]._done:
+                held, popleft = len(window), window.popleft
+                popleft()
+                while window and window[0]._done:
+                    popleft()
+                self._bytes -= self._bytes * (held - len(window)) // held  # a fair share; exact when empty
+                edge = window[0].queue_offset if window else self._next_offset
+                assert edge is not None
+                self._tell(self.queue, edge)
+            if self._waiting_for and self._room(self._waiting_for):
+                self._waiting_for = 0
+                wake = True
+        if wake:
+            self._wake(self)
+
+    # --- what others ask
+
+    def _edge(self) -> int | None:
+        return self._window[0].queue_offset if self._window else self._next_offset
+
+    def commit_offset(self) -> int | None:
+        """Return the offset of the oldest unfinished message, or the next one to come; None before the start."""
+        with self._lock:
+            return self._edge()
+
+    def _room(self, wanted: int) -> bool:
+        limits, window = self.limits, self._window
+        return not window or (
+            self._count + wanted <= limits.messages
+            and self._bytes < limits.bytes
+            and window[-1].queue_offset - window[0].queue_offset < limits.span
+        )
+
+    def room_for(self, wanted: int) -> bool:
+        """Tell whether `wanted` more messages may be asked for. If not, `wake` is called once when they may.
+
+        An empty window always has room: a limit below one pull slows a queue down, but never stops it.
+        """
+        with self._lock:
+            if self._room(wanted):
+                return True
+            self._waiting_for = wanted
+            return False
+
+    def room_ahead(self, wanted: int) -> bool:
+        """Tell whether `wanted` messages, asked for ahead of need, stay within the limits."""
+        with self._lock:
+            held = len(self._window)
+            return (
+                self._room(wanted)
+                and self._count + wanted <= self.limits.messages
+                and (not held or self._bytes + wanted * self._bytes // held <= self.limits.bytes)
+            )
+
+    def unfinished(self) -> tuple[int, int, Message | None]:
+        """Return how many messages are unfinished, their bytes, and the oldest of them."""
+        with self._lock:
+            return self._count, self._bytes, self._window[0] if self._window else None
+
+    @property
+    def finished(self) -> int:
+        """How many messages were consumed through this window."""
+        return self._finished
+
+    def cached_range(self) -> tuple[int, int]:
+        """Return the lowest and highest offset held, 0 and 0 when empty."""
+        with self._lock:
+            return (self._window[0].queue_offset, self._window[-1].queue_offset) if self._window else (0, 0)

@@ -1,0 +1,414 @@
+"""The pull loop of one queue: callbacks, so that an answer costs no task switch.
+
+The next pull is on the wire before an answer is decoded. While a queue is far behind, a second pull is under way for
+the range that is expected next; answers are taken in order of offset, and a wrong guess is thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from pyrocket_consumer.cluster.answers import refusal
+from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_answer
+from pyrocket_consumer.consumer.process_queue import ProcessQueue
+from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
+from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
+from pyrocket_consumer.net.connection import Connection
+from pyrocket_consumer.wire.codes import ResponseCode
+from pyrocket_consumer.wire.command import PullMessageHeader, PullTemplate, request
+from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.message import Message, decode_messages
+from pyrocket_consumer.wire.subscription import matches
+
+READ_AHEAD = 2
+"""Most pulls of one queue under way at once."""
+
+SUSPEND = 2  # sysFlag: the broker may hold the request. The commit bit is never set: commits have a call of their own
+
+_NEEDS_HEARTBEAT = frozenset(
+    {
+        ResponseCode.SUBSCRIPTION_NOT_EXIST,
+        ResponseCode.SUBSCRIPTION_NOT_LATEST,
+        ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
+        ResponseCode.FILTER_DATA_NOT_EXIST,
+        ResponseCode.FILTER_DATA_NOT_LATEST,
+    }
+)
+_NEEDS_ROUTE = frozenset({ResponseCode.TOPIC_NOT_EXIST, ResponseCode.INVALID_PARAMETER, 501})
+
+
+class PullHost(Protocol):
+    """What a puller needs of the consumer it belongs to."""
+
+    loop: asyncio.AbstractEventLoop
+    group: str
+
+    def subscription(self, topic: str) -> Subscription | None:
+        """Return what the group wants of `topic` now."""
+
+    def paused(self, queue: MessageQueue) -> bool:
+        """Tell whether the user paused `queue`."""
+
+    def connection_to(self, broker_name: str, broker_id: int) -> Connection | None:
+        """Return an open connection on which we are known as a member, if there is one now."""
+
+    async def connect_to(self, broker_name: str, broker_id: int) -> None:
+        """Open the connection and have the heartbeat answered."""
+
+    async def refresh(self, topic: str, *, heartbeat: bool) -> None:
+        """Ask for the route again, or send the heartbeat again."""
+
+    def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
+        """Give messages that are in the window to their listener."""
+
+    def offset_moved(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
+        """The broker corrects or resets the queue's offset. The puller has stopped by itself."""
+
+    def late_reset(self, queue: MessageQueue, answer: PullAnswer) -> None:
+        """An abandoned pull has brought a reset: it is the only copy."""
+
+    def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
+        """A pull failed and will be tried again."""
+
+    def surprised(self, what: str, error: BaseException) -> None:
+        """Something failed that must not."""
+
+
+class _Pull:
+    """One pull under way."""
+
+    __slots__ = ("offset", "asked_at", "answer", "abandoned")
+
+    def __init__(self, offset: int, asked_at: float) -> None:
+        self.offset = offset
+        self.asked_at = asked_at
+        self.answer: RemotingCommand | Exception | None = None
+        self.abandoned = False
+
+
+def _wanted(subscription: Subscription, message: Message) -> bool:
+    """Tell whether a message has one of the tags; the broker looks at their hashes only."""
+    try:
+        return matches(subscription, message.tags)
+    except ProtocolError:
+        return True  # a damaged record is not passed over: its listener meets the error
+
+
+def _each(deliveries: list[Callable[[], None]]) -> None:
+    for delivery in deliveries:
+        delivery()
+
+
+_PULL_CODES = frozenset(status.value for status in PullStatus)
+
+
+class Puller:
+    """Keeps one window filled, from the offset it started at until it is stopped. Confined to the I/O thread."""
+
+    def __init__(
+        self,
+        host: PullHost,
+        window: ProcessQueue,
+        offset: int,
+        *,
+        batch: int,
+        hold_s: float,
+        call_timeout_s: float,
+        retry_delay_s: float,
+    ) -> None:
+        self.window = window
+        self.queue = window.queue
+        self.next_offset = offset
+        self.max_offset = 0
+        self.min_offset = 0
+        self.last_pull_at = host.loop.time()
+        self.last_error = ""
+        self.pulls = 0  # answered with messages
+        self.pull_time_s = 0.0  # how long these were waited for
+        self.pulled = 0
+        self._host = host
+        self._batch = batch
+        self._hold_s = hold_s
+        self._timeout_s = max(2 * hold_s, hold_s + HOLD_TICK_S + call_timeout_s)  # Java waits for twice its hold
+        self._retry_delay_s = retry_delay_s
+        self._broker_id = MASTER_ID
+        self._under_way: deque[_Pull] = deque()
+        self._undelivered = 0
+        self._undecodable = 0  # answers that could not be decoded; what was decoded after one is not put
+        self._step = 0  # how far each of the last answers went, 0 while they differ
+        self._last_step = 0
+        self._unmoved = 0  # answers in a row that had us ask for the same again
+        self._retry: asyncio.TimerHandle | None = None
+        self._waits = False  # for a connection, a heartbeat or the consumer's decision on an offset
+        self._stopped = False
+        self._template: PullTemplate | None = None
+        self._template_of: Subscription | None = None
+
+    # --- asking
+
+    def pull(self) -> None:
+        """Ask for as much as there is room for. Called at the start, after answers, and when room was made."""
+        if self._stopped or self._waits or self._retry is not None or self._host.paused(self.queue):
+            return
+        while True:
+            under_way = self._under_way
+            if not under_way:
+                offset = self.next_offset
+                if self._undelivered:  # what they leave room for is known once they are put: _deliver asks again
+                    if not self.window.room_ahead(self._batch + self._undelivered):
+                        return
+                elif not self.window.room_for(self._batch):
+                    return
+            else:
+                if len(under_way) >= READ_AHEAD or not self._step:
+                    return
+                offset = under_way[-1].offset + self._step
+                if self.max_offset - offset < 2 * self._step:
+                    return
+                if not self.window.room_ahead(self._batch * (len(under_way) + 1) + self._undelivered):
+                    return
+            subscription = self._host.subscription(self.queue.topic)
+            if subscription is None:
+                return  # unsubscribed: the next rebalance drops this queue
+            connection = self._host.connection_to(self.queue.broker_name, self._broker_id)
+            if connection is None:
+                self._await(self._host.connect_to(self.queue.broker_name, self._broker_id))
+                return
+            self._ask(connection, offset, subscription)
+
+    def _ask(self, connection: Connection, offset: int, subscription: Subscription) -> None:
+        self.last_pull_at = self._host.loop.time()
+        pull = _Pull(offset, self.last_pull_at)
+        self._under_way.append(pull)
+        if connection.signs:
+            command = request(self._header(offset, subscription))
+            connection.send(
+                lambda opaque: connection.encode(command, opaque),
+                lambda answer: self._answered(pull, answer),
+                self._timeout_s,
+            )
+            return
+        if self._template is None or self._template_of is not subscription:
+            self._template, self._template_of = self._template_for(subscription), subscription
+        template = self._template
+        connection.send(
+            lambda opaque: template.encode(opaque, offset, 0, SUSPEND),
+            lambda answer: self._answered(pull, answer),
+            self._timeout_s,
+        )
+
+    def _template_for(self, subscription: Subscription) -> PullTemplate:
+        queue = self.queue
+        return PullTemplate(
+            self._host.group,
+            queue.topic,
+            queue.queue_id,
+            self._batch,
+            int(self._hold_s * 1000),
+            subscription.version,
+            queue.broker_name,
+            expression_type=subscription.expression_type,
+        )
+
+    def _header(self, offset: int, subscription: Subscription) -> PullMessageHeader:
+        queue = self.queue
+        return PullMessageHeader(
+            consumer_group=self._host.group,
+            topic=queue.topic,
+            queue_id=queue.queue_id,
+            queue_offset=offset,
+            max_msg_nums=self._batch,
+            sys_flag=SUSPEND,
+            commit_offset=0,
+            suspend_timeout_millis=int(self._hold_s * 1000),
+            sub_version=subscription.version,
+            expression_type=subscription.expression_type,
+            broker_name=queue.broker_name,
+        )
+
+    def ask_again(self) -> None:
+        """The broker's correction is not followed: pull on from where it was made."""
+        self._waits = False
+        self.pull()
+
+    # --- answers
+
+    def _answered(self, pull: _Pull, answer: RemotingCommand | Exception) -> Callable[[], None] | None:
+        if pull.abandoned:
+            self._look_at_late(answer)
+            return None
+        pull.answer = answer
+        return self._go_on()
+
+    def _go_on(self) -> Callable[[], None] | None:
+        """Take the answers whose turn has come, ask for more, and return what is left to do then."""
+        deliveries: list[Callable[[], None]] = []
+        under_way = self._under_way
+        while under_way and under_way[0].answer is not None and not self._waits and self._retry is None:
+            head = under_way.popleft()
+            delivery = self._take(head)
+            if delivery is not None:
+                deliveries.append(delivery)
+        self.pull()
+        if len(deliveries) <= 1:
+            return deliveries[0] if deliveries else None
+        return lambda: _each(deliveries)
+
+    def _take(self, pull: _Pull) -> Callable[[], None] | None:
+        """Follow the answer to the oldest pull under way; return what is left to do once the next pull is sent."""
+        answer = pull.answer
+        if isinstance(answer, Exception):
+            self._failed(answer)
+            return None
+        assert answer is not None
+        if answer.code not in _PULL_CODES:
+            self._refused(answer)
+            return None
+        try:
+            header = read_pull_answer(answer)
+        except ProtocolError as error:
+            self._failed(error)
+            return None
+        self._broker_id = header.suggested_broker_id
+        self.last_error = ""
+        if header.status is PullStatus.OFFSET_MOVED:
+            self._abandon()
+            self._waits = True
+            self._host.offset_moved(self, pull.offset, header)
+            return None
+        self.min_offset, self.max_offset = header.min_offset, header.max_offset
+        next_offset = header.next_offset
+        is_found = header.status is PullStatus.FOUND
+        if next_offset < pull.offset or (is_found and (next_offset == pull.offset or not answer.body)):
+            self._failed(ProtocolError(f"pull of {self.queue} at {pull.offset} was answered {header}: no way on"))
+            return None
+        step = next_offset - pull.offset
+        self._step = step if step == self._last_step and is_found else 0
+        self._last_step = step
+        self.next_offset = next_offset
+        if self._under_way and self._under_way[0].offset != next_offset:
+            self._abandon()  # the guess was wrong
+        undecodable = self._undecodable
+        if is_found:
+            self._unmoved = 0
+            count = min(step, self._batch)  # an answer with few matches steps far
+            self._undelivered += count
+            self.pulls += 1
+            self.pull_time_s += self._host.loop.time() - pull.asked_at
+            body = answer.body
+            return lambda: self._deliver(body, pull.offset, next_offset, count, undecodable)
+        if next_offset == pull.offset and header.status is PullStatus.NO_MATCHED_MESSAGE:
+            # A slave sends us to its master, unmoved. While that is away we come to the same slave again and again.
+            self._unmoved = min(self._unmoved + 1, 16)
+            self._pause(min(0.005 * 2**self._unmoved, self._retry_delay_s))
+        else:
+            self._unmoved = 0
+        return lambda: self._deliver(b"", pull.offset, next_offset, 0, undecodable)
+
+    def _deliver(self, body: bytes, offset: int, next_offset: int, count: int, undecodable: int) -> None:
+        self._undelivered -= count
+        if self._stopped or undecodable != self._undecodable:
+            return
+        try:
+            messages = decode_messages(body, self.queue) if body else []
+        except (ProtocolError, ConfigError) as error:  # damaged, or packed with a codec that is not installed
+            self.next_offset = offset  # nothing of this answer was put: ask for it again
+            self._undecodable += 1
+            self._abandon()
+            self._failed(error)
+            return
+        if messages and (messages[0].queue_offset < offset or messages[-1].queue_offset >= next_offset):
+            # an inner batch may begin before what was asked for; what lies behind the next offset will come again
+            messages = [message for message in messages if offset <= message.queue_offset < next_offset]
+        subscription = self._host.subscription(self.queue.topic)
+        if subscription is not None and subscription.tags:
+            messages = [message for message in messages if _wanted(subscription, message)]
+        if self.window.put(messages, next_offset, len(body)) and messages:
+            self.pulled += len(messages)
+            self._host.deliver(self.window, messages)
+        if not self._under_way:
+            self.pull()
+
+    # --- trouble
+
+    def _refused(self, answer: RemotingCommand) -> None:
+        error = refusal(answer, self.queue.broker_name)
+        self._tell(error)
+        self._abandon()
+        if answer.code in _NEEDS_HEARTBEAT or answer.code in _NEEDS_ROUTE:
+            self._pause(self._retry_delay_s if answer.code in _NEEDS_ROUTE else 0.05)
+            self._await(self._host.refresh(self.queue.topic, heartbeat=answer.code in _NEEDS_HEARTBEAT))
+        elif answer.code == ResponseCode.FLOW_CONTROL:
+            self._pause(0.02)
+        else:
+            self._pause(self._retry_delay_s)
+
+    def _failed(self, error: Exception) -> None:
+        self._tell(error)
+        self._abandon()
+        self._broker_id = MASTER_ID
+        if isinstance(error, (ConnectionLost, ConnectError)):
+            self._pause(min(0.1, self._retry_delay_s))
+        else:
+            self._pause(self._retry_delay_s)
+
+    def _tell(self, error: Exception) -> None:
+        self.last_error = str(error)
+        self._host.pull_failed(self.queue, error)
+
+    def _pause(self, seconds: float) -> None:
+        if self._retry is None and not self._stopped:
+            self._retry = self._host.loop.call_later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        self._retry = None
+        self.pull()
+
+    def _await(self, work: object) -> None:
+        """Do something that takes a while, then go on pulling."""
+        self._waits = True
+
+        async def wait() -> None:
+            try:
+                await work  # type: ignore[misc]
+            except RocketError as error:
+                self._waits = False
+                self._failed(error)
+            except Exception as error:
+                self._host.surprised(f"pulling {self.queue} failed", error)
+            else:
+                self._waits = False
+                rest = self._go_on()  # an answer may have come meanwhile
+                if rest is not None:
+                    rest()
+
+        self._host.loop.create_task(wait())
+
+    def _abandon(self) -> None:
+        """Wait no longer for what is under way. Its answers change nothing, except a reset."""
+        for pull in self._under_way:
+            pull.abandoned = True
+            if pull.answer is not None:  # it came early and waited for its turn
+                self._look_at_late(pull.answer)
+        self._under_way.clear()
+        self._step = self._last_step = 0
+
+    def _look_at_late(self, answer: RemotingCommand | Exception) -> None:
+        if not isinstance(answer, RemotingCommand) or answer.code != ResponseCode.PULL_OFFSET_MOVED:
+            return
+        if answer.remark == RESET_REMARK:
+            try:
+                self._host.late_reset(self.queue, read_pull_answer(answer))
+            except ProtocolError as error:
+                self._tell(error)
+
+    def stop(self) -> None:
+        """Pull no more."""
+        self._stopped = True
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        self._abandon()

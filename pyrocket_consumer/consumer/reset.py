@@ -1,0 +1,464 @@
+"""Resets from outside: of a broker's, an admin's, or another member's making, told now or recorded while we were away.
+
+A clustering group is reset by its brokers. A broadcasting group cannot be, so our clients have their own way: the
+admin records the reset at each master, tells every member, and the member follows what is newer than what it has
+followed. Each reset has an epoch; a member keeps the newest one of each queue in the same durable write as the offset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from pyrocket_consumer.admin.members import Member, Reply, speak_to_all
+from pyrocket_consumer.admin.reset_record import EpochTaken, NobodyWasHere, ResetRecord
+from pyrocket_consumer.errors import PermissionDenied, ProtocolError, RocketError
+from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, PullAnswer
+from pyrocket_consumer.offsets import QueueReset
+from pyrocket_consumer.wire.command import ResetOffsetHeader
+from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.reset_plan import (
+    MAX_OFFSET,
+    RELAY_VERSION,
+    PlanBody,
+    RelayAnswerHeader,
+    RelayHeader,
+    ReportBody,
+    decode_plan,
+    decode_status_question,
+    encode_plan,
+    encode_report,
+)
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.consumer.member import GroupMember
+
+log = logging.getLogger("pyrocket_consumer.consumer")
+
+ANSWER_WITHIN_S = 5.0
+"""A reset that takes longer is answered "pending"; the broker waits 10 s."""
+
+REPEATED_WITHIN_S = 60.0
+"""The same targets by another way within this time are the same reset."""
+
+RETRY_S = 5.0
+"""When a broker could not be asked for the record."""
+
+SPREAD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+
+REMEMBERED_PLANS = 64
+
+_REASON_CHARACTERS = 300
+_REFUSES = "this consumer has remote_reset='refuse'"
+
+
+class Resets:
+    """Follows resets for one member. Confined to the I/O thread."""
+
+    def __init__(self, member: GroupMember) -> None:
+        self._member = member
+        self._records: dict[tuple[str, str], ResetRecord] = {}
+        self._heads: dict[tuple[str, str], int] = {}  # of each record read: nothing to do while it stays
+        self._reading: dict[tuple[str, str], asyncio.Lock] = {}
+        self._unread: set[tuple[str, str]] = set()
+        self._look_again = asyncio.Event()
+        self._recent: dict[MessageQueue, tuple[float, int]] = {}  # when, and where to
+        self._followed: set[MessageQueue] = set()
+        self._undurable: set[MessageQueue] = set()
+        self._marks: dict[tuple[str, str], dict[MessageQueue, int]] = {}  # followed, and not told to the others yet
+        self._spreading: dict[tuple[str, str], asyncio.Lock] = {}
+        self._plans: dict[str, dict[MessageQueue, int]] = {}  # of clustering: id -> moved by it
+        self._resets: dict[MessageQueue, tuple[int, int]] = {}  # how many so far, and where the last one led to
+        self._told_memory_only = False
+
+    def moved(
+        self, queue: MessageQueue, target: int, why: str, came_from: int | None = None, epoch: int | None = None
+    ) -> None:
+        """Tell that a queue was reset."""
+        count, _ = self._resets.get(queue, (0, 0))
+        self._resets[queue] = count + 1, target
+        facts: dict[str, object] = {"from": came_from, "to": target, "epoch": epoch}
+        known = {name: value for name, value in facts.items() if value is not None}
+        self._member.event(EventKind.OFFSET_RESET, f"-> {target} ({why})", queue, known, level=logging.WARNING)
+
+    # --- a word from an admin or a member, by way of a broker
+
+    async def asked(self, command: RemotingCommand) -> RemotingCommand:
+        """Answer a request for running info that carries a word to us."""
+        fields = command.fields
+        rid = fields.get("pyrocketId") or "none"
+        if fields.get("pyrocketV") != str(RELAY_VERSION):
+            return self._refused(command, rid, f"version {fields.get('pyrocketV')} of resets is not known here")
+        try:
+            header = RelayHeader.from_fields(fields)
+            if header.operation == "status":
+                topic = decode_status_question(command.body) if command.body else ""
+                refuses = self._member.config.remote_reset == "refuse"
+                state, reason = ("refused", _REFUSES) if refuses else ("ok", None)
+                return self._answer(command, rid, state, self.report(topic, rid), reason)
+            if header.operation == "reset":
+                return await self._ordered(command, rid, decode_plan(command.body))
+        except ProtocolError as error:
+            self._told_nothing(f"an order of reset {rid} cannot be read, nothing moved: {error}")
+            return self._refused(command, rid, str(error))
+        return self._refused(command, rid, f"operation {header.operation!r:.40} is not known here")
+
+    async def _ordered(self, command: RemotingCommand, rid: str, plan: PlanBody) -> RemotingCommand:
+        config = self._member.config
+        if config.remote_reset == "refuse":
+            self._told_nothing(f"reset {rid} of {plan.topic} refused: remote_reset='refuse'")
+            return self._refused(command, rid, _REFUSES)
+        work: asyncio.Task[bool]
+        if config.broadcasting:
+            resets = {queue: QueueReset(target, plan.epoch) for queue, target in plan.targets.items()}
+            work = self._start(self._follow_all(resets, f"reset {rid}"))
+        else:
+            work = self._start(self._move_ours(rid, plan))
+        done, _ = await asyncio.wait([work], timeout=ANSWER_WITHIN_S)
+        if not done:
+            return self._answer(command, rid, "pending", self.report(plan.topic, rid))
+        if (error := work.exception()) is not None:
+            if not isinstance(error, RocketError):
+                raise error
+            return self._refused(command, rid, str(error))
+        waits = self._undurable.intersection(plan.targets)
+        state = "pending" if waits else "applied" if work.result() else "already"
+        reason = f"{len(waits)} queues moved in memory only: the store cannot be written" if waits else None
+        return self._answer(command, rid, state, self.report(plan.topic, rid), reason)
+
+    def _start(self, work: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
+        return self._member.keep(self._member.loop.create_task(work))
+
+    def _told_nothing(self, text: str) -> None:
+        self._member.event(EventKind.OFFSET_RESET, text, level=logging.WARNING)
+
+    def _answer(
+        self, command: RemotingCommand, rid: str, state: str, report: ReportBody | None, reason: str | None = None
+    ) -> RemotingCommand:
+        header = RelayAnswerHeader(state, rid, reason[:_REASON_CHARACTERS] if reason else None)
+        return command.answer(fields=header.to_fields(), body=encode_report(report) if report is not None else b"")
+
+    def _refused(self, command: RemotingCommand, rid: str, reason: str) -> RemotingCommand:
+        return self._answer(command, rid, "refused", None, reason)
+
+    def report(self, topic: str, rid: str) -> ReportBody:
+        """Return what we tell of a topic; epochs only of what is durable."""
+        commits = self._member.commits
+        queues = {queue for queue in self._followed if queue.topic == topic}
+        queues.update(self._member.assignments.held(topic))
+        epochs = {queue: commits.reset_epoch(queue) for queue in queues - self._undurable}
+        return ReportBody(
+            topic,
+            rid,
+            {queue: epoch for queue, epoch in epochs.items() if epoch},
+            {queue: offset for queue, offset in commits.table(topic).items() if offset <= MAX_OFFSET},
+            dict(self._plans.get(rid, {})),
+            {queue: target for queue, (_, target) in self._resets.items() if queue.topic == topic},
+            {queue: count for queue, (count, _) in self._resets.items() if queue.topic == topic},
+            str(self._member.config.message_model),
+        )
+
+    # --- broadcasting: following
+
+    async def _follow_all(self, resets: Mapping[MessageQueue, QueueReset], why: str, *, recorded: bool = False) -> bool:
+        """Follow what is newer than what we have followed, in one durable step; returns whether anything was.
+
+        Fence, store, new epoch, pull: as for every reset. Queues we do not hold (yet) get their target as well; but a
+        recorded reset does not move a queue that we have never consumed: its start rule holds.
+        """
+        member = self._member
+        assignments, commits = member.assignments, member.commits
+        async with assignments.kept_still(resets):
+            newer: dict[MessageQueue, QueueReset] = {}
+            for queue, reset in resets.items():
+                if reset.epoch <= commits.reset_epoch(queue):
+                    continue
+                never_consumed = recorded and assignments.get(queue) is None and not await self._is_stored(queue)
+                newer[queue] = QueueReset(None, reset.epoch) if never_consumed else reset
+            if not newer:
+                return False
+            moving = {queue: reset.offset for queue, reset in newer.items() if reset.offset is not None}
+            fenced = [assignment for queue in moving if (assignment := assignments.fence(queue)) is not None]
+            before = {queue: commits.current(queue) for queue in moving}
+            self._followed.update(newer)
+            try:
+                await commits.follow(newer)
+                self._undurable.difference_update(newer)
+            except RocketError as error:
+                member.event(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", level=logging.ERROR)
+                self._undurable.update(newer)
+            now = member.loop.time()
+            self._recent.update({queue: (now, offset) for queue, offset in moving.items()})
+            for assignment in fenced:
+                assignments.begin_anew(assignment, moving[assignment.window.queue], "reset")
+        for queue, offset in moving.items():
+            self.moved(queue, offset, why, before[queue], newer[queue].epoch)
+        self._tell_memory_only()
+        return True
+
+    async def _is_stored(self, queue: MessageQueue) -> bool:
+        return await self._member.commits.start_offset(queue) is not None
+
+    def _tell_memory_only(self) -> None:
+        if not self._told_memory_only and not self._member.commits.keeps_epochs:
+            self._told_memory_only = True
+            self._member.event(
+                EventKind.STORE_FALLBACK,
+                "this offset store keeps no reset epochs (see offsets.ResetEpochs): they are in memory, and resets "
+                "made while this consumer is away will not be followed",
+                level=logging.WARNING,
+            )
+
+    async def persist(self) -> None:
+        """Try again to store resets that are in memory only."""
+        if queues := list(self._undurable):
+            try:
+                await self._member.commits.persist_again(queues)
+            except RocketError as error:
+                self._member.trouble(EventKind.COMMIT_FAILED, f"resets are not stored yet: {error}")
+            else:
+                self._undurable.difference_update(queues)
+
+    # --- broadcasting: the record
+
+    async def before_begin(self, queue: MessageQueue) -> None:
+        """Read the record of the queue's topic at its broker, if that was not done yet: before the first pull."""
+        key = queue.topic, queue.broker_name
+        if self._reads_records(queue.topic) and key not in self._heads and key not in self._unread:
+            await self._read(*key, first=True)
+
+    def _reads_records(self, topic: str) -> bool:
+        config = self._member.config
+        return config.broadcasting and config.remote_reset == "accept" and not topic.startswith(RETRY_PREFIX)
+
+    async def read_regularly(self) -> None:
+        """Look at every record now and then, and soon after a broker was away. Until cancelled."""
+        member = self._member
+        while True:
+            interval_s = member.config.reset_record_interval_s * member.rng.uniform(0.9, 1.1)
+            try:
+                async with asyncio.timeout(min(interval_s, RETRY_S) if self._unread else interval_s):
+                    await self._look_again.wait()
+            except TimeoutError:
+                pass
+            self._look_again.clear()
+            await asyncio.gather(*(self._read(topic, broker_name) for topic, broker_name in self._places()))
+
+    def look_again(self) -> None:
+        """Look at the records soon: a broker is back, and may have been told something meanwhile."""
+        self._look_again.set()
+
+    def _places(self) -> list[tuple[str, str]]:
+        places = []
+        for topic in self._member.topics():
+            route = self._member.cluster.known_route(topic) if self._reads_records(topic) else None
+            for broker in route.brokers if route is not None else ():
+                if MASTER_ID in broker.addresses and self._queue_ids(topic, broker.broker_name):
+                    places.append((topic, broker.broker_name))
+        return places
+
+    def _queue_ids(self, topic: str, broker_name: str) -> range:
+        route = self._member.cluster.known_route(topic)
+        for data in route.queues if route is not None else ():
+            if data.broker_name == broker_name:
+                return range(max(data.read_queues, data.write_queues))
+        return range(0)
+
+    def _record(self, topic: str, broker_name: str) -> ResetRecord:
+        key = topic, broker_name
+        if key not in self._records:
+            self._records[key] = ResetRecord(self._member.cluster, self._member.group, topic, broker_name)
+        return self._records[key]
+
+    async def _read(self, topic: str, broker_name: str, *, first: bool = False) -> None:
+        """Follow what is new in a record. Trouble is told, and tried again."""
+        member, key = self._member, (topic, broker_name)
+        async with self._reading.setdefault(key, asyncio.Lock()):
+            if first and (key in self._heads or key in self._unread):
+                return  # the topic's queues begin at the same time, and one has done it for all
+            try:
+                await self._read_in_turn(topic, broker_name)
+            except PermissionDenied as error:
+                self._heads.setdefault(key, 0)
+                member.trouble(EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} may not be read: {error}")
+            except RocketError as error:
+                self._unread.add(key)
+                member.trouble(EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} are not known: {error}")
+            else:
+                self._unread.discard(key)
+
+    async def _read_in_turn(self, topic: str, broker_name: str) -> None:
+        commits, key = self._member.commits, (topic, broker_name)
+        record = self._record(topic, broker_name)
+        head = await record.head()
+        if head == self._heads.get(key, 0):
+            self._heads[key] = head
+            return
+
+        def followed(queue_id: int) -> int:
+            return commits.reset_epoch(MessageQueue(topic, broker_name, queue_id))
+
+        found = await record.read(self._queue_ids(topic, broker_name), followed)
+        resets = {
+            MessageQueue(topic, broker_name, queue_id): QueueReset(reset.target, reset.epoch)
+            for queue_id, reset in found.items()
+        }
+        if not commits.keeps_epochs and key not in self._heads:
+            # At our first look we cannot tell a reset we followed in an earlier life from one we missed. To follow the
+            # same one again at every start would be worse than to miss one.
+            await commits.follow({queue: QueueReset(None, reset.epoch) for queue, reset in resets.items()})
+            self._tell_memory_only()
+        elif resets:
+            await self._follow_all(resets, "recorded while we did not hear of it", recorded=True)
+        self._heads[key] = head
+
+    # --- resets made by brokers
+
+    async def told_by_broker(self, topic: str, targets: Mapping[MessageQueue, int]) -> None:
+        """A broker tells every member to move (220)."""
+        member = self._member
+        if member.config.remote_reset == "refuse":
+            self._told_nothing(f"a reset of {topic} refused: remote_reset='refuse'")
+        elif member.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
+            log.info("group=%s a reset of %s to where it was reset just now is not repeated", member.group, topic)
+        else:
+            await member.reset(topic, targets, "told by the broker")
+
+    def _is_repeated(self, queue: MessageQueue, target: int) -> bool:
+        at, offset = self._recent.get(queue, (0.0, -1))
+        return offset == target and self._member.loop.time() - at < REPEATED_WITHIN_S
+
+    async def met_mark(self, queue: MessageQueue, answer: PullAnswer, asked: int | None) -> None:
+        """A pull was answered that the broker has reset the queue. It says so once, to whichever pull comes first.
+
+        `asked` is where the pull was, None if it had been abandoned: this is the only copy of the reset all the same.
+        In broadcasting it is for every member, and we are the one to tell the others.
+        """
+        member, target = self._member, answer.next_offset
+        how = "told to an abandoned pull" if asked is None else "made at the broker"
+        if member.config.remote_reset == "refuse":
+            await self._keep_place(queue)
+            return
+        if member.config.broadcasting and answer.max_offset > 0 and not self._is_repeated(queue, target):
+            epoch = max(
+                member.now_ms(),
+                member.commits.reset_epoch(queue) + 1,
+                self._heads.get((queue.topic, queue.broker_name), 0) + 1,
+            )
+            await self._follow_all({queue: QueueReset(target, epoch)}, how)
+            self._marks.setdefault((queue.topic, queue.broker_name), {})[queue] = target
+            await self._spread(queue.topic, queue.broker_name)
+            return
+        if await member.assignments.move(queue, target, None, "reset"):
+            self.moved(queue, target, how, asked)
+        elif not member.config.broadcasting and not member.closing:
+            await self._pass_on(queue, target)
+
+    async def _keep_place(self, queue: MessageQueue) -> None:
+        assignment = self._member.assignments.get(queue)
+        place = assignment.window.commit_offset() if assignment is not None else None
+        if assignment is not None and place is not None:
+            self._told_nothing(f"a reset of {queue} refused: remote_reset='refuse'")
+            await self._member.assignments.move(queue, place, assignment.window, "reset refused")
+
+    # --- telling the others
+
+    async def _spread(self, topic: str, broker_name: str) -> None:
+        """Record resets that only we have heard of, and tell the other members; those that come together, together."""
+        member, key = self._member, (topic, broker_name)
+        async with self._spreading.setdefault(key, asyncio.Lock()):
+            targets = self._marks.pop(key, {})
+            if not targets:
+                return  # they went with those before
+            epoch = await self._date(targets, 0)
+            pauses = list(SPREAD_PAUSES_S)
+            failure = ""
+            while True:
+                try:
+                    await self._record(topic, broker_name).write(
+                        epoch, {queue.queue_id: target for queue, target in targets.items()}
+                    )
+                    failure = ""
+                    break
+                except EpochTaken as error:
+                    epoch = await self._date(targets, error.head + 1)
+                except RocketError as error:
+                    failure = str(error)
+                    if not pauses or member.closing or isinstance(error, (PermissionDenied, NobodyWasHere)):
+                        break
+                    await asyncio.sleep(pauses.pop(0))
+            told, _ = await self._tell_others(broker_name, PlanBody(topic, epoch, targets))
+        text = f"met by this member, told to {told or 'nobody else'}"
+        if failure:
+            text += f"; not recorded for members that are away: {failure}"
+        for queue, target in targets.items():
+            facts = {"to": target, "epoch": epoch}
+            level = logging.WARNING if failure else logging.INFO
+            member.event(EventKind.OFFSET_RESET, f"-> {target} ({text})", queue, facts, level=level)
+
+    async def _date(self, targets: Mapping[MessageQueue, int], at_least: int) -> int:
+        """Return one epoch for resets we have followed, and note that it is that one which we have followed."""
+        epoch = max(at_least, *(self._member.commits.reset_epoch(queue) for queue in targets))
+        await self._follow_all({queue: QueueReset(None, epoch) for queue in targets}, "spread")
+        return epoch
+
+    async def _pass_on(self, queue: MessageQueue, target: int) -> None:
+        """A reset was told to a pull of a queue we have given up: whoever holds it now must hear of it.
+
+        A member of ours is told; for others, the broker is asked to reset the queue once more.
+        """
+        member = self._member
+        plan = PlanBody(queue.topic, member.now_ms(), {queue: target})
+        told, moved = await self._tell_others(queue.broker_name, plan)
+        text = f"-> {target}, told to a pull from when the queue was ours; passed on to {told or 'nobody'}"
+        address = member.cluster.address(queue.broker_name, only_this=True)
+        if queue not in moved and address is not None:
+            try:
+                header = ResetOffsetHeader(queue.topic, member.group, -1, True, queue.queue_id, target)
+                await member.cluster.call(address, header)
+                text += ", and given back to the broker"
+            except RocketError as error:
+                text += f", and not taken back by the broker: {error}"
+        member.event(EventKind.OFFSET_RESET, text, queue, {"to": target}, level=logging.WARNING)
+
+    async def _tell_others(self, broker_name: str, plan: PlanBody) -> tuple[str, set[MessageQueue]]:
+        """Tell every other member; return who was told, and the queues of a clustering group that they have moved."""
+        member = self._member
+        try:
+            ids = await member.cluster.broker(broker_name).consumer_ids(member.group)
+        except RocketError as error:
+            return f"nobody else, for the members are not known: {error}", set()
+        address = member.cluster.address(broker_name, only_this=True)
+        if address is None:
+            return "nobody else, for the broker has no master now", set()
+        others = [Member(each, (address,)) for each in ids if each != member.client_id]
+        rid = str(UUID(int=member.rng.getrandbits(128), version=4))
+        replies = await speak_to_all(
+            member.cluster, member.group, others, "reset", rid, encode_plan(plan)
+        )
+        told = ", ".join(
+            client_id if reply.kind is Reply.OURS else f"{client_id} (in vain: {reply.reason or reply.kind})"
+            for client_id, reply in sorted(replies.items())
+        )
+        return told, {queue for reply in replies.values() for queue in reply.report.moved}
+
+    # --- clustering: an admin's order to the members that hold the queues
+
+    async def _move_ours(self, rid: str, plan: PlanBody) -> bool:
+        """Move those of the queues that we hold, each once per plan."""
+        member = self._member
+        moved = self._plans.setdefault(rid, {})
+        while len(self._plans) > REMEMBERED_PLANS:
+            del self._plans[next(iter(self._plans))]
+
+        async def move(queue: MessageQueue, target: int) -> None:
+            if await member.assignments.move(queue, target, None, "reset", unless=lambda: queue in moved):
+                moved[queue] = target
+                self.moved(queue, target, f"reset {rid}")
+
+        before = len(moved)
+        await asyncio.gather(*(move(queue, target) for queue, target in plan.targets.items()))
+        return len(moved) > before

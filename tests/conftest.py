@@ -1,0 +1,182 @@
+"""Options and fixtures of the whole suite: which clusters the conformance tests run on, and names nobody else uses."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.real_brokers import NEWEST, VERSIONS, CannotRun, RealCluster, check_machine
+from tests.real_brokers.jars import classes
+
+EMBEDDED = "embedded"
+NO_VERSION = "none"
+
+_versions = pytest.StashKey[tuple[str, ...]]()
+_required = pytest.StashKey[bool]()
+_not_run = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--real",
+        metavar="VERSIONS",
+        help=f"RocketMQ releases to run against: none, all, or some of {','.join(VERSIONS)}. "
+        f"Default: {NEWEST} where Java and Maven are present; with CI=true all, which then must run.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cluster(**options): how the test's cluster is made, for example brokers=2")
+    config.addinivalue_line("markers", "versions(*names): the RocketMQ releases a test is about; others are left out")
+    required = os.environ.get("CI") == "true"
+    asked = config.getoption("--real") or ("all" if required else None)
+    versions = VERSIONS if asked == "all" else () if asked == NO_VERSION else tuple((asked or NEWEST).split(","))
+    unknown = set(versions) - set(VERSIONS)
+    if unknown:
+        raise pytest.UsageError(f"--real={asked}: choose none, all, or some of {','.join(VERSIONS)}")
+    config.stash[_versions], config.stash[_not_run] = versions, "" if versions else "--real=none was given"
+    config.stash[_required] = asked is not None
+
+
+def _prepare(config: pytest.Config, versions: Iterable[str]) -> None:
+    """Get jars and programs ready; no test's time limit has room for a download.
+
+    Where real brokers cannot run, go on without them, unless they were asked for.
+    """
+    try:
+        check_machine()
+        for version in versions:
+            classes(version)
+    except CannotRun as error:
+        if config.stash[_required]:
+            raise pytest.UsageError(f"tests against real brokers cannot run: {error}") from error
+        config.stash[_versions] = ()
+        config.stash[_not_run] = f"{error}; `make test` installs what is needed where it may"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"RocketMQ releases: {', '.join((EMBEDDED, *config.stash[_versions]))}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes `cluster` on each kind of cluster, one that takes `real_cluster` on each release."""
+    versions = metafunc.config.stash[_versions]
+    only = metafunc.definition.get_closest_marker("versions")
+    chosen = [version for version in versions if only is None or version in only.args]
+    if "cluster_kind" in metafunc.fixturenames:
+        metafunc.parametrize("cluster_kind", [EMBEDDED, *chosen])
+    if "real_version" in metafunc.fixturenames:
+        metafunc.parametrize("real_version", chosen or [NO_VERSION])
+
+
+@pytest.hookimpl(trylast=True)  # what -k leaves out needs no broker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what cannot run, and put the rest in an order in which each release is started once."""
+    wanted = {_version(item) for item in items}
+    if not config.getoption("collectonly") and wanted & set(VERSIONS):
+        _prepare(config, filter(wanted.__contains__, VERSIONS))
+    possible = {None, *config.stash[_versions]}
+    config.hook.pytest_deselected(items=[item for item in items if _version(item) not in possible])
+    items[:] = sorted(
+        (item for item in items if _version(item) in possible),
+        key=lambda item: (VERSIONS.index(version), _options_key(item)) if (version := _version(item)) else (-1, ""),
+    )
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if reason := config.stash[_not_run]:
+        terminalreporter.write_sep("=", "REAL BROKERS WERE NOT TESTED", yellow=True, bold=True)
+        terminalreporter.write_line(reason)
+
+
+def _version(item: pytest.Item) -> str | None:
+    """Return the real release an item runs on, None when it runs on none."""
+    parameters: dict[str, str] = item.callspec.params if hasattr(item, "callspec") else {}
+    version = parameters.get("real_version") or parameters.get("cluster_kind")
+    return None if version == EMBEDDED else version
+
+
+def _options_key(item: pytest.Item) -> str:
+    return repr(sorted(_cluster_options(item).items()))
+
+
+def _cluster_options(item: pytest.Item) -> dict[str, Any]:
+    marker = item.get_closest_marker("cluster")
+    return dict(marker.kwargs) if marker else {}
+
+
+class RealClusters:
+    """The real cluster that runs now, if any: one at a time, kept for as long as tests want the same."""
+
+    def __init__(self) -> None:
+        self._cluster: RealCluster | None = None
+        self._made_of: object = None
+
+    def get(self, version: str, **options: Any) -> RealCluster:
+        """Return the cluster asked for, started; another that ran before is closed."""
+        made_of = (version, repr(sorted(options.items())))
+        if self._cluster is not None and self._made_of == made_of:
+            self._cluster.heal()
+            return self._cluster
+        self.close()
+        cluster = RealCluster(version, **options)
+        cluster.start()
+        self._cluster, self._made_of = cluster, made_of
+        return cluster
+
+    def close(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+
+@pytest.fixture(scope="session")
+def real_clusters() -> Iterator[RealClusters]:
+    clusters = RealClusters()
+    yield clusters
+    clusters.close()
+
+
+@pytest.fixture
+def real_cluster(real_version: str, real_clusters: RealClusters, request: pytest.FixtureRequest) -> RealCluster:
+    """A real cluster, of each release in turn. It is shared: use fresh names, and set settings back."""
+    return real_clusters.get(real_version, **_cluster_options(request.node))
+
+
+@pytest.fixture
+def cluster(cluster_kind: str, real_clusters: RealClusters, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A cluster of each kind in turn: embedded, and real ones. Tests use what both have."""
+    options = _cluster_options(request.node)
+    if cluster_kind != EMBEDDED:
+        yield real_clusters.get(cluster_kind, **options)
+        return
+    from pyrocket_consumer.testing import EmbeddedCluster
+
+    with EmbeddedCluster(**options) as embedded:
+        yield embedded
+
+
+class Names:
+    """Topic and group names that no other test has used."""
+
+    def __init__(self, test: str) -> None:
+        self._test = re.sub(r"[^A-Za-z0-9_]+", "_", test)[:60].strip("_")
+
+    def topic(self, hint: str = "topic") -> str:
+        return self._name(hint)
+
+    def group(self, hint: str = "group") -> str:
+        return self._name(hint)
+
+    def _name(self, hint: str) -> str:
+        return f"{self._test}-{hint}-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def names(request: pytest.FixtureRequest) -> Names:
+    return Names(request.node.name)

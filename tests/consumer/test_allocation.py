@@ -1,0 +1,91 @@
+"""The strategies give what the Java client gives. Expected values: worked examples of the Java classes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.consumer.allocation import (
+    allocate,
+    average,
+    circle,
+    consistent_hash,
+    in_machine_rooms,
+    strategy_of,
+)
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import MessageQueue
+
+
+def queues(count: int, broker: str = "broker-a") -> list[MessageQueue]:
+    return [MessageQueue("TopicA", broker, number) for number in range(count)]
+
+
+def shares(strategy, count: int, members: int) -> list[list[int]]:
+    ids = [f"c{number}" for number in range(members)]
+    return [[queue.queue_id for queue in allocate(strategy, "g", each, queues(count), ids)] for each in ids]
+
+
+@pytest.mark.parametrize(
+    ("count", "members", "expected"),
+    [
+        (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        (2, 3, [[0], [1], []]),
+        (7, 4, [[0, 1], [2, 3], [4, 5], [6]]),
+        (0, 2, [[], []]),
+        (4, 1, [[0, 1, 2, 3]]),
+    ],
+)
+def test_average(count, members, expected):
+    assert shares(average, count, members) == expected
+
+
+def test_circle():
+    assert shares(circle, 8, 3) == [[0, 3, 6], [1, 4, 7], [2, 5]]
+
+
+def test_consistent_hash_owners():
+    ids = ["10.0.0.1@4711#0", "10.0.0.2@4711#1"]
+    wanted = {("broker-a", 0): 1, ("broker-a", 1): 0, ("broker-b", 0): 1}
+    for (broker, queue_id), owner in wanted.items():
+        queue = MessageQueue("TopicA", broker, queue_id)
+        assert allocate(consistent_hash, "g", ids[owner], [queue], ids) == [queue]
+        assert allocate(consistent_hash, "g", ids[1 - owner], [queue], ids) == []
+
+
+@pytest.mark.parametrize("strategy", [average, circle, consistent_hash])
+@pytest.mark.parametrize("members", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 5, 16, 33])
+def test_every_queue_has_exactly_one_owner(strategy, members, count):
+    dealt = sorted(each for share in shares(strategy, count, members) for each in share)
+    assert dealt == list(range(count))
+
+
+def test_machine_rooms_take_only_their_queues():
+    everything = queues(4, "room1@broker-a") + queues(3, "room2@broker-a") + queues(2, "broker-plain")
+    strategy = in_machine_rooms("room1")
+    mine = [allocate(strategy, "g", each, everything, ["a", "b"]) for each in ("a", "b")]
+    assert [[queue.queue_id for queue in share] for share in mine] == [[0, 1], [2, 3]]
+    assert {queue.broker_name for share in mine for queue in share} == {"room1@broker-a"}
+
+
+def test_members_are_ordered_as_java_orders_text():
+    ids = ["10.0.0.2@1", "10.0.0.10@1"]
+    assert allocate(average, "g", "10.0.0.10@1", queues(2), ids) == queues(2)[:1]
+
+
+def test_a_member_that_is_not_listed_gets_nothing():
+    assert allocate(average, "g", "stranger", queues(4), ["a", "b"]) == []
+
+
+def test_a_strategy_of_the_users_own_is_checked():
+    def greedy(group, client_id, everything, members):
+        return [MessageQueue("other", "broker-a", 0)]
+
+    with pytest.raises(ConfigError, match="other/broker-a/0"):
+        allocate(greedy, "g", "a", queues(2), ["a"])
+
+
+@pytest.mark.parametrize("name", ["machine-room", "nonsense"])
+def test_a_name_that_is_not_enough_says_what_to_do(name):
+    with pytest.raises(ConfigError, match="in_machine_rooms|choose one of"):
+        strategy_of(name)

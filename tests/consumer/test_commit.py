@@ -1,0 +1,402 @@
+"""How offsets reach their store: what is noted, what is stored, and what is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer.consumer.commit import BrokerCommits, StoreCommits
+from pyrocket_consumer.errors import BrokerError, ConnectionLost, OffsetStoreError, RequestTimeout
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import MemoryOffsetStore, ReadOffsetType
+from tests.consumer.virtual_time import run
+
+ONE, TWO, FAR = (
+    MessageQueue("orders", "a", 0),
+    MessageQueue("orders", "a", 1),
+    MessageQueue("orders", "b", 0),
+)
+
+
+class Brokers:
+    """Stands for the cluster: stores commits after `call_s`, or gives the answers it was told first."""
+
+    def __init__(self) -> None:
+        self.stored: dict[MessageQueue, int] = {}
+        self.answers: list[Any] = []  # an exception, or False: a reset waits there
+        self.commits: list[tuple[MessageQueue, int]] = []
+        self.executes_failed = False
+        self.call_s = 0.01
+        self.most_at_once: dict[MessageQueue, int] = {}
+        self._at_once: dict[MessageQueue, int] = {}
+
+    def broker(self, name: str) -> Any:
+        async def query_offset(group, queue, *, set_zero_if_not_found):
+            assert (group, queue.broker_name, set_zero_if_not_found) == ("app", name, False)
+            await asyncio.sleep(self.call_s)
+            if self.answers:
+                raise self.answers.pop(0)
+            return self.stored.get(queue)
+
+        async def commit_offset(group, queue, offset):
+            assert (group, queue.broker_name) == ("app", name)
+            self.commits.append((queue, offset))
+            self._at_once[queue] = self._at_once.get(queue, 0) + 1
+            self.most_at_once[queue] = max(self.most_at_once.get(queue, 0), self._at_once[queue])
+            answer = self.answers.pop(0) if self.answers else True
+            try:
+                await asyncio.sleep(self.call_s)
+                if isinstance(answer, Exception):
+                    raise answer
+                if answer:
+                    self.stored[queue] = offset
+                return answer
+            finally:
+                self._at_once[queue] -= 1
+
+        return SimpleNamespace(query_offset=query_offset, commit_offset=commit_offset)
+
+
+def at_brokers() -> tuple[BrokerCommits, Brokers]:
+    brokers = Brokers()
+    return BrokerCommits(brokers, "app"), brokers  # type: ignore[arg-type]
+
+
+TROUBLE = [
+    BrokerError(1, "no", "a:1"),
+    BrokerError(2, "busy", "a:1"),
+    RequestTimeout("QUERY_CONSUMER_OFFSET", "a:1", 3),
+    ConnectionLost("a:1", "reset"),
+]
+
+
+@pytest.mark.parametrize("trouble", TROUBLE, ids=str)
+def test_an_offset_that_cannot_be_read_is_an_error_and_never_none(trouble):
+    async def scenario():
+        commits, brokers = at_brokers()
+        assert await commits.start_offset(ONE) is None
+        brokers.stored[ONE] = 7
+        brokers.answers = [trouble]
+        with pytest.raises(type(trouble)):
+            await commits.start_offset(ONE)
+        assert commits.current(ONE) is None
+        assert await commits.start_offset(ONE) == 7
+        assert (commits.current(ONE), commits.persisted(ONE)) == (7, 7)
+        await commits.persist([ONE])
+        assert brokers.commits == [], "what was read is stored"
+
+    run(scenario())
+
+
+def test_only_what_has_changed_is_stored_and_noted_offsets_only_grow():
+    async def scenario():
+        commits, brokers = at_brokers()
+        for offset in (5, 3, 9, 8):
+            commits.update(ONE, offset)
+        commits.update(TWO, 1)
+        assert await commits.persist([ONE, TWO, FAR]) == {}
+        assert brokers.stored == {ONE: 9, TWO: 1}
+        assert await commits.persist([ONE, TWO, FAR]) == {}
+        assert len(brokers.commits) == 2
+        commits.update(TWO, 2)
+        await commits.persist([ONE, TWO, FAR])
+        assert brokers.commits[2:] == [(TWO, 2)]
+        assert commits.table("orders") == {ONE: 9, TWO: 2}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("trouble", TROUBLE, ids=str)
+def test_what_could_not_be_stored_is_returned_and_stored_next_time(trouble):
+    async def scenario():
+        commits, brokers = at_brokers()
+        commits.update(ONE, 5)
+        commits.update(TWO, 6)
+        brokers.answers = [trouble]
+        assert await commits.persist([ONE, TWO]) == {ONE: trouble}
+        assert (commits.persisted(ONE), commits.persisted(TWO)) == (None, 6)
+        commits.update(ONE, 8)
+        assert await commits.persist([ONE, TWO]) == {}
+        assert brokers.stored == {ONE: 8, TWO: 6}
+
+    run(scenario())
+
+
+def test_after_a_commit_without_an_answer_the_next_one_is_made_twice():
+    """The broker may execute the one that was not answered last, and the older offset would stay."""
+
+    async def scenario():
+        commits, brokers = at_brokers()
+        commits.update(ONE, 5)
+        brokers.answers = [RequestTimeout("UPDATE_CONSUMER_OFFSET", "a:1", 3)]
+        await commits.persist([ONE])
+        commits.update(ONE, 8)
+        await commits.persist([ONE])
+        brokers.stored[ONE] = 5  # now the first one is executed
+        await commits.persist([ONE])
+        assert brokers.stored[ONE] == 8
+        made = len(brokers.commits)
+        await commits.persist([ONE])
+        assert len(brokers.commits) == made
+
+    run(scenario())
+
+
+def test_a_commit_the_broker_ignores_for_a_reset_is_not_taken_for_stored():
+    async def scenario():
+        commits, brokers = at_brokers()
+        commits.update(ONE, 5)
+        brokers.answers = [False]
+        assert await commits.persist([ONE]) == {}
+        assert commits.persisted(ONE) is None
+        await commits.persist([ONE])
+        assert brokers.stored == {ONE: 5}
+
+    run(scenario())
+
+
+def test_commits_of_one_queue_follow_each_other_and_carry_the_newest_value():
+    async def scenario():
+        commits, brokers = at_brokers()
+        commits.update(ONE, 1)
+        first = asyncio.ensure_future(commits.persist([ONE]))
+        await asyncio.sleep(0.001)
+        commits.update(ONE, 2)
+        second = asyncio.ensure_future(commits.persist([ONE]))
+        third = asyncio.ensure_future(commits.persist([ONE]))
+        await asyncio.sleep(0.001)
+        commits.update(ONE, 3)
+        await asyncio.gather(first, second, third)
+        assert [offset for _, offset in brokers.commits] == [1, 3]
+        assert brokers.most_at_once == {ONE: 1}
+
+    run(scenario())
+
+
+def test_a_commit_under_way_is_finished_although_nobody_waits_any_more():
+    async def scenario():
+        commits, brokers = at_brokers()
+        brokers.call_s = 1.0
+        commits.update(ONE, 5)
+        waiting = asyncio.ensure_future(commits.persist([ONE]))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        commits.update(ONE, 9)
+        await commits.persist([ONE])
+        assert [offset for _, offset in brokers.commits] == [5, 9]
+        assert brokers.most_at_once == {ONE: 1}
+        commits.update(ONE, 12)
+        waiting = asyncio.ensure_future(commits.persist([ONE]))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        await commits.close()
+        assert brokers.stored == {ONE: 12}, "closing waits for it"
+
+    run(scenario())
+
+
+def test_a_reset_replaces_what_was_noted_whether_lower_or_higher():
+    async def scenario():
+        commits, brokers = at_brokers()
+        commits.update(ONE, 50)
+        await commits.persist([ONE])
+        for target in (3, 3, 80):
+            await commits.replace(ONE, target)
+            assert brokers.stored == {ONE: target}
+            assert commits.current(ONE) == target
+        brokers.answers = [BrokerError(1, "no", "a:1")]
+        with pytest.raises(BrokerError):
+            await commits.replace(ONE, 5)
+        assert await commits.persist([ONE]) == {}
+        assert brokers.stored == {ONE: 5}
+
+    run(scenario())
+
+
+def test_a_released_queue_is_stored_and_forgotten():
+    async def scenario():
+        commits, brokers = at_brokers()
+        commits.update(ONE, 5)
+        await commits.release(ONE)
+        assert brokers.stored == {ONE: 5}
+        assert (commits.current(ONE), commits.persisted(ONE)) == (None, None)
+        commits.update(ONE, 2)  # the queue came back and starts lower: nothing of the time before holds it up
+        await commits.persist([ONE])
+        assert brokers.stored == {ONE: 2}
+        commits.update(ONE, 3)
+        brokers.answers = [BrokerError(1, "no", "a:1")]
+        with pytest.raises(BrokerError):
+            await commits.release(ONE)
+        assert commits.current(ONE) is None
+        commits.update(ONE, 9)
+        commits.forget(ONE)
+        await commits.persist([ONE])
+        assert brokers.stored == {ONE: 2}, "it belongs to another member already"
+
+    run(scenario())
+
+
+def test_what_a_broker_may_have_forgotten_is_stored_again():
+    async def scenario():
+        commits, brokers = at_brokers()
+        for queue in (ONE, FAR):
+            commits.update(queue, 5)
+        await commits.persist([ONE, FAR])
+        brokers.stored.clear()
+        commits.doubt("b")
+        await commits.persist([ONE, FAR])
+        assert brokers.stored == {FAR: 5}
+        commits.doubt()
+        await commits.persist([ONE, FAR])
+        assert brokers.stored == {ONE: 5, FAR: 5}
+
+    run(scenario())
+
+
+# --- stores of one's own
+
+
+class Store(MemoryOffsetStore):
+    """Remembers which thread called, and may be slow or fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[str] = []
+        self.threads: set[threading.Thread] = set()
+
+    def _slow(self, what: str) -> None:
+        self.calls.append(what)
+        self.threads.add(threading.current_thread())
+        assert self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+
+    def read_offset(self, mq, read_type=ReadOffsetType.MEMORY_FIRST_THEN_STORE):
+        if read_type is not ReadOffsetType.READ_FROM_MEMORY:
+            self._slow("read")
+        return super().read_offset(mq, read_type)
+
+    def persist(self, mq):
+        self._slow("persist")
+        super().persist_all([mq])
+
+    def persist_all(self, mqs=None):
+        self._slow("persist_all")
+        super().persist_all(mqs)
+
+    def remove_offset(self, mq):
+        self._slow("remove")
+        super().remove_offset(mq)
+
+
+def in_store(memory_first: bool = True) -> tuple[StoreCommits, Store]:
+    store = Store()
+    return StoreCommits(store, memory_first=memory_first), store
+
+
+def test_blocking_calls_have_a_thread_of_their_own():
+    async def scenario():
+        commits, store = in_store()
+        store.gate.clear()
+        commits.update(ONE, 5)
+        waiting = asyncio.ensure_future(commits.persist([ONE]))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not waiting.done(), "the loop goes on meanwhile"
+        commits.update(ONE, 7)
+        assert commits.current(ONE) == 7, "memory is there at any time"
+        store.gate.set()
+        assert await waiting == {}
+        assert await commits.start_offset(ONE) == 7
+        await commits.replace(ONE, 2)
+        await commits.release(ONE)
+        await commits.close()
+        assert store.calls == ["persist_all", "read", "persist", "remove"]
+        assert threading.current_thread() not in store.threads
+        assert len(store.threads) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_store_is_asked_for_all_that_has_changed_at_once():
+    async def scenario():
+        commits, store = in_store()
+        commits.update(ONE, 5)
+        commits.update(TWO, 6)
+        assert await commits.persist([ONE, TWO, FAR]) == {}
+        assert store.calls == ["persist_all"]
+        assert (commits.persisted(ONE), commits.persisted(TWO), commits.persisted(FAR)) == (5, 6, None)
+        await commits.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_changes_while_it_is_stored_counts_as_changed():
+    async def scenario():
+        commits, store = in_store()
+        store.gate.clear()
+        commits.update(ONE, 5)
+        waiting = asyncio.ensure_future(commits.persist([ONE]))
+        await asyncio.sleep(0.01)
+        commits.update(ONE, 9)
+        store.gate.set()
+        await waiting
+        assert commits.persisted(ONE) == 5
+        await commits.persist([ONE])
+        assert store.read_offset(ONE, ReadOffsetType.READ_FROM_STORE) == 9
+        await commits.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_cannot_write_says_so_for_each_queue_and_is_asked_again():
+    async def scenario():
+        commits, store = in_store()
+        commits.update(ONE, 5)
+        commits.update(TWO, 6)
+        store.error = OffsetStoreError("disk full")
+        assert await commits.persist([ONE, TWO]) == {ONE: store.error, TWO: store.error}
+        with pytest.raises(OffsetStoreError):
+            await commits.replace(ONE, 1)
+        store.error = None
+        assert await commits.persist([ONE, TWO]) == {}
+        assert store.read_offset(ONE, ReadOffsetType.READ_FROM_STORE) == 1
+        await commits.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_of_a_store_is_no_trouble_but_an_error():
+    async def scenario():
+        commits, store = in_store()
+        commits.update(ONE, 5)
+        store.error = ZeroDivisionError()
+        with pytest.raises(ZeroDivisionError):
+            await commits.persist([ONE])
+        store.error = None
+        await commits.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("memory_first", "expected"), [(True, 9), (False, 5)])
+def test_broadcasting_goes_on_from_memory_and_others_from_the_store(memory_first, expected):
+    async def scenario():
+        commits, store = in_store(memory_first)
+        commits.update(ONE, 5)
+        await commits.persist([ONE])
+        commits.update(ONE, 9)
+        assert await commits.start_offset(ONE) == expected
+        assert commits.current(ONE) == expected
+        assert await commits.start_offset(TWO) is None
+        await commits.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,312 @@
+"""Failed messages on their way back: until a broker has one again it stays unfinished here, whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
+from pyrocket_consumer.consumer.retry import AT_ONCE, LOCAL_RETRY_S, Retries
+from pyrocket_consumer.errors import (
+    BrokerError,
+    ConnectError,
+    ConnectionLost,
+    FlowControl,
+    RequestTimeout,
+    RouteNotFound,
+)
+from pyrocket_consumer.model import PERM_READ, BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
+from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, decode_properties, encode_message
+from tests.consumer.virtual_time import run
+
+QUEUE = MessageQueue("orders", "a", 0)
+RETRY = "%RETRY%app"
+
+BUSY = FlowControl(2, "busy", "a:1")
+REFUSED = BrokerError(1, "no", "a:1")
+SILENT = RequestTimeout("CONSUMER_SEND_MSG_BACK", "a:1", 3)
+AWAY = ConnectError("broker 'a'", "no known route names an address of its master")
+
+
+def route(perm: int = 6, masters: bool = True) -> TopicRoute:
+    names = ("a", "b")
+    return TopicRoute(
+        RETRY,
+        tuple(QueueData(name, 1, 1, perm) for name in names),
+        tuple(BrokerData("c", name, {0 if masters else 1: f"{name}:1"}) for name in names),
+    )
+
+
+class Member:
+    """Stands for the member and its brokers: gives the answers it was told, the last one for ever."""
+
+    def __init__(self, *send_backs: Exception | None, sends: Any = (), broadcasting: bool = False) -> None:
+        self.config = SimpleNamespace(broadcasting=broadcasting, most_attempts=16)
+        self.group, self.loop, self.rng = "app", asyncio.get_running_loop(), random.Random(1)
+        self.cluster = self
+        self.assignments = SimpleNamespace(count=lambda topic, **counts: None)
+        self.answers = {"send_back": list(send_backs) or [None], "send": list(sends) or [None]}
+        self.found: Any = route()
+        self.calls: list[tuple[float, str, str]] = []
+        self.sent: list[tuple[Any, bytes]] = []
+        self.delivered: list[Message] = []
+        self.told: list[EventKind] = []
+        self.surprises: list[Exception] = []
+        self.under_way = self.most_under_way = 0
+        self.call_s = 0.0
+
+    def broker(self, name: str) -> Any:
+        async def send_back(group, message, delay_level, limit):
+            await self._call("send_back", name)
+
+        async def send(header, body):
+            self.sent.append((header, body))
+            await self._call("send", name)
+
+        return SimpleNamespace(send_back=send_back, send=send)
+
+    async def _call(self, what: str, name: str) -> None:
+        self.calls.append((self.loop.time(), what, name))
+        self.under_way += 1
+        self.most_under_way = max(self.under_way, self.most_under_way)
+        await asyncio.sleep(self.call_s)
+        self.under_way -= 1
+        answers = self.answers[what]
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if answer is not None:
+            raise answer
+
+    async def route(self, topic):
+        assert topic == RETRY
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+    def event(self, kind, text, *others, **more):
+        self.told.append(kind)
+
+    trouble = event
+
+    def deliver(self, window, messages):
+        self.delivered += messages
+
+    def surprised(self, what, error):
+        self.surprises.append(error)
+
+    @property
+    def kinds_of_calls(self) -> list[str]:
+        return [what for _, what, _ in self.calls]
+
+
+def filled(count: int = 1) -> tuple[ProcessQueue, list[Message]]:
+    window = ProcessQueue(QUEUE, 1, Limits(), lambda queue, offset: None)
+    window.start(0)
+    records = b"".join(
+        encode_message(
+            StoredMessage(
+                topic="orders",
+                body=b"paid",
+                queue_offset=offset,
+                flag=7,
+                born_at_ms=1234,
+                reconsume_times=2,
+                properties={"UNIQ_KEY": f"id{offset}", "TAGS": "t", "TRAN_MSG": "true", "own": "x"},
+            )
+        )
+        for offset in range(count)
+    )
+    messages = decode_messages(records, QUEUE)
+    window.put(messages, count, len(records))
+    return window, messages
+
+
+async def settled(retries: Retries) -> None:
+    while retries.under_way:
+        await asyncio.sleep(0.01)
+
+
+def test_a_message_the_broker_takes_back_is_finished_here():
+    async def scenario():
+        member = Member()
+        retries, (window, messages) = Retries(member), filled()
+        retries.add(window, [(messages[0], 0)])
+        assert window.unfinished()[0] == 1, "not before it is there"
+        await settled(retries)
+        assert window.commit_offset() == 1
+        assert member.kinds_of_calls == ["send_back"]
+        assert member.told == [EventKind.MESSAGE_SENT_BACK]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("trouble", [BUSY, SILENT])
+def test_a_busy_or_silent_broker_is_asked_again_after_a_pause(trouble):
+    async def scenario():
+        member = Member(trouble, trouble, None)
+        retries, (window, messages) = Retries(member), filled()
+        retries.add(window, [(messages[0], 0)])
+        await settled(retries)
+        times = [at for at, _, _ in member.calls]
+        assert member.kinds_of_calls == ["send_back"] * 3
+        assert times[1] - times[0] < times[2] - times[1]
+        assert window.commit_offset() == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("trouble", [REFUSED, AWAY, ConnectionLost("a:1", "x"), BUSY, SILENT], ids=str)
+def test_a_message_that_cannot_be_taken_back_is_sent_as_a_new_one(trouble):
+    async def scenario():
+        member = Member(trouble)
+        retries, (window, messages) = Retries(member), filled()
+        retries.add(window, [(messages[0], 0)])
+        await settled(retries)
+        assert window.commit_offset() == 1
+        ((header, body),) = member.sent
+        properties = decode_properties(header.properties)
+        assert (header.topic, header.producer_group, body) == (RETRY, "app", b"paid")
+        assert (header.reconsume_times, header.max_reconsume_times, header.flag) == (3, 16, 7)
+        assert header.born_timestamp == 1234
+        assert (properties["RETRY_TOPIC"], properties["ORIGIN_MESSAGE_ID"]) == ("orders", "id0")
+        assert (properties["DELAY"], properties["TAGS"], properties["own"]) == ("5", "t", "x")
+        assert "TRAN_MSG" not in properties
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("delay_level", "delay", "limit"), [(7, "7", 16), (0, "5", 16), (-1, "5", 0)])
+def test_the_level_asked_for_goes_with_it(delay_level, delay, limit):
+    async def scenario():
+        member = Member(REFUSED)
+        retries, (window, messages) = Retries(member), filled()
+        retries.add(window, [(messages[0], delay_level)])
+        await settled(retries)
+        ((header, _),) = member.sent
+        assert (decode_properties(header.properties)["DELAY"], header.max_reconsume_times) == (delay, limit)
+
+    run(scenario())
+
+
+def test_another_broker_is_tried():
+    async def scenario():
+        member = Member(REFUSED, sends=[BUSY, None])
+        retries, (window, messages) = Retries(member), filled()
+        retries.add(window, [(messages[0], 0)])
+        await settled(retries)
+        assert {name for _, what, name in member.calls if what == "send"} == {"a", "b"}
+        assert window.commit_offset() == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "found",
+    [route(masters=False), route(PERM_READ), TopicRoute(RETRY), RouteNotFound(RETRY, "ns:1"), AWAY],
+    ids=["no master", "read only", "no queue", "no route", "no name server"],
+)
+def test_a_message_nobody_takes_stays_unfinished_and_is_tried_here_again(found):
+    async def scenario():
+        member = Member(AWAY)
+        member.found = found
+        retries, (window, messages) = Retries(member), filled()
+        retries.add(window, [(messages[0], 0)])
+        await settled(retries)
+        assert window.commit_offset() == 0
+        assert member.told == [EventKind.SEND_BACK_FAILED]
+        assert member.delivered == []
+        await asyncio.sleep(LOCAL_RETRY_S + 0.1)
+        assert member.delivered == messages
+        assert messages[0].reconsume_times == 3
+        assert window.commit_offset() == 0
+        assert member.surprises == []
+
+    run(scenario())
+
+
+def test_what_ended_meanwhile_is_not_tried_here_again():
+    async def scenario():
+        member = Member(REFUSED, sends=[REFUSED])
+        retries = Retries(member)
+        consumed, (one,) = filled()
+        lost, (other,) = filled()
+        retries.add(consumed, [(one, 0)])
+        retries.add(lost, [(other, 0)])
+        await settled(retries)
+        consumed.ack([one])
+        lost.drop()
+        await asyncio.sleep(LOCAL_RETRY_S + 0.1)
+        assert member.delivered == []
+
+    run(scenario())
+
+
+def test_what_is_finished_or_given_up_already_is_not_sent_back():
+    async def scenario():
+        member = Member()
+        retries = Retries(member)
+        window, messages = filled(2)
+        window.ack(messages[:1])
+        retries.add(window, [(messages[0], 0)])
+        window.drop()
+        retries.add(window, [(messages[1], 0)])
+        await settled(retries)
+        assert member.calls == []
+
+    run(scenario())
+
+
+def test_not_all_go_at_once():
+    async def scenario():
+        member = Member()
+        member.call_s = 1.0
+        retries, (window, messages) = Retries(member), filled(3 * AT_ONCE)
+        retries.add(window, [(message, 0) for message in messages])
+        await settled(retries)
+        assert member.most_under_way == AT_ONCE
+        assert window.commit_offset() == 3 * AT_ONCE
+
+    run(scenario())
+
+
+def test_cancelled_they_stay_unfinished():
+    async def scenario():
+        member = Member()
+        member.call_s = 3600.0
+        retries, (window, messages) = Retries(member), filled(3)
+        retries.add(window, [(message, 0) for message in messages])
+        await asyncio.sleep(1)
+        retries.cancel()
+        await settled(retries)
+        assert window.commit_offset() == 0
+        assert member.surprises == []
+
+    run(scenario())
+
+
+def test_a_broadcasting_group_gives_the_message_up_and_says_so():
+    async def scenario():
+        member = Member(broadcasting=True)
+        retries, (window, messages) = Retries(member), filled()
+        retries.add(window, [(messages[0], 0)])
+        await settled(retries)
+        assert window.commit_offset() == 1
+        assert member.calls == []
+        assert member.told == [EventKind.MESSAGE_GIVEN_UP]
+
+    run(scenario())
+
+
+def test_a_bug_is_a_surprise():
+    async def scenario():
+        member = Member(ZeroDivisionError())
+        retries, (window, messages) = Retries(member), filled()
+        retries.add(window, [(messages[0], 0)])
+        await settled(retries)
+        assert [type(error) for error in member.surprises] == [ZeroDivisionError]
+        assert window.commit_offset() == 0
+
+    run(scenario())

@@ -1,0 +1,44 @@
+"""An event loop whose clock stands still while there is work and jumps to the next timer when there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Jumping(selectors.DefaultSelector):
+    """Waits for nothing: what would have been waited is added to the clock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            raise AssertionError("the loop would wait for ever: nothing is due and nobody will call")
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """For tests without sockets and threads: an hour passes at once."""
+
+    def __init__(self) -> None:
+        self._jumping = _Jumping()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run(scenario: Coroutine[Any, Any, T]) -> T:
+    """Run a scenario in virtual time; what the loop could not hand to anybody fails the test."""
+    unhandled: list[dict[str, Any]] = []
+    loop = VirtualTimeLoop()
+    loop.set_exception_handler(lambda loop, context: unhandled.append(context))
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        result = runner.run(scenario)
+    assert unhandled == []
+    return result

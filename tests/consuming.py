@@ -1,0 +1,112 @@
+"""What tests of whole consumers share: a listener that records, and waits for what it should see."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pyrocket_consumer import ConsumerEvent, Message, MessageQueue, PushConsumer
+
+WAIT_S = 30.0
+
+QUICK = {
+    "consume_from": "first",
+    "commit_interval_s": 0.2,
+    "pull_retry_delay_s": 0.1,
+    "rebalance_interval_s": 2.0,
+    "route_refresh_interval_s": 1.0,
+}
+"""Options that make a test short."""
+
+
+class Seen:
+    """A listener that remembers. `judge(message)` may raise or return what a listener may."""
+
+    def __init__(self, judge: Callable[[Message], Any] = lambda message: None) -> None:
+        self._judge = judge
+        self._changed = threading.Condition()
+        self.messages: list[Message] = []
+
+    def __call__(self, message: Message) -> Any:
+        with self._changed:
+            self.messages.append(message)
+            self._changed.notify_all()
+        return self._judge(message)
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [message.body for message in list(self.messages)]
+
+    @property
+    def places(self) -> Counter[tuple[MessageQueue, int]]:
+        """How often each place of a queue was seen."""
+        return Counter((message.queue, message.queue_offset) for message in list(self.messages))
+
+    def wait(self, reached: Callable[[Seen], bool], timeout_s: float = WAIT_S) -> None:
+        """Wait until `reached(self)`; fails with what was seen."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: reached(self), timeout_s):
+                raise AssertionError(f"after {timeout_s:g} s only {len(self.messages)} messages: {self.bodies[-20:]}")
+
+    def wait_for(self, count: int, timeout_s: float = WAIT_S) -> None:
+        """Wait until `count` different messages were seen."""
+        self.wait(lambda seen: len(set(seen.bodies)) >= count, timeout_s)
+
+
+class Events:
+    """An `on_event` that remembers."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.all: list[ConsumerEvent] = []
+
+    def __call__(self, event: ConsumerEvent) -> None:
+        with self._changed:
+            self.all.append(event)
+            self._changed.notify_all()
+
+    def of(self, kind: str) -> list[ConsumerEvent]:
+        return [event for event in list(self.all) if event.kind == kind]
+
+    def wait_for(self, kind: str, count: int = 1, timeout_s: float = WAIT_S) -> ConsumerEvent:
+        """Wait for the `count`th event of a kind, and return it."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.of(kind)) >= count, timeout_s):
+                raise AssertionError(f"no {kind} (number {count}) among {[str(event) for event in self.all]}")
+        return self.of(kind)[count - 1]
+
+
+@contextmanager
+def consuming(
+    cluster: Any,
+    topic: str,
+    group: str,
+    listener: Callable[..., Any] | None = None,
+    selector: str = "*",
+    **options: Any,
+) -> Iterator[tuple[PushConsumer, Any]]:
+    """Run a consumer of `topic`; yields it and its listener."""
+    seen = listener if listener is not None else Seen()
+    consumer = PushConsumer(group, name_server=cluster.name_server, **{**QUICK, **options})
+    consumer.subscribe(topic, seen, selector)
+    with consumer:
+        yield consumer, seen
+
+
+def until(reached: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+    """Look again and again until `reached()` is true: for what a real broker knows and cannot tell by itself."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := reached()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.05)
+    return found
+
+
+def numbered(count: int, start: int = 0) -> list[bytes]:
+    """Return bodies that tell messages apart."""
+    return [b"m%d" % number for number in range(start, start + count)]

@@ -1,0 +1,76 @@
+"""Child processes whose output is waited for."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tests.consuming import QUICK, WAIT_S
+
+
+class Child:
+    """A process, and the lines it has printed."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=(self.process.stdout, self.lines), daemon=True),
+            threading.Thread(target=self._read, args=(self.process.stderr, errors := []), daemon=True),
+        ]
+        self.errors: list[str] = errors
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream, lines: list[str]) -> None:
+        with stream:
+            for line in stream:
+                with self._changed:
+                    lines.append(line.rstrip("\n"))
+                    self._changed.notify_all()
+
+    def wait(self, reached: Callable[[list[str]], bool], timeout_s: float = WAIT_S) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: reached(self.lines) or self.process.poll() is not None, timeout_s):
+                raise AssertionError(f"printed so far: {self.lines[-10:]} {self.errors[-10:]}")
+        assert reached(self.lines), (self.lines[-10:], self.errors[-20:])
+
+    def wait_for_line(self, line: str, timeout_s: float = WAIT_S) -> None:
+        self.wait(lambda lines: line in lines, timeout_s)
+
+    @property
+    def bodies(self) -> Counter[str]:
+        return Counter(line for line in list(self.lines) if line.startswith("m"))
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def ended(self, timeout_s: float = WAIT_S) -> int:
+        """Wait for the end and all output; returns the exit code."""
+        code = self.process.wait(timeout_s)
+        for reader in self._readers:
+            reader.join(timeout_s)
+        return code
+
+
+@contextmanager
+def member(cluster, topic: str, group: str, **options) -> Iterator[Child]:
+    """Run a consumer of `topic` in a process of its own."""
+    whole = {"group": group, "name_server": cluster.name_server, **QUICK, **options}
+    child = Child("-m", "tests.system.member", topic, json.dumps(whole))
+    try:
+        child.wait_for_line("ready")
+        yield child
+    finally:
+        if child.process.poll() is None:
+            child.process.kill()
+        child.ended()

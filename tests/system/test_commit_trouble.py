@@ -1,0 +1,116 @@
+"""Commits and send-backs that brokers refuse or never answer: tried again, told once in a while, never dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pyrocket_consumer import ConsumerState
+from pyrocket_consumer.testing import answer, close_connection, drop, drop_answer
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import Events, Seen, consuming, numbered, until
+
+OPTIONS = {"commit_interval_s": 0.05, "pull_hold_s": 0.2, "call_timeout_s": 0.2}
+SENDS = (RequestCode.SEND_MESSAGE, RequestCode.SEND_MESSAGE_V2)
+
+
+def fill(cluster, topic, count, start=0):
+    cluster.send(topic, lambda number: b"m%d" % (start + number), count=count)
+
+
+def fails_once(body):
+    def judge(message):
+        if message.body == body and message.reconsume_times == 0:
+            raise ValueError("once")
+
+    return judge
+
+
+@pytest.mark.parametrize(
+    "trouble", [answer(1, "no"), answer(2, "busy"), drop, close_connection], ids=["refused", "busy", "lost", "closed"]
+)
+def test_commits_are_tried_again_and_trouble_is_told_once_in_a_while(embedded, broker, topic, group, trouble):
+    embedded.create_topic(topic, queues=2)
+    fill(embedded, topic, 10)
+    events = Events()
+
+    def is_ours(command):
+        return command.fields["consumerGroup"] == group
+
+    broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, trouble, times=None, when=is_ours)
+    with consuming(embedded, topic, group, on_event=events, **OPTIONS) as (consumer, seen):
+        seen.wait_for(10)
+        broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, 6, when=is_ours)
+        assert embedded.committed(group, topic) == {}
+        assert len(events.of("commit-failed")) == 1
+        fill(embedded, topic, 10, 10)
+        seen.wait_for(20)
+        broker.clear_faults()
+        until(lambda: embedded.committed(group, topic) == {0: 10, 1: 10}, "committed")
+        assert consumer.state is ConsumerState.RUNNING
+    assert Counter(seen.bodies) == Counter(numbered(20))
+
+
+def test_a_commit_whose_answer_is_lost_is_made_again(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 5)
+    broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop_answer, when=lambda each: each.fields["topic"] == topic)
+    with consuming(embedded, topic, group, **OPTIONS) as (consumer, seen):
+        seen.wait_for(5)
+        broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, 2, when=lambda each: each.fields["topic"] == topic)
+        until(
+            lambda: [each.persisted for queue, each in consumer.progress().items() if queue.topic == topic] == [5],
+            "known to be stored",
+        )
+
+
+# --- send-back
+
+
+def test_a_busy_broker_is_asked_again_to_take_a_message_back(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 3)
+    broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy"), times=2)
+    with consuming(embedded, topic, group, Seen(fails_once(b"m1")), **OPTIONS) as (_, seen):
+        seen.wait(lambda seen: seen.bodies.count(b"m1") == 2)
+        until(lambda: embedded.committed(group, topic) == {0: 3}, "committed")
+    groups = [each.command.fields["group"] for each in broker.requests(RequestCode.CONSUMER_SEND_MSG_BACK)]
+    assert groups.count(group) == 3
+    assert Counter(seen.bodies) == Counter([*numbered(3), b"m1"])
+
+
+@pytest.mark.parametrize(
+    "trouble", [answer(1, "no"), answer(999), drop, close_connection], ids=["refused", "unknown", "lost", "closed"]
+)
+def test_a_message_the_broker_does_not_take_back_is_sent_to_the_retry_topic(embedded, broker, topic, group, trouble):
+    embedded.create_topic(topic, queues=1)
+    embedded.send(topic, b"m0", tags="t", keys=["k"], properties={"own": "ä"})
+    broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, trouble, times=3)
+    with consuming(embedded, topic, group, Seen(fails_once(b"m0")), **OPTIONS) as (_, seen):
+        seen.wait(lambda seen: len(seen.bodies) == 2)
+        until(lambda: embedded.committed(group, topic) == {0: 1}, "committed")
+    first, again = seen.messages
+    assert (again.topic, again.body, again.tags, again.keys) == (topic, b"m0", "t", ("k",))
+    assert (again.queue.topic, again.reconsume_times) == (f"%RETRY%{group}", 1)
+    assert again.properties["own"] == "ä"
+    assert again.properties["ORIGIN_MESSAGE_ID"] == first.message_id
+
+
+def test_a_message_nobody_takes_back_holds_the_offset_and_goes_to_the_next_member(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    for code in (RequestCode.CONSUMER_SEND_MSG_BACK, *SENDS):
+        broker.on(code, answer(1, "no"), times=None)
+    fill(embedded, topic, 20)
+    events = Events()
+    options = {**OPTIONS, "on_event": events}
+    with consuming(embedded, topic, group, Seen(fails_once(b"m7")), **options) as (consumer, seen):
+        seen.wait_for(20)
+        events.wait_for("send-back-failed")
+        until(lambda: embedded.committed(group, topic) == {0: 7}, "committed up to the message")
+        (progress,) = [each for queue, each in consumer.progress().items() if queue.topic == topic]
+        assert progress.unfinished == 1
+    assert embedded.committed(group, topic) == {0: 7}
+    with consuming(embedded, topic, group, **OPTIONS) as (_, again):
+        again.wait_for(13)
+    assert Counter(again.bodies) == Counter(numbered(13, 7))

@@ -1,0 +1,300 @@
+"""Offsets that brokers correct and users reset: each counts once, and what comes from before counts for nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+
+from pyrocket_consumer import MessageQueue
+from pyrocket_consumer.testing import Exchange, answer
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.message import StoredMessage, encode_message
+from tests.consuming import Events, Seen, consuming, numbered, until
+
+QUICK = {"commit_interval_s": 0.05, "pull_hold_s": 0.5, "call_timeout_s": 1.0}
+
+
+def fill(cluster, topic, count, start=0):
+    cluster.send(topic, lambda number: b"m%d" % (start + number), count=count)
+
+
+def moved(next_offset, low, high, remark="OFFSET_OVERFLOW_BADLY"):
+    fields = {"nextBeginOffset": next_offset, "minOffset": low, "maxOffset": high, "suggestWhichBrokerId": 0}
+    return answer(21, remark, {name: str(value) for name, value in fields.items()})
+
+
+def of(topic):
+    return lambda command: command.fields["topic"] == topic
+
+
+# --- corrections
+
+
+def test_messages_that_expired_are_skipped_and_told(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 10)
+    broker.commit(group, topic, {0: 2})
+    broker.delete_before(topic, 0, 6)
+    events = Events()
+    with consuming(embedded, topic, group, on_event=events, **QUICK) as (_, seen):
+        seen.wait_for(4)
+        corrected = events.wait_for("offset-corrected")
+        assert (corrected.facts["from"], corrected.facts["to"]) == (2, 6)
+        assert "2 to 5" in events.wait_for("range-skipped").text
+    assert seen.bodies == numbered(4, 6)
+    assert embedded.committed(group, topic) == {0: 10}
+    assert len(events.of("offset-corrected")) == 1
+
+
+def test_a_correction_while_consuming_takes_effect_once(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    events = Events()
+    with consuming(embedded, topic, group, on_event=events, **QUICK) as (_, seen):
+        fill(embedded, topic, 10)
+        seen.wait_for(10)
+        broker.on(RequestCode.PULL_MESSAGE, moved(15, 15, 20, "OFFSET_TOO_SMALL"), when=of(topic))
+        events.wait_for("offset-corrected")
+        fill(embedded, topic, 10, 10)
+        seen.wait_for(15)
+        until(lambda: embedded.committed(group, topic) == {0: 20}, "committed")
+    assert seen.bodies == numbered(10) + numbered(5, 15), "what the broker says it has no more is not waited for"
+
+
+def test_what_is_cached_is_consumed_before_a_correction_is_followed(embedded, broker, topic, group):
+    """Not even messages that nobody has begun are passed over; those the broker lost exist only here."""
+    embedded.create_topic(topic, queues=1)
+    begun, release, held = threading.Event(), threading.Event(), Held()
+
+    def judge(message):
+        begun.set()
+        release.wait(30)
+
+    fill(embedded, topic, 10)
+    broker.on(RequestCode.PULL_MESSAGE, held, when=lambda each: of(topic)(each) and each.fields["queueOffset"] == "10")
+    seen, events = Seen(judge), Events()
+    options = {**QUICK, "consume_threads": 1, "shutdown_timeout_s": 1}
+    try:
+        with consuming(embedded, topic, group, seen, on_event=events, **options) as (consumer, _):
+            assert begun.wait(10)
+            pull = held.wait()
+            fill(embedded, topic, 10, 10)
+            broker.delete_before(topic, 0, 15)
+            pull.later(0, lambda: pull.handle(pull.answer))
+            threading.Event().wait(0.2)
+            assert embedded.committed(group, topic).get(0, 0) == 0
+            assert events.of("offset-corrected") == []
+            release.set()
+            seen.wait_for(10)
+            fact = events.wait_for("offset-corrected").facts
+            assert (fact["from"], fact["to"]) == (10, 15)
+            until(lambda: embedded.committed(group, topic) == {0: 20}, "committed")
+    finally:
+        release.set()
+    assert Counter(seen.bodies) == Counter(numbered(10) + numbered(5, 15))
+
+
+def test_a_correction_backwards_is_believed_when_the_broker_keeps_to_it(embedded, broker, group):
+    """A broker that was restarted may say for a while that all its queues are empty: min = max = 0."""
+    loading, silent, emptied = topics = [f"{group}-{what}" for what in ("loading", "silent", "emptied")]
+    seen, events = {topic: Seen() for topic in topics}, Events()
+    embedded.create_topic(loading, queues=1)
+    with consuming(embedded, loading, group, seen[loading], on_event=events, **QUICK) as (consumer, _):
+        for topic in topics[1:]:
+            embedded.create_topic(topic, queues=1)
+            consumer.subscribe(topic, seen[topic])
+        for topic in topics:
+            fill(embedded, topic, 10)
+            seen[topic].wait_for(10)
+            until(lambda topic=topic: embedded.committed(group, topic) == {0: 10}, "committed")
+        for code in (RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET):
+            broker.on(code, answer(0, fields={"offset": "0"}), when=of(loading))
+        broker.on(RequestCode.GET_MAX_OFFSET, answer(2, "busy"), times=5, when=of(silent))
+        for topic in (loading, silent):
+            broker.on(RequestCode.PULL_MESSAGE, moved(0, 0, 0), when=of(topic))
+        broker.truncate(emptied, 0, 0)
+
+        broker.wait_for(RequestCode.GET_MAX_OFFSET, when=of(loading))
+        fill(embedded, loading, 10, 10)
+        seen[loading].wait_for(20)
+        corrected = events.wait_for("offset-corrected")
+        assert (corrected.queue.topic, corrected.facts["from"], corrected.facts["to"]) == (emptied, 10, 0)
+        fill(embedded, emptied, 3, 10)
+        seen[emptied].wait_for(13)
+        broker.wait_for(RequestCode.GET_MAX_OFFSET, 6, timeout_s=20, when=of(silent))
+        fill(embedded, silent, 5, 10)
+        seen[silent].wait_for(15)
+    assert len(events.of("offset-corrected")) == 1, "the others were not corrected after all: silence confirms nothing"
+    assert events.of("range-skipped") == []
+    assert [embedded.committed(group, topic)[0] for topic in topics] == [20, 15, 3]
+    for topic, count in zip(topics, (20, 15, 13), strict=True):
+        assert Counter(seen[topic].bodies) == Counter(numbered(count))
+
+
+# --- resets, and what comes late
+
+
+class Held:
+    """A fault that keeps pulls back, so that the test can answer them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.exchanges: list[Exchange] = []
+
+    def __call__(self, exchange: Exchange) -> None:
+        with self._changed:
+            self.exchanges.append(exchange)
+            self._changed.notify_all()
+
+    def wait(self) -> Exchange:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.exchanges, 10)
+        return self.exchanges[0]
+
+
+def late_answer(exchange: Exchange, what: str) -> None:
+    fields = {"nextBeginOffset": "30", "minOffset": "0", "maxOffset": "40", "suggestWhichBrokerId": "0"}
+    code, remark, body = {
+        "found": (0, "FOUND", b"".join(record(offset) for offset in range(10, 30))),
+        "no new": (19, "OFFSET_OVERFLOW_ONE", b""),
+        "no matched": (20, "NO_MATCHED_MESSAGE", b""),
+        "offset moved": (21, "OFFSET_OVERFLOW_BADLY", b""),
+        "reset": (21, "OFFSET_RESET", b""),
+        "refused": (1, "late", b""),
+    }[what]
+    if what == "reset":
+        fields["nextBeginOffset"] = "8"
+    said = exchange.request.answer(code, remark, fields, body)
+    exchange.later(0, lambda: exchange.answer(said))
+
+
+def record(offset: int) -> bytes:
+    return encode_message(StoredMessage(topic="stray", body=b"stray", queue_offset=offset))
+
+
+@pytest.mark.parametrize("what", ["found", "no new", "no matched", "offset moved", "refused", "reset"])
+def test_the_answer_of_a_pull_from_before_a_reset_changes_nothing_unless_it_is_a_reset(
+    embedded, broker, topic, group, what
+):
+    embedded.create_topic(topic, queues=1)
+    queue, held, events = MessageQueue(topic, "broker-a", 0), Held(), Events()
+    fill(embedded, topic, 10)
+    broker.on(RequestCode.PULL_MESSAGE, held, when=lambda each: of(topic)(each) and each.fields["queueOffset"] == "10")
+    with consuming(embedded, topic, group, on_event=events, **QUICK) as (consumer, seen):
+        seen.wait_for(10)
+        held.wait()
+        assert consumer.reset_offsets(topic, {queue: 5}) == {queue: 5}
+        seen.wait(lambda seen: len(seen.bodies) == 15)
+        until(lambda: embedded.committed(group, topic) == {0: 10}, "consumed again from there")
+        late_answer(held.wait(), what)
+        if what == "reset":
+            events.wait_for("offset-reset", 2)
+            seen.wait(lambda seen: len(seen.bodies) == 17)
+        fill(embedded, topic, 3, 10)
+        seen.wait_for(13)
+    again = numbered(5, 5) + (numbered(2, 8) if what == "reset" else [])
+    assert Counter(seen.bodies) == Counter(numbered(13) + again)
+    assert events.of("offset-corrected") == []
+    assert len(events.of("offset-reset")) == (2 if what == "reset" else 1)
+    assert embedded.committed(group, topic) == {0: 13}
+
+
+def test_two_resets_in_a_row_end_at_the_second(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=2)
+    fill(embedded, topic, 20)
+    queues = [MessageQueue(topic, "broker-a", number) for number in (0, 1)]
+    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
+        seen.wait_for(20)
+        outcomes = []
+
+        def reset(target):
+            outcomes.append(consumer.reset_offsets(topic, dict.fromkeys(queues, target)))
+
+        for target in (9, 4, 7):
+            reset(target)
+        assert [sorted(outcome.values()) for outcome in outcomes] == [[9, 9], [4, 4], [7, 7]]
+        at_once = [threading.Thread(target=reset, args=(target,)) for target in (3, 3, 3, 3)]
+        for thread in at_once:
+            thread.start()
+        for thread in at_once:
+            thread.join(10)
+        assert len(outcomes) == 7
+        seen.wait(lambda seen: seen.places[queues[0], 3] > 1 and seen.places[queues[1], 9] > 1)
+        until(lambda: embedded.committed(group, topic) == {0: 10, 1: 10}, "the end is reached again")
+        fill(embedded, topic, 4, 20)
+        seen.wait_for(24)
+
+
+def test_the_late_acknowledgement_of_a_listener_from_before_a_reset_is_ignored(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    queue = MessageQueue(topic, "broker-a", 0)
+    begun, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def judge(message):
+        if message.body == b"m9" and not begun.is_set():
+            begun.set()
+            release.wait(30)
+            ended.set()
+
+    fill(embedded, topic, 10)
+    seen = Seen(judge)
+    try:
+        with consuming(embedded, topic, group, seen, **QUICK) as (consumer, _):
+            seen.wait_for(10)
+            assert begun.wait(10)
+            until(lambda: embedded.committed(group, topic) == {0: 9}, "all but the last")
+            consumer.pause([queue])
+            assert consumer.reset_offsets(topic, {queue: 2}) == {queue: 2}
+            assert embedded.committed(group, topic) == {0: 2}
+            release.set()
+            assert ended.wait(10)
+            threading.Event().wait(0.2)  # several commits
+            assert embedded.committed(group, topic) == {0: 2}, "its acknowledgement of 9 reached nothing"
+            consumer.resume([queue])
+            seen.wait(lambda seen: len(seen.bodies) == 18)
+            until(lambda: embedded.committed(group, topic) == {0: 10}, "consumed again")
+    finally:
+        release.set()
+    assert Counter(seen.bodies) == Counter(numbered(10) + numbered(8, 2))
+
+
+def test_a_failed_message_from_before_a_reset_is_not_sent_back(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    queue = MessageQueue(topic, "broker-a", 0)
+    release = threading.Event()
+
+    def judge(message):
+        if message.body == b"m4" and seen.bodies.count(b"m4") == 1:
+            release.wait(30)
+            raise ValueError("too late to matter")
+
+    fill(embedded, topic, 5)
+    seen, events = Seen(judge), Events()
+    try:
+        with consuming(embedded, topic, group, seen, on_event=events, **QUICK) as (consumer, _):
+            seen.wait_for(5)
+            consumer.reset_offsets(topic, {queue: 4})
+            release.set()
+            events.wait_for("listener-failed")
+            seen.wait(lambda seen: seen.bodies.count(b"m4") == 2)
+            until(lambda: embedded.committed(group, topic) == {0: 5}, "committed")
+    finally:
+        release.set()
+    assert Counter(seen.bodies) == Counter([*numbered(5), b"m4"])
+    assert events.of("message-sent-back") == []
+
+
+def test_a_reset_the_broker_does_not_acknowledge_waits_and_then_counts(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    queue = MessageQueue(topic, "broker-a", 0)
+    fill(embedded, topic, 10)
+    events = Events()
+    with consuming(embedded, topic, group, on_event=events, **QUICK) as (consumer, seen):
+        seen.wait_for(10)
+        until(lambda: embedded.committed(group, topic) == {0: 10}, "committed")
+        broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, answer(1, "no"), times=3, when=of(topic))
+        assert consumer.reset_offsets(topic, {queue: 6}) == {queue: 6}
+        assert "6 is not acknowledged yet" in events.wait_for("commit-failed").text
+        seen.wait(lambda seen: len(seen.bodies) == 14)
+    assert Counter(seen.bodies) == Counter(numbered(10) + numbered(4, 6))

@@ -1,0 +1,167 @@
+"""How much a consumer holds while its listener is slow or stuck, and that it goes on as soon as there is room."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pyrocket_consumer import MessageQueue
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import Seen, consuming, until
+
+CLUSTER = {"record_limit": 100_000}
+BATCH = 8
+OPTIONS = {"pull_batch_size": BATCH, "commit_interval_s": 0.05, "pull_hold_s": 0.2, "shutdown_timeout_s": 1}
+
+
+class Blocked(Seen):
+    """A listener whose calls wait until they are let go."""
+
+    def __init__(self, blocks=lambda message: True) -> None:
+        super().__init__(self._wait)
+        self._blocks = blocks
+        self._release = threading.Event()
+
+    def _wait(self, message) -> None:
+        if self._blocks(message):
+            self._release.wait(60)
+
+    def let_go(self) -> None:
+        self._release.set()
+
+
+def of(consumer, topic):
+    return {queue: each for queue, each in consumer.progress().items() if queue.topic == topic}
+
+
+def settled(consumer, topic):
+    """Wait until nothing more is pulled, and return where the topic's queues stand."""
+    last = None
+    while last != (last := [(each.next_to_pull, each.cached) for each in of(consumer, topic).values()]):
+        threading.Event().wait(0.15)
+    return of(consumer, topic)
+
+
+@pytest.mark.parametrize("limit", [1, 5, BATCH, 20, 100])
+def test_pulling_stops_at_the_number_of_messages_and_goes_on(embedded, topic, group, limit):
+    embedded.create_topic(topic, queues=2)
+    embedded.send(topic, b"x", count=600)
+    seen = Blocked()
+    try:
+        options = {**OPTIONS, "max_cached_messages": limit}
+        with consuming(embedded, topic, group, seen, **options) as (consumer, _):
+            seen.wait(lambda seen: seen.messages)
+            for progress in settled(consumer, topic).values():
+                assert max(1, limit - BATCH) < progress.cached + BATCH, "what there is room for is used"
+                assert progress.cached <= limit
+                assert progress.unfinished == progress.cached
+            seen.let_go()
+            seen.wait(lambda seen: len(seen.messages) >= 600)
+            until(lambda: embedded.committed(group, topic) == {0: 300, 1: 300}, "all is committed")
+    finally:
+        seen.let_go()
+    assert set(seen.places.values()) == {1}
+
+
+def test_bytes_are_shared_by_the_queues(embedded, topic, group):
+    embedded.create_topic(topic, queues=4)
+    embedded.send(topic, bytes(10_000), count=400)
+    seen = Blocked()
+    try:
+        options = {**OPTIONS, "max_cached_bytes": 1_000_000}
+        with consuming(embedded, topic, group, seen, **options) as (consumer, _):
+            seen.wait(lambda seen: seen.messages)
+            queues = len(consumer.progress())  # the retry topic's among them
+            for progress in settled(consumer, topic).values():
+                assert 1_000_000 / queues <= progress.cached_bytes <= 1_000_000 / queues + 2 * BATCH * 10_500
+            seen.let_go()
+            seen.wait(lambda seen: len(seen.messages) >= 400)
+            until(lambda: all(each.cached_bytes == 0 for each in of(consumer, topic).values()), "nothing is left")
+    finally:
+        seen.let_go()
+    assert set(seen.places.values()) == {1}
+
+
+def test_messages_behind_a_stuck_one_are_consumed_up_to_the_span(embedded, topic, group):
+    embedded.create_topic(topic, queues=1)
+    embedded.send(topic, b"x", count=500)
+    seen = Blocked(lambda message: message.queue_offset == 3)
+    try:
+        with consuming(embedded, topic, group, seen, max_span=100, **OPTIONS) as (consumer, _):
+            seen.wait(lambda seen: len(seen.messages) >= 100)
+            (progress,) = settled(consumer, topic).values()
+            assert 100 <= progress.next_to_pull <= 104 + 3 * BATCH
+            assert progress.unfinished == 1
+            until(lambda: embedded.committed(group, topic) == {0: 3}, "committed up to the stuck one")
+            seen.let_go()
+            seen.wait(lambda seen: len(seen.messages) >= 500)
+            until(lambda: embedded.committed(group, topic) == {0: 500}, "all is committed")
+    finally:
+        seen.let_go()
+    assert set(seen.places.values()) == {1}
+
+
+def test_a_stuck_message_stops_neither_its_queue_nor_others(embedded, topic, group):
+    """With so low a limit as here the queue has room for a few at a time."""
+    embedded.create_topic(topic, queues=2)
+    embedded.send(topic, b"x", count=400)
+    seen = Blocked(lambda message: message.queue_offset == 0)
+    try:
+        with consuming(embedded, topic, group, seen, max_cached_messages=BATCH + 2, **OPTIONS) as (consumer, _):
+            seen.wait(lambda seen: len(seen.messages) >= 400)
+            assert {each.unfinished for each in of(consumer, topic).values()} == {1}
+            assert embedded.committed(group, topic) in ({}, {0: 0, 1: 0})
+    finally:
+        seen.let_go()
+
+
+def test_limits_may_differ_by_topic(embedded, topic, group):
+    other = f"{topic}-other"
+    for each in (topic, other):
+        embedded.create_topic(each, queues=1)
+        embedded.send(each, b"x", count=400)
+    seen = Blocked()
+    options = {
+        **OPTIONS,
+        "max_cached_messages": {topic: 10},
+        "pull_batch_size": {other: 4},
+        "max_cached_bytes": {other: 40_000},
+    }
+    try:
+        with consuming(embedded, topic, group, seen, **options) as (consumer, _):
+            consumer.subscribe(other, seen)
+            seen.wait(lambda seen: {topic, other} <= {message.topic for message in seen.messages})
+            (mine,) = settled(consumer, topic).values()
+            (theirs,) = settled(consumer, other).values()
+            assert mine.cached <= 10
+            assert 10 < theirs.cached < 400
+            assert 40_000 <= theirs.cached_bytes <= 60_000
+            seen.let_go()
+            seen.wait(lambda seen: len(seen.messages) >= 800)
+    finally:
+        seen.let_go()
+    sizes = {
+        each: {
+            request.command.fields["maxMsgNums"]
+            for request in embedded.broker("broker-a").requests(RequestCode.PULL_MESSAGE)
+            if request.command.fields["topic"] == each
+        }
+        for each in (topic, other)
+    }
+    assert sizes == {topic: {"10"}, other: {"4"}}, "no more is asked for than may be held"
+
+
+def test_a_paused_queue_is_not_pulled_while_others_are(embedded, topic, group):
+    embedded.create_topic(topic, queues=2)
+    still = MessageQueue(topic, "broker-a", 1)
+    with consuming(embedded, topic, group, **OPTIONS) as (consumer, seen):
+        consumer.pause([still])
+        threading.Event().wait(0.5)  # a pull that the broker held may still be answered
+        embedded.send(topic, b"x", count=100)
+        seen.wait(lambda seen: len(seen.messages) >= 50)
+        assert {message.queue.queue_id for message in seen.messages} == {0}
+        assert consumer.progress()[still].paused
+        consumer.resume([still])
+        seen.wait(lambda seen: len(seen.messages) >= 100)
+    assert set(seen.places.values()) == {1}

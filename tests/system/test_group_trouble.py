@@ -1,0 +1,244 @@
+"""Heartbeats, member lists, routes and name servers that fail: consuming goes on as far as it can, and recovers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from pyrocket_consumer import ConsumerState
+from pyrocket_consumer.testing import answer, close_connection, drop, garbage
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import Events, Seen, consuming, numbered, until
+
+CLUSTER = {"brokers": 2, "slaves": 1, "auto_create_topics": False}
+
+QUICK = {
+    "call_timeout_s": 0.3,
+    "connect_timeout_s": 0.5,
+    "rebalance_interval_s": 0.1,
+    "heartbeat_interval_s": 0.1,
+    "route_refresh_interval_s": 0.1,
+    "commit_interval_s": 0.05,
+    "pull_hold_s": 0.5,
+}
+
+
+def held(consumer, topic):
+    return sorted(queue for queue in consumer.progress() if queue.topic == topic)
+
+
+def members_of(*client_ids):
+    return answer(0, body=json.dumps({"consumerIdList": list(client_ids)}).encode())
+
+
+# --- heartbeats
+
+
+@pytest.mark.parametrize("trouble", [drop, close_connection], ids=["lost", "closed"])
+def test_heartbeats_that_fail_for_a_while_cost_nothing_but_time(embedded, broker, topic, group, trouble):
+    embedded.create_topic(topic, queues=2, brokers=["broker-a"])
+    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
+        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        seen.wait_for(10)
+        broker.forget_requests()
+        broker.on(RequestCode.HEART_BEAT, trouble, times=6)
+        broker.wait_for(RequestCode.HEART_BEAT, 4)
+        embedded.send(topic, lambda number: b"m%d" % (10 + number), count=10)
+        seen.wait_for(20)
+        broker.wait_for(RequestCode.HEART_BEAT, 8)
+        until(lambda: embedded.members(group), "it is known again")
+        until(lambda: sum(embedded.committed(group, topic).values()) == 20, "everything is committed")
+        assert consumer.state is ConsumerState.RUNNING
+    assert Counter(seen.bodies) == Counter(numbered(20))
+
+
+def test_a_consumer_starts_although_no_heartbeat_is_answered(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1, brokers=["broker-a"])
+    embedded.send(topic, b"m0")
+    broker.on(RequestCode.HEART_BEAT, drop, times=4)
+    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
+        assert consumer.state is ConsumerState.RUNNING
+        seen.wait_for(1)
+
+
+# --- the list of members
+
+
+@pytest.mark.parametrize("trouble", [answer(1, "boom"), drop], ids=["error", "lost"])
+def test_an_assignment_is_kept_while_the_members_cannot_be_learned(embedded, broker, topic, group, trouble):
+    embedded.create_topic(topic, queues=2, brokers=["broker-a"])
+    events = Events()
+    with consuming(embedded, topic, group, on_event=events, **QUICK) as (consumer, seen):
+        ours = held(consumer, topic)
+        assert len(ours) == 2
+        broker.forget_requests()
+        broker.on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, trouble, times=None)
+        broker.wait_for(RequestCode.GET_CONSUMER_LIST_BY_GROUP, 4)
+        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        seen.wait_for(10)
+        assert held(consumer, topic) == ours
+        assert events.of("queue-revoked") == []
+    assert Counter(seen.bodies) == Counter(numbered(10))
+
+
+def test_a_member_that_is_not_listed_gives_its_queues_up_and_takes_them_back_soon(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=2, brokers=["broker-a"])
+    events = Events()
+    options = {**QUICK, "rebalance_interval_s": 60}
+    with consuming(embedded, topic, group, on_event=events, **options) as (consumer, seen):
+        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        seen.wait_for(10)
+        broker.on(
+            RequestCode.GET_CONSUMER_LIST_BY_GROUP,
+            members_of("10.0.0.1@1#1", "10.0.0.2@2#2"),
+            times=None,
+            when=lambda command: command.fields["consumerGroup"] == group,
+        )
+        broker.close_connections()  # which makes the member look at its group again
+        events.wait_for("queue-revoked", 2)
+        broker.clear_faults()
+        assert sum(embedded.committed(group, topic).values()) == 10, "their offsets were stored first"
+        until(lambda: len(held(consumer, topic)) == 2, "they are taken back without waiting for the next round")
+        embedded.send(topic, lambda number: b"m%d" % (10 + number), count=10)
+        seen.wait_for(20)
+    assert Counter(seen.bodies) == Counter(numbered(20))
+
+
+# --- routes and name servers
+
+
+def test_consuming_goes_on_while_the_name_server_is_away(embedded, topic, group):
+    embedded.create_topic(topic, queues=1)
+    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
+        embedded.send(topic, b"m0", broker_name="broker-a")
+        seen.wait_for(1)
+        embedded.stop_name_server()
+        try:
+            embedded.send(topic, lambda number: b"m%d" % (1 + number), count=10)
+            seen.wait_for(11)
+            embedded.broker("broker-a").close_connections()
+            embedded.send(topic, lambda number: b"m%d" % (11 + number), count=10)
+            seen.wait_for(21)
+            assert consumer.state is ConsumerState.RUNNING
+        finally:
+            embedded.start_name_server()
+        late = f"{topic}-late"
+        embedded.create_topic(late, queues=1)
+        consumer.subscribe(late, second := Seen())
+        embedded.send(late, b"m0")
+        second.wait_for(1)
+    assert Counter(seen.bodies) == Counter(numbered(21))
+
+
+BAD_ROUTES = {
+    "no JSON": answer(0, body=b"<html>"),
+    "cut short": answer(0, body=b'{"brokerDatas":[{"brokerAddrs":{0:"127.0.0.1:1"'),
+    "a list": answer(0, body=b"[1,2]"),
+    "nothing": answer(0, body=b""),
+    "wrong types": answer(0, body=b'{"brokerDatas":5,"queueDatas":"x"}'),
+    "refused": answer(1, "starting"),
+    "no such topic": answer(17, "not found"),
+    "no frame": garbage(b"\xff" * 16),
+    "closed": close_connection,
+    "no broker": answer(0, body=b'{"brokerDatas":[],"queueDatas":[],"filterServerTable":{}}'),
+}
+
+
+def test_bad_routes_change_nothing_for_long(embedded, topic, group):
+    embedded.create_topic(topic, queues=2)
+
+    def is_ours(command):
+        return command.fields["topic"] == topic
+
+    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
+        node = embedded.name_server_node
+        for what, trouble in BAD_ROUTES.items():
+            node.forget_requests()
+            node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, trouble, when=is_ours)
+            node.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, when=is_ours)
+            assert consumer.state is ConsumerState.RUNNING, what
+        node.forget_requests()
+        node.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, 2, when=is_ours)
+        embedded.send(topic, lambda number: b"m%d" % number, count=20)
+        seen.wait_for(20)
+        until(lambda: len(held(consumer, topic)) == 4, "the queues of both brokers")
+    assert Counter(seen.bodies) == Counter(numbered(20))
+
+
+def test_a_broker_that_leaves_the_route_while_it_is_away_and_comes_back(embedded, broker, topic, group):
+    """Its address is forgotten while heartbeats and pulls are trying to reach it: they must survive that."""
+    other = embedded.broker("broker-b")
+    embedded.create_topic(topic, queues=2)
+    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
+        until(lambda: len(held(consumer, topic)) == 4, "the queues of both brokers")
+        node = embedded.name_server_node
+        node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, answer(1, "not yet"), times=None)
+        other.kill()
+        embedded.broker("broker-b-1").kill()
+        # attempts to connect grow rarer, so that one of them is waiting when the address is dropped
+        broker.forget_requests()
+        broker.wait_for(RequestCode.HEART_BEAT, 3)
+        node.clear_faults()
+        until(lambda: len(held(consumer, topic)) == 2, "the queues of the broker that is gone are given up")
+        broker.forget_requests()
+        broker.wait_for(RequestCode.HEART_BEAT, 3)  # they go on
+        embedded.send(topic, lambda number: b"m%d" % number, count=10, broker_name="broker-a")
+        seen.wait_for(10)
+        other.start()
+        embedded.broker("broker-b-1").start()
+        until(lambda: len(held(consumer, topic)) == 4, "and taken back when it returns")
+        embedded.send(topic, lambda number: b"m%d" % (10 + number), count=10, broker_name="broker-b")
+        seen.wait_for(20)
+        assert consumer.state is ConsumerState.RUNNING
+    assert Counter(seen.bodies) == Counter(numbered(20))
+
+
+# --- slaves
+
+
+def test_a_slave_is_read_when_it_is_suggested_and_left_when_it_says_so(embedded, broker, topic, group):
+    slave = embedded.broker("broker-a-1")
+    embedded.create_topic(topic, queues=1, brokers=["broker-a"])
+    with consuming(embedded, topic, group, **QUICK) as (_, seen):
+        broker.suggest_broker(1)
+        embedded.send(topic, lambda number: b"m%d" % number, count=40)
+        slave.wait_for(RequestCode.PULL_MESSAGE, when=lambda command: command.fields["topic"] == topic)
+        seen.wait_for(40)
+        broker.suggest_broker(0)
+        broker.forget_requests()
+        embedded.send(topic, lambda number: b"m%d" % (40 + number), count=40)
+        seen.wait_for(80)
+        broker.wait_for(RequestCode.PULL_MESSAGE, when=lambda command: command.fields["topic"] == topic)
+        until(lambda: embedded.committed(group, topic) == {0: 80}, "committed at the master")
+    assert Counter(seen.bodies) == Counter(numbered(80))
+
+
+def test_a_slave_that_is_behind_is_neither_believed_nor_asked_without_end(embedded, broker, topic, group):
+    slave = embedded.broker("broker-a-1")
+    embedded.create_topic(topic, queues=1, brokers=["broker-a"])
+    events = Events()
+    with consuming(embedded, topic, group, on_event=events, **QUICK) as (_, seen):
+        slave.pause_replication()
+        try:
+            embedded.send(topic, lambda number: b"m%d" % number, count=20)
+            seen.wait_for(20)
+            broker.kill()
+            slave.forget_requests()
+            slave.wait_for(RequestCode.PULL_MESSAGE, 3, when=lambda command: command.fields["topic"] == topic)
+            mark = len(slave.requests(RequestCode.PULL_MESSAGE))
+            until(lambda: len(slave.requests(RequestCode.PULL_MESSAGE)) > mark + 5, "it is asked again now and then")
+            pulls = [
+                each.at_s
+                for each in slave.requests(RequestCode.PULL_MESSAGE)
+                if each.command.fields["topic"] == topic
+            ]
+            assert len(pulls) < 30 + 15 * (pulls[-1] - pulls[0]), "a few times a second, not thousands"
+            assert events.of("offset-corrected") == []
+        finally:
+            slave.resume_replication()
+            broker.start()
+        embedded.send(topic, lambda number: b"m%d" % (20 + number), count=20)
+        seen.wait_for(40)
+    assert Counter(seen.bodies) == Counter(numbered(40))

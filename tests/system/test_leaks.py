@@ -1,0 +1,111 @@
+"""A consumer that has ended leaves nothing: no thread, no socket, no file, no task."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import ssl
+import threading
+from pathlib import Path
+
+import pytest
+
+from pyrocket_consumer import AsyncPushConsumer, ConnectError, PushConsumer
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import QUICK, Seen, consuming, until
+
+CERTIFICATE = Path(__file__).parent.parent / "cluster" / "localhost.pem"  # of no worth: its key is in the same file
+
+
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def test_a_hundred_consumers_one_after_the_other(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    counts = []
+    for number in range(100):
+        if number % 20 == 0:
+            gc.collect()
+            until(lambda: broker.connections == [], "the broker has seen the last one go")
+            counts.append((open_files(), threading.active_count()))
+        embedded.send(topic, b"m%d" % number)
+        seen = Seen()
+        kinds = [seen, consumed_by(seen)]
+        with consuming(embedded, topic, group, kinds[number % 2], consume_threads=2, rebalance_interval_s=20) as _:
+            seen.wait_for(1)
+        assert seen.bodies == [b"m%d" % number]
+    assert embedded.committed(group, topic) == {0: 100}
+    assert len(set(counts[1:])) == 1, f"open files and threads: {counts}"
+
+
+def consumed_by(seen):
+    async def listen(message):
+        seen(message)
+
+    return listen
+
+
+def test_starts_that_fail_leave_nothing(embedded, group):
+    before = open_files(), threading.active_count()
+    for _ in range(20):
+        with pytest.raises(ConnectError):
+            PushConsumer(group, name_server="127.0.0.1:1", connect_timeout_s=0.5).start()
+    gc.collect()
+    assert (open_files(), threading.active_count()) == before
+
+
+def test_an_asyncio_consumer_leaves_no_task_on_the_callers_loop(embedded, topic, group):
+    embedded.create_topic(topic, queues=1)
+    embedded.send(topic, b"x")
+
+    async def main():
+        ended = asyncio.Event()
+
+        async def listen(message):
+            ended.set()
+
+        for _ in range(3):
+            async with AsyncPushConsumer(group, name_server=embedded.name_server, **QUICK) as consumer:
+                await consumer.subscribe(topic, listen)
+                async with asyncio.timeout(10):
+                    await ended.wait()
+        await asyncio.sleep(0)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    before = open_files()
+    assert asyncio.run(main()) == set()
+    gc.collect()
+    assert open_files() == before
+
+
+def test_a_consumer_over_tls_with_signed_requests(group):
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(CERTIFICATE)
+    trusting = ssl.create_default_context()
+    trusting.check_hostname = False
+    trusting.verify_mode = ssl.CERT_NONE
+    with EmbeddedCluster(tls=server, account=("me", "secret"), delay_scale=0.01) as cluster:
+        cluster.create_topic("orders", queues=2)
+        before = open_files(), threading.active_count()
+        cluster.send("orders", lambda number: b"m%d" % number, count=200)
+        options = {"tls": trusting, "access_key": "me", "secret_key": "secret", "pull_batch_size": 8}
+        failed = []
+
+        def judge(message):
+            if message.body == b"m50" and not failed:
+                failed.append(message)
+                raise ValueError("comes again")
+
+        with consuming(cluster, "orders", group, Seen(judge), **options) as (consumer, seen):
+            seen.wait_for(200)
+            seen.wait(lambda seen: len(seen.bodies) == 201)
+            cluster.broker("broker-a").close_connections()
+            cluster.send("orders", lambda number: b"m%d" % (200 + number), count=100)
+            seen.wait_for(300)
+            consumer.reset_offsets("orders", "latest")
+        assert len(seen.bodies) == 301
+        assert sum(cluster.committed(group, "orders").values()) == 300
+        gc.collect()
+        until(lambda: (open_files(), threading.active_count()) <= before, "nothing is left", 5)

@@ -1,0 +1,160 @@
+"""Pulls that are refused, garbled, cut, late or lost: every message is seen once, and none is passed over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from pyrocket_consumer import ConsumerState
+from pyrocket_consumer.testing import (
+    answer,
+    close_connection,
+    cut_after,
+    delay,
+    drop,
+    drop_answer,
+    duplicate,
+    garbage,
+    handle_and_close,
+    reset_connection,
+    rewrite,
+)
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
+from tests.consuming import Events, consuming, numbered, until
+
+
+def changed(**changes):
+    """The answer, with some parts of its header replaced; those that are None are missing."""
+
+    def change(answer: RemotingCommand) -> RemotingCommand:
+        fields = {**answer.fields, **changes}
+        return dataclasses.replace(answer, fields={name: text for name, text in fields.items() if text is not None})
+
+    return rewrite(change)
+
+
+def body(change):
+    return rewrite(lambda answer: dataclasses.replace(answer, body=change(answer.body)))
+
+
+def backwards(answer: RemotingCommand) -> RemotingCommand:
+    fields = {**answer.fields, "nextBeginOffset": str(max(0, int(answer.fields["nextBeginOffset"]) - 20))}
+    return dataclasses.replace(answer, fields=fields)
+
+
+FAULTS = {
+    **{f"refused with {code}": answer(code, "not now") for code in (1, 2, 16, 17, 24, 25, 26, 215, 999)},
+    "late": delay(0.2),
+    "answered twice": duplicate,
+    "connection closed": close_connection,
+    "connection closed after it was handled": handle_and_close,
+    "connection reset": reset_connection,
+    "cut in the middle": cut_after(300),
+    "cut after the first byte": cut_after(1),
+    "no frame": garbage(b"\xff" * 64),
+    "another protocol": garbage(b"HTTP/1.1 502 Bad Gateway\r\n\r\n"),
+    "garbage for messages": body(lambda data: b"\xa5" * len(data)),
+    "cut in a record": body(lambda data: data[: len(data) * 2 // 3]),
+    "cut in the last record": body(lambda data: data[:-1]),
+    "no messages": body(lambda data: b""),
+    "one record twice as long as it is": body(lambda data: (2 * len(data)).to_bytes(4) + data[4:]),
+    "next offset backwards": rewrite(backwards),
+    "next offset negative": changed(nextBeginOffset="-1"),
+    "next offset missing": changed(nextBeginOffset=None),
+    "next offset no number": changed(nextBeginOffset="soon"),
+    "all fields missing": rewrite(lambda answer: dataclasses.replace(answer, fields={})),
+    "unknown fields": changed(topicSysFlag="7", novelty="yes"),
+    "a broker id nobody has": changed(suggestWhichBrokerId="42"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_nothing_is_lost_or_repeated(embedded, broker, topic, group, what):
+    embedded.create_topic(topic, queues=1)
+
+    def is_ours(command: RemotingCommand) -> bool:
+        return command.fields["topic"] == topic
+
+    broker.on(RequestCode.PULL_MESSAGE, FAULTS[what], times=2, when=is_ours)
+    embedded.send(topic, lambda number: b"m%d" % number, count=50)
+    options = {"pull_batch_size": 8, "pull_retry_delay_s": 0.05, "pull_hold_s": 0.2, "commit_interval_s": 0.05}
+    with consuming(embedded, topic, group, **options) as (consumer, seen):
+        seen.wait_for(50)
+        broker.on(RequestCode.PULL_MESSAGE, FAULTS[what], times=2, when=is_ours)
+        embedded.send(topic, lambda number: b"m%d" % (number + 50), count=50)
+        seen.wait_for(100)
+        until(lambda: embedded.committed(group, topic) == {0: 100}, "everything is committed")
+        assert consumer.state is ConsumerState.RUNNING
+    assert Counter(seen.bodies) == Counter(numbered(100))
+
+
+def test_an_answer_cut_at_every_byte(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    embedded.send(topic, b"m0")
+    lengths: list[int] = []
+
+    def measure(answer: RemotingCommand) -> RemotingCommand:
+        lengths.append(len(encode_command(answer)))
+        return answer
+
+    def is_ours(command: RemotingCommand) -> bool:
+        return command.fields["topic"] == topic
+
+    broker.on(RequestCode.PULL_MESSAGE, rewrite(measure), when=is_ours)
+    options = {"pull_retry_delay_s": 0.001, "commit_interval_s": 0.1}
+    with consuming(embedded, topic, group, **options) as (consumer, seen):
+        seen.wait_for(1)
+        (whole,) = lengths
+        broker.close_connections()
+        for cut in range(whole):
+            broker.on(RequestCode.PULL_MESSAGE, cut_after(cut), when=is_ours)
+        embedded.send(topic, b"m1")
+        seen.wait_for(2)
+        assert len(broker.requests(RequestCode.PULL_MESSAGE)) > whole
+        until(lambda: embedded.committed(group, topic) == {0: 2}, "committed")
+        assert consumer.state is ConsumerState.RUNNING
+    assert Counter(seen.bodies) == Counter(numbered(2))
+
+
+def test_pulls_whose_answers_never_come_are_asked_again_and_what_comes_too_late_is_ignored(embedded, broker, group):
+    """A pull is waited for as long as a broker may hold it, and as any call besides: at the least 5 s."""
+    ways = {f"{group}-{number}": fault for number, fault in enumerate((drop, drop_answer, delay(6)))}
+    for each, fault in ways.items():
+        embedded.create_topic(each, queues=1)
+        broker.on(RequestCode.PULL_MESSAGE, fault, when=lambda command, each=each: command.fields["topic"] == each)
+    events = Events()
+    options = {"on_event": events, "pull_hold_s": 0.1, "call_timeout_s": 0.3}
+    with consuming(embedded, f"{group}-0", group, **options) as (consumer, seen):
+        for each in list(ways)[1:]:
+            consumer.subscribe(each, seen)
+        for number, each in enumerate(ways):
+            broker.wait_for(RequestCode.PULL_MESSAGE, when=lambda command, each=each: command.fields["topic"] == each)
+            embedded.send(each, b"m%d" % number)
+        seen.wait_for(3)
+        assert "PULL_MESSAGE was not answered" in events.wait_for("broker-unreachable").text
+        embedded.send(f"{group}-2", b"m3")
+        seen.wait_for(4)
+    assert Counter(seen.bodies) == Counter(numbered(4))
+
+
+def test_several_queues_do_not_hold_each_other_up(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=4)
+
+    def is_bad(command: RemotingCommand) -> bool:
+        return (command.fields["topic"], command.fields["queueId"]) == (topic, "2")
+
+    broker.on(RequestCode.PULL_MESSAGE, answer(1, "disk trouble"), times=None, when=is_bad)
+    events = Events()
+    embedded.send(topic, lambda number: b"m%d" % number, count=40)
+    with consuming(embedded, topic, group, on_event=events) as (consumer, seen):
+        seen.wait_for(30)
+        (bad,) = [each for queue, each in consumer.progress().items() if (queue.topic, queue.queue_id) == (topic, 2)]
+        assert "disk trouble" in bad.last_error
+        assert "disk trouble" in events.wait_for("broker-unreachable").text
+        broker.clear_faults()
+        seen.wait_for(40)
+    assert len(events.of("broker-unreachable")) == 1, "the same trouble is told once in a while"
+    assert Counter(seen.bodies) == Counter(numbered(40))

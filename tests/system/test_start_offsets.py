@@ -1,0 +1,98 @@
+"""A queue starts when its committed offset is known, and there: trouble is never taken for "none"."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer import ConsumerState, PushConsumer
+from pyrocket_consumer.testing import Gate, answer, close_connection, drop, drop_answer, garbage, reset_connection
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import QUICK, Events, Seen, consuming, numbered
+
+IMPATIENT = {"call_timeout_s": 0.3, "rebalance_interval_s": 0.1, "commit_interval_s": 0.05}
+
+TROUBLE = {
+    "refused": answer(1, "boom"),
+    "busy": answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy"),
+    "flow control": answer(215, "slow down"),
+    "no permission": answer(16, "not now"),
+    "unknown code": answer(999),
+    "no offset in the answer": answer(0),
+    "an offset that is no number": answer(0, fields={"offset": "many"}),
+    "never answered": drop,
+    "answer lost": drop_answer,
+    "connection closed": close_connection,
+    "connection reset": reset_connection,
+    "garbage": garbage(b"\0" * 40),
+}
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_a_queue_waits_for_its_offset(embedded, broker, group, where):
+    """One topic for each kind of trouble: all are read by one consumer, and none is started without its answer."""
+    troubled = {f"{group}-{number}": what for number, what in enumerate(TROUBLE)}
+    for topic, what in troubled.items():
+        embedded.create_topic(topic, queues=1)
+        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        broker.commit(group, topic, {0: 7})
+        broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], when=lambda each, topic=topic: of(each, topic))
+    seen = {topic: Seen() for topic in troubled}
+    consumer = PushConsumer(group, name_server=embedded.name_server, **{**QUICK, **IMPATIENT, "consume_from": where})
+    for topic, listener in seen.items():
+        consumer.subscribe(topic, listener)
+    with consumer:
+        for topic, listener in seen.items():
+            listener.wait_for(3)
+            assert (troubled[topic], listener.bodies) == (troubled[topic], numbered(3, 7))
+        for queue, progress in consumer.progress().items():
+            if queue.topic in troubled:
+                assert (progress.origin, progress.start_offset) == ("stored", 7), troubled[queue.topic]
+        assert consumer.state is ConsumerState.RUNNING
+    for topic, what in troubled.items():
+        queries = broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 2, when=lambda each, topic=topic: of(each, topic))
+        pulls = broker.wait_for(RequestCode.PULL_MESSAGE, when=lambda each, topic=topic: of(each, topic))
+        assert pulls[0].command.fields["queueOffset"] == "7", what
+        assert pulls[0].at_s >= queries[1].at_s, f"{what}: nothing was pulled before the answer"
+        assert embedded.committed(group, topic) == {0: 10}
+
+
+def of(command, topic):
+    return command.fields["topic"] == topic
+
+
+def test_other_queues_do_not_wait_for_it(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=2)
+    embedded.send(topic, lambda number: b"m%d" % number, count=10)
+    gate = Gate()
+
+    def is_bad(command):
+        return (command.fields["topic"], command.fields["queueId"]) == (topic, "1")
+
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None, when=is_bad)
+    events = Events()
+    with consuming(embedded, topic, group, on_event=events, **IMPATIENT) as (_, seen):
+        seen.wait_for(5)
+        assert "start offset" in events.wait_for("broker-unreachable").text
+        assert {message.queue.queue_id for message in seen.messages} == {0}
+        broker.clear_faults()
+        gate.open()
+        seen.wait_for(10)
+    assert sorted(seen.bodies) == sorted(numbered(10))
+
+
+def test_where_the_end_is_has_to_be_answered_too(embedded, broker, topic, group):
+    """A new group from the end: a failed GET_MAX_OFFSET is no 0."""
+    embedded.create_topic(topic, queues=1)
+    embedded.send(topic, b"old", count=5)
+
+    def is_ours(command):
+        return command.fields["topic"] == topic
+
+    for what in ("refused", "never answered"):
+        broker.on(RequestCode.GET_MAX_OFFSET, TROUBLE[what], when=is_ours)
+    events = Events()
+    with consuming(embedded, topic, group, consume_from="last", on_event=events, **IMPATIENT) as (_, seen):
+        broker.wait_for(RequestCode.PULL_MESSAGE, when=is_ours)
+        embedded.send(topic, b"m0")
+        seen.wait_for(1)
+    assert seen.bodies == numbered(1)
