@@ -1,0 +1,360 @@
+"""What admin tools ask a broker for: topics, groups, statistics, settings, single messages.
+
+Source: AdminBrokerProcessor, QueryMessageProcessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.testing.broker_state import BrokerState, Refused
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.handlers import Handlers
+from pyrocket_consumer.testing.topics import LONGEST_TOPIC, TopicConfig, is_system_topic, name_defect
+from pyrocket_consumer.wire import bodies, fastjson
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from pyrocket_consumer.wire.command import (
+    CloneGroupOffsetHeader,
+    CreateTopicHeader,
+    DeleteTopicHeader,
+    GetConsumerConnectionListHeader,
+    GetConsumeStatsHeader,
+    GetTopicStatsInfoHeader,
+    QueryMessageHeader,
+    QueryTopicConsumeByWhoHeader,
+    ViewMessageHeader,
+)
+from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.message import PropertyName, decode_messages
+
+GET_ALL_TOPIC_CONFIG = 21
+GET_BROKER_RUNTIME_INFO = 28
+GET_ALL_CONSUMER_OFFSETS = 43
+GET_ALL_SUBSCRIPTIONGROUP_CONFIG = 201
+DELETE_EXPIRED_COMMITLOG = 329
+GET_TOPIC_CONFIG = 351
+GET_SUBSCRIPTIONGROUP_CONFIG = 352
+
+_NOT_SET = "not set any response code"
+_ATTRIBUTES = frozenset(("message.type", "queue.type", "cleanup.policy"))
+
+
+class AdminRequests:
+    """Answers admin tools at one broker."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self._config_changes = 0
+
+    def handlers(self) -> Handlers:
+        handlers: Handlers = {
+            RequestCode.UPDATE_AND_CREATE_TOPIC: self.create_topic,
+            RequestCode.DELETE_TOPIC_IN_BROKER: self.delete_topic,
+            RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: self.create_group,
+            RequestCode.DELETE_SUBSCRIPTIONGROUP: self.delete_group,
+            RequestCode.GET_TOPIC_STATS_INFO: self.topic_stats,
+            RequestCode.GET_CONSUMER_CONNECTION_LIST: self.consumer_connections,
+            RequestCode.GET_CONSUME_STATS: self.consume_stats,
+            RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: self.groups_of_topic,
+            RequestCode.CLONE_GROUP_OFFSET: self.clone_offsets,
+            RequestCode.GET_BROKER_CONFIG: self.get_config,
+            RequestCode.UPDATE_BROKER_CONFIG: self.update_config,
+            RequestCode.VIEW_MESSAGE_BY_ID: self.view_message,
+            RequestCode.QUERY_MESSAGE: self.query_message,
+            GET_ALL_TOPIC_CONFIG: self.all_topics,
+            GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self.all_groups,
+            GET_BROKER_RUNTIME_INFO: self.runtime_info,
+            GET_ALL_CONSUMER_OFFSETS: self.all_offsets,
+            DELETE_EXPIRED_COMMITLOG: lambda command, connection: command.answer(),
+        }
+        if self._state.release.is_v5:
+            handlers.update({GET_TOPIC_CONFIG: self.topic_config, GET_SUBSCRIPTIONGROUP_CONFIG: self.group_config})
+        return handlers
+
+    # --- topics and groups
+
+    def create_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        state, release = self._state, self._state.release
+        header = CreateTopicHeader.from_fields(command.fields)
+        if state.is_slave and not release.is_v5:
+            raise Refused(ResponseCode.SYSTEM_ERROR, "Can't modify topic or subscription group from slave broker")
+        if defect := name_defect("topic", header.topic, LONGEST_TOPIC, release):
+            raise Refused(release.bad_topic_name, defect)
+        if is_system_topic(header.topic):
+            raise Refused(release.bad_topic_name, f"The topic[{header.topic}] is conflict with system topic.")
+        if header.topic_filter_type not in ("SINGLE_TAG", "MULTI_TAG") or "topicFilterType" not in command.fields:
+            raise Refused(ResponseCode.SYSTEM_ERROR, "java.lang.NullPointerException: Name is null")
+        attributes = _attributes(header.attributes or "") if release.is_v5 else {}
+        state.topics.put(
+            TopicConfig(
+                header.topic,
+                header.read_queue_nums,
+                header.write_queue_nums,
+                header.perm,
+                header.topic_sys_flag or 0,
+                header.order and release.is_v5,
+                header.topic_filter_type,
+                attributes,
+            )
+        )
+        return command.answer(remark=_NOT_SET)
+
+    def delete_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        header = DeleteTopicHeader.from_fields(command.fields)
+        if is_system_topic(header.topic):
+            release = self._state.release
+            code = ResponseCode.INVALID_PARAMETER if release.number >= (5, 3, 3) else ResponseCode.SYSTEM_ERROR
+            raise Refused(code, f"The topic[{header.topic}] is conflict with system topic.")
+        self.drop_topic(header.topic)
+        return command.answer()
+
+    def drop_topic(self, topic: str) -> None:
+        """Delete a topic and its messages; from 5.0 on the groups' offsets of it, too."""
+        self._state.topics.delete(topic)
+        self._state.store.delete_topic(topic)
+        if self._state.release.deletes_offsets_with_topic:
+            self._state.offsets.remove(topic=topic)
+
+    def create_group(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        group = bodies.decode_subscription_group(command.body)
+        release = self._state.release
+        defect = name_defect("group", group.group_name, release.longest_group, release)
+        if release.checks_group_names and defect:
+            raise Refused(ResponseCode.INVALID_PARAMETER, defect)
+        self._state.groups[group.group_name] = group
+        return command.answer()
+
+    def delete_group(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        try:
+            name = command.fields["groupName"]
+        except KeyError:
+            raise ProtocolError("DeleteSubscriptionGroupHeader: field groupName is missing") from None
+        self._state.groups.pop(name, None)
+        if command.fields.get(self._state.release.clean_offset_field) == "true":
+            self._state.offsets.remove(group=name)
+        return command.answer()
+
+    def clone_offsets(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        header = CloneGroupOffsetHeader.from_fields(command.fields)
+        offsets = self._state.offsets
+        for topic in [header.topic] if header.topic else offsets.topics_of(header.src_group):
+            for queue_id, offset in offsets.table(topic, header.src_group).items():
+                offsets.commit(topic, header.dest_group, queue_id, offset)
+        return command.answer()
+
+    def all_topics(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        table = {topic.name: _topic_object(topic) for topic in self._state.topics}
+        return command.answer(body=fastjson.dumps({"dataVersion": self._data_version(), "topicConfigTable": table}))
+
+    def topic_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        name = command.fields.get("topic", "")
+        topic = self._state.topics.get(name)
+        if topic is None:
+            raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"No topic in this broker. topic: {name}")
+        return command.answer(body=fastjson.dumps({"attributes": topic.attributes, **_topic_object(topic)}))
+
+    def group_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        name = command.fields.get("group", "")
+        group = self._state.groups.get(name)
+        if group is None:
+            raise Refused(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"No group in this broker. group: {name}")
+        return command.answer(body=bodies.encode_subscription_group(group))
+
+    def all_groups(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        table = {
+            name: fastjson.loads(bodies.encode_subscription_group(group)) for name, group in self._state.groups.items()
+        }
+        return command.answer(
+            body=fastjson.dumps({"dataVersion": self._data_version(), "subscriptionGroupTable": table})
+        )
+
+    def all_offsets(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        table = {f"{topic}@{group}": offsets for (topic, group), offsets in self._state.offsets.items()}
+        return command.answer(body=fastjson.dumps({"dataVersion": self._data_version(), "offsetTable": table}))
+
+    # --- statistics
+
+    def _queue(self, topic: str, queue_id: int) -> MessageQueue:
+        return MessageQueue(topic, self._state.config.broker_name, queue_id)
+
+    def topic_stats(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        state, release = self._state, self._state.release
+        header = GetTopicStatsInfoHeader.from_fields(command.fields)
+        topic = state.topics.get(header.topic)
+        if topic is None:
+            raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{header.topic}] not exist")
+        covered = topic.write_queues
+        if release.topic_stats_cover_read_queues:
+            covered = max(covered, topic.read_queues)
+        queues = {}
+        for queue_id in range(covered):
+            queue = state.store.queue(topic.name, queue_id)
+            last = queue.stored_at_ms[-1] if queue is not None and queue.stored_at_ms else 0
+            low, high = (queue.min_offset, queue.max_offset) if queue is not None else (0, 0)
+            queues[self._queue(topic.name, queue_id)] = bodies.QueueStats(low, high, last)
+        tps = 0.0 if release.topic_stats_put_tps else None
+        return command.answer(body=bodies.encode_topic_stats(bodies.TopicStats(queues, tps)))
+
+    def consume_stats(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        header = GetConsumeStatsHeader.from_fields(command.fields)
+        group = header.consumer_group
+        if header.topic:
+            topics = [header.topic]
+        elif header.topic_list and self._state.release.number >= (5, 3, 2):
+            topics = [topic for topic in header.topic_list.split(";") if topic]
+        else:
+            topics = sorted(self._state.offsets.topics_of(group))
+        online = self._state.members.group(group)
+        queues = {}
+        for name in topics:
+            topic = self._state.topics.get(name)
+            if topic is None or online is not None and name not in online.subscriptions:
+                continue
+            for queue_id in range(topic.read_queues):
+                queues[self._queue(name, queue_id)] = self._progress(name, group, queue_id)
+        return command.answer(body=bodies.encode_consume_stats(bodies.ConsumeStats(queues)))
+
+    def _progress(self, topic: str, group: str, queue_id: int) -> bodies.QueueConsumeStats:
+        state = self._state
+        queue = state.store.queue(topic, queue_id)
+        consumed = max(0, state.offsets.committed(topic, group, queue_id) or 0)
+        last = 0
+        if queue is not None and queue.min_offset <= consumed - 1 < queue.max_offset:
+            last = queue.stored_at_ms[consumed - 1 - queue.min_offset]
+        pulled = state.offsets.last_pulled(topic, group, queue_id) if state.release.tells_pull_offset else None
+        return bodies.QueueConsumeStats(state.store.max_offset(topic, queue_id), consumed, last, pulled)
+
+    def consumer_connections(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        name = GetConsumerConnectionListHeader.from_fields(command.fields).consumer_group
+        group = self._state.members.group(name)
+        if group is None:
+            raise Refused(ResponseCode.CONSUMER_NOT_ONLINE, f"the consumer group[{name}] not online")
+        connections = tuple(
+            bodies.Connection(member.client_id, member.connection.address, member.language, member.version)
+            for member in group.members.values()
+        )
+        value = bodies.ConsumerConnection(
+            connections,
+            group.consume_type,
+            group.message_model,
+            group.consume_from_where,
+            tuple(group.subscriptions.values()),
+        )
+        return command.answer(body=bodies.encode_consumer_connection(value))
+
+    def groups_of_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        topic = QueryTopicConsumeByWhoHeader.from_fields(command.fields).topic
+        state = self._state
+        online = [group.name for group in state.members.groups() if topic in group.subscriptions]
+        if state.release.lists_topic_as_group and online:
+            online = [topic]  # the defect of 5.3.3
+        groups = sorted({*online, *state.offsets.groups_of(topic)})
+        return command.answer(body=bodies.encode_group_list(groups))
+
+    # --- settings
+
+    def _data_version(self) -> dict[str, int]:
+        version = {"counter": self._config_changes, "timestamp": self._state.clock.now_ms()}
+        return version | {"stateVersion": 0} if self._state.release.is_v5 else version
+
+    def get_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        settings = self._state.config.properties(self._state.release)
+        version = fastjson.dumps(self._data_version()).decode()
+        return command.answer(fields={"version": version}, body=bodies.encode_java_properties(settings))
+
+    def update_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        settings = bodies.decode_java_properties(command.body)
+        forbidden = self._state.release.black_list & settings.keys()
+        if forbidden:
+            remark = f"Can not update config in black list: {', '.join(sorted(forbidden))}"
+            raise Refused(ResponseCode.NO_PERMISSION, remark)
+        for name, value in settings.items():
+            self._state.config.update(name, value)
+        self._config_changes += 1
+        self._state.config_changed()
+        return command.answer()
+
+    def runtime_info(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        state = self._state
+        table = {
+            "brokerVersion": str(state.release.ordinal),
+            "brokerVersionDesc": f"V{state.release.name.replace('.', '_')}",
+            "putTps": "0.0 0.0 0.0",
+            "getTransferredTps": "0.0 0.0 0.0",
+            "getTransferedTps": "0.0 0.0 0.0",
+            "getTotalTps": "0.0 0.0 0.0",
+            "sendThreadPoolQueueSize": "0",
+            "sendThreadPoolQueueCapacity": "10000",
+            "pullThreadPoolQueueSize": "0",
+            "pullThreadPoolQueueCapacity": "100000",
+            "sendThreadPoolQueueHeadWaitTimeMills": "0",
+            "pullThreadPoolQueueHeadWaitTimeMills": "0",
+            "msgPutTotalTodayMorning": "0",
+            "msgPutTotalTodayNow": "0",
+            "msgGetTotalTodayMorning": "0",
+            "msgGetTotalTodayNow": "0",
+            "earliestMessageTimeStamp": "-1",
+            "commitLogDiskRatio": "0.0",
+            "brokerActive": "true",
+        }
+        return command.answer(body=bodies.encode_kv_table(table))
+
+    # --- single messages
+
+    def view_message(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        offset = ViewMessageHeader.from_fields(command.fields).offset
+        found = self._state.store.record_at(offset)
+        if found is None:
+            raise Refused(ResponseCode.SYSTEM_ERROR, f"can not find message by the offset, {offset}")
+        return command.answer(body=found[1])
+
+    def query_message(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        header = QueryMessageHeader.from_fields(command.fields)
+        by_unique_key = command.fields.get("_UNIQUE_KEY_QUERY") == "true"
+        found: list[bytes] = []
+        for record, keys, unique_key, stored_at_ms in self._indexed(header.topic):
+            wanted = unique_key == header.key if by_unique_key else header.key in (*keys, unique_key)
+            if wanted and header.begin_timestamp <= stored_at_ms <= header.end_timestamp:
+                found.append(record)
+        last_at_ms, last_offset = self._last_indexed()
+        if not found:
+            fields = {"indexLastUpdateTimestamp": "0", "indexLastUpdatePhyoffset": "0"}
+            raise Refused(ResponseCode.QUERY_NOT_FOUND, "can not find message, maybe time range not correct", fields)
+        fields = {"indexLastUpdateTimestamp": str(last_at_ms), "indexLastUpdatePhyoffset": str(last_offset)}
+        return command.answer(fields=fields, body=b"".join(found[-header.max_num :]))
+
+    def _indexed(self, topic: str) -> Iterator[tuple[bytes, tuple[str, ...], str | None, int]]:
+        for _, its_topic, record in self._state.store.records():
+            if its_topic == topic:
+                message = decode_messages(record)[0]
+                yield record, message.keys, message.property(PropertyName.UNIQUE_KEY), message.stored_at_ms
+
+    def _last_indexed(self) -> tuple[int, int]:
+        return self._state.clock.now_ms(), max((offset for offset, _, _ in self._state.store.records()), default=0)
+
+
+def _topic_object(topic: TopicConfig) -> dict[str, object]:
+    return {
+        "order": topic.order,
+        "perm": topic.perm,
+        "readQueueNums": topic.read_queues,
+        "topicFilterType": topic.filter_type,
+        "topicName": topic.name,
+        "topicSysFlag": topic.sys_flag,
+        "writeQueueNums": topic.write_queues,
+    }
+
+
+def _attributes(text: str) -> dict[str, str]:
+    """Return the attributes that `+key=value,-key2` sets; refuse names brokers do not know."""
+    attributes = {}
+    for change in filter(None, text.split(",")):
+        name, _, value = change[1:].partition("=")
+        if change[0] not in "+-" or name not in _ATTRIBUTES:
+            raise Refused(ResponseCode.SYSTEM_ERROR, f"unsupported key: {name}")
+        if change[0] == "+":
+            attributes[name] = value
+    return attributes
+

@@ -1,0 +1,484 @@
+"""A RocketMQ cluster inside one process, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.testing.acl import Accounts
+from pyrocket_consumer.testing.broker import Broker
+from pyrocket_consumer.testing.clock import Clock
+from pyrocket_consumer.testing.config import BrokerConfig, Timing
+from pyrocket_consumer.testing.embedded_node import EmbeddedBroker, EmbeddedNameServer
+from pyrocket_consumer.testing.feed import Feed, Sent, wanted_properties
+from pyrocket_consumer.testing.loop_thread import LoopThread
+from pyrocket_consumer.testing.name_server import NameServer
+from pyrocket_consumer.testing.recording import Changes
+from pyrocket_consumer.testing.release import DEFAULT_RELEASE, Release
+from pyrocket_consumer.testing.server import Server
+from pyrocket_consumer.testing.topics import READ_WRITE, TopicConfig
+from pyrocket_consumer.wire.message import Message
+
+_T = TypeVar("_T")
+
+HOST = "127.0.0.1"
+
+
+class EmbeddedCluster:
+    """Name servers and brokers on loopback ports in this process, for tests. Not a production broker.
+
+    Speaks the remoting protocol with any client, ours or Java's, as brokers of `version` do. All in memory::
+
+        with EmbeddedCluster(brokers=2) as cluster:
+            cluster.create_topic("orders", queues=4)
+            cluster.send("orders", b"hello", tags="paid")
+            consumer = PushConsumer("app", name_server=cluster.name_server)
+
+    `brokers` is a number or names; each has `slaves` slaves. `settings` are what real brokers have in
+    broker.properties, by their Java names; with `account` (access key, secret key) requests to brokers must be
+    signed. Options in seconds are for tests that cannot wait: real brokers have the defaults. `delay_scale=0.01`
+    makes a retry after 10 s one after 0.1 s. `record_limit` requests of each code are remembered per node.
+
+    Methods may be called from any thread. With `loop` nothing runs by itself: `await open()` on that loop,
+    call from its thread only, and `shut()` at the end. A loop that simulates time and the network wants
+    `wall_clock`, and `first_port`: nodes then have that port and those after it, and no real socket is opened.
+    """
+
+    def __init__(
+        self,
+        brokers: int | Sequence[str] = 1,
+        *,
+        slaves: int = 0,
+        name_servers: int = 1,
+        version: str = DEFAULT_RELEASE,
+        cluster_name: str = "DefaultCluster",
+        port: int = 0,
+        auto_create_topics: bool = True,
+        auto_create_groups: bool = True,
+        server_side_reset: bool | None = None,
+        delay_scale: float = 1.0,
+        long_poll_tick_s: float = 5.0,
+        lock_expiry_s: float = 60.0,
+        member_expiry_s: float = 120.0,
+        scan_interval_s: float = 10.0,
+        relay_timeout_s: float = 10.0,
+        status_timeout_s: float = 5.0,
+        flush_offsets_s: float = 5.0,
+        slave_sync_s: float = 10.0,
+        idle_timeout_s: float = 120.0,
+        settings: Mapping[str, object] | None = None,
+        account: tuple[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
+        seed: int = 0,
+        record_limit: int = 10_000,
+        loop: asyncio.AbstractEventLoop | None = None,
+        wall_clock: Callable[[], float] = time.time,
+        first_port: int | None = None,
+    ) -> None:
+        self.version = version
+        self.changes = Changes()
+        self._release = Release(version)
+        self._names = _broker_names(brokers)
+        self._slaves = slaves
+        self._name_server_count = name_servers
+        self._port = port
+        self._loop = loop
+        self._wall_clock = wall_clock
+        self._first_port = first_port
+        self._timing = Timing(
+            delay_scale, long_poll_tick_s, lock_expiry_s, scan_interval_s, relay_timeout_s, status_timeout_s,
+            slave_sync_s,
+        )
+        self._cluster_name = cluster_name
+        self._settings: dict[str, object] = {
+            "autoCreateTopicEnable": auto_create_topics,
+            "autoCreateSubscriptionGroup": auto_create_groups,
+            "channelExpiredTimeout": int(member_expiry_s * 1000),
+            "flushConsumerOffsetInterval": int(flush_offsets_s * 1000),
+            "useServerSideResetOffset": (
+                self._release.server_side_reset_by_default if server_side_reset is None else server_side_reset
+            ),
+            **(settings or {}),
+        }
+        BrokerConfig().change(self._settings)  # says now what is wrong with them
+        if server_side_reset and not self._release.has_server_side_reset:
+            raise ConfigError(f"server_side_reset: brokers {version} cannot do that; 5.1.0 and later can")
+        self._accounts = Accounts(dict([account])) if account is not None else None
+        self._tls = tls
+        self._idle_timeout_s = idle_timeout_s
+        self._record_limit = record_limit
+        self._seed = seed
+        self._failures: list[str] = []
+        self._thread: LoopThread | None = None
+        self._clock: Clock
+        self._feed: Feed
+        self._name_servers: list[tuple[EmbeddedNameServer, NameServer]] = []
+        self._brokers: dict[str, list[EmbeddedBroker]] = {}
+        self._servers: list[Server] = []
+
+    def _make_nodes(self) -> LoopThread:
+        self._thread = thread = LoopThread(self._loop)
+        self._clock = Clock(thread.loop, self._wall_clock)
+        self._feed = Feed(self._clock, self._release, self._cluster_name)
+        for index in range(self._name_server_count):
+            core = NameServer(self._release)
+            server = self._server(self._port if index == 0 else 0)
+            server.node = core
+            self._name_servers.append((EmbeddedNameServer(self, server, core), core))
+        for name in self._names:
+            self._brokers[name] = self._make_brokers(name, self._slaves)
+        return thread
+
+    def _make_brokers(self, name: str, slaves: int) -> list[EmbeddedBroker]:
+        made: list[EmbeddedBroker] = []
+        for broker_id in range(slaves + 1):
+            config = BrokerConfig(broker_name=name, broker_cluster_name=self._cluster_name, broker_id=broker_id)
+            config.change(self._settings)
+            server = self._server(0)
+            config.listen_port = server.port
+            core = Broker(
+                config,
+                self._timing,
+                self._release,
+                self._clock,
+                server.address,
+                seed=self._seed + len(self._servers),
+                accounts=self._accounts,
+            )
+            server.node = core
+            broker = EmbeddedBroker(self, server, core)
+            core.on_topics_changed = partial(self._topics_changed, broker)
+            core.on_timer = self.changes.notify
+            if made:
+                core.master = made[0].core
+                made[0].core.state.store.replicas.append(core.state.store)
+            made.append(broker)
+        return made
+
+    def _server(self, port: int) -> Server:
+        if self._first_port is not None:
+            port = self._first_port + len(self._servers)
+        server = Server(
+            self._clock,
+            self.changes,
+            host=HOST,
+            port=port,
+            simulated=self._first_port is not None,
+            tls=self._tls,
+            idle_timeout_s=self._idle_timeout_s,
+            record_limit=self._record_limit,
+            on_failure=self._failed,
+        )
+        self._servers.append(server)
+        return server
+
+    # --- its life
+
+    def start(self) -> None:
+        """Start all nodes; returns when they listen and the brokers are registered.
+
+        Raises:
+            OSError: the port asked for is taken.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the embedded cluster was started already; make a new one")
+        try:
+            thread = self._make_nodes()
+            thread.start()
+            thread.run(self._open_nodes())
+        except BaseException:
+            self._end()
+            raise
+
+    async def open(self) -> None:
+        """Start all nodes from the loop given at construction."""
+        self._make_nodes()
+        await self._open_nodes()
+
+    async def _open_nodes(self) -> None:
+        for name_server, _ in self._name_servers:
+            await name_server.open(register=False)
+        for broker in self.nodes:
+            await broker.open()
+
+    def close(self) -> None:
+        """Stop all nodes. The cluster cannot be started again; a single node can, with its own stop() and start().
+
+        Raises:
+            RuntimeError: a node failed at a request (a defect of the embedded cluster); the text has the traceback.
+        """
+        if self._thread is not None and self._servers:
+            servers = list(self._servers)
+            self.call(self.shut)
+            self.run(_settle(servers))
+        self._end()
+        if self._failures:
+            raise RuntimeError("the embedded cluster failed:\n" + "\n".join(self._failures))
+
+    def _end(self) -> None:
+        for server in self._servers:
+            server.release_port()
+        self._servers.clear()
+        if self._thread is not None:
+            self._thread.stop()
+
+    def shut(self) -> None:
+        """Stop all nodes from the loop given at construction."""
+        for brokers in self._brokers.values():
+            for broker in brokers:
+                broker.stop_now()
+        for name_server, _ in self._name_servers:
+            name_server.stop_now()
+        for server in self._servers:
+            server.release_port()
+        self._servers.clear()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def call(self, action: Callable[[], _T]) -> _T:
+        """Run `action` on the cluster's thread and return its result."""
+        return self._running().call(action)
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the cluster's loop and return its result; not from that loop."""
+        return self._running().run(coroutine)
+
+    def _running(self) -> LoopThread:
+        if self._thread is None:
+            raise RuntimeError("the embedded cluster is not running; call start(), or use it in a with statement")
+        return self._thread
+
+    def _failed(self, address: str, error: BaseException) -> None:
+        self._failures.append(f"{address}: " + "".join(traceback.format_exception(error)))
+
+    # --- its nodes
+
+    @property
+    def name_server(self) -> str:
+        """The address to give to clients; several are joined by ";"."""
+        return ";".join(name_server.address for name_server, _ in self._name_servers)
+
+    @property
+    def name_server_node(self) -> EmbeddedNameServer:
+        """The (first) name server, for faults and its record."""
+        return self._name_servers[0][0]
+
+    @property
+    def name_server_nodes(self) -> list[EmbeddedNameServer]:
+        return [name_server for name_server, _ in self._name_servers]
+
+    def broker(self, name: str) -> EmbeddedBroker:
+        """Return the master of a broker name ("broker-a"), or its slave with an id ("broker-a-1").
+
+        Raises:
+            KeyError: there is none.
+        """
+        for broker in self.nodes:
+            if name == (broker.name if broker.broker_id == 0 else f"{broker.name}-{broker.broker_id}"):
+                return broker
+        raise KeyError(name)
+
+    @property
+    def brokers(self) -> list[EmbeddedBroker]:
+        """The masters, by name."""
+        return [self.broker(name) for name in self._names]
+
+    @property
+    def nodes(self) -> list[EmbeddedBroker]:
+        """All brokers, slaves too."""
+        self._running()
+        return [broker for name in self._names for broker in self._brokers[name]]
+
+    def stop_name_server(self) -> None:
+        """Stop every name server."""
+        for name_server in self.name_server_nodes:
+            name_server.stop()
+
+    def start_name_server(self, *, register: bool = True) -> None:
+        """Start every name server again; see `EmbeddedNameServer.start`."""
+        for name_server in self.name_server_nodes:
+            name_server.start(register=register)
+
+    def switch_master(self, name: str) -> EmbeddedBroker:
+        """Make the first slave of a broker name its master, and the master a slave; return the new master.
+
+        What the slave did not know yet (messages not replicated, offsets not synced) is lost.
+        """
+        return self.call(lambda: self._switch_master(name))
+
+    def _switch_master(self, name: str) -> EmbeddedBroker:
+        old, new = self.broker(name), sorted(self._brokers[name], key=lambda broker: broker.broker_id)[1]
+        for broker in (old, new):
+            self.unregister(broker)
+        new.core.take_over(old.core)
+        slaves = [broker.core for broker in self._brokers[name] if broker is not new]
+        new.core.state.store.replicas = [slave.state.store for slave in slaves]
+        for slave in slaves:
+            slave.master = new.core
+        for broker in (new, old):
+            if broker.running:
+                self.register(broker)
+        self.changes.notify()
+        return new
+
+    # --- registration, on the loop's thread
+
+    def _topics_changed(self, broker: EmbeddedBroker) -> None:
+        if broker.running:
+            self.register(broker)
+
+    def register(self, broker: EmbeddedBroker) -> None:
+        """Tell the running name servers about a broker and its topics."""
+        state = broker.core.state
+        for node, name_server in self._name_servers:
+            if node.running:
+                name_server.register(
+                    self._cluster_name,
+                    broker.name,
+                    broker.broker_id,
+                    broker.address,
+                    state.topics,
+                    state.config.broker_permission,
+                )
+
+    def register_brokers(self) -> None:
+        """Tell the name servers about every running broker."""
+        for broker in self.nodes:
+            if broker.running:
+                self.register(broker)
+
+    def unregister(self, broker: EmbeddedBroker) -> None:
+        """Take a broker out of all routes, as name servers do when its connection ends."""
+        for _, name_server in self._name_servers:
+            name_server.unregister(broker.name, broker.address)
+
+    # --- topics and messages
+
+    def create_topic(
+        self,
+        name: str,
+        queues: int = 4,
+        *,
+        read_queues: int | None = None,
+        write_queues: int | None = None,
+        perm: int = READ_WRITE,
+        brokers: Sequence[str] | None = None,
+        order: bool = False,
+    ) -> None:
+        """Create a topic, or change it, with so many queues on each master (or on those named)."""
+
+        def create() -> None:
+            for broker in self.brokers if brokers is None else [self.broker(each) for each in brokers]:
+                config = TopicConfig(
+                    name,
+                    queues if read_queues is None else read_queues,
+                    queues if write_queues is None else write_queues,
+                    perm,
+                    order=order,
+                )
+                broker.core.state.topics.put(config)
+                for slave in self._brokers[broker.name]:
+                    slave.core.sync_with_master()
+            self.changes.notify()
+
+        self.call(create)
+
+    def delete_topic(self, name: str) -> None:
+        """Delete a topic everywhere, its route included."""
+
+        def delete() -> None:
+            for broker in self.nodes:
+                broker.core.admin.drop_topic(name)
+            for _, name_server in self._name_servers:
+                name_server.forget_topic(name)
+            self.changes.notify()
+
+        self.call(delete)
+
+    def send(
+        self,
+        topic: str,
+        body: bytes | Callable[[int], bytes] = b"-",
+        *,
+        count: int = 1,
+        tags: str | None = None,
+        keys: Iterable[str] = (),
+        properties: Mapping[str, str] | None = None,
+        queue_id: int | None = None,
+        delay_level: int = 0,
+        broker_name: str | None = None,
+        stored_at_ms: int | None = None,
+    ) -> list[Sent]:
+        """Store `count` messages as if a producer had sent them, and wake the pulls that wait for them.
+
+        `body` may be a function of the message's number. Without `queue_id` the writable queues of the topic
+        take turns, those of one broker after those of another. A topic that does not exist is made with 4 queues,
+        if topics are created on demand.
+        `stored_at_ms` sets the store time, which must not be older than that of the messages before.
+        """
+        wanted = wanted_properties(tags, keys, properties, delay_level)
+
+        def put() -> list[Sent]:
+            brokers = self.brokers if broker_name is None else [self.broker(broker_name)]
+            sent = self._feed.send(brokers, topic, body, count, wanted, queue_id, stored_at_ms)
+            self.changes.notify()
+            return sent
+
+        return self.call(put)
+
+    def messages(self, topic: str) -> list[Message]:
+        """Return what a topic holds on all masters, by broker, queue and offset."""
+        return [message for broker in self.brokers for message in broker.messages(topic)]
+
+    # --- groups
+
+    def committed(self, group: str, topic: str, broker_name: str | None = None) -> dict[int, int]:
+        """Return the offsets a group committed at one broker (the first), by queue id, as they are stored."""
+        return self.broker(broker_name or self._names[0]).committed(group, topic)
+
+    def members(self, group: str, broker_name: str | None = None) -> list[str]:
+        """Return the client ids of a group's members, sorted, as one broker (the first) knows them."""
+        return self.broker(broker_name or self._names[0]).members(group)
+
+    # --- waiting
+
+    def wait_until(self, predicate: Callable[[], bool], timeout_s: float = 5) -> bool:
+        """Wait until `predicate()` holds, looking again whenever a node did something; returns True.
+
+        Raises:
+            TimeoutError: it did not hold within `timeout_s` seconds.
+        """
+        if not self.changes.wait_until(predicate, timeout_s):
+            raise TimeoutError(f"the condition waited for did not come true within {timeout_s:g} s")
+        return True
+
+
+def _broker_names(brokers: int | Sequence[str]) -> list[str]:
+    if isinstance(brokers, int):
+        if not 1 <= brokers <= 26:
+            raise ConfigError(f"brokers={brokers}; give 1 to 26, or their names")
+        return [f"broker-{chr(ord('a') + index)}" for index in range(brokers)]
+    if isinstance(brokers, str) or not brokers or len(set(brokers)) != len(brokers):
+        raise ConfigError(f"brokers={brokers!r}; give a number, or different names such as ['broker-a', 'broker-b']")
+    return list(brokers)
+
+
+async def _settle(servers: Sequence[Server]) -> None:
+    """Let connections end, in the loop's next rounds; those that were being accepted, too."""
+    for _ in range(100):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        resting = [server.abort_rest() for server in servers]
+        if not any(resting):
+            return

@@ -1,0 +1,335 @@
+"""What tests hold in their hands: an embedded name server or broker with its faults, its record and its life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.testing.broker import Broker
+from pyrocket_consumer.testing.faults import Fault
+from pyrocket_consumer.testing.name_server import NameServer
+from pyrocket_consumer.testing.recording import Recorded
+from pyrocket_consumer.testing.server import Server
+from pyrocket_consumer.wire import fastjson
+from pyrocket_consumer.wire.bodies import decode_subscription_group
+from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.message import Message, decode_messages
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.testing.cluster import EmbeddedCluster
+
+
+class EmbeddedNode:
+    """One server process of the cluster. Safe to use from any thread."""
+
+    def __init__(self, cluster: EmbeddedCluster, server: Server) -> None:
+        self.cluster = cluster
+        self._server = server
+
+    @property
+    def address(self) -> str:
+        """The "host:port" it listens on; the same after a restart."""
+        return self._server.address
+
+    @property
+    def running(self) -> bool:
+        return self._server.is_open
+
+    # --- faults
+
+    def on(
+        self,
+        code: int,
+        fault: Fault,
+        times: int | None = 1,
+        when: Callable[[RemotingCommand], bool] | None = None,
+    ) -> None:
+        """Do `fault` instead of handling the next `times` requests of `code`; always, if `times` is None.
+
+        With `when`, only requests for which it is true count. Faults apply in the order they were given.
+        """
+        self._server.faults.add(code, fault, times, when)
+
+    def clear_faults(self, code: int | None = None) -> None:
+        """Forget the faults of one code, or all."""
+        self._server.faults.clear(code)
+
+    # --- what it was asked
+
+    def requests(self, code: int | None = None) -> list[Recorded]:
+        """Return the requests it received, of one code or all, oldest first."""
+        return self._server.log.requests(code)
+
+    def wait_for(
+        self,
+        code: int,
+        count: int = 1,
+        timeout_s: float = 5,
+        when: Callable[[RemotingCommand], bool] | None = None,
+    ) -> list[Recorded]:
+        """Return the requests of `code` (for which `when` holds) as soon as there are `count` of them.
+
+        A request counts once it is handled, so its effect can be seen. Those received earlier count, too:
+        `forget_requests()` starts afresh.
+
+        Raises:
+            TimeoutError: fewer came within `timeout_s` seconds.
+        """
+        return self._server.log.wait_for(code, count, timeout_s, when)
+
+    def forget_requests(self) -> None:
+        """Forget what was recorded so far."""
+        self._server.log.forget()
+
+    # --- connections
+
+    @property
+    def connections(self) -> list[str]:
+        """The addresses of the clients connected now."""
+        return self.cluster.call(lambda: sorted(each.address for each in self._server.connections))
+
+    def close_connections(self, abrupt: bool = True) -> None:
+        """End every connection; the node goes on. `abrupt`: they are reset."""
+
+        def close() -> None:
+            for connection in list(self._server.connections):
+                connection.close(abrupt)
+
+        self.cluster.call(close)
+
+
+class EmbeddedNameServer(EmbeddedNode):
+    """A name server of the cluster."""
+
+    def __init__(self, cluster: EmbeddedCluster, server: Server, name_server: NameServer) -> None:
+        super().__init__(cluster, server)
+        self._name_server = name_server
+
+    def stop(self) -> None:
+        """Stop it; its routes are gone, its settings stay."""
+        self.cluster.call(self.stop_now)
+
+    def stop_now(self) -> None:
+        self._server.close()
+        self._name_server.forget()
+
+    def start(self, *, register: bool = True) -> None:
+        """Start it again on its port.
+
+        Brokers register at once; real ones take up to 30 s, and `register=False` leaves it to `register()`.
+        """
+        self.cluster.run(self.open(register=register))
+
+    async def open(self, *, register: bool = True) -> None:
+        """Start it from the cluster's own loop."""
+        await self._server.open()
+        if register:
+            self.cluster.register_brokers()
+
+    def register(self) -> None:
+        """Have every running broker register."""
+        self.cluster.call(self.cluster.register_brokers)
+
+
+class EmbeddedBroker(EmbeddedNode):
+    """A broker of the cluster, master or slave."""
+
+    def __init__(self, cluster: EmbeddedCluster, server: Server, broker: Broker) -> None:
+        super().__init__(cluster, server)
+        self.core = broker
+
+    @property
+    def name(self) -> str:
+        return self.core.name
+
+    @property
+    def broker_id(self) -> int:
+        """0 for the master, above for slaves."""
+        return self.core.state.config.broker_id
+
+    # --- its life
+
+    def stop(self, *, keep_route: bool = False) -> None:
+        """Stop it as SIGTERM does: connections close, held pulls are not answered, offsets are flushed.
+
+        `keep_route`: name servers do not notice, and go on naming it.
+        """
+        self.cluster.call(lambda: self.stop_now(keep_route=keep_route))
+
+    def stop_now(self, *, keep_route: bool = False) -> None:
+        self._server.close()
+        self._ended(lose_unflushed=False, keep_route=keep_route)
+
+    def kill(self, *, lose_commits: bool = False, keep_route: bool = False) -> None:
+        """Kill it: connections are reset. `lose_commits`: offsets are back at what was last flushed (every 5 s)."""
+
+        def kill() -> None:
+            self._server.abort()
+            self._ended(lose_unflushed=lose_commits, keep_route=keep_route)
+
+        self.cluster.call(kill)
+
+    def _ended(self, *, lose_unflushed: bool, keep_route: bool) -> None:
+        if self.core.running:
+            self.core.stop(lose_unflushed=lose_unflushed)
+        if not keep_route:
+            self.cluster.unregister(self)
+
+    def start(self) -> None:
+        """Start it again, on its port and with its data."""
+        self.cluster.run(self.open())
+
+    async def open(self) -> None:
+        """Start it from the cluster's own loop."""
+        await self._server.open()
+        self.core.start()
+        self.cluster.register(self)
+
+    def restart(self) -> None:
+        """Stop it and start it again."""
+        self.stop()
+        self.start()
+
+    # --- its data
+
+    def committed(self, group: str, topic: str) -> dict[int, int]:
+        """Return the offsets a group committed here, by queue id, as they are stored."""
+        return self.cluster.call(lambda: self.core.state.offsets.table(topic, group))
+
+    def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        """Store offsets by queue id, whatever they are."""
+
+        def store() -> None:
+            for queue_id, offset in offsets.items():
+                self.core.state.offsets.commit(topic, group, queue_id, offset)
+
+        self._change(store)
+
+    def flush_offsets(self) -> None:
+        """Write the offsets to "disk" now: a kill loses only what is committed later."""
+        self._change(self.core.state.offsets.flush)
+
+    def messages(self, topic: str, queue_id: int | None = None) -> list[Message]:
+        """Return what a topic holds here, by queue and offset."""
+
+        def read() -> list[Message]:
+            store, found = self.core.state.store, []
+            for each in sorted(store.queue_ids(topic)) if queue_id is None else [queue_id]:
+                queue = store.queue(topic, each)
+                if queue is not None:
+                    found += decode_messages(b"".join(queue.records), MessageQueue(topic, self.name, each))
+            return found
+
+        return self.cluster.call(read)
+
+    def min_offset(self, topic: str, queue_id: int) -> int:
+        """Return the offset of the oldest message a queue still has."""
+        return self.cluster.call(lambda: self.core.state.store.min_offset(topic, queue_id))
+
+    def max_offset(self, topic: str, queue_id: int) -> int:
+        """Return the offset the next message of a queue will have."""
+        return self.cluster.call(lambda: self.core.state.store.max_offset(topic, queue_id))
+
+    def delete_before(self, topic: str, queue_id: int, offset: int) -> None:
+        """Delete a queue's older messages, as expiry of files does: its min offset becomes `offset`."""
+        self._change(lambda: self.core.state.store.delete_before(topic, queue_id, offset))
+
+    def truncate(self, topic: str, queue_id: int, offset: int) -> None:
+        """Lose a queue's newest messages, as a crash can: its max offset becomes `offset`."""
+        self._change(lambda: self.core.state.store.truncate(topic, queue_id, offset))
+
+    def lose_data(self, *, messages: bool = True, offsets: bool = True) -> None:
+        """Lose all messages (every queue starts at 0 again), all committed offsets, or both; topics and groups stay."""
+
+        def lose() -> None:
+            if messages:
+                self.core.state.store.clear()
+                self.core.intake.schedule.clear()
+            if offsets:
+                self.core.state.offsets.clear()
+
+        self._change(lose)
+
+    # --- groups and members
+
+    def members(self, group: str) -> list[str]:
+        """Return the client ids online in a group, sorted."""
+
+        def read() -> list[str]:
+            online = self.core.state.members.group(group)
+            return sorted(online.client_ids()) if online is not None else []
+
+        return self.cluster.call(read)
+
+    def subscriptions(self, group: str) -> dict[str, Subscription]:
+        """Return what an online group subscribes to, by topic."""
+
+        def read() -> dict[str, Subscription]:
+            online = self.core.state.members.group(group)
+            return dict(online.subscriptions) if online is not None else {}
+
+        return self.cluster.call(read)
+
+    def create_group(self, group: str, **settings: object) -> None:
+        """Make a subscription group, or change it: `create_group("app", consumeEnable=False)`.
+
+        Settings have their Java names; those not given take Java's defaults.
+        """
+        config = decode_subscription_group(fastjson.dumps({"groupName": group, **settings}))
+        self._change(lambda: self.core.state.groups.__setitem__(group, config))
+
+    def locks(self, group: str) -> dict[MessageQueue, str]:
+        """Return the queues a group holds locked, and the client id that holds each."""
+        return self.cluster.call(lambda: self.core.state.locks.held(group))
+
+    def expire_locks(self) -> None:
+        """Let every lock expire now."""
+        self._change(self.core.state.locks.clear)
+
+    def held_pulls(self, topic: str | None = None) -> int:
+        """Return how many pulls wait for messages."""
+        return self.cluster.call(lambda: self.core.pulls.long_poll.held(topic))
+
+    def tick(self) -> None:
+        """Do now what a held pull waits for every `long_poll_tick_s` seconds."""
+        self._change(self.core.pulls.long_poll.tick)
+
+    # --- settings
+
+    def update_config(self, **settings: object) -> None:
+        """Change settings while the broker runs, under their Java names: `update_config(brokerPermission=2)`.
+
+        Raises:
+            ConfigError: the embedded broker has no such setting, or the value has the wrong type.
+        """
+
+        def change() -> None:
+            self.core.state.config.change(settings)
+            self.core.state.config_changed()
+
+        self._change(change)
+
+    def suggest_broker(self, broker_id: int) -> None:
+        """Suggest this broker id for the next pull, in every pull's answer."""
+        self._change(lambda: setattr(self.core.state, "suggest_broker_id", broker_id))
+
+    def count_as_on_disk(self, on_disk: bool = True) -> None:
+        """Treat messages as on disk only: pulls give 8 messages or 64 KiB, no group is told 0."""
+        self._change(lambda: setattr(self.core.state, "on_disk", on_disk))
+
+    def pause_replication(self) -> None:
+        """For a slave: stay behind the master from now on."""
+        self._change(self.core.state.store.pause_replication)
+
+    def resume_replication(self) -> None:
+        """For a slave: take what the master stored meanwhile."""
+        self._change(self.core.state.store.resume_replication)
+
+    def sync_with_master(self) -> None:
+        """For a slave: take over the master's topics, groups and offsets now, not at the next timer."""
+        self._change(self.core.sync_with_master)
+
+    def _change(self, action: Callable[[], object]) -> None:
+        self.cluster.call(action)
+        self.cluster.changes.notify()

@@ -1,0 +1,201 @@
+"""Scripted faults: what a node does instead of answering as it should."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
+
+
+class Exchange(Protocol):
+    """One request that a fault decides about."""
+
+    request: RemotingCommand
+    connection: Connection
+
+    def handle(self, on_answer: Callable[[RemotingCommand], None]) -> None:
+        """Have the node handle the request; `on_answer` gets what it would have sent (late, if it was held)."""
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Call `action` after `delay_s` seconds, from the node's own loop and from any thread."""
+
+    def answer(self, answer: RemotingCommand) -> None:
+        """Send an answer as the node would."""
+
+
+Fault = Callable[[Exchange], None]
+"""Decides about one request. Those below are for use as they are; write others where a test needs them."""
+
+
+def drop(exchange: Exchange) -> None:
+    """The request is lost on its way: neither handled nor answered."""
+
+
+def drop_answer(exchange: Exchange) -> None:
+    """The request is handled, its answer is lost."""
+    exchange.handle(lambda answer: None)
+
+
+def close_connection(exchange: Exchange) -> None:
+    """The connection ends without an answer; the request is not handled."""
+    exchange.connection.close(False)
+
+
+def handle_and_close(exchange: Exchange) -> None:
+    """The request is handled and then the connection ends, without an answer."""
+    exchange.handle(lambda answer: None)
+    exchange.connection.close(False)
+
+
+def reset_connection(exchange: Exchange) -> None:
+    """The connection is reset (RST); the request is not handled."""
+    exchange.connection.close(True)
+
+
+def duplicate(exchange: Exchange) -> None:
+    """The request is handled once, its answer arrives twice."""
+
+    def twice(answer: RemotingCommand) -> None:
+        exchange.answer(answer)
+        exchange.answer(answer)
+
+    exchange.handle(twice)
+
+
+def delay(delay_s: float) -> Fault:
+    """The request is handled at once, its answer arrives `delay_s` seconds late."""
+    return lambda exchange: exchange.handle(
+        lambda answer: exchange.later(delay_s, lambda: exchange.answer(answer))
+    )
+
+
+def delay_request(delay_s: float) -> Fault:
+    """The request itself is `delay_s` seconds late: handled and answered only then."""
+    return lambda exchange: exchange.later(delay_s, lambda: exchange.handle(exchange.answer))
+
+
+def answer(
+    code: int, remark: str | None = None, fields: Mapping[str, str] | None = None, body: bytes = b""
+) -> Fault:
+    """The request is not handled; this is the answer."""
+    return lambda exchange: exchange.answer(exchange.request.answer(code, remark, dict(fields or {}), body))
+
+
+def rewrite(change: Callable[[RemotingCommand], RemotingCommand]) -> Fault:
+    """The request is handled; the answer is what `change` makes of it."""
+    return lambda exchange: exchange.handle(lambda answer: exchange.answer(change(answer)))
+
+
+def cut_after(byte_count: int) -> Fault:
+    """The request is handled; only the first bytes of the answer's frame arrive, then the connection ends."""
+
+    def apply(exchange: Exchange) -> None:
+        def cut(answer: RemotingCommand) -> None:
+            answer.opaque = exchange.request.opaque
+            exchange.connection.write(encode_command(answer)[:byte_count])
+            exchange.connection.close(False)
+
+        exchange.handle(cut)
+
+    return apply
+
+
+def garbage(data: bytes) -> Fault:
+    """These bytes arrive in place of an answer; the request is not handled, the connection stays open."""
+    return lambda exchange: exchange.connection.write(data)
+
+
+class Gate:
+    """A fault that holds requests until the test opens it: `gate = Gate(); broker.on(code, gate, times=None)`.
+
+    What waits is handled in order when the gate opens; from then on requests pass at once. With
+    `answers=True` requests are handled as they come and only their answers wait.
+    """
+
+    def __init__(self, answers: bool = False) -> None:
+        self._answers = answers
+        self._condition = threading.Condition()
+        self._open = False
+        self._waiting: list[tuple[Exchange, Callable[[], None]]] = []
+
+    def __call__(self, exchange: Exchange) -> None:
+        if self._answers:
+            exchange.handle(lambda answer: self._pass(exchange, lambda: exchange.answer(answer)))
+        else:
+            self._pass(exchange, lambda: exchange.handle(exchange.answer))
+
+    def _pass(self, exchange: Exchange, action: Callable[[], None]) -> None:
+        with self._condition:
+            if not self._open:
+                self._waiting.append((exchange, action))
+                self._condition.notify_all()
+                return
+        action()
+
+    def wait_held(self, count: int = 1, timeout_s: float = 5) -> list[RemotingCommand]:
+        """Return the requests that wait at the gate once there are `count` of them.
+
+        Raises:
+            TimeoutError: fewer came within `timeout_s`.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: len(self._waiting) >= count, timeout_s):
+                raise TimeoutError(f"{len(self._waiting)} of {count} requests reached the gate within {timeout_s:g} s")
+            return [exchange.request for exchange, _ in self._waiting]
+
+    def open(self) -> None:
+        """Let everything pass, what waits first."""
+        with self._condition:
+            self._open = True
+            waiting, self._waiting = self._waiting, []
+        for exchange, action in waiting:
+            exchange.later(0, action)
+
+
+@dataclass(slots=True)
+class _Rule:
+    fault: Fault
+    times: int | None
+    when: Callable[[RemotingCommand], bool] | None
+
+
+class Faults:
+    """The faults a node was told to show, by request code. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rules: dict[int, list[_Rule]] = {}
+
+    def add(
+        self, code: int, fault: Fault, times: int | None, when: Callable[[RemotingCommand], bool] | None
+    ) -> None:
+        with self._lock:
+            self._rules.setdefault(int(code), []).append(_Rule(fault, times, when))
+
+    def clear(self, code: int | None = None) -> None:
+        with self._lock:
+            if code is None:
+                self._rules.clear()
+            else:
+                self._rules.pop(int(code), None)
+
+    def take(self, command: RemotingCommand) -> Fault | None:
+        """Return the oldest fault that applies to `command` and count it as used."""
+        if not self._rules:  # read without the lock: a rule added a moment later applies to the next request
+            return None
+        with self._lock:
+            rules = self._rules.get(command.code, [])
+            for rule in rules:
+                if rule.when is None or rule.when(command):
+                    if rule.times is not None:
+                        rule.times -= 1
+                        if rule.times <= 0:
+                            rules.remove(rule)
+                            if not rules:
+                                del self._rules[command.code]
+                    return rule.fault
+        return None

@@ -1,0 +1,137 @@
+"""Messages a test puts into an embedded cluster without a producer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count as counter
+from typing import NamedTuple
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.testing.clock import Clock
+from pyrocket_consumer.testing.config import DEFAULT_TOPIC
+from pyrocket_consumer.testing.embedded_node import EmbeddedBroker
+from pyrocket_consumer.testing.release import Release
+from pyrocket_consumer.testing.sends import REGION
+from pyrocket_consumer.wire.message import PropertyName, StoredMessage
+
+DEFAULT_QUEUES = 4
+BORN_HOST = "127.0.0.1:1"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Where `EmbeddedCluster.send` stored a message. Of a delayed one, `queue_offset` is that of the system topic."""
+
+    queue: MessageQueue
+    queue_offset: int
+    message_id: str
+    offset_message_id: str
+
+
+class _Place(NamedTuple):
+    """The queue a message goes to, and its broker."""
+
+    broker: EmbeddedBroker
+    queue: MessageQueue
+
+
+class Feed:
+    """Stores messages as producers' sends would be, queue by queue in turn. On the cluster's thread."""
+
+    def __init__(self, clock: Clock, release: Release, cluster_name: str) -> None:
+        self._clock = clock
+        self._release = release
+        self._cluster_name = cluster_name
+        self._turns: dict[str, counter[int]] = {}
+
+    def send(
+        self,
+        brokers: Sequence[EmbeddedBroker],
+        topic: str,
+        body: bytes | Callable[[int], bytes],
+        count: int,
+        properties: dict[str, str],
+        queue_id: int | None,
+        stored_at_ms: int | None,
+    ) -> list[Sent]:
+        """Store `count` messages at `brokers` and wake the pulls that wait for them.
+
+        Raises:
+            ConfigError: the topic does not exist and may not be created.
+        """
+        places = self._places(brokers, topic, queue_id, count)
+        alike = not callable(body) and count > 1
+        if alike and PropertyName.DELAY not in properties and PropertyName.UNIQUE_KEY not in properties:
+            assert isinstance(body, bytes)
+            return self._fill(places, body, properties, stored_at_ms)
+        bodies = body if callable(body) else lambda number: body
+        return [self._put(place, bodies(number), properties, stored_at_ms) for number, place in enumerate(places)]
+
+    def _places(
+        self, brokers: Sequence[EmbeddedBroker], topic: str, queue_id: int | None, count: int
+    ) -> list[_Place]:
+        """Return where each of `count` messages goes."""
+        found = []
+        for broker in brokers:
+            config = broker.core.state.topics.for_send(topic, DEFAULT_TOPIC, DEFAULT_QUEUES)
+            if config is not None:
+                ids = range(config.write_queues) if queue_id is None else [queue_id]
+                found += [_Place(broker, MessageQueue(topic, broker.name, its_id)) for its_id in ids]
+        if not found:
+            raise ConfigError(f"topic {topic!r} does not exist and may not be created on demand; call create_topic")
+        turn = self._turns.setdefault(topic, counter())
+        return [found[next(turn) % len(found)] for _ in range(count)]
+
+    def _message(self, place: _Place, body: bytes, properties: dict[str, str], at_ms: int | None) -> StoredMessage:
+        now_ms = self._clock.now_ms() if at_ms is None else at_ms
+        complete = {**properties, PropertyName.CLUSTER: self._cluster_name}
+        if self._release.adds_own_properties:
+            complete.update(
+                {PropertyName.MESSAGE_REGION: REGION, PropertyName.TRACE_ON: "true", PropertyName.WAIT: "true"}
+            )
+        return StoredMessage(
+            topic=place.queue.topic,
+            body=body,
+            properties=complete,
+            queue_id=place.queue.queue_id,
+            born_at_ms=now_ms,
+            born_host=BORN_HOST,
+            stored_at_ms=now_ms,
+            store_host=place.broker.address,
+        )
+
+    def _put(self, place: _Place, body: bytes, properties: dict[str, str], at_ms: int | None) -> Sent:
+        core = place.broker.core
+        key = properties.get(PropertyName.UNIQUE_KEY) or core.state.ids.next()
+        placed = core.intake.put(self._message(place, body, {**properties, PropertyName.UNIQUE_KEY: key}, at_ms))
+        return Sent(place.queue, placed.queue_offset, key, core.state.offset_message_id(placed.commit_log_offset))
+
+    def _fill(self, places: list[_Place], body: bytes, properties: dict[str, str], at_ms: int | None) -> list[Sent]:
+        """Store the same body many times: each queue's share at once."""
+        numbers: dict[_Place, list[int]] = {}
+        for number, place in enumerate(places):
+            numbers.setdefault(place, []).append(number)
+        sent: dict[int, Sent] = {}
+        for place, its_numbers in numbers.items():
+            core = place.broker.core
+            keys = [core.state.ids.next() for _ in its_numbers]
+            places_there = core.intake.store_copies(self._message(place, body, properties, at_ms), keys)
+            for number, key, (offset, commit_log_offset) in zip(its_numbers, keys, places_there, strict=True):
+                sent[number] = Sent(place.queue, offset, key, core.state.offset_message_id(commit_log_offset))
+        return [sent[number] for number in range(len(places))]
+
+
+def wanted_properties(
+    tags: str | None, keys: Iterable[str], properties: Mapping[str, str] | None, delay_level: int
+) -> dict[str, str]:
+    """Return the properties a test asks for."""
+    wanted = dict(properties or {})
+    if tags:
+        wanted[PropertyName.TAGS] = tags
+    if keys:
+        wanted[PropertyName.KEYS] = keys if isinstance(keys, str) else " ".join(keys)
+    if delay_level:
+        wanted[PropertyName.DELAY] = str(delay_level)
+    return wanted

@@ -1,0 +1,19 @@
+"""What the parts of a node have in common: a table of handlers by request code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pyrocket_consumer.testing.broker_state import Refused
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.wire.frame import RemotingCommand
+
+Handler = Callable[[RemotingCommand, Connection], RemotingCommand | None]
+"""Returns the answer, or None when it comes later or never. Raises Refused, or ProtocolError for a bad request."""
+
+Handlers = dict[int, Handler]
+
+
+def error_answer(request: RemotingCommand, refused: Refused) -> RemotingCommand:
+    """Return the answer that carries a refusal."""
+    return request.answer(refused.code, refused.remark, dict(refused.fields))

@@ -1,0 +1,151 @@
+"""Where every message enters a broker: stored at once, parked until it is due, or kept as a half message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from pyrocket_consumer.testing.broker_state import BrokerState
+from pyrocket_consumer.testing.message_store import Placed
+from pyrocket_consumer.testing.records import properties_of, properties_text, write_record
+from pyrocket_consumer.testing.schedule import Schedule
+from pyrocket_consumer.testing.topics import HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC
+from pyrocket_consumer.wire.codes import SysFlag
+from pyrocket_consumer.wire.message import PropertyName, StoredMessage
+from pyrocket_consumer.wire.subscription import tag_hash
+
+
+class Intake:
+    """Stores messages of one broker.
+
+    Calls `arrived(topic, queue_id, tag_code)` for each, and `delivered()` after a delayed one.
+    """
+
+    def __init__(
+        self, state: BrokerState, arrived: Callable[[str, int, int], None], delivered: Callable[[], None]
+    ) -> None:
+        self._state = state
+        self._arrived = arrived
+        self._delivered = delivered
+        self.schedule = Schedule(state.clock, self._deliver)
+
+    def put(self, message: StoredMessage) -> Placed:
+        """Store a message; the place is that in a system topic if it is delayed or a half message."""
+        properties = properties_of(message)
+        if message.sys_flag & SysFlag.TRANSACTION_MASK == SysFlag.TRANSACTION_PREPARED:
+            half = replace(message, sys_flag=message.sys_flag & ~SysFlag.TRANSACTION_MASK)
+            return self.store(_parked(half, HALF_TOPIC, 0))
+        level = _number(properties.get(PropertyName.DELAY))
+        if level > 0:
+            levels = self._state.config.delay_levels_s()
+            level = min(level, len(levels))
+            message = replace(message, properties={**properties, PropertyName.DELAY: str(level)})
+            placed = self.store(_parked(message, SCHEDULE_TOPIC, level - 1))
+            self._delay(message, levels[level - 1])
+            return placed
+        due_ms = self.timer_due_ms(properties)
+        if due_ms is not None:
+            return self._put_timer(message, properties, due_ms)
+        return self.store(message)
+
+    def store_now(self, message: StoredMessage) -> None:
+        """Store a message in its real queue, whatever it says about delays."""
+        self.store(replace(message, stored_at_ms=self._state.clock.now_ms()))
+
+    def _deliver(self, message: StoredMessage) -> None:
+        self.store_now(message)
+        self._delivered()
+
+    def store(self, message: StoredMessage) -> Placed:
+        """Store a message as it is, and wake the pulls that want it."""
+        placed, tag_code = self._append(message)
+        self._arrived(message.topic, message.queue_id, tag_code)
+        return placed
+
+    def store_all(self, messages: Iterable[StoredMessage]) -> list[Placed]:
+        """Store messages together: pulls are woken when all are there."""
+        places: list[Placed] = []
+        wake: dict[tuple[str, int, int], None] = {}
+        for message in messages:
+            placed, tag_code = self._append(message)
+            places.append(placed)
+            wake[message.topic, message.queue_id, tag_code] = None
+        for arrived in wake:
+            self._arrived(*arrived)
+        return places
+
+    def store_copies(self, message: StoredMessage, unique_keys: Iterable[str]) -> list[Placed]:
+        """Store the same message under several unique keys: quick, for filling queues."""
+        place_holder = "0" * 32
+        properties = {**properties_of(message), PropertyName.UNIQUE_KEY: place_holder}
+        template = write_record(replace(message, properties=properties_text(properties, self._state.release)))
+        key_at = template.rindex(f"{PropertyName.UNIQUE_KEY}\x01{place_holder}".encode())
+        key_at += len(PropertyName.UNIQUE_KEY) + 1
+        tag_code, places = _tag_code(properties), []
+        for key in unique_keys:
+            record = bytearray(template)
+            record[key_at : key_at + 32] = key.encode()
+            places.append(
+                self._state.store.append(message.topic, message.queue_id, record, tag_code, message.stored_at_ms)
+            )
+        if places:
+            self._arrived(message.topic, message.queue_id, tag_code)
+        return places
+
+    def _append(self, message: StoredMessage) -> tuple[Placed, int]:
+        tag_code = _tag_code(properties_of(message))
+        text = properties_text(message.properties, self._state.release)
+        record = write_record(replace(message, properties=text))
+        placed = self._state.store.append(message.topic, message.queue_id, record, tag_code, message.stored_at_ms)
+        return placed, tag_code
+
+    def timer_due_ms(self, properties: dict[str, str]) -> int | None:
+        """Return when a message with timer properties is due; None for any other, and for old releases."""
+        if not self._state.release.timers:
+            return None
+        if out_ms := _number(properties.get(PropertyName.TIMER_OUT_MS)):
+            return out_ms
+        if deliver_ms := _number(properties.get(PropertyName.TIMER_DELIVER_MS)):
+            return deliver_ms
+        delay_ms = _number(properties.get(PropertyName.TIMER_DELAY_MS))
+        delay_ms = delay_ms or 1000 * _number(properties.get(PropertyName.TIMER_DELAY_SEC))
+        return self._state.clock.now_ms() + delay_ms if delay_ms else None
+
+    def _put_timer(self, message: StoredMessage, properties: dict[str, str], due_ms: int) -> Placed:
+        now_ms = self._state.clock.now_ms()
+        properties = {
+            **properties, PropertyName.TIMER_OUT_MS: str(due_ms), PropertyName.TIMER_ENQUEUE_MS: str(now_ms)
+        }
+        message = replace(message, properties=properties)
+        placed = self.store(_parked(message, TIMER_TOPIC, 0))
+        self._delay(message, max(0, due_ms - now_ms) / 1000)
+        return placed
+
+    def _delay(self, message: StoredMessage, delay_s: float) -> None:
+        delivered = replace(message, properties=_real_place(message))
+        self.schedule.add(delivered, delay_s * self._state.timing.delay_scale)
+
+
+def _parked(message: StoredMessage, topic: str, queue_id: int) -> StoredMessage:
+    """Return the message as it is kept in a system topic."""
+    return replace(message, topic=topic, queue_id=queue_id, properties=_real_place(message))
+
+
+def _real_place(message: StoredMessage) -> dict[str, str]:
+    return {
+        **properties_of(message),
+        PropertyName.REAL_TOPIC: message.topic,
+        PropertyName.REAL_QUEUE_ID: str(message.queue_id),
+    }
+
+
+def _tag_code(properties: dict[str, str]) -> int:
+    tag = properties.get(PropertyName.TAGS)
+    return tag_hash(tag) if tag else 0
+
+
+def _number(text: str | None) -> int:
+    try:
+        return int(text) if text else 0
+    except ValueError:
+        return 0

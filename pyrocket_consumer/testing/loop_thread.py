@@ -1,0 +1,65 @@
+"""The thread that runs a cluster's loop, and the way onto it from other threads."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+CALL_TIMEOUT_S = 30.0
+
+
+class LoopThread:
+    """An asyncio loop on a daemon thread; or a loop given by the caller, who runs it and calls from its thread only."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._owned = loop is None
+        self.loop = loop if loop is not None else asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._owned:
+            self._thread = threading.Thread(target=self._main, name="rocketmq-embedded", daemon=True)
+            self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def stop(self) -> None:
+        """End the thread and close the loop."""
+        if self._thread is not None:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(CALL_TIMEOUT_S)
+            self._thread = None
+        if self._owned and not self.loop.is_closed():
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+    def call(self, action: Callable[[], _T]) -> _T:
+        """Run `action` on the loop's thread and return its result, from any thread."""
+        if not self._owned or threading.current_thread() is self._thread:
+            return action()
+        if self._thread is None:
+            raise RuntimeError("the embedded cluster was closed; make a new one")
+        result: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                result.set_result(action())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self.loop.call_soon_threadsafe(run)
+        return result.result(CALL_TIMEOUT_S)
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the loop and return its result; not from the loop's own thread."""
+        if self._thread is None or threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("this call waits for the loop that runs on this thread; await open() instead")
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(CALL_TIMEOUT_S)

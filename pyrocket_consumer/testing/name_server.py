@@ -1,0 +1,191 @@
+"""The name server: routes, clusters and key-value settings. Source: DefaultRequestProcessor, RouteInfoManager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.model import BrokerData, QueueData, TopicRoute
+from pyrocket_consumer.testing.broker_state import Refused
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.handlers import Handlers, error_answer
+from pyrocket_consumer.testing.release import Release
+from pyrocket_consumer.testing.topics import TopicConfig
+from pyrocket_consumer.wire import bodies
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from pyrocket_consumer.wire.command import (
+    DeleteKvConfigHeader,
+    DeleteTopicInNameServerHeader,
+    GetKvConfigHeader,
+    GetKvListHeader,
+    GetRouteInfoHeader,
+    PutKvConfigHeader,
+)
+from pyrocket_consumer.wire.frame import JSON_HEADER, RemotingCommand
+
+GET_TOPICS_BY_CLUSTER = 224
+
+_STANDARD_JSON_SINCE = 401
+_ORDER_NAMESPACE = "ORDER_TOPIC_CONFIG"
+
+
+class NameServer:
+    """Knows which broker has which topic, as the brokers registered it; forgets all that when it stops."""
+
+    def __init__(self, release: Release) -> None:
+        self._release = release
+        self._brokers: dict[str, BrokerData] = {}
+        self._topics: dict[str, dict[str, QueueData]] = {}
+        self._settings: dict[str, dict[str, str]] = {}
+        self.order_message_enable = False
+        self._handlers: Handlers = {
+            RequestCode.GET_ROUTEINFO_BY_TOPIC: self.route,
+            RequestCode.GET_BROKER_CLUSTER_INFO: self.cluster_info,
+            RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER: self.topic_list,
+            GET_TOPICS_BY_CLUSTER: self.topics_of_cluster,
+            RequestCode.DELETE_TOPIC_IN_NAMESRV: self.delete_topic,
+            RequestCode.PUT_KV_CONFIG: self.put_setting,
+            RequestCode.GET_KV_CONFIG: self.get_setting,
+            RequestCode.DELETE_KV_CONFIG: self.delete_setting,
+            RequestCode.GET_KVLIST_BY_NAMESPACE: self.settings,
+        }
+
+    # --- what brokers tell it
+
+    def register(
+        self,
+        cluster: str,
+        broker_name: str,
+        broker_id: int,
+        address: str,
+        topics: Iterable[TopicConfig],
+        permission: int,
+    ) -> None:
+        """Take note of a broker and, if it is a master, of its topics.
+
+        Topics it has no longer stay until they are deleted here.
+        """
+        known = self._brokers.get(broker_name)
+        addresses = dict(known.addresses) if known is not None else {}
+        for its_id in [its_id for its_id, its_address in addresses.items() if its_address == address]:
+            del addresses[its_id]
+        addresses[broker_id] = address
+        self._brokers[broker_name] = BrokerData(cluster, broker_name, dict(sorted(addresses.items())))
+        if broker_id != 0:
+            return
+        for topic in topics:
+            perm = topic.perm if permission == 6 else topic.perm & permission
+            data = QueueData(broker_name, topic.read_queues, topic.write_queues, perm, topic.sys_flag)
+            self._topics.setdefault(topic.name, {})[broker_name] = data
+
+    def unregister(self, broker_name: str, address: str) -> None:
+        """Take a broker that is gone out of all routes; without any broker of its name its topics go, too."""
+        known = self._brokers.get(broker_name)
+        if known is None:
+            return
+        addresses = {its_id: its_address for its_id, its_address in known.addresses.items() if its_address != address}
+        if addresses:
+            self._brokers[broker_name] = BrokerData(known.cluster, broker_name, addresses)
+            return
+        del self._brokers[broker_name]
+        for topic in list(self._topics):
+            self._topics[topic].pop(broker_name, None)
+            if not self._topics[topic]:
+                del self._topics[topic]
+
+    def forget(self) -> None:
+        """Lose all routes, as a restarted name server has; settings are kept on disk."""
+        self._brokers.clear()
+        self._topics.clear()
+
+    def forget_topic(self, topic: str) -> None:
+        self._topics.pop(topic, None)
+
+    def topic_route(self, topic: str) -> TopicRoute | None:
+        """Return where a topic lives, None when nobody has it."""
+        queues = self._topics.get(topic)
+        if not queues:
+            return None
+        brokers = tuple(self._brokers[name] for name in sorted(queues) if name in self._brokers)
+        order = self._settings.get(_ORDER_NAMESPACE, {}).get(topic) if self.order_message_enable else None
+        return TopicRoute(topic, tuple(queues[name] for name in sorted(queues)), brokers, order)
+
+    # --- what clients ask it
+
+    def handle(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
+        handler = self._handlers.get(command.code)
+        if handler is None and not self._release.name_server_answers_unknown_code:
+            return None
+        try:
+            if handler is None:
+                raise Refused(ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f" request type {command.code} not supported")
+            answer = handler(command, connection)
+        except Refused as refused:
+            answer = error_answer(command, refused)
+        except ProtocolError as error:
+            answer = command.answer(ResponseCode.SYSTEM_ERROR, str(error))
+        if answer is not None:
+            answer.language, answer.version = "JAVA", self._release.ordinal
+            answer.header_type = command.header_type if self._release.mirrors_header_type else JSON_HEADER
+        return answer
+
+    def lost(self, connection: Connection) -> None:
+        """Clients come and go."""
+
+    def route(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        header = GetRouteInfoHeader.from_fields(command.fields)
+        route = self.topic_route(header.topic)
+        if route is None:
+            remark = f"No topic route info in name server for the topic: {header.topic}{self._release.faq}"
+            raise Refused(ResponseCode.TOPIC_NOT_EXIST, remark)
+        asked = command.fields.get("acceptStandardJsonOnly", "").lower() == "true"
+        standard = asked or command.version >= _STANDARD_JSON_SINCE
+        return command.answer(body=bodies.encode_route(route, standard, self._acting_master()))
+
+    def _acting_master(self) -> bool | None:
+        return False if self._release.routes_tell_acting_master else None
+
+    def cluster_info(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        clusters: dict[str, tuple[str, ...]] = {}
+        for broker in self._brokers.values():
+            clusters[broker.cluster] = (*clusters.get(broker.cluster, ()), broker.broker_name)
+        info = bodies.ClusterInfo(dict(self._brokers), clusters)
+        return command.answer(body=bodies.encode_cluster_info(info, self._acting_master()))
+
+    def topic_list(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        return command.answer(body=bodies.encode_topic_list(self._topics))
+
+    def topics_of_cluster(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        cluster = command.fields.get("cluster")
+        names = {broker.broker_name for broker in self._brokers.values() if broker.cluster == cluster}
+        topics = [topic for topic, queues in self._topics.items() if names & queues.keys()]
+        return command.answer(body=bodies.encode_topic_list(topics))
+
+    def delete_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        self.forget_topic(DeleteTopicInNameServerHeader.from_fields(command.fields).topic)
+        return command.answer()
+
+    def put_setting(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        header = PutKvConfigHeader.from_fields(command.fields)
+        self._settings.setdefault(header.namespace, {})[header.key] = header.value
+        return command.answer()
+
+    def get_setting(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        header = GetKvConfigHeader.from_fields(command.fields)
+        value = self._settings.get(header.namespace, {}).get(header.key)
+        if value is None:
+            remark = f"No config item, Namespace: {header.namespace} Key: {header.key}"
+            raise Refused(ResponseCode.QUERY_NOT_FOUND, remark)
+        return command.answer(fields={"value": value})
+
+    def delete_setting(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        header = DeleteKvConfigHeader.from_fields(command.fields)
+        self._settings.get(header.namespace, {}).pop(header.key, None)
+        return command.answer()
+
+    def settings(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        namespace = GetKvListHeader.from_fields(command.fields).namespace
+        table = self._settings.get(namespace)
+        if table is None:
+            raise Refused(ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {namespace}")
+        return command.answer(body=bodies.encode_kv_table(table))

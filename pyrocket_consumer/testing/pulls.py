@@ -1,0 +1,251 @@
+"""PULL_MESSAGE: which records, which code, and whether to wait. Source: PullMessageProcessor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from pyrocket_consumer.model import PERM_READ, Subscription
+from pyrocket_consumer.testing.broker_state import BrokerState, Refused
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.handlers import Handlers, error_answer
+from pyrocket_consumer.testing.long_poll import HeldPull, LongPoll, Matches
+from pyrocket_consumer.wire.codes import PullFlag, RequestCode, ResponseCode
+from pyrocket_consumer.wire.command import PullMessageHeader
+from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.subscription import ALL, TAG, tag_hash
+
+_DISK_COUNT, _DISK_BYTES = 8, 64 * 1024  # caps of a pull whose messages are on disk only
+_CODES = {
+    "FOUND": ResponseCode.SUCCESS,
+    "NO_MATCHED_MESSAGE": ResponseCode.PULL_RETRY_IMMEDIATELY,
+    "OFFSET_OVERFLOW_ONE": ResponseCode.PULL_NOT_FOUND,
+    "OFFSET_OVERFLOW_BADLY": ResponseCode.PULL_OFFSET_MOVED,
+    "OFFSET_TOO_SMALL": ResponseCode.PULL_OFFSET_MOVED,
+    "OFFSET_RESET": ResponseCode.PULL_OFFSET_MOVED,
+}
+
+_INSIDE = ("FOUND", "NO_MATCHED_MESSAGE", "OFFSET_RESET")  # of the queue: even a slave says where to go on
+
+
+class _Asked(NamedTuple):
+    """The fields of a pull that count; a tuple, because one is made for every pull."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    queue_offset: int
+    max_msg_nums: int
+    sys_flag: int
+    commit_offset: int
+    suspend_timeout_millis: int
+    sub_version: int
+    subscription: str | None
+    expression_type: str | None
+
+
+class Pulls:
+    """Answers pulls of one broker, at once or when a message arrives."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self.long_poll = LongPoll(state.clock, self._tick_s, state.store.max_offset, self._wake)
+
+    def handlers(self) -> Handlers:
+        handlers: Handlers = {RequestCode.PULL_MESSAGE: self.pull}
+        if self._state.release.lite_pull:
+            handlers[RequestCode.LITE_PULL_MESSAGE] = self.lite_pull
+        return handlers
+
+    def arrived(self, topic: str, queue_id: int, tag_code: int) -> None:
+        """Wake the pulls that want a message just stored."""
+        if self._state.config.long_polling_enable:
+            self.long_poll.arrived(topic, queue_id, tag_code)
+
+    def _tick_s(self) -> float:
+        tick_s, config = self._state.timing.long_poll_tick_s, self._state.config
+        return tick_s if config.long_polling_enable else min(tick_s, config.short_polling_time_mills / 1000)
+
+    def lite_pull(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
+        if not self._state.config.lite_pull_message_enable:
+            remark = f"the broker[{self._state.address}] for lite pull consumer is forbidden"
+            raise Refused(ResponseCode.NO_PERMISSION, remark)
+        return self.pull(command, connection)
+
+    def pull(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
+        asked = _asked(command.fields)
+        matches = self._permit(asked, connection)
+        answer = self._evaluate(command, asked, matches)
+        sys_flag = asked.sys_flag
+        if answer.code == ResponseCode.PULL_NOT_FOUND and sys_flag & PullFlag.SUSPEND:
+            config = self._state.config
+            hold_ms = asked.suspend_timeout_millis if config.long_polling_enable else config.short_polling_time_mills
+            until_s = self._state.clock.monotonic_s() + hold_ms / 1000
+            held = HeldPull(command, connection, asked.queue_offset, until_s, matches)
+            self.long_poll.hold(asked.topic, asked.queue_id, held)
+            hold = True
+        else:
+            hold = False
+        if sys_flag & PullFlag.COMMIT and (not self._state.is_slave or self._state.release.slave_stores_commit_bit):
+            self._state.offsets.commit(asked.topic, asked.consumer_group, asked.queue_id, asked.commit_offset)
+        return None if hold else answer
+
+    def _wake(self, held: HeldPull) -> None:
+        """Evaluate a held pull afresh: by the subscription of now, and without holding it again or committing."""
+        asked = _asked(held.request.fields)
+        try:
+            answer = self._evaluate(held.request, asked, self._permit(asked, held.connection))
+        except Refused as refused:
+            answer = error_answer(held.request, refused)
+        answer.language, answer.version = "JAVA", self._state.release.ordinal
+        held.connection.answer(held.request, answer)
+
+    def _permit(self, asked: _Asked, connection: Connection) -> Matches | None:
+        """Return the filter of a pull that is allowed; refuse any other, in the order brokers check."""
+        state, release = self._state, self._state.release
+        if not state.config.broker_permission & PERM_READ:
+            raise self._forbidden(1, f"the broker[{state.address}] pulling message is forbidden")
+        if state.is_slave and not state.config.slave_read_enable and release.slave_refuses_pulls:
+            raise Refused(ResponseCode.SYSTEM_BUSY, "[REJECTREQUEST]system busy, start flow control for a while")
+        name = asked.consumer_group
+        group = state.group_or_refuse(name, f"subscription group [{name}] does not exist, ")
+        if not group.consume_enable:
+            raise self._forbidden(2, f"subscription group no permission, {name}")
+        topic = state.topics.get(asked.topic)
+        if topic is None:
+            remark = f"topic[{asked.topic}] not exist, apply first please! {release.faq}"
+            raise Refused(ResponseCode.TOPIC_NOT_EXIST, remark)
+        if not topic.perm & PERM_READ:
+            raise self._forbidden(3, f"the topic[{asked.topic}] pulling message is forbidden")
+        if not 0 <= asked.queue_id < topic.read_queues:
+            raise Refused(
+                release.bad_queue_id,
+                f"queueId[{asked.queue_id}] is illegal, topic:[{asked.topic}] "
+                f"topicConfig.readQueueNums:[{topic.read_queues}] consumer:[/{connection.address}]",
+            )
+        if asked.sys_flag & PullFlag.SUBSCRIPTION:
+            return self._filter(asked.expression_type or TAG, asked.subscription or ALL)
+        return self._subscribed(asked, group.consume_broadcast_enable)
+
+    def _subscribed(self, asked: _Asked, may_broadcast: bool) -> Matches | None:
+        state, faq = self._state, self._state.release.faq
+        online = state.members.group(asked.consumer_group)
+        if online is None:
+            raise Refused(ResponseCode.SUBSCRIPTION_NOT_EXIST, f"the consumer's group info not exist{faq}")
+        if online.is_broadcasting and not may_broadcast:
+            raise self._forbidden(4, f"the consumer group[{asked.consumer_group}] can not consume by broadcast way")
+        subscription = online.subscriptions.get(asked.topic)
+        if subscription is None:
+            raise Refused(ResponseCode.SUBSCRIPTION_NOT_EXIST, f"the consumer's subscription not exist{faq}")
+        if subscription.version < asked.sub_version:
+            raise Refused(ResponseCode.SUBSCRIPTION_NOT_LATEST, "the consumer's subscription not latest")
+        return self._subscription_filter(subscription)
+
+    def _subscription_filter(self, subscription: Subscription) -> Matches | None:
+        if subscription.expression_type != TAG:
+            return self._filter(subscription.expression_type, subscription.expression)
+        return _tags_filter(subscription.expression, subscription.tags)
+
+    def _filter(self, expression_type: str, expression: str) -> Matches | None:
+        if expression_type == "SQL92":
+            raise Refused(ResponseCode.SYSTEM_ERROR, sql_refusal(self._state))
+        if expression_type != TAG:
+            return None  # brokers return everything
+        return _expression_filter(expression)
+
+    def _forbidden(self, kind: int, remark: str) -> Refused:
+        fields = {"forbiddenType": str(kind)} if self._state.release.is_v5 else {}
+        return Refused(ResponseCode.NO_PERMISSION, remark, fields)
+
+    def _evaluate(self, command: RemotingCommand, asked: _Asked, matches: Matches | None) -> RemotingCommand:
+        """Return the answer of this moment, by the table of every offset a pull can ask for."""
+        state, release = self._state, self._state.release
+        topic, queue_id, offset = asked.topic, asked.queue_id, asked.queue_offset
+        queue = state.store.queue(topic, queue_id)
+        low, high = (queue.min_offset, queue.max_offset) if queue is not None else (0, 0)
+        body = b""
+        mark = state.offsets.take_mark(topic, asked.consumer_group, queue_id)
+        if mark is not None:
+            status, next_offset = "OFFSET_RESET", mark
+        elif high == 0 or queue is None:
+            status, next_offset = "NO_MESSAGE_IN_QUEUE", 0
+        elif offset < low:
+            status, next_offset = "OFFSET_TOO_SMALL", low
+        elif offset == high:
+            status, next_offset = "OFFSET_OVERFLOW_ONE", offset
+        elif offset > high:
+            status, next_offset = "OFFSET_OVERFLOW_BADLY", high
+        else:
+            if asked.max_msg_nums < 0 and release.negative_pull_is_error:
+                remark = f"java.lang.IllegalArgumentException: Illegal Capacity: {asked.max_msg_nums}"
+                raise Refused(ResponseCode.SYSTEM_ERROR, remark)
+            config = state.config
+            count, size = config.max_transfer_count_on_message_in_memory, config.max_transfer_bytes_on_message_in_memory
+            if state.on_disk:
+                count, size = min(count, _DISK_COUNT), min(size, _DISK_BYTES)
+            found, next_offset = queue.read(offset, min(asked.max_msg_nums, count), size, matches)
+            status = "FOUND" if found else "NO_MATCHED_MESSAGE"
+            body = found[0] if len(found) == 1 else b"".join(found)
+        code = _CODES.get(status)
+        if code is None:  # NO_MESSAGE_IN_QUEUE
+            code = ResponseCode.PULL_OFFSET_MOVED if offset != 0 else ResponseCode.PULL_NOT_FOUND
+        suggested = state.suggest_broker_id
+        if state.is_slave and not state.config.offset_check_in_slave and status not in _INSIDE:
+            next_offset = offset  # a slave does not correct: the master will
+            if code == ResponseCode.PULL_OFFSET_MOVED:
+                code, suggested = ResponseCode.PULL_RETRY_IMMEDIATELY, 0
+        state.offsets.pulled(topic, asked.consumer_group, queue_id, offset)
+        fields = {
+            "suggestWhichBrokerId": str(suggested),
+            "nextBeginOffset": str(next_offset),
+            "maxOffset": str(high),
+            "minOffset": str(low),
+        }
+        if release.pull_tells_sys_flags:
+            fields["groupSysFlag"] = fields["topicSysFlag"] = "0"
+        return command.answer(code, status, fields, body)
+
+
+def sql_refusal(state: BrokerState) -> str:
+    """Return why SQL92 cannot be had: by default brokers refuse it, and this one has no parser for it."""
+    if state.config.enable_property_filter:
+        return "the embedded broker does not evaluate SQL92; use tags, or a real broker"
+    return "The broker does not support consumer to filter message by SQL92"
+
+
+def _asked(fields: Mapping[str, str]) -> _Asked:
+    try:  # quicker than from_fields, which says what is wrong
+        return _Asked(
+            fields["consumerGroup"],
+            fields["topic"],
+            int(fields["queueId"]),
+            int(fields["queueOffset"]),
+            int(fields["maxMsgNums"]),
+            int(fields["sysFlag"]),
+            int(fields["commitOffset"]),
+            int(fields["suspendTimeoutMillis"]),
+            int(fields["subVersion"]),
+            fields.get("subscription"),
+            fields.get("expressionType"),
+        )
+    except (KeyError, ValueError):
+        header = PullMessageHeader.from_fields(fields)
+        return _Asked(*(getattr(header, name) for name in _Asked._fields))
+
+
+@lru_cache(maxsize=1024)
+def _tags_filter(expression: str, tags: frozenset[str]) -> Matches | None:
+    return None if expression == ALL else frozenset(map(tag_hash, tags)).__contains__
+
+
+@lru_cache(maxsize=1024)
+def _expression_filter(expression: str) -> Matches | None:
+    """Return the filter of an expression sent with a pull: only separators are an error, only blanks match nothing."""
+    if expression == ALL:
+        return None
+    if not expression.replace("||", ""):
+        raise Refused(ResponseCode.SUBSCRIPTION_PARSE_FAILED, "parse the consumer's subscription failed")
+    blanks = "".join(map(chr, range(0x21)))
+    tags = [tag for tag in (piece.strip(blanks) for piece in expression.split("||")) if tag]
+    return frozenset(map(tag_hash, tags)).__contains__

@@ -1,0 +1,103 @@
+"""What a node was asked, and waiting for it: tests wait for an event, never for some time to pass."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pyrocket_consumer.wire.codes import request_name
+from pyrocket_consumer.wire.frame import RemotingCommand
+
+
+class Recorded(NamedTuple):
+    """A request as a node received it. `at_s` is the node's monotonic clock, `client` the sender's address."""
+
+    at_s: float
+    command: RemotingCommand
+    client: str
+
+
+class Changes:
+    """Tells waiting threads that something happened in the cluster."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self._count = 0
+
+    def notify(self) -> None:
+        """Let every waiting thread look again."""
+        with self.condition:
+            self._count += 1
+            self.condition.notify_all()
+
+    def wait_until(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        """Return True as soon as `predicate()` holds, False after `timeout_s` seconds.
+
+        The predicate runs on the calling thread, after each change, with no lock held.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self.condition:
+                seen = self._count
+            if predicate():
+                return True
+            with self.condition:
+                while self._count == seen:
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        return False
+                    self.condition.wait(remaining)
+
+
+class RequestLog:
+    """The requests a node received, newest last; at most `limit` of each code are kept."""
+
+    def __init__(self, changes: Changes, limit: int) -> None:
+        self._changes = changes
+        self._limit = limit
+        self._requests: dict[int, deque[Recorded]] = {}
+
+    def add(self, recorded: Recorded) -> None:
+        code = recorded.command.code
+        with self._changes.condition:
+            kept = self._requests.get(code)
+            if kept is None:
+                kept = self._requests[code] = deque(maxlen=self._limit)
+            kept.append(recorded)
+        self._changes.notify()
+
+    def forget(self) -> None:
+        """Forget what was recorded so far."""
+        with self._changes.condition:
+            self._requests.clear()
+
+    def requests(self, code: int | None = None) -> list[Recorded]:
+        """Return what was recorded, of one code or of all, oldest first."""
+        with self._changes.condition:
+            if code is not None:
+                return list(self._requests.get(code, ()))
+            return sorted((each for kept in self._requests.values() for each in kept), key=lambda each: each.at_s)
+
+    def wait_for(
+        self, code: int, count: int, timeout_s: float, when: Callable[[RemotingCommand], bool] | None
+    ) -> list[Recorded]:
+        """Return the recorded requests of `code` (for which `when` holds) once there are `count` of them.
+
+        Raises:
+            TimeoutError: they did not come within `timeout_s`; the text says how many did.
+        """
+        found: list[Recorded] = []
+
+        def enough() -> bool:
+            nonlocal found
+            found = [each for each in self.requests(code) if when is None or when(each.command)]
+            return len(found) >= count
+
+        if not self._changes.wait_until(enough, timeout_s):
+            raise TimeoutError(
+                f"{len(found)} of {count} {request_name(code)} requests came within {timeout_s:g} s"
+            )
+        return found

@@ -1,0 +1,267 @@
+"""A node's listening socket: bytes to commands and back, with faults and recording in between."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.testing.clock import Clock, Timer
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.faults import Faults
+from pyrocket_consumer.testing.recording import Changes, Recorded, RequestLog
+from pyrocket_consumer.wire.frame import FrameBuffer, RemotingCommand
+
+_LINGER_ZERO = struct.pack("ii", 1, 0)  # close() sends RST at once and forgets what is unsent
+
+
+class Node(Protocol):
+    """What a server serves: a broker or a name server. Knows nothing of sockets."""
+
+    def handle(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
+        """Return the answer, or None when it comes later through `connection.answer`, or never."""
+
+    def lost(self, connection: Connection) -> None:
+        """Note that a connection ended."""
+
+
+class Server:
+    """Serves `node` on one port of the loopback, from open() to close() or abort(); may be opened again.
+
+    The port stays reserved while the server is closed: clients that try to connect are refused, no other
+    process gets the port, and the kernel never picks it as the source port of a connection to itself.
+    On a simulated loop nothing is reserved: `port` is taken as it is.
+    """
+
+    node: Node
+
+    def __init__(
+        self,
+        clock: Clock,
+        changes: Changes,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        simulated: bool = False,
+        tls: ssl.SSLContext | None = None,
+        idle_timeout_s: float = 120.0,
+        record_limit: int = 10_000,
+        on_failure: Callable[[str, BaseException], None],
+    ) -> None:
+        self.faults = Faults()
+        self.log = RequestLog(changes, record_limit)
+        self.connections: dict[Connection, None] = {}  # in order, so that a seed repeats a simulated run
+        self.clock = clock
+        self.changes = changes
+        self.on_failure = on_failure
+        self.recording = record_limit > 0
+        self._tls = tls
+        self._idle_timeout_s = idle_timeout_s
+        self._idle_check = Timer(clock, lambda: max(idle_timeout_s / 8, 0.05), self._close_idle)
+        self._protocols: dict[_ServerProtocol, None] = {}
+        self._listener: asyncio.Server | None = None
+        self.host, self.port = host, port
+        self._reserved: socket.socket | None = None
+        if not simulated:
+            self._reserved = socket.socket()
+            try:
+                self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._reserved.bind((host, port))
+            except OSError:
+                self._reserved.close()
+                raise
+            self.port = self._reserved.getsockname()[1]
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def is_open(self) -> bool:
+        return self._listener is not None
+
+    async def open(self) -> None:
+        """Listen."""
+        if self._listener is None:
+            self._listener = await self.clock.loop.create_server(
+                lambda: _ServerProtocol(self), self.host, self.port, ssl=self._tls, reuse_address=True, backlog=512
+            )
+            self._idle_check.start()
+
+    def close(self) -> None:
+        """Stop listening and end every connection, as a process that was asked to stop does."""
+        self._end(abrupt=False)
+
+    def abort(self) -> None:
+        """Stop listening and reset every connection, as a process that was killed does."""
+        self._end(abrupt=True)
+
+    def _end(self, abrupt: bool) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._idle_check.stop()
+        for connection in list(self.connections):
+            connection.close(abrupt)
+
+    def release_port(self) -> None:
+        """Close for good."""
+        self._end(abrupt=False)
+        if self._reserved is not None:
+            self._reserved.close()
+
+    def abort_rest(self) -> bool:
+        """Reset what has not ended by itself; returns whether there was anything."""
+        for connection in list(self.connections):
+            connection.close(True)
+        return bool(self.connections)
+
+    def _close_idle(self) -> None:
+        oldest = self.clock.monotonic_s() - self._idle_timeout_s
+        for protocol in list(self._protocols):
+            if protocol.last_active_s < oldest:
+                protocol.connection.close(False)
+
+    # --- what protocols call -----------------------------------------------------------------------------------------
+
+    def connected(self, protocol: _ServerProtocol) -> None:
+        self._protocols[protocol] = None
+        self.connections[protocol.connection] = None
+        if not self.is_open:  # it was accepted just before we stopped listening
+            protocol.connection.close(True)
+        self.changes.notify()
+
+    def received(self, connection: Connection, command: RemotingCommand) -> None:
+        if command.is_response:
+            connection.answered(command)
+            self.changes.notify()
+            return
+        at_s = self.clock.monotonic_s()
+        fault = self.faults.take(command)
+        if fault is None:
+            self.handle(connection, command)
+        else:
+            try:
+                fault(_SocketExchange(self, connection, command))
+            except Exception as error:  # the test's own fault: it fails when the cluster is closed
+                self.on_failure(self.address, error)
+                connection.close(True)
+        if self.recording:
+            self.log.add(Recorded(at_s, command, connection.address))
+        else:
+            self.changes.notify()
+
+    def handle(self, connection: Connection, command: RemotingCommand) -> None:
+        try:
+            answer = self.node.handle(command, connection)
+        except Exception as error:  # our defect: say so when the cluster is closed, and do not leave the client hanging
+            self.on_failure(self.address, error)
+            answer = command.answer(1, f"{type(error).__name__}: {error}")
+        if answer is not None:
+            connection.answer(command, answer)
+
+    def lost(self, protocol: _ServerProtocol) -> None:
+        self._protocols.pop(protocol, None)
+        self.connections.pop(protocol.connection, None)
+        protocol.connection.lost()
+        self.node.lost(protocol.connection)
+        self.changes.notify()
+
+
+class _SocketExchange:
+    """The exchange a fault gets: one request on one connection of a server."""
+
+    def __init__(self, server: Server, connection: Connection, request: RemotingCommand) -> None:
+        self.request = request
+        self.connection = connection
+        self._server = server
+
+    def handle(self, on_answer: Callable[[RemotingCommand], None]) -> None:
+        if not self.request.is_oneway:
+            self.connection.diverted[self.request.opaque] = on_answer
+        self._server.handle(self.connection, self.request)
+
+    def answer(self, answer: RemotingCommand) -> None:
+        self.connection.answer(self.request, answer)
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        loop = self._server.clock.loop
+        if delay_s <= 0:
+            loop.call_soon_threadsafe(action)
+        else:
+            loop.call_soon_threadsafe(loop.call_later, delay_s, action)
+
+
+class _ServerProtocol(asyncio.BufferedProtocol):
+    """One accepted connection."""
+
+    connection: Connection
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._frames = FrameBuffer()
+        self._transport: asyncio.Transport | None = None
+        self._out: list[bytes] | None = None  # while commands are handled, what they write; sent at once after
+        self.last_active_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        address = f"{peer[0]}:{peer[1]}"
+        self.connection = Connection(address, self._server.clock.loop, self._write, self._close)
+        self.last_active_s = self._server.clock.monotonic_s()
+        self._server.connected(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._frames.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.last_active_s = self._server.clock.monotonic_s()
+        try:
+            commands = self._frames.received(nbytes)
+        except ProtocolError:
+            self._close(False)  # as a real server: no answer to bytes that are not frames
+            return
+        out: list[bytes] = []
+        self._out = out
+        try:
+            for command in commands:
+                if self._transport is None or self._transport.is_closing():
+                    break  # a fault closed the connection: what followed on it never arrived
+                self._server.received(self.connection, command)
+        finally:
+            self._out = None
+            if out and self.connection.open:
+                self._send(out[0] if len(out) == 1 else b"".join(out))
+
+    def _write(self, data: bytes) -> None:
+        if self._out is not None:
+            self._out.append(data)
+        else:
+            self._send(data)
+
+    def _send(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+            self.last_active_s = self._server.clock.monotonic_s()
+
+    def _close(self, abrupt: bool) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        if abrupt:
+            if (sock := transport.get_extra_info("socket")) is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
+            transport.abort()
+        else:
+            if self._out:  # what was answered before the connection ends still goes out
+                transport.write(b"".join(self._out))
+                self._out.clear()
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.lost(self)

@@ -1,0 +1,148 @@
+"""Half messages: committed, rolled back, or asked about.
+
+Source: EndTransactionProcessor, TransactionalMessageServiceImpl.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pyrocket_consumer.testing.broker_state import BrokerState
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.handlers import Handlers
+from pyrocket_consumer.testing.intake import Intake
+from pyrocket_consumer.testing.records import properties_of, properties_text, read_record, write_record
+from pyrocket_consumer.testing.topics import CHECKED_TOO_OFTEN_TOPIC, HALF_TOPIC
+from pyrocket_consumer.wire.codes import RequestCode, SysFlag
+from pyrocket_consumer.wire.command import CheckTransactionStateHeader, EndTransactionHeader, request
+from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.message import PropertyName, StoredMessage
+
+
+@dataclass(slots=True)
+class _Half:
+    """A half message nobody decided about yet."""
+
+    commit_log_offset: int
+    since_s: float
+    checks: int = 0
+
+
+class Transactions:
+    """Decides about the half messages of one broker."""
+
+    def __init__(self, state: BrokerState, intake: Intake) -> None:
+        self._state = state
+        self._intake = intake
+        self._open: dict[int, _Half] = {}  # by offset in the half topic
+        self._seen = 0
+
+    def handlers(self) -> Handlers:
+        return {RequestCode.END_TRANSACTION: self.end}
+
+    def end(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        """Make a half message an ordinary one, or drop it; anything else leaves it open."""
+        header = EndTransactionHeader.from_fields(command.fields)
+        self._look()
+        half = self._open.get(header.tran_state_table_offset)
+        if half is None or half.commit_log_offset != header.commit_log_offset:
+            return command.answer()
+        if header.commit_or_rollback == SysFlag.TRANSACTION_COMMIT:
+            self._commit(half)
+        elif header.commit_or_rollback != SysFlag.TRANSACTION_ROLLBACK:
+            return command.answer()
+        self._open.pop(header.tran_state_table_offset, None)
+        return command.answer()
+
+    def _look(self) -> None:
+        """Take note of the half messages that came since the last look."""
+        queue = self._state.store.queue(HALF_TOPIC, 0)
+        if queue is None or queue.max_offset < self._seen:  # the store was lost
+            self._seen = 0
+            self._open.clear()
+        if queue is None:
+            return
+        for offset in range(max(self._seen, queue.min_offset), queue.max_offset):
+            half = read_record(queue.records[offset - queue.min_offset])
+            self._open[offset] = _Half(half.commit_log_offset, self._state.clock.monotonic_s())
+        self._seen = queue.max_offset
+
+    def take_over(self, other: Transactions) -> None:
+        """Decide from now on about the half messages of another broker, whose master role this one takes."""
+        other._look()
+        self._open, self._seen = other._open, other._seen
+        other._open, other._seen = {}, other._seen
+
+    def _message(self, half: _Half) -> StoredMessage | None:
+        found = self._state.store.record_at(half.commit_log_offset)
+        return _restored(read_record(found[1])) if found is not None else None
+
+    def _commit(self, half: _Half) -> None:
+        message = self._message(half)
+        if message is None:
+            return
+        properties = properties_of(message)
+        if not self._state.release.committed_keeps_real_topic:
+            del properties[PropertyName.REAL_TOPIC], properties[PropertyName.REAL_QUEUE_ID]
+        self._intake.put(
+            replace(
+                message,
+                properties=properties,
+                sys_flag=message.sys_flag | SysFlag.TRANSACTION_COMMIT,
+                prepared_transaction_offset=half.commit_log_offset,
+                stored_at_ms=self._state.clock.now_ms(),
+            )
+        )
+
+    def check(self) -> None:
+        """Ask producers about half messages older than transactionTimeOut; give up after transactionCheckMax times."""
+        self._look()
+        config, now_s = self._state.config, self._state.clock.monotonic_s()
+        for offset, half in list(self._open.items()):
+            message = self._message(half)
+            if message is None:
+                del self._open[offset]
+                continue
+            immunity = properties_of(message).get(PropertyName.CHECK_IMMUNITY_TIME_IN_SECONDS, "")
+            timeout_s = float(immunity) if immunity.isdecimal() else config.transaction_time_out / 1000
+            if now_s - half.since_s < timeout_s:
+                continue
+            if half.checks >= config.transaction_check_max:
+                self._intake.store_now(replace(message, topic=CHECKED_TOO_OFTEN_TOPIC, queue_id=0))
+                del self._open[offset]
+                continue
+            half.checks += 1
+            self._ask(offset, half, message)
+
+    def _ask(self, offset: int, half: _Half, message: StoredMessage) -> None:
+        state = self._state
+        properties = {**properties_of(message), PropertyName.TRANSACTION_CHECK_TIMES: str(half.checks)}
+        producers = state.members.producers(properties.get(PropertyName.PRODUCER_GROUP, ""))
+        if not producers:
+            return
+        text = properties_text(properties, state.release)
+        record = write_record(
+            replace(message, properties=text, queue_offset=offset, commit_log_offset=half.commit_log_offset)
+        )
+        header = CheckTransactionStateHeader(
+            tran_state_table_offset=offset,
+            commit_log_offset=half.commit_log_offset,
+            msg_id=properties.get(PropertyName.UNIQUE_KEY),
+            transaction_id=properties.get(PropertyName.UNIQUE_KEY),
+            offset_msg_id=state.offset_message_id(half.commit_log_offset),
+            topic=HALF_TOPIC if state.release.is_v5 else None,
+            broker_name=state.config.broker_name,
+        )
+        question = request(header, bytes(record), oneway=True)
+        question.language, question.version = "JAVA", state.release.ordinal
+        state.random.choice(producers).connection.oneway(question)
+
+
+def _restored(half: StoredMessage) -> StoredMessage:
+    """Return a half message with its real topic and queue."""
+    properties = properties_of(half)
+    return replace(
+        half,
+        topic=properties.get(PropertyName.REAL_TOPIC, half.topic),
+        queue_id=int(properties.get(PropertyName.REAL_QUEUE_ID, "0")),
+    )

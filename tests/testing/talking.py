@@ -1,0 +1,31 @@
+"""A cluster of one broker and a raw client that talks to it: what nearly every test here starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
+from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.testing.raw_client import RawClient
+
+VERSIONS = ("4.9.7", "5.1.4", "5.3.3", "5.5.0")
+
+
+@contextmanager
+def talking(topic: str = "T", queues: int = 2, **options: Any) -> Iterator[tuple[EmbeddedBroker, RawClient]]:
+    """Yield a broker with a topic and a client connected to it."""
+    with EmbeddedCluster(**{"long_poll_tick_s": 0.2, "delay_scale": 0.01, **options}) as cluster:
+        cluster.create_topic(topic, queues=queues)
+        broker = cluster.broker("broker-a")
+        with RawClient(broker.address) as client:
+            yield broker, client
+
+
+def facts(answer: RemotingCommand) -> tuple[int, str | None, int, int, int]:
+    """Return what a pull's answer says: code, remark, next, min and max offset."""
+    fields = answer.fields
+    return (
+        answer.code, answer.remark, int(fields["nextBeginOffset"]), int(fields["minOffset"]), int(fields["maxOffset"])
+    )

@@ -1,0 +1,289 @@
+"""Processes that stop, are killed, start again, lose data or change roles."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import threading
+
+import pytest
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.testing import EmbeddedCluster, Exchange
+from pyrocket_consumer.testing.clock import Clock
+from pyrocket_consumer.testing.recording import Changes
+from pyrocket_consumer.testing.server import Server
+from pyrocket_consumer.wire.acl import sign
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.message import decode_messages
+from tests.testing.raw_client import RawClient
+from tests.testing.talking import facts, talking
+
+
+def test_a_broker_starts_again_on_its_port_with_its_data() -> None:
+    with talking() as (broker, client):
+        address = broker.address
+        client.heartbeat("G", "T")
+        client.produce("T", b"kept")
+        client.commit("G", "T", 0, 1)
+        broker.stop()
+        assert not broker.running
+        assert client.wait_closed() == "closed"
+        with pytest.raises(ConnectionRefusedError):
+            RawClient(address)
+        broker.start()
+        assert broker.address == address
+        with RawClient(address) as again:
+            assert decode_messages(again.pull("T", 0, 0).body)[0].body == b"kept"
+            assert again.query("G", "T", 0).fields == {"offset": "1"}
+            assert broker.members("G") == []
+
+
+@pytest.mark.parametrize("lose", [False, True])
+def test_a_killed_broker_may_lose_unflushed_commits(lose: bool) -> None:
+    with talking(flush_offsets_s=600) as (broker, client):
+        broker.create_group("G")
+        client.commit("G", "T", 0, 1)
+        broker.flush_offsets()
+        client.commit("G", "T", 0, 2)
+        broker.kill(lose_commits=lose)
+        assert client.wait_closed() == "reset"
+        broker.start()
+        assert broker.committed("G", "T") == {0: 1 if lose else 2}
+
+
+def test_commits_are_flushed_by_time() -> None:
+    with talking(flush_offsets_s=0.05) as (broker, client):
+        broker.create_group("G")
+        client.commit("G", "T", 0, 2)
+        before = broker.core.state.offsets._flushed
+        broker.cluster.wait_until(lambda: broker.core.state.offsets._flushed is not before)
+        broker.kill(lose_commits=True)
+        broker.start()
+        assert broker.committed("G", "T") == {0: 2}
+
+
+def test_a_delayed_message_survives_a_restart() -> None:
+    with talking(delay_scale=0.2) as (broker, client):
+        client.produce("T", properties={"DELAY": "1"})
+        broker.kill()
+        assert broker.max_offset("T", 0) == 0
+        broker.start()
+        broker.cluster.wait_until(lambda: broker.max_offset("T", 0) == 1)
+
+
+def test_messages_are_lost_at_either_end() -> None:
+    with talking() as (broker, client):
+        broker.cluster.send("T", count=10, queue_id=0)
+        broker.delete_before("T", 0, 3)
+        broker.truncate("T", 0, 8)
+        assert (broker.min_offset("T", 0), broker.max_offset("T", 0)) == (3, 8)
+        assert facts(client.pull("T", 0, 10)) == (21, "OFFSET_OVERFLOW_BADLY", 8, 3, 8)
+        broker.cluster.send("T", b"new", queue_id=0)
+        assert decode_messages(client.pull("T", 0, 8).body)[0].body == b"new"
+
+
+def test_everything_is_lost() -> None:
+    with talking() as (broker, client):
+        broker.cluster.send("T", count=3, queue_id=0)
+        broker.commit("G", "T", {0: 3})
+        broker.lose_data(messages=False)
+        assert (broker.committed("G", "T"), broker.max_offset("T", 0)) == ({}, 3)
+        broker.commit("G", "T", {0: 3})
+        broker.lose_data(offsets=False)
+        assert facts(client.pull("T", 0, 3)) == (21, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)
+        assert broker.committed("G", "T") == {0: 3}
+
+
+def test_a_slave_takes_over() -> None:
+    with EmbeddedCluster(slaves=1) as cluster:
+        cluster.create_topic("T", queues=1)
+        old, slave = cluster.broker("broker-a"), cluster.broker("broker-a-1")
+        cluster.send("T", b"replicated")
+        old.commit("G", "T", {0: 1})
+        slave.sync_with_master()
+        slave.pause_replication()
+        cluster.send("T", b"not replicated")
+        old.commit("G", "T", {0: 2})
+        assert [message.body for message in slave.messages("T")] == [b"replicated"]
+        old.kill()
+        new = cluster.switch_master("broker-a")
+        assert new is slave is cluster.broker("broker-a")
+        assert (new.broker_id, old.broker_id, new.committed("G", "T")) == (0, 1, {0: 1})
+        cluster.send("T", b"after")
+        old.start()
+        assert [message.body for message in old.messages("T")] == [b"replicated", b"after"]
+        with RawClient(new.address) as to_new, RawClient(old.address) as to_old:
+            assert to_new.produce("T").code == 0
+            assert to_old.produce("T").code == 2
+            assert facts(to_old.pull("T", 0, 9))[0] == 20
+
+
+def test_the_new_master_delivers_what_the_old_one_had_to() -> None:
+    with EmbeddedCluster(slaves=1, delay_scale=0.1) as cluster:
+        cluster.create_topic("T", queues=1)
+        old = cluster.broker("broker-a")
+        with RawClient(old.address) as client:
+            client.produce("T", b"delayed", properties={"DELAY": "1"})
+            properties = {"TRAN_MSG": "true", "PGROUP": "P", "UNIQ_KEY": "U"}
+            half = client.produce("T", b"half", properties=properties, sysFlag=4).fields
+        new = cluster.switch_master("broker-a")
+        with RawClient(new.address) as client:
+            decision = {"producerGroup": "P", "tranStateTableOffset": half["queueOffset"], "commitOrRollback": 8,
+                        "commitLogOffset": int(half["msgId"][16:], 16), "fromTransactionCheck": False, "msgId": "U"}
+            assert client.call(RequestCode.END_TRANSACTION, decision).code == 0
+        cluster.wait_until(lambda: new.max_offset("T", 0) == 2)
+        assert [message.body for message in new.messages("T")] == [b"half", b"delayed"]
+        assert [message.body for message in old.messages("T")] == [b"half", b"delayed"]
+
+
+def test_a_dead_broker_s_route_may_stay() -> None:
+    with talking() as (broker, _), RawClient(broker.cluster.name_server) as client:
+        broker.kill(keep_route=True)
+        assert client.call(RequestCode.GET_ROUTEINFO_BY_TOPIC, {"topic": "T"}).code == 0
+
+
+def test_a_simulated_node_has_the_port_it_is_given() -> None:
+    loop = asyncio.new_event_loop()
+    server = Server(Clock(loop), Changes(), port=1, simulated=True, on_failure=lambda address, error: None)
+    assert server.address == "127.0.0.1:1"
+    server.release_port()
+    loop.close()
+
+
+def test_replication_catches_up() -> None:
+    with EmbeddedCluster(slaves=1) as cluster:
+        cluster.create_topic("T", queues=1)
+        slave = cluster.broker("broker-a-1")
+        slave.pause_replication()
+        cluster.send("T", count=3)
+        assert slave.messages("T") == []
+        slave.resume_replication()
+        ids = [message.offset_message_id for message in cluster.messages("T")]
+        assert [message.offset_message_id for message in slave.messages("T")] == ids
+
+
+def test_broken_frames_end_the_connection_without_an_answer() -> None:
+    json = b"not json"
+    for data in (
+        struct.pack(">I", 17 * 1024 * 1024),
+        struct.pack(">iI", -1, 0),
+        struct.pack(">II", 8, 100),
+        struct.pack(">II", 4 + len(json), 2 << 24 | len(json)) + json,
+        struct.pack(">II", 4 + len(json), len(json)) + json,
+    ):
+        with talking() as (broker, client):
+            client.send_bytes(data.ljust(12, b"\0"))
+            assert client.wait_closed() in ("closed", "reset")
+            assert broker.requests() == []
+
+
+def test_idle_connections_are_closed() -> None:
+    with talking(idle_timeout_s=0.2) as (_, client):
+        assert client.wait_closed() == "closed"
+
+
+def test_connections_can_be_ended_by_the_test() -> None:
+    with talking() as (broker, client):
+        broker.cluster.wait_until(lambda: broker.connections == [client.address])
+        broker.close_connections()
+        assert client.wait_closed() == "reset"
+
+
+def test_requests_must_be_signed_where_there_is_an_account() -> None:
+    for version, code in (("4.9.7", 1), ("5.5.0", 16)):
+        with talking(version=version, account=("ak", "sk")) as (_, client):
+            fields = {"topic": "T", "queueId": "0"}
+            assert client.call(RequestCode.GET_MAX_OFFSET, fields).code == code
+            assert client.call(RequestCode.GET_MAX_OFFSET, sign(fields, b"", "ak", "sk")).code == 0
+            assert client.call(RequestCode.GET_MAX_OFFSET, sign(fields, b"", "ak", "wrong")).code == code
+            assert client.call(RequestCode.GET_MAX_OFFSET, sign(fields, b"", "nobody", "sk")).code == code
+
+
+def test_ports_stay_ours_while_a_broker_is_down() -> None:
+    with talking() as (broker, _):
+        broker.stop()
+        host, port = broker.address.split(":")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, int(port)))
+            other.listen()
+        broker.start()
+
+
+def test_calls_come_from_any_thread() -> None:
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("T", queues=4)
+        threads = [threading.Thread(target=lambda: [cluster.send("T") for _ in range(50)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(cluster.messages("T")) == 200
+    assert not [thread for thread in threading.enumerate() if thread.name == "rocketmq-embedded"]
+
+
+def test_a_cluster_runs_on_a_loop_of_the_caller() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        cluster = EmbeddedCluster(slaves=1, loop=loop, wall_clock=lambda: 1_000.0)
+        await cluster.open()
+        cluster.create_topic("T", queues=1)
+        [sent] = cluster.send("T", b"hello")
+        assert cluster.messages("T")[0].stored_at_ms == 1_000_000
+        client = await loop.run_in_executor(None, RawClient, cluster.broker("broker-a").address)
+        answer = await loop.run_in_executor(None, client.pull, "T", 0, sent.queue_offset)
+        assert decode_messages(answer.body)[0].body == b"hello"
+        client.close()
+        cluster.broker("broker-a").kill()
+        await cluster.broker("broker-a").open()
+        cluster.shut()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_a_defect_of_the_cluster_surfaces_when_it_is_closed() -> None:
+    def broken(exchange: Exchange) -> None:
+        raise ZeroDivisionError
+
+    cluster = EmbeddedCluster()
+    cluster.start()
+    cluster.broker("broker-a").on(RequestCode.GET_MAX_OFFSET, broken)
+    with RawClient(cluster.broker("broker-a").address) as client:
+        client.post(RequestCode.GET_MAX_OFFSET, {"topic": "T", "queueId": 0})
+        client.wait_closed()
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        cluster.close()
+
+
+def test_wrong_options_name_the_remedy() -> None:
+    for options, text in (
+        ({"version": "3.2.6"}, "4.9.7"),
+        ({"brokers": 0}, "1 to 26"),
+        ({"brokers": ["a", "a"]}, "different names"),
+        ({"settings": {"noSuchThing": 1}}, "noSuchThing"),
+        ({"version": "4.9.7", "server_side_reset": True}, "5.1.0"),
+        ({"long_poll_tick_s": 0}, "above 0"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            EmbeddedCluster(**options)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="call start"):
+        EmbeddedCluster().create_topic("T")
+
+
+def test_waiting_ends_with_an_error() -> None:
+    with EmbeddedCluster() as cluster:
+        assert cluster.wait_until(lambda: True)
+        with pytest.raises(TimeoutError):
+            cluster.wait_until(lambda: False, timeout_s=0.01)
+
+
+def test_nothing_is_left_open() -> None:
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for _ in range(3):
+        with talking() as (_, client):
+            client.heartbeat("G", "T")
+    after = len(os.listdir("/proc/self/fd")) if before else 0
+    assert after <= before + 1

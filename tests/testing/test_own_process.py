@@ -1,0 +1,108 @@
+"""`python -m pyrocket_consumer.testing` and the pytest plugin."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.wire import bodies
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.testing.raw_client import RawClient
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 60
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run the module; yield the process and the name server's address it prints."""
+    command = [sys.executable, "-m", "pyrocket_consumer.testing", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def test_a_cluster_in_a_process_of_its_own() -> None:
+    options = ("--brokers", "2", "--topic", "orders:3", "--topic", "audit", "--fill", "10", "--version", "4.9.7")
+    with running(*options) as (process, name_server):
+        with RawClient(name_server) as client:
+            for topic, queues in (("orders", 3), ("audit", 4)):
+                route = client.call(RequestCode.GET_ROUTEINFO_BY_TOPIC, {"topic": topic})
+                found = bodies.decode_route(topic, route.body)
+                assert [data.read_queues for data in found.queues] == [queues, queues]
+            assert route.version == 407
+            address = found.brokers[0].addresses[0]
+        with RawClient(address) as client:
+            assert client.pull("orders", 0, 0).code == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def test_it_ends_with_its_standard_input() -> None:
+    with running("--until-stdin-ends") as (process, name_server):
+        assert name_server.startswith("127.0.0.1:")
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(TIMEOUT_S) == 0
+        process.stdin = None
+
+
+def test_wrong_arguments_are_explained() -> None:
+    for option, value, text in (("--version", "1", "4.9.7"), ("--topic", "a:b", "orders:4"), ("--brokers", "0", "26")):
+        arguments = [option, value]
+        command = [sys.executable, "-m", "pyrocket_consumer.testing", *arguments]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        assert (ended.returncode, text in ended.stderr) == (2, True)
+
+
+def test_a_taken_port_is_an_error() -> None:
+    with EmbeddedCluster() as cluster:
+        port = cluster.name_server.rpartition(":")[2]
+        command = [sys.executable, "-m", "pyrocket_consumer.testing", "--port", port]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        assert (ended.returncode, "in use" in ended.stderr) == (2, True)
+
+
+def test_help_has_an_example() -> None:
+    command = [sys.executable, "-m", "pyrocket_consumer.testing", "--help"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert "--topic orders:4" in ended.stdout
+
+
+def test_the_plugin_gives_a_fresh_cluster(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_one(rocketmq_cluster):
+            rocketmq_cluster.send("orders", b"hello")
+            assert len(rocketmq_cluster.messages("orders")) == 1
+
+        @pytest.mark.rocketmq_cluster(brokers=2, version="4.9.7")
+        def test_two(rocketmq_cluster):
+            assert rocketmq_cluster.messages("orders") == []
+            assert len(rocketmq_cluster.brokers) == 2
+            assert rocketmq_cluster.version == "4.9.7"
+        """
+    )
+    plugin = ["-p", "pyrocket_consumer.testing.pytest_plugin", "--strict-markers", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugin, str(pytester.path)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
+    assert "2 passed" in ended.stdout, ended.stdout

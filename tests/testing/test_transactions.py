@@ -1,0 +1,80 @@
+"""Half messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.testing import EmbeddedBroker
+from pyrocket_consumer.wire.bodies import HeartbeatData, encode_heartbeat
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.message import decode_messages, parse_offset_message_id
+from tests.testing.raw_client import RawClient
+from tests.testing.talking import VERSIONS, talking
+
+HALF = "RMQ_SYS_TRANS_HALF_TOPIC"
+COMMIT, ROLLBACK, UNKNOWN = 8, 12, 0
+
+
+def produce_half(client: RawClient) -> RemotingCommand:
+    properties = {"TRAN_MSG": "true", "PGROUP": "P", "UNIQ_KEY": "U1", "TAGS": "A"}
+    return client.produce("T", b"half", properties=properties, queue_id=1, sysFlag=4)
+
+
+def end(broker: EmbeddedBroker, client: RawClient, half: RemotingCommand, decision: int) -> None:
+    """Decide, one-way as producers do."""
+    count = len(broker.requests(RequestCode.END_TRANSACTION))
+    fields = {
+        "producerGroup": "P", "tranStateTableOffset": half.fields["queueOffset"], "commitOrRollback": decision,
+        "commitLogOffset": parse_offset_message_id(half.fields["msgId"])[2], "fromTransactionCheck": False,
+        "msgId": "U1",
+    }
+    client.post(RequestCode.END_TRANSACTION, fields, oneway=True)
+    broker.wait_for(RequestCode.END_TRANSACTION, count + 1)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_committed_message_appears_and_a_rolled_back_one_does_not(version: str) -> None:
+    with talking(version=version) as (broker, client):
+        half = produce_half(client)
+        assert broker.messages("T") == []
+        [parked] = broker.messages(HALF)
+        assert (parked.sys_flag, parked.property("REAL_TOPIC"), parked.property("REAL_QID")) == (0, "T", "1")
+        end(broker, client, half, UNKNOWN)
+        assert broker.messages("T") == []
+        end(broker, client, half, COMMIT)
+        [message] = broker.messages("T")
+        assert (message.body, message.tags, message.queue.queue_id, message.sys_flag) == (b"half", "A", 1, 8)
+        assert message.prepared_transaction_offset == parked.commit_log_offset
+        assert message.born_at_ms == parked.born_at_ms
+        assert (message.property("REAL_TOPIC") is None) == (version == "5.5.0")
+        end(broker, client, half, COMMIT)  # again: nothing happens
+        end(broker, client, produce_half(client), ROLLBACK)
+        assert len(broker.messages("T")) == 1
+
+
+@pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
+def test_the_broker_asks_what_became_of_it(version: str) -> None:
+    settings = {"transactionTimeOut": 1, "transactionCheckInterval": 20, "transactionCheckMax": 3}
+    with talking(version=version, settings=settings) as (broker, client):
+        client.call(RequestCode.HEART_BEAT, body=encode_heartbeat(HeartbeatData("c1", producers=("P",))))
+        half = produce_half(client)
+        first, second = client.wait_asked(RequestCode.CHECK_TRANSACTION_STATE, 2)[:2]
+        assert first.is_oneway
+        assert first.fields["tranStateTableOffset"] == half.fields["queueOffset"]
+        assert (first.fields["msgId"], first.fields["bname"]) == ("U1", "broker-a")
+        assert first.fields.get("topic") == (None if version == "4.9.7" else HALF)
+        times = []
+        for question in (first, second):
+            [message] = decode_messages(question.body)
+            assert (message.queue.topic, message.queue.queue_id, message.sys_flag) == ("T", 1, 0)
+            times.append(message.property("TRANSACTION_CHECK_TIMES"))
+        assert times == ["1", "2"]
+        broker.cluster.wait_until(lambda: broker.max_offset("TRANS_CHECK_MAX_TIME_TOPIC", 0) == 1)
+        end(broker, client, half, COMMIT)  # too late
+        assert broker.messages("T") == []
+
+
+def test_transactions_can_be_rejected() -> None:
+    with talking(settings={"rejectTransactionMessage": True}) as (_, client):
+        assert produce_half(client).code == 16
