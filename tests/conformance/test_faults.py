@@ -1,0 +1,181 @@
+"""Trouble in the cluster: nothing is lost, nothing hangs, and everything goes on by itself."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter
+from contextlib import closing
+
+import pytest
+
+from pyrocket_consumer import Admin, ConfigError, ConnectError, ConsumerClosed, ConsumerState, PushConsumer
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
+from tests.real_brokers.remoting import Peer
+
+
+def fill(cluster, topic, count, start=0, **options):
+    for body in numbered(count, start):
+        cluster.send(topic, body, **options)
+
+
+def commit(cluster, group, topic, offset):
+    fields = {"consumerGroup": group, "topic": topic, "queueId": 0, "commitOffset": offset}
+    with closing(Peer(cluster.broker("broker-a").address)) as peer:
+        peer.call(RequestCode.UPDATE_CONSUMER_OFFSET, fields)
+
+
+def closed_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_a_killed_broker_comes_back_and_nothing_is_lost(cluster, topic, group):
+    cluster.create_topic(topic, queues=4)
+    events = Events()
+    with consuming(cluster, topic, group, on_event=events) as (consumer, seen):
+        fill(cluster, topic, 40)
+        seen.wait_for(40)
+        cluster.broker("broker-a").kill()
+        cluster.broker("broker-a").start()
+        fill(cluster, topic, 40, start=40)
+        seen.wait_for(80, 90)
+        assert consumer.state is ConsumerState.RUNNING
+        until(lambda: sum(cluster.committed(group, topic).values()) == 80, "everything is committed again", 60)
+    assert set(seen.bodies) == set(numbered(80))
+
+
+def test_commits_that_a_killed_broker_forgot_are_made_again(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    with consuming(cluster, topic, group) as (_, seen):
+        fill(cluster, topic, 10)
+        seen.wait_for(10)
+        until(lambda: cluster.committed(group, topic) == {0: 10}, "committed")
+        cluster.broker("broker-a").kill()
+        cluster.broker("broker-a").start()
+        until(lambda: cluster.committed(group, topic) == {0: 10}, "committed again, without a new message", 90)
+    assert Counter(seen.bodies) == Counter(numbered(10))
+
+
+def test_a_wrong_address_is_an_error_that_names_it(cluster, topic, group):
+    wrong = closed_port()
+    consumer = PushConsumer(group, name_server=wrong)
+    consumer.subscribe(topic, Seen())
+    before = set(threading.enumerate())
+    began = time.monotonic()
+    with pytest.raises(ConnectError, match=wrong):
+        consumer.start()
+    assert time.monotonic() - began < 15
+    assert consumer.state is ConsumerState.CREATED, "it may be started again"
+    assert set(threading.enumerate()) <= before
+
+
+def test_one_of_two_name_servers_is_enough(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 3)
+    servers = f"{closed_port()};{cluster.name_server}"
+    seen = Seen()
+    with PushConsumer(group, name_server=servers, **QUICK) as consumer:
+        consumer.subscribe(topic, seen)
+        seen.wait_for(3)
+
+
+def test_a_topic_that_does_not_exist_yet_is_consumed_once_it_does(cluster, topic, group):
+    events = Events()
+    with consuming(cluster, topic, group, on_event=events) as (consumer, seen):
+        event = events.wait_for("broker-unreachable")
+        assert topic in event.text
+        cluster.create_topic(topic, queues=2)
+        fill(cluster, topic, 6)
+        seen.wait_for(6)
+
+
+def test_a_deleted_topic_does_not_end_the_consumer(cluster, topic, group):
+    other = f"{topic}-other"
+    cluster.create_topic(topic, queues=1)
+    cluster.create_topic(other, queues=1)
+    with consuming(cluster, topic, group) as (consumer, seen):
+        second = Seen()
+        consumer.subscribe(other, second)
+        fill(cluster, topic, 2)
+        seen.wait_for(2)
+        with Admin(name_server=cluster.name_server) as admin:
+            admin.delete_topic(topic)
+        cluster.send(other, b"still")
+        second.wait_for(1)
+        assert consumer.state is ConsumerState.RUNNING
+
+
+@pytest.mark.cluster(brokers=2)
+def test_queues_of_two_brokers(cluster, topic, group):
+    cluster.create_topic(topic, queues=2)
+    fill(cluster, topic, 40)
+    with consuming(cluster, topic, group) as (consumer, seen):
+        seen.wait_for(40)
+        assert len([queue for queue in consumer.progress() if queue.topic == topic]) == 4
+        cluster.broker("broker-b").kill()
+        fill_on(cluster, topic, "broker-a", 10, start=40)
+        seen.wait_for(50)
+        cluster.broker("broker-b").start()
+        fill_on(cluster, topic, "broker-b", 10, start=50)
+        seen.wait_for(60, 90)
+    assert set(seen.bodies) == set(numbered(60))
+
+
+def fill_on(cluster, topic, broker_name, count, start):
+    for body in numbered(count, start):
+        cluster.send(topic, body, broker_name=broker_name)
+
+
+def test_a_stored_offset_beyond_the_end_is_corrected_and_told(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 5)
+    with consuming(cluster, topic, group) as (_, seen):
+        seen.wait_for(5)
+    commit(cluster, group, topic, 500)
+    events = Events()
+    with consuming(cluster, topic, group, on_event=events) as (_, again):
+        event = events.wait_for("offset-corrected")
+        assert (event.facts["from"], event.facts["to"]) == (500, 5)
+        until(lambda: cluster.committed(group, topic) == {0: 5}, "the correction is stored")
+        fill(cluster, topic, 3, start=5)
+        again.wait_for(3)
+    assert again.bodies == numbered(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("group_name", "topic_name", "options"),
+    [
+        ("", "orders", {}),
+        ("bad group", "orders", {}),
+        ("g" * 121, "orders", {}),
+        ("DEFAULT_CONSUMER", "orders", {}),
+        ("g", "bad topic", {}),
+        ("g", "", {}),
+        ("g", "t" * 128, {}),
+        ("g", "orders", {"consume_threads": 0}),
+        ("g", "orders", {"consume_thread": 5}),
+        ("g", "orders", {"message_model": "both"}),
+        ("g", "orders", {"consume_from": "yesterday"}),
+        ("g", "orders", {"name_server": "nowhere"}),
+        ("g", "orders", {"access_key": "only"}),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_happens(group_name, topic_name, options):
+    with pytest.raises(ConfigError):
+        PushConsumer(group_name, **{"name_server": "127.0.0.1:9876", **options}).subscribe(topic_name, Seen())
+
+
+def test_a_closed_consumer_stays_closed(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    with consuming(cluster, topic, group) as (consumer, _):
+        pass
+    consumer.close()
+    assert consumer.state is ConsumerState.CLOSED
+    for call in (consumer.start, consumer.progress, consumer.pause):
+        with pytest.raises(ConsumerClosed):
+            call()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "pyrocket-io"], "the I/O thread ends")

@@ -1,0 +1,267 @@
+"""Orderly consumption: one listener call of a queue at a time, in order, through failures and changes of owner."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import defaultdict
+
+import pytest
+
+from pyrocket_consumer import ConfigError, ConsumeResult, PushConsumer, Suspend
+from pyrocket_consumer.wire.bodies import LockRequest, decode_lock_answer, encode_lock_request
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import Events, Seen, consuming, numbered, until
+from tests.real_brokers.remoting import Peer
+from tests.system.processes import member
+
+
+def fill(cluster, topic, count, start=0, **options):
+    for body in numbered(count, start):
+        cluster.send(topic, body, **options)
+
+
+class InOrder(Seen):
+    """A listener that notices when two calls of a queue overlap, and keeps the order of each queue."""
+
+    def __init__(self, judge=lambda message: None, pause_s=0.0):
+        super().__init__(judge)
+        self.overlaps = []
+        self._running = defaultdict(int)
+        self._pause_s = pause_s
+
+    def __call__(self, message):
+        queue = message.queue
+        self._running[queue] += 1
+        if self._running[queue] > 1:
+            self.overlaps.append(queue)
+        try:
+            if self._pause_s:
+                time.sleep(self._pause_s)
+            return super().__call__(message)
+        finally:
+            self._running[queue] -= 1
+
+    def offsets(self):
+        order = defaultdict(list)
+        for message in list(self.messages):
+            order[message.queue].append(message.queue_offset)
+        return order
+
+
+def test_each_queue_in_order_one_call_at_a_time(cluster, topic, group):
+    cluster.create_topic(topic, queues=4)
+    fill(cluster, topic, 200)
+    seen = InOrder(pause_s=0.001)
+    with consuming(cluster, topic, group, seen, orderly=True):
+        seen.wait_for(200)
+    assert not seen.overlaps
+    assert all(offsets == sorted(set(offsets)) for offsets in seen.offsets().values())
+    assert sum(cluster.committed(group, topic).values()) == 200
+
+
+@pytest.mark.parametrize("how", ["raise", "suspend", "retry"])
+def test_a_failure_holds_its_queue_and_comes_again_first(cluster, topic, group, how):
+    cluster.create_topic(topic, queues=2)
+    fill(cluster, topic, 20)
+    failures = []
+
+    def judge(message):
+        if message.body == b"m6" and len(failures) < 2:
+            failures.append(message.reconsume_times)
+            if how == "raise":
+                raise ValueError("not yet")
+            return Suspend(for_s=0.05) if how == "suspend" else ConsumeResult.RETRY
+
+    seen = InOrder(judge)
+    with consuming(cluster, topic, group, seen, orderly=True):
+        seen.wait(lambda seen: len(seen.messages) == 22)
+    assert failures == [0, 1]
+    for queue, offsets in seen.offsets().items():
+        expected = sorted(offsets)
+        assert offsets == expected, queue
+    assert sum(cluster.committed(group, topic).values()) == 20
+
+
+def test_batches_in_order(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 30)
+    calls, seen = [], Seen()
+
+    def handle(messages):
+        calls.append([message.queue_offset for message in messages])
+        if len(calls) == 2:
+            return Suspend(for_s=0.05)
+        for message in messages:
+            seen(message)
+
+    with consuming(cluster, topic, group, handle, orderly=True, listener_batch_size=4):
+        seen.wait_for(30)
+    assert [message.queue_offset for message in seen.messages] == list(range(30))
+    assert calls[1] == calls[2][: len(calls[1])]
+
+
+def test_order_is_kept_when_a_second_member_takes_queues(cluster, topic, group):
+    cluster.create_topic(topic, queues=4)
+    seen = InOrder(pause_s=0.002)
+    stop, sent = threading.Event(), 0
+
+    def send():
+        nonlocal sent
+        while not stop.is_set():
+            fill(cluster, topic, 4, start=sent)
+            sent += 4
+            stop.wait(0.02)
+
+    with consuming(cluster, topic, group, seen, orderly=True) as (first, _):
+        sending = threading.Thread(target=send)
+        sending.start()
+        try:
+            seen.wait_for(40)
+            with consuming(cluster, topic, group, seen, orderly=True) as (second, _):
+                until(lambda: len(own(first, topic)) == len(own(second, topic)) == 2, "two queues each")
+                count = len(seen.messages)
+                seen.wait_for(count + 80)
+            until(lambda: len(own(first, topic)) == 4, "all queues again")
+            seen.wait_for(len(seen.messages) + 40)
+        finally:
+            stop.set()
+            sending.join()
+        seen.wait_for(sent)
+    assert not seen.overlaps
+    for queue, offsets in seen.offsets().items():
+        assert offsets == sorted(offsets), queue
+
+
+def own(consumer, topic):
+    return [queue for queue in consumer.progress() if queue.topic == topic]
+
+
+@pytest.mark.cluster(lock_expiry_s=1.0)
+def test_a_killed_member_leaves_its_queues_in_order(cluster, topic, group):
+    """The broker keeps the dead member's locks for a minute, here for a second: then the other goes on."""
+    cluster.create_topic(topic, queues=2)
+    fill(cluster, topic, 40)
+    with member(cluster, topic, group, orderly=True, listener_s=0.02) as victim:
+        victim.wait(lambda lines: len(victim.bodies) >= 10)
+        victim.send(signal.SIGKILL)
+        victim.ended()
+    seen = InOrder()
+    with consuming(cluster, topic, group, seen, orderly=True):
+        seen.wait(lambda seen: {body.decode() for body in seen.bodies} | set(victim.bodies) >= texts(40), 30)
+    assert not seen.overlaps
+    assert all(offsets == sorted(set(offsets)) for offsets in seen.offsets().values())
+
+
+def texts(count):
+    return {body.decode() for body in numbered(count)}
+
+
+def test_auto_commit_off_commits_what_the_listener_commits(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 10)
+
+    def judge(message):
+        return ConsumeResult.COMMIT if message.body == b"m4" else ConsumeResult.SUCCESS
+
+    seen = InOrder(judge)
+    with consuming(cluster, topic, group, seen, orderly=True, auto_commit=False):
+        seen.wait_for(10)
+        until(lambda: cluster.committed(group, topic).get(0) == 5, "committed up to the commit")
+    assert cluster.committed(group, topic) == {0: 5}
+    with consuming(cluster, topic, group, orderly=True) as (_, again):
+        again.wait_for(5)
+    assert again.bodies == numbered(5, 5)
+
+
+def test_a_rollback_brings_everything_since_the_commit_again(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 6)
+    rolled_back = []
+
+    def judge(message):
+        if message.body == b"m1":
+            return ConsumeResult.COMMIT
+        if message.body == b"m3" and not rolled_back:
+            rolled_back.append(True)
+            return ConsumeResult.ROLLBACK
+        return ConsumeResult.COMMIT if message.body == b"m5" else None
+
+    seen = InOrder(judge)
+    with consuming(cluster, topic, group, seen, orderly=True, auto_commit=False):
+        seen.wait(lambda seen: seen.bodies[-1:] == [b"m5"])
+        until(lambda: cluster.committed(group, topic).get(0) == 6, "all committed in the end")
+    assert seen.bodies == [b"m0", b"m1", b"m2", b"m3", b"m2", b"m3", b"m4", b"m5"]
+
+
+def test_a_message_that_never_succeeds_is_given_up_after_its_attempts(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 3)
+
+    def judge(message):
+        if message.body == b"m1":
+            return Suspend(for_s=0.01)
+
+    seen, events = InOrder(judge), Events()
+    with consuming(cluster, topic, group, seen, orderly=True, max_reconsume_times=2, on_event=events):
+        seen.wait_for(3)
+        events.wait_for("message-given-up")
+        with consuming(cluster, f"%DLQ%{group}", f"{group}-dead") as (_, dead):
+            dead.wait_for(1)
+    assert seen.bodies == [b"m0", b"m1", b"m1", b"m1", b"m2"]
+    assert dead.bodies == [b"m1"]
+
+
+def test_a_queue_that_another_member_has_locked_is_waited_for(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 3)
+    with closing_peer(cluster) as peer:
+        queue = lock(peer, group, topic, "somebody-else")
+        with consuming(cluster, topic, group, orderly=True) as (consumer, seen):
+            assert not seen.messages
+            assert not own(consumer, topic)
+            unlock(peer, group, topic, "somebody-else")
+            seen.wait_for(3)
+            assert lock(peer, group, topic, "somebody-else") == set(), "it is locked for us"
+        assert lock(peer, group, topic, "somebody-else") == queue, "and unlocked when we have closed"
+
+
+def closing_peer(cluster):
+    from contextlib import closing
+
+    return closing(Peer(cluster.broker("broker-a").address))
+
+
+def lock(peer, group, topic, client_id):
+    body = encode_lock_request(LockRequest(group, client_id, queues_of(topic)))
+    return decode_lock_answer(peer.call(RequestCode.LOCK_BATCH_MQ, body=body).body)
+
+
+def unlock(peer, group, topic, client_id):
+    body = encode_lock_request(LockRequest(group, client_id, queues_of(topic)))
+    peer.call(RequestCode.UNLOCK_BATCH_MQ, body=body)
+
+
+def queues_of(topic):
+    from pyrocket_consumer import MessageQueue
+
+    return frozenset({MessageQueue(topic, "broker-a", 0)})
+
+
+def test_orderly_broadcasting_takes_no_locks(cluster, topic, group, tmp_path):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 5)
+    options = {"orderly": True, "message_model": "broadcasting", "offset_store_dir": tmp_path}
+    with (
+        consuming(cluster, topic, group, InOrder(), instance_name="one", **options) as (_, one),
+        consuming(cluster, topic, group, InOrder(), instance_name="two", **options) as (_, two),
+    ):
+        one.wait_for(5)
+        two.wait_for(5)
+    assert one.bodies == two.bodies == numbered(5)
+
+
+def test_auto_commit_off_needs_orderly():
+    with pytest.raises(ConfigError, match="orderly"):
+        PushConsumer("g", name_server="127.0.0.1:9876", auto_commit=False)

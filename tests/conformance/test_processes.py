@@ -1,0 +1,110 @@
+"""Consumers in processes of their own: signals, and sudden death."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+
+import pytest
+
+from pyrocket_consumer import ConsumerClosed
+from tests.consuming import Seen, consuming, numbered, until
+from tests.system.processes import member
+
+
+def fill(cluster, topic, count, start=0):
+    for body in numbered(count, start):
+        cluster.send(topic, body)
+
+
+def texts(count, start=0):
+    return {body.decode() for body in numbered(count, start)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_consumer_in_order(cluster, topic, group, number):
+    cluster.create_topic(topic, queues=2)
+    fill(cluster, topic, 20)
+    with member(cluster, topic, group, commit_interval_s=60) as child:
+        child.wait(lambda lines: len(child.bodies) == 20)
+        child.send(number)
+        assert child.ended() == 0, child.errors
+    assert child.lines[-2:] == ["joined", "closed"]
+    assert sum(cluster.committed(group, topic).values()) == 20, "the last offsets were stored"
+    until(lambda: cluster.members(group) == [], "it has left the group")
+
+
+def test_a_signal_waits_for_the_listener_that_runs(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 1)
+    with member(cluster, topic, group, listener_s=1.0) as child:
+        child.wait_for_line("begun m0")
+        child.send(signal.SIGTERM)
+        assert child.ended() == 0, child.errors
+    assert "m0" in child.lines
+    assert cluster.committed(group, topic) == {0: 1}
+
+
+def test_a_member_killed_with_9_loses_nothing(cluster, topic, group):
+    cluster.create_topic(topic, queues=4)
+    with member(cluster, topic, group) as victim, consuming(cluster, topic, group) as (consumer, seen):
+        until(lambda: len(cluster.members(group)) == 2, "two members")
+        fill(cluster, topic, 100)
+        until(lambda: len(victim.bodies) + len(set(seen.bodies)) >= 50, "both consume")
+        victim.send(signal.SIGKILL)
+        victim.ended()
+        fill(cluster, topic, 100, start=100)
+        everything = texts(200)
+        until(lambda: set(victim.bodies) | {body.decode() for body in seen.bodies} >= everything, "nothing is lost", 60)
+
+
+def test_a_broadcasting_member_killed_with_9_goes_on_from_its_file(cluster, topic, group, tmp_path):
+    cluster.create_topic(topic, queues=2)
+    options = {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}
+    fill(cluster, topic, 50)
+    with member(cluster, topic, group, **options) as first:
+        first.wait(lambda lines: len(first.bodies) == 50)
+        first.send(signal.SIGKILL)
+        first.ended()
+    fill(cluster, topic, 50, start=50)
+    with member(cluster, topic, group, **options) as second:
+        second.wait(lambda lines: texts(50, 50) <= set(second.bodies))
+    assert set(first.bodies) | set(second.bodies) == texts(100)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_consumer_refuses_to_work_in_a_forked_child(cluster, topic, group):
+    cluster.create_topic(topic, queues=1)
+    with consuming(cluster, topic, group) as (consumer, seen):
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:  # the child: it only tells what happened, and leaves without running anything of pytest's
+            try:
+                consumer.progress()
+                told = b"worked"
+            except ConsumerClosed as error:
+                told = str(error).encode()
+            finally:
+                os.write(write_end, told)
+                os._exit(0)
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as pipe:
+            assert b"fork" in pipe.read()
+        os.waitpid(pid, 0)
+        fill(cluster, topic, 3)
+        seen.wait_for(3)
+    assert Counter(seen.bodies) == Counter(numbered(3))
+
+
+def test_events_and_messages_of_many_starts_and_stops(cluster, topic, group):
+    """A restart in the middle of everything repeats, but never passes over."""
+    cluster.create_topic(topic, queues=2)
+    everything = Seen()
+    for round_number in range(5):
+        fill(cluster, topic, 20, start=20 * round_number)
+        with consuming(cluster, topic, group, everything):
+            everything.wait_for(20 * round_number + 10)
+    with consuming(cluster, topic, group, everything):
+        everything.wait_for(100)
+    assert set(everything.bodies) == set(numbered(100))

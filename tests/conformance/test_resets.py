@@ -1,0 +1,444 @@
+"""Resets from outside, of broadcasting and of clustering groups, on brokers as they are."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from contextlib import ExitStack, closing
+from datetime import UTC, datetime
+
+import pytest
+
+from pyrocket_consumer import Admin, ConfigError, PushConsumer
+from pyrocket_consumer.admin import ResetState
+from tests.consuming import QUICK, Events, Seen, consuming, until
+from tests.real_brokers.remoting import Peer, Refused
+from tests.resetting import fill, queue, reset, wait_until_seen, wait_until_stored
+from tests.system.processes import member
+
+BROADCASTING = {"message_model": "broadcasting"}
+
+
+@pytest.fixture
+def admin(cluster):
+    with Admin(name_server=cluster.name_server) as admin:
+        yield admin
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """Options of a broadcasting member whose offsets are below this test's directory."""
+    return {**BROADCASTING, "offset_store_dir": str(tmp_path)}
+
+
+# --- broadcasting
+
+
+def test_h03_every_member_of_a_broadcasting_group_is_reset_and_verified(cluster, admin, topic, group, stores):
+    cluster.create_topic(topic, queues=2)
+    fill(cluster, topic, 20)
+    with ExitStack() as stack:
+        members = [
+            stack.enter_context(consuming(cluster, topic, group, instance_name=name, **stores)) for name in "abc"
+        ]
+        for consumer, seen in members:
+            wait_until_seen(seen, 1, 20)
+            wait_until_stored(consumer, topic, 20)
+        plan = admin.plan_reset(group, topic, "earliest")
+        assert not plan.problems
+        assert [(move.member, move.queue.queue_id) for move in plan.moves] == [
+            (consumer.client_id, queue_id) for consumer, _ in members for queue_id in range(2)
+        ]
+        assert {(move.current, move.target, move.replayed, move.skipped) for move in plan.moves} == {(10, 0, 10, 0)}
+        assert all(len(seen.messages) == 20 for _, seen in members), "a plan moves nothing"
+        result = plan.execute()
+        assert result.verified, result
+        assert {outcome.subject: outcome.state for outcome in result.outcomes} == {
+            consumer.client_id: ResetState.MOVED for consumer, _ in members
+        }
+        for _, seen in members:
+            wait_until_seen(seen, 2, 20)
+        for consumer, _ in members:
+            wait_until_stored(consumer, topic, 20)
+    assert cluster.committed(group, topic) == {}, "nothing is left where a clustering group's offsets are"
+
+
+def test_a_member_that_was_away_for_two_resets_follows_both_at_its_next_start(
+    cluster, admin, topic, group, stores
+):
+    cluster.create_topic(topic, queues=3)
+    fill(cluster, topic, 30)
+    with consuming(cluster, topic, group, instance_name="away", **stores) as (_, away):
+        wait_until_seen(away, 1, 30)
+    with consuming(cluster, topic, group, instance_name="here", **stores) as (_, here):
+        wait_until_seen(here, 1, 30)
+        assert reset(admin, group, topic, {queue(topic, 0): 4, queue(topic, 1): 4}).verified
+        assert reset(admin, group, topic, {queue(topic, 1): 7}).verified
+        here.wait(lambda seen: len(seen.messages) == 30 + 6 + 6 + 3)
+    with consuming(cluster, topic, group, instance_name="away", **stores) as (consumer, away):
+        away.wait(lambda seen: len(seen.messages) == 6 + 3)
+        assert sorted((message.queue.queue_id, message.queue_offset) for message in away.messages) == [
+            *((0, offset) for offset in range(4, 10)), *((1, offset) for offset in range(7, 10))
+        ]  # fmt: skip
+        wait_until_stored(consumer, topic, 30)
+    with consuming(cluster, topic, group, instance_name="away", **stores) as (_, again):
+        fill(cluster, topic, 3, start=30)
+        again.wait_for(3)
+    assert set(again.places.values()) == {1}
+    assert len(again.messages) == 3, "a reset is followed once"
+
+
+def test_a_group_of_which_nobody_is_online_is_reset_at_its_next_start(cluster, admin, topic, group, stores):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 10)
+    with consuming(cluster, topic, group, **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+    until(lambda: cluster.members(group) == [], "it has left")
+    with pytest.raises(ConfigError, match="model="):
+        admin.plan_reset(group, topic, "earliest")
+    plan = admin.plan_reset(group, topic, {queue(topic, 0): 8}, model="broadcasting")
+    assert plan.members == ()
+    result = plan.execute()
+    assert (result.verified, result.outcomes) == (True, ())
+    assert admin.plan_reset(group, topic, "earliest").broadcasting, "the record tells what group it is"
+    with consuming(cluster, topic, group, **stores) as (_, again):
+        wait_until_seen(again, 1, 2)
+
+
+def test_a_new_member_starts_by_its_own_rule(cluster, admin, topic, group, stores):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 5)
+    with consuming(cluster, topic, group, instance_name="old", **stores) as (_, old):
+        wait_until_seen(old, 1, 5)
+        assert reset(admin, group, topic, "earliest").verified
+        wait_until_seen(old, 2, 5)
+        options = {**stores, "consume_from": "last"}
+        with consuming(cluster, topic, group, instance_name="new", **options) as (consumer, new):
+            fill(cluster, topic, 1, start=5)
+            new.wait_for(1)
+            assert new.bodies == [b"m5"]
+            assert consumer.progress()[queue(topic, 0)].start_offset == 5
+
+
+def test_only_the_queues_named_move(cluster, admin, topic, group, stores):
+    cluster.create_topic(topic, queues=2)
+    fill(cluster, topic, 10)
+    with consuming(cluster, topic, group, **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        wait_until_stored(consumer, topic, 10)
+        result = reset(admin, group, topic, "earliest", queues=[queue(topic, 1)])
+        assert result.verified
+        seen.wait(lambda seen: len(seen.messages) == 15)
+        assert {message.queue.queue_id for message in seen.messages[10:]} == {1}
+
+
+def test_a_member_that_is_silent_follows_when_it_is_well_again(real_cluster, topic, group, stores):
+    """One is stopped (SIGSTOP): the broker waits 10 s for it. The others are not held up."""
+    cluster = real_cluster
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 5)
+    options = {**stores, "reset_record_interval_s": 0.5}
+    with (
+        consuming(cluster, topic, group, instance_name="well", **options) as (_, well),
+        member(cluster, topic, group, instance_name="silent", **options) as silent,
+        Admin(name_server=cluster.name_server) as admin,
+    ):
+        wait_until_seen(well, 1, 5)
+        silent.wait(lambda lines: len(silent.bodies) == 5)
+        plan = admin.plan_reset(group, topic, "earliest")
+        silent.send(signal.SIGSTOP)
+        moved = threading.Event()
+        steps = []
+
+        def progress(step):
+            steps.append(step)
+            if step.text == "moved":
+                moved.set()
+                well.wait(lambda seen: len(seen.messages) == 10, timeout_s=5)
+
+        def wake():
+            until(lambda: len(steps) >= 3, "asked once in vain")
+            silent.send(signal.SIGCONT)
+
+        waker = threading.Thread(target=wake)
+        waker.start()
+        try:
+            result = plan.execute(progress)
+        finally:
+            silent.send(signal.SIGCONT)
+            waker.join()
+        assert moved.is_set()
+        assert result.verified, result
+        silent.wait(lambda lines: sorted(silent.bodies.values()) == [2] * 5)
+
+
+def test_a_killed_member_has_both_or_neither(cluster, admin, topic, group, stores):
+    """Killed as soon as the reset is confirmed: it begins at the target at its next start, and only then."""
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 10)
+    options = {**stores, "commit_interval_s": 60}
+    with member(cluster, topic, group, listener_s=0.01, **options) as victim:
+        victim.wait(lambda lines: len(victim.bodies) == 10)
+        assert reset(admin, group, topic, {queue(topic, 0): 5}).verified
+        victim.send(signal.SIGKILL)
+        victim.ended()
+    with consuming(cluster, topic, group, **stores) as (consumer, seen):
+        seen.wait_for(1)
+        assert seen.messages[0].queue_offset == 5
+        wait_until_stored(consumer, topic, 10)
+    with consuming(cluster, topic, group, **stores) as (consumer, again):
+        assert consumer.progress()[queue(topic, 0)].start_offset == 10
+
+
+def test_two_admins_at_once_end_at_one_target_each_queue(cluster, topic, group, stores):
+    cluster.create_topic(topic, queues=2)
+    fill(cluster, topic, 20)
+    with (
+        consuming(cluster, topic, group, instance_name="a", **stores) as (first, _),
+        consuming(cluster, topic, group, instance_name="b", **stores) as (second, _),
+        Admin(name_server=cluster.name_server) as one,
+        Admin(name_server=cluster.name_server) as other,
+    ):
+        first.pause()
+        second.pause()
+        plans = [one.plan_reset(group, topic, dict.fromkeys([queue(topic, 0), queue(topic, 1)], 3)),
+                 other.plan_reset(group, topic, dict.fromkeys([queue(topic, 0), queue(topic, 1)], 6))]  # fmt: skip
+        results = [None, None]
+
+        def run(number):
+            results[number] = plans[number].execute()
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        def ends():
+            return [
+                tuple(each.start_offset for _, each in sorted(consumer.progress().items()))
+                for consumer in (first, second)
+            ]
+
+        until(lambda: len(set(ends())) == 1, f"the members agree: {ends()}, {results[0]}, {results[1]}")
+        assert set(ends()[0]) <= {3, 6}
+        epochs = [result.epoch for result in results]
+        assert epochs[0] != epochs[1] or any(result.raced for result in results)
+
+
+def test_h04_a_reset_made_at_the_broker_reaches_every_member(cluster, topic, group, stores):
+    """As the dashboard does it (222): brokers that keep resets tell who pulls first, and that member the others."""
+    cluster.create_topic(topic, queues=2)
+    fill(cluster, topic, 10)
+    with ExitStack() as stack:
+        members = [
+            stack.enter_context(consuming(cluster, topic, group, instance_name=name, pull_hold_s=1, **stores))
+            for name in "abc"
+        ]
+        for _, seen in members:
+            wait_until_seen(seen, 1, 10)
+        told = reset_at_broker(cluster, group, topic)
+        if not told:
+            return  # this broker refuses: that is what the scheme is for
+        fill(cluster, topic, 2, start=10)  # ends the pulls that are held
+        for _, seen in members:
+            seen.wait(lambda seen: len(seen.messages) >= 22)
+            before = {place: times for place, times in seen.places.items() if place[1] < 5}
+            assert (len(before), set(before.values())) == (10, {2})
+
+
+def reset_at_broker(cluster, group, topic) -> bool:
+    """Have the broker reset the group to the beginning; returns False if it refuses because it is broadcasting."""
+    with closing(Peer(cluster.broker("broker-a").address)) as peer:
+        try:
+            peer.call(222, {"topic": topic, "group": group, "timestamp": 0, "isForce": True})
+        except Refused as refusal:
+            if "not exist" not in str(refusal):
+                raise
+            return False
+    return True
+
+
+# --- clustering
+
+
+def test_a_clustering_group_is_reset_where_its_members_are(cluster, admin, topic, group):
+    cluster.create_topic(topic, queues=4)
+    fill(cluster, topic, 40)
+    seen = Seen()
+    with (
+        consuming(cluster, topic, group, seen, instance_name="a") as (first, _),
+        consuming(cluster, topic, group, seen, instance_name="b") as (second, _),
+    ):
+        until(lambda: shares(topic, first, second) == [2, 2], "two queues each")
+        wait_until_seen(seen, 1, 40)
+        until(lambda: sum(cluster.committed(group, topic).values()) == 40, "committed")
+        plan = admin.plan_reset(group, topic, {queue(topic, number): 2 + number for number in range(3)})
+        assert [(move.target, move.replayed) for move in plan.moves] == [(2, 8), (3, 7), (4, 6)]
+        result = plan.execute()
+        assert result.verified, result
+        seen.wait(lambda seen: len(seen.messages) == 40 + 21)
+        until(lambda: sum(cluster.committed(group, topic).values()) == 40, "committed again")
+    again = [(message.queue.queue_id, message.queue_offset) for message in seen.messages[40:]]
+    assert sorted(again) == [(number, offset) for number in range(3) for offset in range(2 + number, 10)]
+
+
+def shares(topic, *consumers):
+    return [len([each for each in consumer.progress() if each.topic == topic]) for consumer in consumers]
+
+
+def test_a_clustering_group_of_which_nobody_is_online(cluster, admin, topic, group):
+    cluster.create_topic(topic, queues=2)
+    fill(cluster, topic, 10)
+    with consuming(cluster, topic, group) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+    until(lambda: cluster.members(group) == [], "it has left")
+    assert reset(admin, group, topic, "earliest", queues=[queue(topic, 1)]).verified
+    assert cluster.committed(group, topic) == {0: 5, 1: 0}
+    with consuming(cluster, topic, group) as (_, again):
+        wait_until_seen(again, 1, 5)
+
+
+def test_a_reset_to_a_time_begins_at_the_first_message_stored_then(cluster, admin, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 5)
+    time.sleep(0.05)
+    between = datetime.now(UTC)
+    time.sleep(0.05)
+    fill(cluster, topic, 5, start=5)
+    with consuming(cluster, topic, group) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        until(lambda: cluster.committed(group, topic) == {0: 10}, "committed")
+        assert reset(admin, group, topic, between).verified
+        seen.wait(lambda seen: len(seen.messages) == 15)
+        assert [message.queue_offset for message in seen.messages[10:]] == [5, 6, 7, 8, 9]
+        in_future = admin.plan_reset(group, topic, datetime(2100, 1, 1, tzinfo=UTC))
+        assert [target.target for target in in_future.targets] == [10]
+
+
+def test_a_target_outside_of_the_queue_is_shown_as_what_it_becomes(cluster, admin, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 5)
+    with consuming(cluster, topic, group) as (_, seen):
+        wait_until_seen(seen, 1, 5)
+        plan = admin.plan_reset(group, topic, {queue(topic, 0): 99})
+        assert [(target.wanted, target.target, target.clamped) for target in plan.targets] == [(99, 5, True)]
+        assert "wanted 99" in str(plan)
+        assert plan.execute().verified
+        fill(cluster, topic, 1, start=5)
+        seen.wait_for(6)
+    assert set(seen.places.values()) == {1}
+
+
+def test_a_clustering_member_that_joins_during_a_reset(cluster, admin, topic, group):
+    cluster.create_topic(topic, queues=4)
+    fill(cluster, topic, 40)
+    seen = Seen()
+    with consuming(cluster, topic, group, seen, instance_name="a"):
+        wait_until_seen(seen, 1, 40)
+        until(lambda: sum(cluster.committed(group, topic).values()) == 40, "committed")
+        plan = admin.plan_reset(group, topic, "earliest")
+        joiner = PushConsumer(group, name_server=cluster.name_server, instance_name="b", **QUICK)
+        joiner.subscribe(topic, seen)
+        thread = threading.Thread(target=joiner.start)
+        thread.start()
+        try:
+            result = plan.execute()
+            assert result.verified, result
+            seen.wait(lambda seen: len(seen.messages) >= 80)
+        finally:
+            thread.join()
+            joiner.close()
+        assert set(seen.places.values()) >= {2}
+        assert min(seen.places.values()) == 2
+
+
+def test_h02_a_reset_while_a_listener_runs_for_long(cluster, admin, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 3)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def judge(message):
+        if message.queue_offset == 1 and not go_on.is_set():
+            begun.set()
+            go_on.wait(30)
+
+    seen = Seen(judge)
+    with consuming(cluster, topic, group, seen, consume_threads=2) as (consumer, _):
+        assert begun.wait(30)
+        assert reset(admin, group, topic, "latest").verified
+        until(lambda: cluster.committed(group, topic) == {0: 3}, "the target is committed")
+        go_on.set()
+        fill(cluster, topic, 1, start=3)
+        seen.wait(lambda seen: b"m3" in seen.bodies)
+        until(lambda: cluster.committed(group, topic) == {0: 4}, "and then what was consumed after it")
+
+
+def test_h30_a_paused_member_stays_paused(cluster, admin, topic, group):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 4)
+    with consuming(cluster, topic, group) as (consumer, seen):
+        wait_until_seen(seen, 1, 4)
+        consumer.pause()
+        assert reset(admin, group, topic, "earliest").verified
+        assert consumer.progress()[queue(topic, 0)].paused
+        assert len(seen.messages) == 4
+        consumer.resume()
+        wait_until_seen(seen, 2, 4)
+
+
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+def test_a_member_that_refuses_is_told_of_and_does_not_move(cluster, admin, topic, group, tmp_path, model):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 4)
+    events = Events()
+    options = {"message_model": model, "offset_store_dir": tmp_path, "remote_reset": "refuse", "on_event": events}
+    with consuming(cluster, topic, group, reset_record_interval_s=0.2, **options) as (consumer, seen):
+        wait_until_seen(seen, 1, 4)
+        plan = admin.plan_reset(group, topic, "earliest")
+        assert "remote_reset" in plan.problems[0]
+        if model == "clustering":
+            return  # a commit would be its group's to follow; nothing more to see here
+        result = plan.execute()
+        assert not result.verified
+        assert [outcome.state for outcome in result.outcomes] == [ResetState.REFUSED]
+        events.wait_for("offset-reset")
+        fill(cluster, topic, 1, start=4)
+        seen.wait_for(5)
+        assert set(seen.places.values()) == {1}
+
+
+def test_lag_of_a_clustering_group(cluster, admin, topic, group):
+    cluster.create_topic(topic, queues=2)
+    fill(cluster, topic, 10)
+    with consuming(cluster, topic, group) as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        until(lambda: sum(cluster.committed(group, topic).values()) == 10, "committed")
+        consumer.pause()
+        fill(cluster, topic, 4, start=10)
+        until(lambda: admin.offsets(group, topic).total >= 2, "what came after the pause is behind")
+        found = admin.lag(group)
+        assert str(found.model) == "clustering"
+        assert [consumer.client_id] == list(found.members)
+        assert {row.queue.topic for row in found.rows} >= {topic}
+        assert all(row.max == 7 for row in found.rows if row.queue.topic == topic)
+
+
+def test_lag_of_a_broadcasting_group_is_each_member_s_own(cluster, admin, topic, group, stores):
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 6)
+    with (
+        consuming(cluster, topic, group, instance_name="ahead", **stores) as (ahead, seen),
+        consuming(cluster, topic, group, instance_name="behind", **{**stores, "consume_from": "last"}) as (behind, _),
+    ):
+        wait_until_seen(seen, 1, 6)
+        behind.pause()
+        until(lambda: behind.progress()[queue(topic, 0)].paused, "paused")
+        behind.reset_offsets(topic, {queue(topic, 0): 2})
+        found = admin.offsets(group, topic)
+        assert {row.member: (row.committed, row.max, row.lag) for row in found.rows} == {
+            ahead.client_id: (6, 6, 0), behind.client_id: (2, 6, 4)
+        }  # fmt: skip
+        assert (found.total, found.unreached) == (4, {})
+        assert {row.member for row in admin.lag(group).rows} == {ahead.client_id, behind.client_id}

@@ -1,0 +1,103 @@
+"""What tests of mixed groups share: members with names that sort, and which of them holds which queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import closing
+from typing import Any
+
+from pyrocket_consumer.consumer.allocation import allocate, strategy_of
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire.bodies import RunningInfo, decode_running_info
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import until
+from tests.real_brokers.remoting import Peer, Refused
+
+JAVA_STRATEGIES = {"average": "AVG", "circle": "AVG_BY_CIRCLE", "hash": "CONSISTENT_HASH"}
+"""Our names of strategies, and those of the Java program."""
+
+IP = "127.0.0.1"
+
+Owners = dict[str, set[MessageQueue]]
+"""Queues by client id."""
+
+
+def named(name: str) -> dict[str, str]:
+    """Return our options for the client id `client_id(name)`."""
+    return {"client_ip": IP, "instance_name": name}
+
+
+def java_named(name: str) -> dict[str, str]:
+    """Return Java's options for the client id `client_id(name)`."""
+    return {"clientIp": IP, "instanceName": name}
+
+
+def client_id(name: str) -> str:
+    return f"{IP}@{name}"
+
+
+def eight_queues(cluster: Any, topic: str) -> list[MessageQueue]:
+    """Make `topic` with 8 queues, and return them."""
+    cluster.create_topic(topic, queues=8)
+    return [MessageQueue(topic, "broker-a", queue_id) for queue_id in range(8)]
+
+
+def running_info(cluster: Any, group: str, member: str, *, with_stacks: bool = False) -> RunningInfo:
+    """Return what a member, ours or Java's, says of itself through the broker.
+
+    Raises:
+        Refused: it is not there (any more).
+    """
+    fields = {"consumerGroup": group, "clientId": member, "jstackEnable": with_stacks}
+    with closing(Peer(cluster.broker("broker-a").address)) as peer:
+        return decode_running_info(peer.call(RequestCode.GET_CONSUMER_RUNNING_INFO, fields).body)
+
+
+def wait_until_noted(cluster: Any, group: str, member: str, topic: str, total: int) -> None:
+    """Wait until a member has noted that it consumed `topic` up to offsets that make `total`.
+
+    A Java member does so a moment after its listener has returned; closed before, it leaves the message for the next.
+    """
+
+    def noted() -> bool:
+        queues = running_info(cluster, group, member).queues
+        return sum(info.commit_offset for queue, info in queues.items() if queue.topic == topic) == total
+
+    until(noted, f"{member} has consumed {total} of {topic}")
+
+
+def owners(cluster: Any, group: str, topic: str) -> Owners:
+    """Return which queues of `topic` each member of a group holds now."""
+    found: Owners = {}
+    for member in cluster.members(group):
+        try:
+            queues = running_info(cluster, group, member).queues
+        except Refused:
+            continue  # it has just left
+        found[member] = {queue for queue, info in queues.items() if queue.topic == topic and not info.dropped}
+    return found
+
+
+def allocated(strategy: str, group: str, queues: Iterable[MessageQueue], names: Iterable[str]) -> Owners:
+    """Return which queues members of these names should hold, by our own allocation."""
+    every, ids = list(queues), [client_id(name) for name in names]
+    return {each: set(allocate(strategy_of(strategy), group, each, every, ids)) for each in ids}
+
+
+def wait_for_owners(cluster: Any, group: str, topic: str, expected: Owners, timeout_s: float = 60) -> None:
+    """Wait until the group has exactly these members, and each holds exactly these queues."""
+    found: Owners = {}
+
+    def reached() -> bool:
+        nonlocal found
+        found = owners(cluster, group, topic)
+        return found == expected
+
+    try:
+        until(reached, "owners", timeout_s)
+    except AssertionError as error:
+        raise AssertionError(f"queues are held by {_ids(found)}, not by {_ids(expected)}") from error
+
+
+def _ids(found: Owners) -> dict[str, list[int]]:
+    return {member: sorted(queue.queue_id for queue in queues) for member, queues in found.items()}

@@ -1,0 +1,116 @@
+"""Broadcasting beside Java members: everybody sees everything, and each kind goes on from the other's offsets.json."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+
+import pytest
+
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+from tests.consuming import consuming, numbered, until
+from tests.interop.members import client_id, java_named, named, wait_until_noted
+from tests.system.processes import member
+
+NAME = "shared"
+"""The instance name that both kinds use in turn: their directory."""
+
+
+def fill(cluster, topic, count, start=0):
+    for body in numbered(count, start):
+        cluster.send(topic, body)
+
+
+@pytest.fixture
+def places(java, group):
+    """Where both kinds keep the offsets of the group."""
+    return java.offsets_directory / client_id(NAME) / group
+
+
+def ours(cluster, java, topic, group, **options):
+    directory = {"message_model": "broadcasting", "offset_store_dir": java.offsets_directory}
+    return consuming(cluster, topic, group, **directory, **{**named(NAME), **options})
+
+
+def javas(cluster, java, topic, group, **options):
+    return java.consumer(cluster.name_server, group, topic, broadcasting=True, **{**java_named(NAME), **options})
+
+
+@pytest.mark.parametrize("kind", ["real", "embedded"])
+def test_java_members_and_ours_see_every_message(either_cluster, java, topic, group, kind):
+    either_cluster.create_topic(topic, queues=4)
+    fill(either_cluster, topic, 20)
+    with (
+        ours(either_cluster, java, topic, group, **named("one")) as (_, first),
+        ours(either_cluster, java, topic, group, **named("two")) as (_, second),
+        javas(either_cluster, java, topic, group, **java_named("three")) as third,
+    ):
+        fill(either_cluster, topic, 20, start=20)
+        first.wait_for(40)
+        second.wait_for(40)
+        third.wait_for_messages(40)
+    javas_seen = [message.body for message in third.messages]
+    assert Counter(first.bodies) == Counter(second.bodies) == Counter(javas_seen) == Counter(numbered(40))
+
+
+def test_ours_goes_on_where_the_java_member_ended_and_back(real_cluster, java, topic, group, places):
+    """Java, ours, Java, ours: one after the other in one directory, each begins where the one before it ended."""
+    real_cluster.create_topic(topic, queues=4)
+    ends = []
+    for turn in range(4):
+        fill(real_cluster, topic, 12, start=12 * turn)
+        if turn % 2 == 0:
+            with javas(real_cluster, java, topic, group) as each:
+                each.wait_for_messages(12)
+                wait_until_noted(real_cluster, group, each.client_id, topic, 12 * (turn + 1))
+            bodies = [message.body for message in each.messages]
+        else:
+            with ours(real_cluster, java, topic, group) as (consumer, seen):
+                assert consumer.client_id == client_id(NAME)
+                assert {told.origin for told in consumer.progress().values()} == {"stored"}
+                seen.wait_for(12)
+            bodies = seen.bodies
+        assert Counter(bodies) == Counter(numbered(12, 12 * turn))
+        with LocalFileOffsetStore(places) as store:
+            ends.append(sorted(store.clone_offset_table(topic).values()))
+    assert ends == [[3] * 4, [6] * 4, [9] * 4, [12] * 4]
+
+
+def test_a_file_java_wrote_after_ours_was_killed_is_what_counts(real_cluster, java, topic, group, places):
+    """Killed with -9, ours leaves newer offsets in its journal than in offsets.json. Java goes on from the file, and
+    rewrites it; the journal has nothing to say any more."""
+    real_cluster.create_topic(topic, queues=2)
+    fill(real_cluster, topic, 10)
+    options = {
+        "message_model": "broadcasting",
+        "offset_store_dir": str(java.offsets_directory),
+        "commit_interval_s": 0.05,
+        **named(NAME),
+    }
+    with member(real_cluster, topic, group, **options) as victim:
+        victim.wait(lambda lines: len(victim.bodies) == 10)
+        fill(real_cluster, topic, 10, start=10)
+        victim.wait(lambda lines: len(victim.bodies) == 20)
+        victim.send(signal.SIGKILL)
+        victim.ended()
+    fill(real_cluster, topic, 10, start=20)
+    with javas(real_cluster, java, topic, group) as each:
+        until(lambda: set(numbered(10, 20)) <= {message.body for message in each.messages}, "the Java member's")
+        wait_until_noted(real_cluster, group, each.client_id, topic, 30)
+    fill(real_cluster, topic, 10, start=30)
+    with ours(real_cluster, java, topic, group) as (_, seen):
+        seen.wait_for(10)
+    assert Counter(seen.bodies) == Counter(numbered(10, 30))
+
+
+def test_java_leaves_what_ours_keeps_beside_the_file_alone(real_cluster, java, topic, group, places):
+    real_cluster.create_topic(topic, queues=1)
+    fill(real_cluster, topic, 3)
+    with ours(real_cluster, java, topic, group) as (_, seen):
+        seen.wait_for(3)
+    before = {path.name for path in places.iterdir()}
+    with javas(real_cluster, java, topic, group) as each:
+        fill(real_cluster, topic, 3, start=3)
+        each.wait_for_messages(3)
+    assert Counter(message.body for message in each.messages) == Counter(numbered(3, 3))
+    assert before <= {path.name for path in places.iterdir()} | {"offsets.lock"}

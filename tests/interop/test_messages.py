@@ -1,0 +1,128 @@
+"""Messages of Java producers at our consumer: everything arrives as it was, and selectors select alike."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from pyrocket_consumer import MessageQueue, Producer, sql
+from tests.consuming import consuming, until
+
+TEXT = "ключ 値 ☃ 😀 é&=%+"
+LARGE = bytes(range(256)) * 40
+
+COMPRESSED = 0x1
+COMPRESSION = {"zlib": 0x300, "lz4": 0x100, "zstd": 0x200}
+"""sysFlag: that a body is compressed, and how."""
+
+
+@pytest.fixture
+def one_queue(real_cluster, topic):
+    real_cluster.create_topic(topic, queues=1)
+    return MessageQueue(topic, "broker-a", 0)
+
+
+def test_what_a_java_message_carries(real_cluster, java, topic, group, one_queue):
+    properties = {"region": "eu", "ключ": TEXT}
+    with consuming(real_cluster, topic, group) as (_, seen), java.producer(real_cluster.name_server) as producer:
+        (sent,) = producer.send(topic, LARGE[:3000], tags="paid", keys=["k1", "ключ"], properties=properties)
+        producer.send(topic, TEXT.encode())
+        seen.wait_for(2)
+    full, plain = seen.messages
+    assert (full.topic, full.queue, full.queue_offset) == (topic, one_queue, 0)
+    assert (full.body, full.tags, full.keys) == (LARGE[:3000], "paid", ("k1", "ключ"))
+    assert properties.items() <= full.properties.items()
+    assert (full.message_id, full.offset_message_id) == (sent["messageId"], sent["offsetMessageId"])
+    assert abs(full.born_at - datetime.now(UTC)) < timedelta(minutes=2)
+    assert (plain.body, plain.tags, plain.keys) == (TEXT.encode(), None, ())
+
+
+@pytest.mark.parametrize("compression", COMPRESSION)
+def test_compressed_java_messages(real_cluster, java, topic, group, one_queue, compression):
+    options = {"compression": compression.upper(), "compressAbove": 1000}
+    with (
+        consuming(real_cluster, topic, group) as (_, seen),
+        java.producer(real_cluster.name_server, **options) as producer,
+    ):
+        producer.send(topic, LARGE)
+        seen.wait_for(1)
+    assert seen.bodies == [LARGE]
+    (stored,) = real_cluster.messages(topic)
+    assert stored.sys_flag == COMPRESSED | COMPRESSION[compression]
+    assert stored.store_size < len(LARGE)
+
+
+def test_a_java_batch(real_cluster, java, topic, group, one_queue):
+    with consuming(real_cluster, topic, group) as (_, seen), java.producer(real_cluster.name_server) as producer:
+        (sent,) = producer.send(topic, b"one of a batch", count=5, batch=True, tags="paid", properties={"a": TEXT})
+        seen.wait(lambda seen: len(seen.messages) == 5)
+    assert [message.queue_offset for message in seen.messages] == list(range(5))
+    assert {(message.body, message.tags, message.property("a")) for message in seen.messages} == {
+        (b"one of a batch", "paid", TEXT)
+    }
+    assert len({message.offset_message_id for message in seen.messages}) == 5
+    assert [message.offset_message_id for message in seen.messages] == sent["offsetMessageId"].split(",")
+
+
+@pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")
+def test_a_java_batch_that_the_broker_keeps_in_one_piece(real_cluster, java, topic, group):
+    """A topic of batches: the record holds them all, and our consumer takes it apart."""
+    real_cluster.create_topic(topic, queues=1, attributes="+queue.type=BatchCQ")
+    with consuming(real_cluster, topic, group) as (_, seen), java.producer(real_cluster.name_server) as producer:
+        for number in range(3):
+            producer.send(topic, b"batch %d" % number, count=5, batch=True, tags="paid", properties={"a": TEXT})
+        seen.wait(lambda seen: len(seen.messages) == 15)
+        until(lambda: real_cluster.committed(group, topic) == {0: 15}, "committed")
+    assert sorted(message.queue_offset for message in seen.messages) == list(range(15))
+    assert {(message.body, message.tags, message.property("a")) for message in seen.messages} == {
+        (b"batch %d" % number, "paid", TEXT) for number in range(3)
+    }
+
+
+def test_messages_that_come_later(real_cluster, java, topic, group, names, one_queue):
+    """By a delay level, and by a time where the release has that: at both consumers nothing else tells them apart."""
+    name_server = real_cluster.name_server
+    with (
+        consuming(real_cluster, topic, group) as (_, seen),
+        java.consumer(name_server, names.group("java"), topic) as java_member,
+        java.producer(name_server) as java_producer,
+        Producer(name_server=name_server) as producer,
+    ):
+        java_producer.send(topic, b"java", delay_level=1, tags="paid")
+        producer.send(topic, b"ours", delay_level=1, tags="paid")
+        expected = {b"java", b"ours"}
+        if not real_cluster.version.startswith("4."):
+            later = datetime.now(UTC) + timedelta(seconds=1.5)
+            java_producer.send(topic, b"java, at a time", deliver_at_ms=int(later.timestamp() * 1000), tags="paid")
+            producer.send(topic, b"ours, at a time", deliver_at=later, tags="paid")
+            expected |= {b"java, at a time", b"ours, at a time"}
+        seen.wait_for(len(expected))
+        javas_seen = java_member.wait_for_messages(len(expected))
+    assert set(seen.bodies) == {message.body for message in javas_seen} == expected
+    assert {(message.queue, message.tags) for message in [*seen.messages, *javas_seen]} == {(one_queue, "paid")}
+    assert min(message.stored_at - message.born_at for message in seen.messages) > timedelta(seconds=0.4)
+
+
+def test_selectors_of_java_and_ours_select_alike(real_cluster, java, topic, names):
+    """Tags whose hash codes are equal ("Aa" and "BB"), and an SQL92 expression."""
+    real_cluster.create_topic(topic, queues=2)
+    tags = ["Aa", "BB", "C", None] * 3
+    for number, tag in enumerate(tags):
+        real_cluster.send(topic, b"m%d" % number, tags=tag, properties={"n": str(number)})
+    wanted = {b"m%d" % number for number, tag in enumerate(tags) if tag in ("Aa", "C")}
+    above = {b"m%d" % number for number in range(7, 12)}
+    name_server, our_group, java_group = real_cluster.name_server, names.group("ours"), names.group("java")
+    with (
+        consuming(real_cluster, topic, our_group, selector="Aa || C") as (_, ours),
+        consuming(real_cluster, topic, names.group("ours-sql"), selector=sql("n > 6")) as (_, ours_sql),
+        java.consumer(name_server, java_group, topic, selector="Aa || C") as javas,
+        java.consumer(name_server, names.group("java-sql"), topic, sql="n > 6") as javas_sql,
+    ):
+        ours.wait_for(len(wanted))
+        ours_sql.wait_for(len(above))
+        javas.wait_for_messages(len(wanted))
+        javas_sql.wait_for_messages(len(above))
+        until(lambda: sum(real_cluster.committed(our_group, topic).values()) == len(tags), "the rest is passed over")
+    assert set(ours.bodies) == {message.body for message in javas.messages} == wanted
+    assert set(ours_sql.bodies) == {message.body for message in javas_sql.messages} == above

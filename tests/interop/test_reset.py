@@ -1,0 +1,170 @@
+"""mqadmin resets a clustering group of ours, in both ways brokers do it; our members replay, and commit again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+
+from tests.consuming import Events, Seen, consuming, numbered, until
+
+QUEUES = 4
+
+
+@pytest.fixture
+def mqadmin(real_cluster, java):
+    """Run a command against the cluster and return what it prints."""
+    return lambda *arguments: java.mqadmin(real_cluster.name_server, *arguments)
+
+
+def fill(cluster, topic, count, start=0):
+    for body in numbered(count, start):
+        cluster.send(topic, body)
+
+
+@contextmanager
+def server_side(cluster, wanted):
+    """Have the broker reset by marks of its own, or by telling the members."""
+    broker = cluster.broker("broker-a")
+    broker.update_config(useServerSideResetOffset=wanted)
+    try:
+        yield
+    finally:
+        broker.update_config(useServerSideResetOffset=not wanted)
+
+
+def test_two_members_replay_from_a_time(real_cluster, mqadmin, topic, group):
+    replay(real_cluster, mqadmin, topic, group)
+
+
+@pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # those before know one way only
+def test_two_members_replay_from_a_time_in_the_way_that_is_not_the_releases_own(real_cluster, mqadmin, topic, group):
+    with server_side(real_cluster, real_cluster.version == "5.1.4"):
+        replay(real_cluster, mqadmin, topic, group)
+
+
+@pytest.mark.versions("4.9.7", "5.1.4")  # later ones have the letter for something else
+def test_two_members_replay_when_told_in_the_form_for_cplusplus(real_cluster, mqadmin, topic, group):
+    """`-c` has the broker send its members a list, which Java members do not understand."""
+    replay(real_cluster, mqadmin, topic, group, "-c")
+
+
+@pytest.mark.versions("5.3.3", "5.5.0")
+def test_one_queue_replays_from_an_offset(real_cluster, mqadmin, topic, group):
+    real_cluster.create_topic(topic, queues=QUEUES)
+    events, where = Events(), ("-b", real_cluster.broker("broker-a").address, "-q", "1", "-o", "7")
+    with consuming(real_cluster, topic, group, on_event=events, pull_hold_s=1) as (_, seen):
+        fill(real_cluster, topic, 40)
+        seen.wait_for(40)
+        wait_for_commits(real_cluster, group, topic, 10)
+        assert "reset consumer offset to 7" in mqadmin(
+            "resetOffsetByTime", "-g", group, "-t", topic, "-s", "now", *where
+        )
+        fill(real_cluster, topic, QUEUES, start=40)
+        events.wait_for("offset-reset")
+        seen.wait(lambda seen: len(seen.messages) >= 47)
+        wait_for_commits(real_cluster, group, topic, 11)
+    twice = {place for place, times in seen.places.items() if times == 2}
+    assert {queue.queue_id for queue, _ in twice} == {1}
+    assert {7, 8, 9} <= {offset for _, offset in twice} <= {7, 8, 9, 10}
+
+
+def replay(cluster, mqadmin, topic, group, *extra):
+    cluster.create_topic(topic, queues=QUEUES)
+    release = threading.Event()
+    release.set()
+
+    def wait_for_release(message):
+        release.wait(60)
+
+    seen, events = Seen(wait_for_release), Events()
+    options = {"on_event": events, "pull_hold_s": 1}
+    with (
+        consuming(cluster, topic, group, seen, **options) as (first, _),
+        consuming(cluster, topic, group, seen, **options) as (second, _),
+    ):
+        until(lambda: [held(first, topic), held(second, topic)] == [2, 2], "two queues each")
+        fill(cluster, topic, 20)
+        seen.wait_for(20)
+        between = 0.3 + max(message.stored_at_ms for message in seen.messages) / 1000
+        until(lambda: time.time() > between, "a gap: 4.9 goes by the message nearest in time")
+        fill(cluster, topic, 20, start=20)
+        wait_for_commits(cluster, group, topic, 10)
+        at = min(message.stored_at_ms for message in seen.messages if message.queue_offset == 5)
+        release.clear()
+        try:
+            told = mqadmin("resetOffsetByTime", "-g", group, "-t", topic, "-s", str(at), *extra)
+            assert rows(told) == {(str(queue_id), "5") for queue_id in range(QUEUES)}
+            fill(cluster, topic, QUEUES, start=40)  # ends the pulls that the broker holds; else up to 6 s later
+            events.wait_for("offset-reset", QUEUES)
+            wait_for_commits(cluster, group, topic, 5)
+        finally:
+            release.set()
+        seen.wait(lambda seen: Counter(seen.bodies) >= Counter(numbered(44)) + Counter(numbered(20, 20)))
+        wait_for_commits(cluster, group, topic, 11)
+    again = Counter(seen.bodies) - Counter(numbered(44))
+    assert set(numbered(20, 20)) <= set(again) <= set(numbered(24, 20))
+    assert set(again.values()) == {1}
+    assert cluster.committed(group, topic) == dict.fromkeys(range(QUEUES), 11)
+
+
+def wait_for_commits(cluster, group, topic, offset):
+    """Wait until the group has committed `offset` for each queue."""
+    try:
+        until(lambda: cluster.committed(group, topic) == dict.fromkeys(range(QUEUES), offset), "commits")
+    except AssertionError as error:
+        raise AssertionError(f"committed are {cluster.committed(group, topic)}, not {offset} each") from error
+
+
+def held(consumer, topic):
+    return sum(queue.topic == topic for queue in consumer.progress())
+
+
+def rows(report):
+    """Return queue ids and offsets of a reset's report."""
+    lines = [line.split() for line in report.splitlines()]
+    return {(line[1], line[2]) for line in lines if len(line) == 3 and line[0] == "broker-a"}
+
+
+def test_accumulated_messages_are_skipped(real_cluster, mqadmin, topic, group):
+    real_cluster.create_topic(topic, queues=QUEUES)
+    release, events = threading.Event(), Events()
+
+    def finish_two_of_each_queue(message):
+        if message.queue_offset >= 2:
+            release.wait(60)
+
+    options = {"on_event": events, "pull_hold_s": 1, "consume_threads": 8}
+    with consuming(real_cluster, topic, group, Seen(finish_two_of_each_queue), **options) as (_, seen):
+        try:
+            fill(real_cluster, topic, 2 * QUEUES)
+            wait_for_commits(real_cluster, group, topic, 2)
+            fill(real_cluster, topic, 8 * QUEUES, start=2 * QUEUES)
+            seen.wait_for(2 * QUEUES + 8)
+            told = mqadmin("skipAccumulatedMessage", "-g", group, "-t", topic, "-f", "true")
+            assert rows(told) == {(str(queue_id), "10") for queue_id in range(QUEUES)}
+            events.wait_for("offset-reset", QUEUES)
+            wait_for_commits(real_cluster, group, topic, 10)
+        finally:
+            release.set()
+        fill(real_cluster, topic, QUEUES, start=40)
+        until(lambda: set(numbered(QUEUES, 40)) <= set(seen.bodies), "new messages")
+        wait_for_commits(real_cluster, group, topic, 11)
+    in_hand = 8
+    assert len(seen.messages) == 2 * QUEUES + in_hand + QUEUES
+
+
+def test_a_group_that_is_away_starts_where_it_was_reset_to(real_cluster, mqadmin, topic, group):
+    real_cluster.create_topic(topic, queues=QUEUES)
+    fill(real_cluster, topic, 40)
+    with consuming(real_cluster, topic, group) as (_, seen):
+        seen.wait_for(40)
+    until(lambda: real_cluster.members(group) == [], "it is away")
+    mqadmin("resetOffsetByTime", "-g", group, "-t", topic, "-s", "0")
+    with consuming(real_cluster, topic, group) as (_, again):
+        again.wait_for(40)
+        wait_for_commits(real_cluster, group, topic, 10)
+    assert Counter(again.bodies) == Counter(numbered(40))

@@ -1,0 +1,110 @@
+"""Messages that fail in a group of Java members and ours: they come again to whoever holds the retry queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer import Retry
+from pyrocket_consumer.model import MessageQueue, dlq_topic, retry_topic
+from tests.consuming import Seen, consuming, until
+from tests.interop.members import java_named, named, owners
+
+AT_ONCE = 1
+"""The shortest delay level, 1 s."""
+
+
+@pytest.mark.parametrize("kind", ["real", "embedded"])
+@pytest.mark.parametrize("holder", ["ours", "java"])
+def test_a_failed_message_comes_again_at_the_holder_of_the_retry_queue(either_cluster, java, topic, group, holder):
+    """Both members fail what they get first; all of it comes again at the member whose id sorts first."""
+    either_cluster.create_topic(topic, queues=4)
+    either_cluster.create_topic(retry_topic(group), queues=1)  # else Java looks for its route 30 s after its start
+    our_name, java_name = ("a", "b") if holder == "ours" else ("b", "a")
+    seen = Seen(lambda message: Retry(delay_level=AT_ONCE) if message.reconsume_times == 0 else None)
+    with (
+        consuming(either_cluster, topic, group, seen, **named(our_name)),
+        java.consumer(
+            either_cluster.name_server, group, topic, fail=1, delayLevel=AT_ONCE, **java_named(java_name)
+        ) as java_member,
+    ):
+
+        def shares():
+            return sorted(len(queues) for queues in owners(either_cluster, group, topic).values())
+
+        until(lambda: shares() == [2, 2], "two queues each")
+        carried = {"tags": "paid", "keys": ["k1", "k2"], "properties": {"region": "eu ☃"}}
+        sent = [either_cluster.send(topic, b"m%d" % number, **carried)[0] for number in range(8)]
+
+        def attempt(number):
+            """What our member, and what Java's, got at that attempt."""
+            return tuple(
+                [message for message in list(messages) if message.reconsume_times == number]
+                for messages in (seen.messages, java_member.messages)
+            )
+
+        until(lambda: sum(map(len, attempt(0))) >= 8 and sum(map(len, attempt(1))) >= 8, "every message, and again")
+    assert [len(messages) for messages in attempt(0)] == [4, 4]
+    again, nothing = attempt(1) if holder == "ours" else reversed(attempt(1))
+    assert nothing == []
+    assert {message.message_id: message.body for message in again} == {
+        each.message_id: b"m%d" % number for number, each in enumerate(sent)
+    }
+    for message in again:
+        assert message.tags == "paid"
+        assert {"KEYS": "k1 k2", "region": "eu ☃", "RETRY_TOPIC": topic}.items() <= message.properties.items()
+    if holder == "ours":
+        assert {(message.topic, message.queue) for message in again} == {
+            (topic, MessageQueue(retry_topic(group), "broker-a", 0))
+        }
+    assert either_cluster.committed(group, topic) == dict.fromkeys(range(4), 2)
+    assert either_cluster.committed(group, retry_topic(group)) == {0: 8}
+
+
+def test_a_message_given_up_is_the_same_dead_letter_as_a_java_members(real_cluster, java, topic, names):
+    """Twice failed, at a group of ours and at one of Java's: both dead letters say the same, and both can read both."""
+    real_cluster.create_topic(topic, queues=1)
+    our_group, java_group = names.group("ours"), names.group("java")
+    for each in (our_group, java_group):
+        real_cluster.create_topic(retry_topic(each), queues=1)
+    name_server = real_cluster.name_server
+    (sent,) = real_cluster.send(topic, b"poison", tags="paid", keys=["k1"], properties={"region": "eu"})
+    with (
+        consuming(
+            real_cluster, topic, our_group, Seen(lambda _: Retry(delay_level=AT_ONCE)), max_reconsume_times=1
+        ) as (_, seen),
+        java.consumer(
+            name_server, java_group, topic, fail=99, delayLevel=AT_ONCE, maxReconsumeTimes=1
+        ) as java_member,
+    ):
+        seen.wait(lambda seen: len(seen.messages) == 2)
+        java_member.wait_for_messages(2)
+        until(lambda: len(_dead_letters(real_cluster, our_group, java_group)) == 2, "dead letters")
+    with (
+        consuming(real_cluster, dlq_topic(java_group), names.group("our-look")) as (_, java_dead),
+        java.consumer(name_server, names.group("java-look"), dlq_topic(our_group)) as our_dead,
+    ):
+        java_dead.wait_for(1)
+        our_dead.wait_for_messages(1)
+    assert [message.reconsume_times for message in seen.messages] == [0, 1]
+    assert [message.reconsume_times for message in java_member.messages] == [0, 1]
+    ours, javas = _dead_letters(real_cluster, our_group, java_group)
+    assert _told(ours) == _told(javas)
+    assert (ours.body, ours.message_id) == (b"poison", sent.message_id)
+    assert [message.body for message in java_dead.messages] == [b"poison"]
+    assert [(message.body, message.tags, message.keys) for message in our_dead.messages] == [(b"poison", "paid", "k1")]
+
+
+def _dead_letters(cluster, *groups):
+    return [message for group in groups for message in cluster.messages(dlq_topic(group))]
+
+
+def _told(message):
+    """What a dead letter says, but for the place of the retry it was made of, which is its group's."""
+    own_place = dict.fromkeys(["DLQ_ORIGIN_MESSAGE_ID", "ORIGIN_MESSAGE_ID", "REAL_TOPIC"], "…")
+    return {
+        "message_id": message.message_id,
+        "reconsume_times": message.reconsume_times,
+        "flags": (message.flag, message.sys_flag),
+        **message.properties,
+        **{name: value for name, value in own_place.items() if name in message.properties},
+    }

@@ -1,0 +1,23 @@
+"""Real RocketMQ servers and Java clients for tests: nothing is installed, jars come through Maven into a cache."""
+
+from tests.real_brokers.cluster import RealBroker, RealCluster, Sent, wait_until
+from tests.real_brokers.jars import NEWEST, VERSIONS, CannotRun, check_machine, jars
+from tests.real_brokers.programs import JavaConsumer, JavaMachine, JavaMessage, JavaOffsetStore, JavaProducer, mqadmin
+
+__all__ = [
+    "NEWEST",
+    "VERSIONS",
+    "CannotRun",
+    "JavaConsumer",
+    "JavaMachine",
+    "JavaMessage",
+    "JavaOffsetStore",
+    "JavaProducer",
+    "RealBroker",
+    "RealCluster",
+    "Sent",
+    "check_machine",
+    "jars",
+    "mqadmin",
+    "wait_until",
+]

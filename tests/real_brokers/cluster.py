@@ -1,0 +1,645 @@
+"""A name server and brokers of a real RocketMQ release on loopback, with stores that are thrown away."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pyrocket_consumer.model import MASTER_ID, MessageQueue
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from pyrocket_consumer.wire.message import Message, decode_messages
+from tests.real_brokers import programs
+from tests.real_brokers.jars import NEWEST, VERSIONS
+from tests.real_brokers.process import JavaProcess, new_directory, remove_directory
+from tests.real_brokers.remoting import Peer, Refused
+
+START_TIMEOUT_S = 120
+CLUSTER = "DefaultCluster"
+
+_PORTS = range(20_000, 32_000, 10)  # below those that systems give to outgoing connections
+_GET_ALL_CONSUMER_OFFSETS = 43  # what a slave asks; the only call that tells "none" from 0 in every release
+_DELETE_EXPIRED_FILES = 329
+_PULL_WITH_SUBSCRIPTION = 4  # neither commit nor suspend
+_given_ports: set[int] = set()
+
+_BROKER_SETTINGS: dict[str, object] = {
+    "brokerClusterName": CLUSTER,
+    "bindAddress": "127.0.0.1",
+    "brokerIP1": "127.0.0.1",
+    "brokerIP2": "127.0.0.1",
+    "mappedFileSizeCommitLog": 16 * 1024 * 1024,
+    "mappedFileSizeConsumeQueue": 600_000,
+    "maxHashSlotNum": 1000,
+    "maxIndexNum": 5000,
+    "enablePropertyFilter": True,
+    "diskMaxUsedSpaceRatio": 99,
+    "waitTimeMillsInSendQueue": 10_000,
+}
+
+
+class PortTaken(Exception):
+    """Somebody else took a port between our look at it and the server's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Where a message was stored."""
+
+    queue: MessageQueue
+    queue_offset: int
+    message_id: str
+    offset_message_id: str
+
+
+class RealServer:
+    """A name server or broker: a process that can be killed and started again with the same address and store."""
+
+    main: str
+    options: tuple[str, ...]
+
+    def __init__(self, version: str, directory: Path, port: int, settings: Mapping[str, object]) -> None:
+        self.version, self.directory, self.address = version, directory, f"127.0.0.1:{port}"
+        self.peer = Peer(self.address)
+        self._settings = {**settings, "listenPort": port, "bindAddress": "127.0.0.1"}
+        self._process: JavaProcess | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.running
+
+    @property
+    def pid(self) -> int:
+        """The process id. Raises AssertionError when it was never started."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """What the server has printed."""
+        return (self.directory / "output.log").read_text(errors="replace")
+
+    def launch(self) -> None:
+        """Start the process without waiting until it answers."""
+        assert not self.running, f"{self.address} runs already"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        properties = self.directory / "server.properties"
+        if not properties.exists():  # a broker writes it anew when its configuration is changed
+            properties.write_text("".join(f"{name}={_text(value)}\n" for name, value in self._settings.items()))
+        self._process = JavaProcess(
+            self.version, self.main, ["-c", str(properties)], self.directory, options=self.options
+        )
+
+    def wait_until_ready(self, deadline: float) -> None:
+        """Return when the server answers.
+
+        Raises:
+            AssertionError: it ended, or did not within START_TIMEOUT_S.
+            PortTaken: it ended because its port was taken.
+        """
+        assert self._process is not None
+        while True:
+            try:
+                self.check_ready()
+                return
+            except (OSError, Refused) as error:
+                if not self._process.running:
+                    if re.search("BindException|Address already in use", self.log):
+                        raise PortTaken(self.address) from error
+                    raise AssertionError(
+                        f"RocketMQ {self.version} ended with {self._process.exit_code}:\n{self._process.tail()}"
+                    ) from error
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"{self.address} is not ready: {error}\n{self._process.tail()}") from error
+                time.sleep(0.1)  # a server that starts can only be asked again
+
+    def check_ready(self) -> None:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start the server, again if it was killed or stopped, and return when it answers."""
+        self.launch()
+        self.wait_until_ready(time.monotonic() + START_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """End it with SIGKILL: connections close, what was not yet on disk is gone."""
+        self.peer.close()
+        if self._process is not None:
+            self._process.kill()
+
+    def stop(self) -> None:
+        """End it in order (SIGTERM). Takes 7 to 22 s."""
+        self.peer.close()
+        if self._process is not None:
+            self._process.stop()
+
+    def restart(self) -> None:
+        """End it in order and start it again."""
+        self.stop()
+        self.start()
+
+
+class RealNameServer(RealServer):
+    main = "org.apache.rocketmq.namesrv.NamesrvStartup"
+    options: tuple[str, ...] = ("-Xms64m", "-Xmx128m")
+
+    def check_ready(self) -> None:
+        self.peer.call(RequestCode.GET_BROKER_CLUSTER_INFO, timeout_s=5)
+
+
+class RealBroker(RealServer):
+    """A broker, at `address`. `name` is its broker name; `broker_id` 0 is a master, others are slaves."""
+
+    main = "org.apache.rocketmq.broker.BrokerStartup"
+
+    def __init__(
+        self,
+        version: str,
+        directory: Path,
+        port: int,
+        name: str,
+        broker_id: int,
+        name_server: RealNameServer,
+        settings: Mapping[str, object],
+        jvm_options: Sequence[str],
+        account: tuple[str, str] | None,
+        home_files: Mapping[str, str],
+    ) -> None:
+        store = directory / "store"
+        own = {
+            "brokerName": name,
+            "brokerId": broker_id,
+            "brokerRole": "ASYNC_MASTER" if broker_id == MASTER_ID else "SLAVE",
+            "namesrvAddr": name_server.address,
+            "haListenPort": port + 1,
+            "storePathRootDir": store,
+            "storePathCommitLog": store / "commitlog",
+        }
+        super().__init__(version, directory, port, {**_BROKER_SETTINGS, **own, **settings})
+        self.peer.account = account
+        self.name, self.broker_id, self._name_server = name, broker_id, name_server
+        for path, text in home_files.items():
+            (directory / "home" / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / "home" / path).write_text(text)
+        self.options: tuple[str, ...] = ("-Xms128m", "-Xmx256m", "-XX:MaxDirectMemorySize=256m", *jvm_options)
+
+    def check_ready(self) -> None:
+        """A broker is ready when a topic made at it has a route that names it; a slave when it is registered.
+
+        5.x brokers mostly register before they are connected, and again only after 10 s; so they are asked to.
+        """
+        try:
+            if self.broker_id == MASTER_ID:
+                self.create_topic("pyrocket-ready", 1)
+                if self.name not in _route(self._name_server, "pyrocket-ready"):
+                    raise Refused("GET_ROUTEINFO_BY_TOPIC", self._name_server.address, 0, f"no {self.name} yet")
+            elif not self._is_registered():
+                raise Refused("GET_BROKER_CLUSTER_INFO", self._name_server.address, 0, f"no {self.address} yet")
+        except Refused:
+            self._ask_to_register()
+            raise
+
+    def register(self) -> None:
+        """Have the broker tell the name server about itself and all its topics, and return when it has."""
+
+        def registered() -> bool:
+            self._ask_to_register()
+            return self._is_registered()
+
+        wait_until(registered, f"registration of {self.name}")
+
+    def _ask_to_register(self) -> None:
+        """Set the broker's permission, to what it is: it registers whenever that is done."""
+        self.update_config(brokerPermission=self._settings.get("brokerPermission", 6))
+
+    def _is_registered(self) -> bool:
+        answer = self._name_server.peer.call(RequestCode.GET_BROKER_CLUSTER_INFO)
+        return f'"{self.address}"'.encode() in answer.body
+
+    def create_topic(
+        self,
+        name: str,
+        queues: int = 4,
+        *,
+        read_queues: int | None = None,
+        write_queues: int | None = None,
+        perm: int = 6,
+        order: bool = False,
+        attributes: str | None = None,
+    ) -> None:
+        """Make or change a topic at this broker; its route follows a moment later."""
+        self.peer.call(
+            RequestCode.UPDATE_AND_CREATE_TOPIC,
+            {
+                "topic": name,
+                "defaultTopic": "TBW102",
+                "readQueueNums": queues if read_queues is None else read_queues,
+                "writeQueueNums": queues if write_queues is None else write_queues,
+                "perm": perm,
+                "topicFilterType": "SINGLE_TAG",
+                "topicSysFlag": 0,
+                "order": order,
+                "attributes": attributes,
+            },
+        )
+
+    def committed(self, group: str, topic: str) -> dict[int, int]:
+        """Return the offsets a group has committed, by queue id; queues without one are absent."""
+        text = self.peer.call(_GET_ALL_CONSUMER_OFFSETS).body.decode()
+        table = json.loads(re.sub(r"([{,])(\d+):", r'\1"\2":', text))["offsetTable"]
+        return {int(queue_id): offset for queue_id, offset in sorted(table.get(f"{topic}@{group}", {}).items())}
+
+    def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        """Commit offsets, by queue id, for a group that exists."""
+        for queue_id, offset in offsets.items():
+            fields = {"consumerGroup": group, "topic": topic, "queueId": queue_id, "commitOffset": offset}
+            self.peer.call(RequestCode.UPDATE_CONSUMER_OFFSET, fields)
+
+    def create_group(self, group: str, **settings: object) -> None:
+        """Make or change a subscription group, for example `consumeBroadcastEnable=False`."""
+        body = json.dumps({"groupName": group, **settings}).encode()
+        self.peer.call(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, body=body)
+
+    def members(self, group: str) -> list[str]:
+        """Return the client ids of a group's members, sorted."""
+        answer = self.peer.call(
+            RequestCode.GET_CONSUMER_LIST_BY_GROUP, {"consumerGroup": group}, accept=(0, ResponseCode.SYSTEM_ERROR)
+        )
+        return sorted(json.loads(answer.body)["consumerIdList"]) if answer.code == 0 else []
+
+    def max_offset(self, topic: str, queue_id: int) -> int:
+        return self._offset(RequestCode.GET_MAX_OFFSET, topic, queue_id)
+
+    def min_offset(self, topic: str, queue_id: int) -> int:
+        return self._offset(RequestCode.GET_MIN_OFFSET, topic, queue_id)
+
+    def _offset(self, code: RequestCode, topic: str, queue_id: int) -> int:
+        return int(self.peer.call(code, {"topic": topic, "queueId": queue_id}).fields["offset"])
+
+    def messages(self, topic: str, queue_id: int | None = None) -> list[Message]:
+        """Return what a topic, or one queue of it, holds here, by queue and offset. No group's offsets are touched."""
+        if queue_id is None:
+            ids = range(max(_route(self._name_server, topic).get(self.name, (0, 0))))
+            return [message for each in ids for message in self.messages(topic, each)]
+        queue, found = MessageQueue(topic, self.name, queue_id), list[Message]()
+        offset, end = max(self.min_offset(topic, queue_id), 0), self.max_offset(topic, queue_id)
+        while offset < end:
+            fields = {
+                "consumerGroup": "pyrocket-look",
+                "topic": topic,
+                "queueId": queue_id,
+                "queueOffset": offset,
+                "maxMsgNums": 32,
+                "sysFlag": _PULL_WITH_SUBSCRIPTION,
+                "commitOffset": 0,
+                "suspendTimeoutMillis": 0,
+                "subscription": "*",
+                "subVersion": 0,
+                "expressionType": "TAG",
+            }
+            later = (ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_RETRY_IMMEDIATELY, ResponseCode.PULL_OFFSET_MOVED)
+            answer = self.peer.call(RequestCode.PULL_MESSAGE, fields, accept=(0, *later))
+            if answer.code == 0:
+                found += [message.detach() for message in decode_messages(answer.body, queue)]
+            following = int(answer.fields["nextBeginOffset"])
+            if following == offset:
+                time.sleep(0.02)  # max counts what is stored; the index follows within milliseconds
+            offset = following
+        return found
+
+    def send(self, topic: str, body: bytes, properties: Mapping[str, str], queue_id: int, flag: int = 0) -> Sent:
+        """Store one message.
+
+        Raises:
+            Refused: it was not stored, even after several attempts.
+        """
+        fields = {
+            "producerGroup": "pyrocket-tests",
+            "topic": topic,
+            "defaultTopic": "TBW102",
+            "defaultTopicQueueNums": 4,
+            "queueId": queue_id,
+            "sysFlag": 0,
+            "bornTimestamp": time.time_ns() // 1_000_000,
+            "flag": flag,
+            "properties": "".join(f"{name}\x01{value}\x02" for name, value in properties.items()),
+            "reconsumeTimes": 0,
+            "unitMode": False,
+            "batch": False,
+        }
+        for attempt in itertools.count(1):
+            try:
+                answer = self.peer.call(RequestCode.SEND_MESSAGE, fields, body, accept=(0, 10, 11, 12))
+                break
+            except Refused as error:
+                if error.code not in (ResponseCode.SYSTEM_BUSY, ResponseCode.SERVICE_NOT_AVAILABLE) or attempt == 20:
+                    raise
+                time.sleep(0.1)  # the broker is busy and says so
+        queue = MessageQueue(topic, self.name, int(answer.fields["queueId"]))
+        stored = answer.fields["msgId"]
+        return Sent(queue, int(answer.fields["queueOffset"]), properties.get("UNIQ_KEY", stored), stored)
+
+    def update_config(self, **settings: object) -> None:
+        """Change settings while the broker runs. Set them back: the cluster may be shared by tests."""
+        body = "".join(f"{name}={_text(value)}\n" for name, value in settings.items()).encode()
+        self.peer.call(RequestCode.UPDATE_BROKER_CONFIG, body=body)
+
+    def delete_expired_files(self) -> None:
+        """Let the broker delete its old files now, by its settings."""
+        self.peer.call(_DELETE_EXPIRED_FILES)
+
+
+class RealCluster:
+    """A name server and brokers `broker-a`, `broker-b`, …, each with `slaves` slaves (`broker-a-1`, …).
+
+    `settings` are lines of broker.properties, `jvm_options` go to the brokers' Java machines, `name_server_jvm_options`
+    to the name server's. `account` (access key, secret key) is the cluster's own where the settings demand one;
+    `home_files` are put below the brokers' ROCKETMQ_HOME, by path.
+    Starting takes 3 to 8 s on a quiet machine; downloads come before, once.
+    """
+
+    def __init__(
+        self,
+        version: str = NEWEST,
+        brokers: int = 1,
+        *,
+        slaves: int = 0,
+        settings: Mapping[str, object] | None = None,
+        jvm_options: Sequence[str] = (),
+        name_server_jvm_options: Sequence[str] = (),
+        account: tuple[str, str] | None = None,
+        home_files: Mapping[str, str] | None = None,
+        lock_expiry_s: float = 60.0,
+    ) -> None:
+        if version not in VERSIONS:
+            raise ValueError(f"version {version!r} is not one of {', '.join(VERSIONS)}")
+        self.version = version
+        self._broker_count, self._slave_count = brokers, slaves
+        lock_life = f"-Drocketmq.broker.rebalance.lockMaxLiveTime={lock_expiry_s * 1000:.0f}"
+        self._settings, self._jvm_options = dict(settings or {}), (*jvm_options, lock_life)
+        self._name_server_jvm_options = tuple(name_server_jvm_options)
+        self._account, self._home_files = account, dict(home_files or {})
+        self._brokers: dict[str, RealBroker] = {}
+        self._servers: list[RealServer] = []
+        self._turns: dict[str, itertools.count[int]] = {}
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the name server and all brokers, and return when each is ready."""
+        for attempt in range(1, 4):
+            try:
+                self._start()
+                return
+            except PortTaken:
+                self.close()
+                if attempt == 3:
+                    raise
+            except BaseException:
+                self.close()
+                raise
+
+    def _start(self) -> None:
+        self.directory = new_directory(self.version)
+        self.name_server_node = RealNameServer(self.version, self.directory / "name-server", _free_ports(), {})
+        self.name_server_node.options += self._name_server_jvm_options
+        self._servers.append(self.name_server_node)
+        self.name_server_node.start()  # first: a 5.x broker that does not find it asks again only 10 s later
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for letter in "abcdefgh"[: self._broker_count]:
+            for broker_id in range(self._slave_count + 1):
+                self._new_broker(f"broker-{letter}", broker_id, {}, ()).launch()
+        for broker in self._brokers.values():
+            broker.wait_until_ready(deadline)
+
+    def _new_broker(
+        self, name: str, broker_id: int, settings: Mapping[str, object], jvm_options: Sequence[str]
+    ) -> RealBroker:
+        label = name if broker_id == MASTER_ID else f"{name}-{broker_id}"
+        broker = self._brokers[label] = RealBroker(
+            self.version,
+            self.directory / label,
+            _free_ports(),
+            name,
+            broker_id,
+            self.name_server_node,
+            {**self._settings, **settings},
+            (*self._jvm_options, *jvm_options),
+            self._account,
+            self._home_files,
+        )
+        self._servers.append(broker)
+        return broker
+
+    def add_broker(
+        self,
+        name: str,
+        broker_id: int = MASTER_ID,
+        *,
+        settings: Mapping[str, object] | None = None,
+        jvm_options: Sequence[str] = (),
+    ) -> RealBroker:
+        """Start one more broker and return it when it is ready."""
+        broker = self._new_broker(name, broker_id, settings or {}, jvm_options)
+        broker.start()
+        return broker
+
+    def heal(self) -> None:
+        """Start again what was killed or stopped."""
+        if not self.name_server_node.running:
+            self.start_name_server()
+        for server in self._servers:
+            if not server.running:
+                server.start()
+
+    def stop_name_server(self) -> None:
+        """Kill the name server: it forgets everything, as it does whenever it ends."""
+        self.name_server_node.kill()
+
+    def start_name_server(self, *, register: bool = True) -> None:
+        """Start the name server again. With `register` brokers tell it of themselves now, else within 30 s."""
+        self.name_server_node.start()
+        if register:
+            for broker in self._brokers.values():
+                if broker.running:
+                    broker.register()
+
+    def close(self) -> None:
+        """End every process with SIGKILL and remove their directories."""
+        for server in reversed(self._servers):
+            server.kill()
+        self._servers.clear()
+        self._brokers.clear()
+        remove_directory(self.directory)
+
+    @property
+    def name_server(self) -> str:
+        """The name server's address."""
+        return self.name_server_node.address
+
+    @property
+    def brokers(self) -> list[RealBroker]:
+        """The masters."""
+        return [broker for broker in self._brokers.values() if broker.broker_id == MASTER_ID]
+
+    def broker(self, name: str) -> RealBroker:
+        """Return the broker `broker-a`, or the slave `broker-a-1`."""
+        return self._brokers[name]
+
+    def create_topic(
+        self,
+        name: str,
+        queues: int = 4,
+        *,
+        read_queues: int | None = None,
+        write_queues: int | None = None,
+        perm: int = 6,
+        brokers: Sequence[str] | None = None,
+        order: bool = False,
+        attributes: str | None = None,
+    ) -> None:
+        """Make or change a topic, with so many queues on each master (or on those named); returns when it is routed."""
+        read, write = (queues if each is None else each for each in (read_queues, write_queues))
+        chosen = self.brokers if brokers is None else [self.broker(each) for each in brokers]
+        for broker in chosen:
+            broker.create_topic(
+                name, read_queues=read, write_queues=write, perm=perm, order=order, attributes=attributes
+            )
+        expected = {broker.name: (read, write) for broker in chosen}
+        wait_until(lambda: expected.items() <= _route(self.name_server_node, name).items(), f"route of {name}")
+
+    def delete_topic(self, name: str) -> None:
+        """Delete a topic everywhere, its route included."""
+        for broker in self.brokers:
+            broker.peer.call(RequestCode.DELETE_TOPIC_IN_BROKER, {"topic": name})
+        self.name_server_node.peer.call(RequestCode.DELETE_TOPIC_IN_NAMESRV, {"topic": name, "clusterName": CLUSTER})
+
+    def send(
+        self,
+        topic: str,
+        body: bytes | Callable[[int], bytes] = b"-",
+        *,
+        count: int = 1,
+        tags: str | None = None,
+        keys: Iterable[str] = (),
+        properties: Mapping[str, str] | None = None,
+        queue_id: int | None = None,
+        delay_level: int = 0,
+        broker_name: str | None = None,
+    ) -> list[Sent]:
+        """Store `count` messages one after the other, over all queues in turn unless `queue_id` is given.
+
+        `body` may be a function of the message's number. A topic that does not exist is made by the first message.
+        """
+        own = {"TAGS": tags, "KEYS": " ".join(keys) or None, "DELAY": str(delay_level) if delay_level else None}
+        carried = {name: value for name, value in {**(properties or {}), **own}.items() if value is not None}
+        route = _route(self.name_server_node, topic)
+        targets = [
+            (broker, each)
+            for broker in ([self.broker(broker_name)] if broker_name else self.brokers)
+            for each in ([queue_id] if queue_id is not None else range(route[broker.name][1] if route else 4))
+        ]
+        turn = self._turns.setdefault(topic, itertools.count())
+        sent = []
+        for number in range(count):
+            broker, target = targets[next(turn) % len(targets)]
+            own_body = body(number) if callable(body) else body
+            sent.append(broker.send(topic, own_body or b"-", {**carried, "UNIQ_KEY": _unique_id()}, target))
+        return sent
+
+    def messages(self, topic: str) -> list[Message]:
+        """Return all messages of a topic, by broker, queue and offset."""
+        return [message for broker in self.brokers for message in broker.messages(topic)]
+
+    def wait_until(self, predicate: Callable[[], object], timeout_s: float = 30) -> bool:
+        """Look again and again until `predicate()` holds; returns True.
+
+        Raises:
+            AssertionError: it did not hold within `timeout_s`.
+        """
+        wait_until(predicate, "the condition waited for", timeout_s)
+        return True
+
+    def committed(self, group: str, topic: str, broker_name: str | None = None) -> dict[int, int]:
+        """Return the offsets a group committed at one broker (the first), by queue id, as they are stored."""
+        return self.broker(broker_name or "broker-a").committed(group, topic)
+
+    def members(self, group: str, broker_name: str | None = None) -> list[str]:
+        """Return the client ids of a group's members, sorted, as one broker (the first) knows them."""
+        return self.broker(broker_name or "broker-a").members(group)
+
+    def java_producer(self, **options: Any) -> programs.JavaProducer:
+        """Return a started Java producer of this release."""
+        return programs.JavaProducer(self.version, self.name_server, **options)
+
+    def java_consumer(self, group: str, topic: str | Iterable[str], **options: Any) -> programs.JavaConsumer:
+        """Return a started Java consumer of this release; see JavaConsumer for the options."""
+        return programs.JavaConsumer(self.version, self.name_server, group, topic, **options)
+
+    def mqadmin(self, *arguments: str, timeout_s: float = 90) -> str:
+        """Run a command of this release's mqadmin and return what it prints."""
+        return programs.mqadmin(self.version, self.name_server, *arguments, timeout_s=timeout_s)
+
+
+def wait_until(ready: Callable[[], object], what: str, timeout_s: float = 30) -> None:
+    """Ask a server again and again until `ready()` is true; for what no event tells.
+
+    Raises:
+        AssertionError: not within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+def _route(name_server: RealNameServer, topic: str) -> dict[str, tuple[int, int]]:
+    """Return the numbers of queues to read and to write by broker name; empty when the topic has no route."""
+    answer = name_server.peer.call(
+        RequestCode.GET_ROUTEINFO_BY_TOPIC,
+        {"topic": topic, "acceptStandardJsonOnly": True},
+        accept=(0, ResponseCode.TOPIC_NOT_EXIST),
+    )
+    queues = json.loads(answer.body)["queueDatas"] if answer.code == 0 else []
+    return {each["brokerName"]: (each["readQueueNums"], each["writeQueueNums"]) for each in queues}
+
+
+def _free_ports() -> int:
+    """Return a port with its neighbours −2 and +1 free; a broker takes the three."""
+    for base in random.sample(_PORTS, len(_PORTS)):
+        if base not in _given_ports and all(_is_free(port) for port in (base - 2, base, base + 1)):
+            _given_ports.add(base)
+            return base
+    raise AssertionError(f"no free ports from {_PORTS.start} to {_PORTS.stop}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _unique_id() -> str:
+    return f"{random.getrandbits(128):032X}"
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,132 @@
+"""The jars of Apache RocketMQ releases and our Java programs compiled against them, kept in a cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from filelock import FileLock
+
+VERSIONS = ("4.9.7", "5.1.4", "5.3.3", "5.5.0")
+NEWEST = VERSIONS[-1]
+
+HERE = Path(__file__).parent
+RESOLVE_TIMEOUT_S = 900
+RESOLVE_ATTEMPTS = 3
+OLDEST_JAVA = 17
+
+
+class CannotRun(Exception):
+    """Real brokers cannot run on this machine; the text says what is missing."""
+
+
+def cache_directory() -> Path:
+    """Return where jars and classes are kept: PYROCKET_TEST_CACHE, or ~/.cache/pyrocket-tests."""
+    return Path(os.environ.get("PYROCKET_TEST_CACHE") or Path.home() / ".cache" / "pyrocket-tests")
+
+
+def java_tool(name: str) -> str:
+    """Return the path of `java` or `javac`: the one of JAVA_HOME, else the one on the PATH.
+
+    Raises:
+        CannotRun: there is none.
+    """
+    home = os.environ.get("JAVA_HOME")
+    found = shutil.which(name, path=os.path.join(home, "bin")) if home else None
+    found = found or shutil.which(name)
+    if found is None:
+        raise CannotRun(f"{name} was not found; install a JDK, {OLDEST_JAVA} or newer")
+    return found
+
+
+def check_machine() -> None:
+    """Check that a JDK and Maven are present, without which nothing real runs.
+
+    Raises:
+        CannotRun: something is missing or too old.
+    """
+    java_tool("java")
+    answer = subprocess.run([java_tool("javac"), "-version"], capture_output=True, text=True, timeout=60, check=False)
+    found = re.search(r"javac (\d+)", answer.stdout + answer.stderr)
+    if found is None or int(found[1]) < OLDEST_JAVA:
+        raise CannotRun(f"the JDK is {(answer.stdout + answer.stderr).strip()!r}; {OLDEST_JAVA} or newer is needed")
+    if shutil.which("mvn") is None and not all(_jars(version).is_dir() for version in VERSIONS):
+        raise CannotRun("mvn was not found; install Maven")
+
+
+def jars(version: str) -> Path:
+    """Return the directory with the jars of a release; the first call for it downloads them (28 to 94 MB).
+
+    Raises:
+        CannotRun: Maven could not resolve them.
+    """
+    target = _jars(version)
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{target}.lock"):
+            if not target.is_dir():  # else another process was quicker
+                _resolve(version, target)
+    return target
+
+
+def _jars(version: str) -> Path:
+    return cache_directory() / f"jars-{version}"
+
+
+def _resolve(version: str, target: Path) -> None:
+    partial = target.with_name(target.name + ".partial")
+    maven = shutil.which("mvn")
+    if maven is None:
+        raise CannotRun("mvn was not found; install Maven")
+    command = [
+        maven, "-q", "-B", "-f", str(HERE / "pom.xml"), f"-Drocketmq={version}", "dependency:copy-dependencies",
+        f"-DoutputDirectory={partial}", "-DincludeScope=runtime",
+    ]  # fmt: skip
+    for _ in range(RESOLVE_ATTEMPTS):
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise CannotRun(f"Maven did not resolve RocketMQ {version} within {RESOLVE_TIMEOUT_S} s") from error
+        if answer.returncode == 0:
+            partial.rename(target)
+            return
+    said = (answer.stdout + answer.stderr).strip()[-2000:]
+    raise CannotRun(f"Maven could not resolve RocketMQ {version} in {RESOLVE_ATTEMPTS} attempts: {said}")
+
+
+def classes(version: str) -> Path:
+    """Return the directory with our Java programs, compiled against the jars of a release.
+
+    Raises:
+        CannotRun: they could not be compiled.
+    """
+    sources = sorted((HERE / "java").glob("*.java"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    libraries = jars(version)
+    target = cache_directory() / f"classes-{version}-{digest}"
+    if not target.is_dir():
+        with FileLock(f"{target}.lock"):
+            if not target.is_dir():
+                _compile(sources, libraries, target)
+    return target
+
+
+def _compile(sources: list[Path], libraries: Path, target: Path) -> None:
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    quiet = ["-nowarn", "-proc:none", "-Xlint:none"]
+    command = [java_tool("javac"), *quiet, "-d", str(partial), "-cp", f"{libraries}/*", *map(str, sources)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if answer.returncode:
+        raise CannotRun(f"javac failed: {answer.stdout}{answer.stderr}")
+    partial.rename(target)
+
+
+def class_path(version: str) -> str:
+    """Return the class path of a release: our programs first, then its jars."""
+    return f"{classes(version)}{os.pathsep}{jars(version)}/*"

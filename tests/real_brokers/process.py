@@ -1,0 +1,277 @@
+"""Java virtual machines as child processes that never outlive us, and what they print."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+from tests.real_brokers.jars import class_path, java_tool
+
+T = TypeVar("T")
+
+_OPENED = [
+    "--add-exports=java.base/jdk.internal.ref=ALL-UNNAMED",
+    "--add-exports=java.base/sun.nio.ch=ALL-UNNAMED",
+    "--add-opens=java.base/java.nio=ALL-UNNAMED",
+    "--add-opens=java.base/sun.nio.ch=ALL-UNNAMED",
+    "--add-opens=java.base/java.lang=ALL-UNNAMED",
+    "--add-opens=java.base/java.util=ALL-UNNAMED",
+]
+_SMALL_AND_QUICK = ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-XX:-UsePerfData", "-Xshare:auto"]
+_LOGBACK = """<configuration>
+<appender name="f" class="ch.qos.logback.core.FileAppender"><file>{file}</file>
+<encoder><pattern>%d %p %c{{1}} - %m%n</pattern></encoder></appender>
+<root level="INFO"><appender-ref ref="f"/></root>
+</configuration>
+"""
+
+_alive: weakref.WeakSet[JavaProcess] = weakref.WeakSet()
+
+
+def new_directory(name: str) -> Path:
+    """Return a new temporary directory; remove it with `remove_directory`."""
+    sweep_directories()
+    return Path(tempfile.mkdtemp(prefix=f"pyrocket-real-{os.getpid()}-{name}-"))
+
+
+def sweep_directories() -> None:
+    """Remove the directories of processes that were killed and could not."""
+    for left in Path(tempfile.gettempdir()).glob("pyrocket-real-*"):
+        pid = left.name.split("-")[2]
+        if pid.isdigit() and not _runs(int(pid)):
+            remove_directory(left)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # somebody else's
+    return True
+
+
+def remove_directory(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+class JavaProcess:
+    """One Java virtual machine with a directory of its own, where everything it writes ends up.
+
+    It lives no longer than we do: its standard input ends with us, and it halts then. In a session of its own, so that
+    Ctrl-C in a terminal reaches only us.
+    """
+
+    def __init__(
+        self,
+        version: str,
+        main: str,
+        arguments: Sequence[str],
+        directory: Path,
+        *,
+        options: Sequence[str] = ("-Xmx128m",),
+        with_parent: bool = True,
+        piped: bool = False,
+    ) -> None:
+        """Start `main` of a RocketMQ release. Output goes to `log`, standard output to a pipe if `piped`.
+
+        `with_parent=False` is for programs that watch their standard input themselves.
+        """
+        home = directory / "home"
+        (home / "conf").mkdir(parents=True, exist_ok=True)
+        for name in ("namesrv", "broker", "tools"):  # 4.9.7 does not start without
+            (home / "conf" / f"logback_{name}.xml").write_text(_LOGBACK.format(file=directory / "rocketmq.log"))
+        self.log = directory / "output.log"
+        watched = ["WithParent", main] if with_parent else [main]
+        command = [
+            java_tool("java"), *_SMALL_AND_QUICK, *_OPENED, *options,
+            f"-Duser.home={directory}", f"-Djava.io.tmpdir={directory}",
+            f"-Drocketmq.client.localOffsetStoreDir={directory / 'offsets'}",
+            "-cp", class_path(version), *watched, *arguments,
+        ]  # fmt: skip
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if piped else output,
+                stderr=output,
+                cwd=directory,
+                env={**os.environ, "ROCKETMQ_HOME": str(home)},
+                start_new_session=True,
+            )
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+        _alive.add(self)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int:
+        """Return the exit code once the process has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not, within `timeout_s`.
+        """
+        code = self._process.wait(timeout_s)
+        self._release()
+        return code
+
+    def kill(self) -> None:
+        """End the process with SIGKILL and wait until it is gone."""
+        self._process.kill()
+        self.wait(30)
+
+    def stop(self, timeout_s: float = 45) -> None:
+        """Ask the process to end (SIGTERM) and wait; SIGKILL when it takes longer than `timeout_s`."""
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def tail(self, lines: int = 30) -> str:
+        """Return the last lines of the output."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _release(self) -> None:
+        for pipe in (self.stdin, self.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    pass  # what was still to be written has no reader any more
+
+
+@atexit.register
+def _kill_all() -> None:
+    for process in list(_alive):
+        if process.running:
+            process.kill()
+
+
+class Program:
+    """One of the programs in `java/`: commands go in as query strings, events come out as JSON objects."""
+
+    def __init__(self, version: str, main: str, options: Mapping[str, object]) -> None:
+        self.directory = new_directory(main.lower())
+        self.events: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        self._writing = threading.Lock()
+        self._ended = False
+        self.process = JavaProcess(
+            version, main, [_query(options)], self.directory, with_parent=False, piped=True
+        )
+        self._reader = threading.Thread(target=self._read, name=f"read-{main}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        try:
+            for line in self.process.stdout:
+                if line.startswith(b'{"event":'):  # logging libraries speak there, too
+                    with self._changed:
+                        self.events.append(json.loads(line))
+                        self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def of_kind(self, event: str) -> list[dict[str, Any]]:
+        """Return the events of one kind, oldest first."""
+        return [each for each in self.events if each["event"] == event]
+
+    def wait_until(self, ready: Callable[[], T], what: str, timeout_s: float = 60) -> T:
+        """Return the first true value of `ready()`, which is asked again after each event.
+
+        Raises:
+            AssertionError: not within `timeout_s`, or the program ended before; with what it has said so far.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not (value := ready()):
+                left = deadline - time.monotonic()
+                if left <= 0 or self._ended:
+                    state = f"it ended with {self.process.exit_code}" if self._ended else f"waited {timeout_s:g} s"
+                    raise AssertionError(
+                        f"{what}: {state}; last events {self.events[-5:]}; output:\n{self.process.tail()}"
+                    )
+                self._changed.wait(left)
+        return value
+
+    def wait_for(self, event: str, count: int = 1, timeout_s: float = 60) -> dict[str, Any]:
+        """Return the `count`-th event of a kind, waiting for it.
+
+        Raises:
+            AssertionError: it did not come.
+        """
+        return self.wait_until(lambda: self.of_kind(event)[count - 1 : count], f"event {event} {count}", timeout_s)[0]
+
+    def ask(self, command: Mapping[str, object], timeout_s: float = 60) -> dict[str, Any]:
+        """Give a command and return the event that answers it.
+
+        Raises:
+            AssertionError: the program failed, or said nothing.
+        """
+        told = len(self.events)
+        self.tell(command)
+        answer = self.wait_until(lambda: self.events[told : told + 1], f"answer to {dict(command)}", timeout_s)[0]
+        assert answer["event"] != "failed", answer["error"]
+        return answer
+
+    def tell(self, command: Mapping[str, object]) -> None:
+        """Give a command without waiting for what it does."""
+        assert self.process.stdin is not None
+        line = _query(command).encode() + b"\n"
+        with self._writing:
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the program with SIGKILL: no shutdown, no last commit."""
+        self.process.kill()
+        self._reader.join()
+
+    def close(self, timeout_s: float = 30) -> None:
+        """End the program's input, which makes it shut down, and wait for that."""
+        if self.process.running:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self._reader.join(timeout_s)  # its end of output comes with its end
+                self.process.wait(5 if not self._reader.is_alive() else 0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self._reader.join()
+        self.process.wait(5)
+        remove_directory(self.directory)
+
+
+def _query(values: Mapping[str, object]) -> str:
+    return urlencode({name: _text(value) for name, value in values.items() if value is not None})
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

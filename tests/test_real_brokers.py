@@ -1,0 +1,204 @@
+"""The real clusters that other tests stand on do what they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.real_brokers import JavaOffsetStore, wait_until
+from tests.real_brokers.process import sweep_directories
+from tests.real_brokers.remoting import Peer, Refused
+
+
+def test_messages_are_where_they_were_sent(real_cluster, names):
+    topic = names.topic()
+    real_cluster.create_topic(topic, queues=2)
+    carried = {"tags": "paid", "keys": ["k1", "k2"], "properties": {"a": "b"}}
+    sent = real_cluster.send(topic, b"hello", count=3, queue_id=1, **carried)
+    assert [(each.queue.queue_id, each.queue_offset) for each in sent] == [(1, 0), (1, 1), (1, 2)]
+    found = real_cluster.messages(topic)
+    assert [(each.body, each.tags, each.keys, each.property("a")) for each in found] == [
+        (b"hello", "paid", ("k1", "k2"), "b")
+    ] * 3
+    assert [each.message_id for each in found] == [each.message_id for each in sent]
+
+
+def test_a_group_without_offsets_has_none(real_cluster, names):
+    topic = names.topic()
+    real_cluster.create_topic(topic, queues=2)
+    real_cluster.send(topic, queue_id=0)
+    assert real_cluster.committed(names.group(), topic) == {}
+
+
+def test_a_java_consumer_consumes_commits_and_leaves(real_cluster, names):
+    topic, group = names.topic(), names.group()
+    real_cluster.create_topic(topic, queues=2)
+    with real_cluster.java_producer() as producer:
+        sent = producer.send(topic, b"from java", count=6, tags="t", keys=["k"], properties={"p": "é&="})
+    with real_cluster.java_consumer(group, topic, persistIntervalMs=500) as consumer:
+        got = consumer.wait_for_messages(6)
+        wait_until(lambda: sum(real_cluster.committed(group, topic).values()) == 6, "commits")
+        assert consumer.wait_for_queues(topic, 2) == {MessageQueue(topic, "broker-a", each) for each in range(2)}
+        assert real_cluster.members(group) == [consumer.client_id]
+    assert {each.message_id for each in got} == {each["messageId"] for each in sent}
+    assert {(each.body, each.tags, each.keys, each.properties["p"]) for each in got} == {
+        (b"from java", "t", "k", "é&=")
+    }
+    assert real_cluster.members(group) == []
+
+
+def test_java_consumers_share_queues_and_ask_for_messages_again(real_cluster, names):
+    topic, group = names.topic(), names.group()
+    real_cluster.create_topic(topic, queues=4)
+    with (
+        real_cluster.java_consumer(group, topic, orderly=True, strategy="AVG_BY_CIRCLE", fail=1) as first,
+        real_cluster.java_consumer(group, topic, orderly=True, strategy="AVG_BY_CIRCLE", fail=1) as second,
+    ):
+        held = [consumer.wait_for_queues(topic, 2) for consumer in (first, second)]
+        assert held[0].isdisjoint(held[1])
+        real_cluster.send(topic, queue_id=0)
+        owner = next(each for each in (first, second) if MessageQueue(topic, "broker-a", 0) in each.queues(topic))
+        assert [each.consumed for each in owner.wait_for_messages(2)] == [False, True]
+
+
+def test_mqadmin_answers(real_cluster, names):
+    topic, group = names.topic(), names.group()
+    real_cluster.create_topic(topic, queues=1)
+    real_cluster.send(topic, count=3)
+    with real_cluster.java_consumer(group, topic) as consumer:
+        consumer.wait_for_messages(3)
+    real_cluster.broker("broker-a").commit(group, topic, {0: 1})
+    lines = real_cluster.mqadmin("consumerProgress", "-g", group).splitlines()
+    row = next(line.split() for line in lines if line.startswith(topic[:20]))
+    assert row[1:5] == ["broker-a", "0", "3", "1"]
+
+
+def test_the_java_offset_store_writes_and_reads_its_file(real_version):
+    first, second = MessageQueue("T", "broker-a", 0), MessageQueue("T", "broker-a", 1)
+    with JavaOffsetStore(real_version, "g") as store:
+        store.update_offset(first, 7)
+        store.update_offset(second, 9)
+        store.persist_all([first, second])
+        text = store.path.read_text()
+        assert text.startswith('{\n\t"offsetTable":{')
+        assert text.count('"queueId"') == 2
+        store.update_offset(first, 8)
+        assert store.read_offset(first) == 8
+        assert store.read_offset(first, "READ_FROM_STORE") == 7
+        assert store.clone_offset_table("T") == {first: 7, second: 9}
+        store.path.write_text(text.replace(":9", ":12"))
+        store.load()
+        assert store.read_offset(second, "READ_FROM_MEMORY") == 12
+
+
+def test_a_killed_broker_keeps_its_messages(real_cluster, names):
+    topic = names.topic()
+    real_cluster.create_topic(topic, queues=1)
+    real_cluster.send(topic, count=5)
+    broker = real_cluster.broker("broker-a")
+    address, pid = broker.address, broker.pid
+    broker.kill()
+    assert not broker.running
+    broker.start()
+    assert broker.address == address
+    assert broker.pid != pid
+    assert len(real_cluster.messages(topic)) == 5
+
+
+def test_routes_say_where_a_topic_can_be_read_and_written(real_cluster, names):
+    topic = names.topic()
+    real_cluster.create_topic(topic, read_queues=3, write_queues=2)
+    assert {each.queue.queue_id for each in real_cluster.send(topic, lambda number: b"%d" % number, count=6)} == {0, 1}
+    assert sorted(each.body for each in real_cluster.messages(topic)) == [b"0", b"1", b"2", b"3", b"4", b"5"]
+    real_cluster.delete_topic(topic)
+    with pytest.raises(AssertionError):
+        wait_until(lambda: real_cluster.messages(topic), "messages of a topic without a route", timeout_s=0.5)
+
+
+def test_brokers_register_again_at_a_new_name_server(real_cluster, names):
+    topic = names.topic()
+    real_cluster.create_topic(topic, queues=1)
+    address = real_cluster.name_server
+    real_cluster.stop_name_server()
+    real_cluster.start_name_server()
+    assert real_cluster.name_server == address
+    wait_until(lambda: len(real_cluster.send(topic)) == 1, "a route")
+    assert len(real_cluster.messages(topic)) == 1
+
+
+@pytest.mark.cluster(brokers=2, slaves=1, settings={"autoCreateTopicEnable": False})
+def test_two_brokers_with_slaves(real_cluster, names):
+    topic = names.topic()
+    real_cluster.create_topic(topic, queues=1)
+    real_cluster.send(topic, count=4)
+    assert [len(broker.messages(topic, 0)) for broker in real_cluster.brokers] == [2, 2]
+    slave = real_cluster.broker("broker-b-1")
+    wait_until(lambda: slave.max_offset(topic, 0) == 2, "replication", timeout_s=60)
+
+
+ORPHAN = """
+import os, sys
+from tests.real_brokers import RealCluster
+cluster = RealCluster(sys.argv[1])
+cluster.start()
+print(cluster.name_server_node.pid, cluster.broker("broker-a").pid, cluster.directory, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_servers_end_with_the_process_that_started_them(real_version, pytestconfig):
+    command = [sys.executable, "-c", ORPHAN, real_version]
+    root = pytestconfig.rootpath
+    answer = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, timeout=200, check=False)
+    assert answer.returncode == -9
+    *pids, directory = answer.stdout.split()
+    wait_until(lambda: not any(_is_running(int(pid)) for pid in pids), f"end of {pids}")
+    sweep_directories()
+    assert not Path(directory).exists()
+
+
+def _is_running(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], stdout=subprocess.PIPE, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+_ACCOUNT = ("rocketmq", "12345678")
+_ACL_2 = {
+    "authenticationEnabled": True,
+    "authenticationProvider": "org.apache.rocketmq.auth.authentication.provider.DefaultAuthenticationProvider",
+    "authenticationMetadataProvider": (
+        "org.apache.rocketmq.auth.authentication.provider.LocalAuthenticationMetadataProvider"
+    ),
+    "initAuthenticationUser": '{"username":"rocketmq","password":"12345678"}',
+    "innerClientAuthenticationCredentials": '{"accessKey":"rocketmq","secretKey":"12345678"}',
+}
+_ACL_1 = {"conf/plain_acl.yml": "accounts:\n- accessKey: rocketmq\n  secretKey: 12345678\n  admin: true\n"}
+
+
+@pytest.mark.versions("4.9.7")
+@pytest.mark.cluster(settings={"aclEnable": True}, account=_ACCOUNT, home_files=_ACL_1)
+def test_a_cluster_with_accounts_of_version_4(real_cluster, names):
+    check_accounts(real_cluster, names)
+
+
+@pytest.mark.versions("5.5.0")
+@pytest.mark.cluster(settings=_ACL_2, account=_ACCOUNT)
+def test_a_cluster_with_accounts_of_version_5(real_cluster, names):
+    check_accounts(real_cluster, names)
+
+
+def check_accounts(cluster, names):
+    topic, account = names.topic(), {"accessKey": _ACCOUNT[0], "secretKey": _ACCOUNT[1]}
+    cluster.create_topic(topic, queues=1)
+    with cluster.java_producer(**account) as producer:
+        producer.send(topic, count=2)
+    with cluster.java_consumer(names.group(), topic, **account) as consumer:
+        consumer.wait_for_messages(2)
+    with closing(Peer(cluster.broker("broker-a").address)) as stranger, pytest.raises(Refused):
+        stranger.call(RequestCode.GET_BROKER_CONFIG)
