@@ -1,0 +1,212 @@
+"""What happened in a simulated world, and whether it was right."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.wire.bodies import decode_lock_request
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.command import (
+    ConsumerSendMsgBackHeader,
+    PullMessageHeader,
+    SendMessageHeader,
+    UpdateConsumerOffsetHeader,
+)
+
+Place = tuple[MessageQueue, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """A listener returned: the message was consumed, or failed."""
+
+    at: float
+    begun: float
+    member: str
+    body: bytes
+    place: Place
+    success: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """A reset of a queue was reported as done."""
+
+    at: float
+    member: str
+    queue: MessageQueue
+    target: int
+
+
+class Wrong(AssertionError):
+    """A rule was broken; the text says where."""
+
+
+class History:
+    """Everything the checker looks at: consumption and resets as they happen, the rest from the brokers' records."""
+
+    def __init__(self, cluster: EmbeddedCluster, group: str, topic: str) -> None:
+        self.cluster, self.group, self.topic = cluster, group, topic
+        self.consumed: list[Consumed] = []
+        self.resets: list[Reset] = []
+        self.addresses: dict[str, str] = {}  # the client's end of a connection -> member
+        self.corrections: list[tuple[float, MessageQueue, int]] = []  # when misplaced; where brokers will move it
+        self.disturbed_at: list[float] = []  # from then on, a broker or a member may know less than it did
+
+    def digest(self) -> str:
+        """Return a digest of all that happened, the same for the same seed."""
+        events = [f"{each.at:.6f} {each.member} {each.place} {each.success}" for each in self.consumed]
+        events += [f"{at:.6f} {queue} {offset}" for at, _, queue, offset in self.commits()]
+        return hashlib.sha256("\n".join(events).encode()).hexdigest()[:16]
+
+    # --- from the brokers
+
+    def _bodies(self) -> dict[Place, bytes]:
+        return {(message.queue, message.queue_offset): message.body for message in self.cluster.messages(self.topic)}
+
+    def _requests(self, code: RequestCode) -> list[tuple[float, str, str, object]]:
+        return [
+            (recorded.at_s, node.name, recorded.client, recorded.command)
+            for node in self.cluster.brokers
+            for recorded in node.requests(code)
+        ]
+
+    def commits(self) -> list[tuple[float, str, MessageQueue, int]]:
+        """Return the commits brokers received: when, from which connection, queue, offset."""
+        found = []
+        for at, _, client, command in self._requests(RequestCode.UPDATE_CONSUMER_OFFSET):
+            header = UpdateConsumerOffsetHeader.from_fields(command.fields)
+            if header.consumer_group == self.group and header.topic == self.topic:
+                queue = MessageQueue(header.topic, header.broker_name or "", header.queue_id)
+                found.append((at, client, queue, header.commit_offset))
+        return sorted(found, key=lambda commit: commit[0])
+
+    def _sent_back(self) -> list[tuple[float, bytes]]:
+        """Return what was handed back for a retry, by send-back or as a message of the retry topic."""
+        places = {
+            (message.queue.broker_name, message.commit_log_offset): message.body
+            for topic in (self.topic, f"%RETRY%{self.group}")
+            for message in self.cluster.messages(topic)
+        }
+        found = []
+        for at, broker, _, command in self._requests(RequestCode.CONSUMER_SEND_MSG_BACK):
+            header = ConsumerSendMsgBackHeader.from_fields(command.fields)
+            body = places.get((broker, header.offset))
+            if body is not None:
+                found.append((at, body))
+        for at, _, _, command in self._requests(RequestCode.SEND_MESSAGE_V2):
+            if SendMessageHeader.from_fields(command.fields).topic.startswith("%RETRY%"):
+                found.append((at, command.body))
+        return found
+
+    # --- the rules
+
+    def check_nothing_is_passed_over(self) -> None:
+        """Every commit: all below it was consumed, or handed back for a retry, before."""
+        bodies = self._bodies()
+        handled_at: dict[bytes, float] = {}
+        for each in self.consumed:
+            if each.success:
+                handled_at[each.body] = min(each.at, handled_at.get(each.body, each.at))
+        for at, body in self._sent_back():
+            handled_at[body] = min(at, handled_at.get(body, at))
+        edge: dict[MessageQueue, int] = defaultdict(int)
+        for at, client, queue, offset in self.commits():
+            for number in range(edge[queue], offset):
+                body = bodies.get((queue, number))
+                if body is not None and handled_at.get(body, float("inf")) > at:
+                    who = self.addresses.get(client, client)
+                    what = f"{body!r} at {number} was not consumed"
+                    raise Wrong(f"t={at:.3f} {who} committed {offset} of {queue}; {what}")
+            edge[queue] = max(edge[queue], offset)
+
+    def check_resets_are_kept(self) -> None:
+        """After a reset its member commits only what it has consumed since."""
+        commits = self.commits()
+        for number, reset in enumerate(self.resets):
+            later = [each.at for each in self.resets[number + 1 :] if each.queue == reset.queue]
+            until = min([*later, *(at for at in self.disturbed_at if at > reset.at)], default=float("inf"))
+            again = {
+                each.place[1]: each.at
+                for each in reversed(self.consumed)
+                if each.place[0] == reset.queue and each.begun >= reset.at
+            }
+            for at, client, queue, offset in commits:
+                if queue != reset.queue or not reset.at < at < until or self.addresses.get(client) != reset.member:
+                    continue
+                missing = [place for place in range(reset.target, offset) if again.get(place, float("inf")) > at]
+                if missing:
+                    raise Wrong(
+                        f"t={at:.3f} {reset.member} committed {offset} of {queue} after its reset to {reset.target} at "
+                        f"t={reset.at:.3f}; {missing[0]} was not consumed again"
+                    )
+
+    def check_everything_was_consumed(self) -> None:
+        """In the end every message was consumed, and every queue is committed to its end."""
+        done = {each.body for each in self.consumed if each.success}
+        bodies = self._bodies()
+        missing = sorted(set(bodies.values()) - done)
+        if missing:
+            places = [str(place) for place, body in bodies.items() if body in missing[:3]]
+            raise Wrong(f"{len(missing)} of {len(bodies)} messages were never consumed: {missing[:3]} at {places}")
+        ends: dict[MessageQueue, int] = defaultdict(int)
+        for queue, offset in bodies:
+            ends[queue] = max(ends[queue], offset + 1)
+        for broker in self.cluster.brokers:
+            committed = broker.committed(self.group, self.topic)
+            for queue, end in ends.items():
+                if queue.broker_name == broker.name and committed.get(queue.queue_id, 0) != end:
+                    raise Wrong(f"{queue} ends at {end}, committed is {committed.get(queue.queue_id)}")
+
+    def check_every_member_consumed_everything(self) -> None:
+        """Broadcasting: what each member's listener saw, over all its lives, leaves nothing out."""
+        bodies = set(self._bodies().values())
+        for member in sorted({each.member for each in self.consumed}):
+            missing = bodies - {each.body for each in self.consumed if each.member == member}
+            if missing:
+                what = f"{len(missing)} of {len(bodies)} messages: {sorted(missing)[:3]}"
+                raise Wrong(f"member {member} never saw {what}")
+
+    def check_queues_move_without_repeats(self, allowed_s: float) -> None:
+        """Where nothing failed, a message comes twice only if it was in hand while its queue moved."""
+        first: dict[bytes, float] = {}
+        for each in sorted(self.consumed, key=lambda each: each.begun):
+            if each.body in first and each.begun - first[each.body] > allowed_s:
+                raise Wrong(f"t={each.begun:.3f} {each.body!r} came again, {each.begun - first[each.body]:.1f} s later")
+            first.setdefault(each.body, each.at)
+
+    def check_unlocked_only_after_the_last_commit(self) -> None:
+        """Orderly: after an unlock its sender commits that queue no more, until it has the lock again."""
+        moves: list[tuple[float, int, str, str, MessageQueue]] = []
+        kinds = {RequestCode.LOCK_BATCH_MQ: "lock", RequestCode.UNLOCK_BATCH_MQ: "unlock"}
+        for code, kind in kinds.items():
+            for at, _, client, command in self._requests(code):
+                moves += [(at, 1, kind, client, queue) for queue in decode_lock_request(command.body).queues]
+        moves += [(at, 2, "commit", client, queue) for at, client, queue, _ in self.commits()]
+        unlocked: set[tuple[str, MessageQueue]] = set()
+        for at, _, kind, client, queue in sorted(moves, key=lambda move: move[:2]):
+            if kind == "unlock":
+                unlocked.add((client, queue))
+            elif kind == "lock":
+                unlocked.discard((client, queue))
+            elif (client, queue) in unlocked:
+                raise Wrong(f"t={at:.3f} {self.addresses.get(client)} committed {queue} after unlocking it")
+
+    def check_corrections_are_stored_first(self) -> None:
+        """After a correction the first pull from its target comes after the target was committed."""
+        pulls = [
+            (at, MessageQueue(header.topic, header.broker_name or "", header.queue_id), header.queue_offset, client)
+            for at, _, client, command in self._requests(RequestCode.PULL_MESSAGE)
+            if (header := PullMessageHeader.from_fields(command.fields))
+        ]
+        for misplaced_at, queue, target in self.corrections:
+            stored = [at for at, _, each, offset in self.commits() if (each, offset) == (queue, target)]
+            stored_at = min((at for at in stored if at > misplaced_at), default=float("inf"))
+            for at, pulled, offset, client in pulls:
+                if misplaced_at < at < stored_at and (pulled, offset) == (queue, target):
+                    who = self.addresses.get(client)
+                    raise Wrong(f"t={at:.3f} {who} pulled {queue} from {target} without storing it")

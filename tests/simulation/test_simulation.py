@@ -1,0 +1,63 @@
+"""Simulated worlds: hundreds of seeds are right, five mistakes are each found, a seed repeats its world exactly.
+
+Each run is a process of its own, because the order of sets of text depends on a setting of the interpreter.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.simulation", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.parametrize(
+    ("plan", "seeds"),
+    [
+        ("clustering", "0-59"),
+        ("two-brokers", "0-29"),
+        ("old-broker", "0-19"),
+        ("orderly", "0-49"),
+        ("broadcasting", "0-49"),
+        ("moving", "0-29"),
+        ("resets", "0-39"),
+        ("quiet", "0-29"),
+        ("corrections", "0-19"),
+        ("peaceful", "0-4"),
+    ],
+)
+def test_simulated_worlds_are_right(plan, seeds):
+    done = simulate("--plan", plan, "--seeds", seeds)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert " 0 wrong" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("mistake", "plan"),
+    [
+        ("late-ack", "resets"),
+        ("commit-on-no-new-message", "quiet"),
+        ("drop-without-persist", "moving"),
+        ("correction-without-store", "corrections"),
+        ("unlock-before-commit", "orderly"),
+    ],
+)
+def test_a_mistake_put_in_on_purpose_is_found(mistake, plan):
+    done = simulate("--plan", plan, "--seeds", "0-7", "--mistake", mistake)
+    assert done.returncode == 1, done.stdout + done.stderr[-2000:]
+    assert f"repeat: python -m tests.simulation --plan {plan} --seeds" in done.stdout
+
+
+@pytest.mark.parametrize("plan", ["clustering", "orderly", "broadcasting"])
+def test_a_seed_repeats_its_world_exactly(plan):
+    once, again = (simulate("--plan", plan, "--seeds", "3-6", "--digest").stdout.splitlines()[:-1] for _ in range(2))
+    assert once == again
+    assert len(set(once)) == 4

@@ -1,0 +1,336 @@
+"""A deterministic world: one event loop with virtual time, an in-memory network, processes that can die.
+
+Everything random comes from one seeded source, and time moves only when nothing is left to do, so that a seed
+repeats a run exactly. FoundationDB and TigerBeetle are tested so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Any
+
+CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+
+START_S = 1_000_000.0
+
+
+class Process:
+    """What dies together: once dead, none of its callbacks run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dead = False
+
+    def __repr__(self) -> str:
+        return f"<{self.name}{' dead' if self.dead else ''}>"
+
+
+class _NoSelector:
+    """Nothing real is waited for: to wait is to move the clock."""
+
+    def __init__(self, loop: World) -> None:
+        self._loop = loop
+
+    def select(self, timeout: float | None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("the simulated world has nothing left to do: somebody waits for ever")
+        if timeout > 0:
+            self._loop.now += timeout
+        return []
+
+    def get_map(self) -> dict[Any, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class World(asyncio.BaseEventLoop):
+    """The event loop of everything that is simulated."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.now = START_S
+        self.random = random.Random(seed)
+        self.network = Network(self)
+        self.processes: list[Process] = []
+        self.surprises: list[dict[str, Any]] = []
+        self._selector = _NoSelector(self)
+        self.set_exception_handler(self._surprised)
+
+    def _surprised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "destroyed" not in context["message"]:  # so do the tasks of the dead end
+            self.surprises.append(context)
+
+    # --- what BaseEventLoop needs
+
+    def time(self) -> float:
+        return self.now
+
+    def _process_events(self, events: list[Any]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    # --- processes
+
+    def process(self, name: str) -> Process:
+        """Make a process."""
+        self.processes.append(Process(name))
+        return self.processes[-1]
+
+    def _alive(self, callback: Callable[..., Any], context: contextvars.Context | None) -> Callable[..., Any]:
+        process = (context or contextvars.copy_context()).get(CURRENT)
+        if process is None:
+            return callback
+
+        def run(*arguments: Any) -> None:
+            if not process.dead:
+                callback(*arguments)
+
+        return run
+
+    def call_soon(self, callback: Any, *arguments: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
+        return super().call_soon(self._alive(callback, context), *arguments, context=context)
+
+    def call_soon_threadsafe(
+        self, callback: Any, *arguments: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *arguments, context=context)
+
+    def call_at(
+        self, when: float, callback: Any, *arguments: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        return super().call_at(when, self._alive(callback, context), *arguments, context=context)
+
+    def run_in_executor(self, executor: Any, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        """Blocking work takes a little, and is done in between: its thread is a moment of the world's."""
+        future = self.create_future()
+        self.call_later(self.random.uniform(0.0001, 0.005), self._do, future, function, arguments)
+        return future
+
+    @staticmethod
+    def _do(future: asyncio.Future[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        if future.cancelled():
+            return
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+
+    def run_as(self, process: Process | None, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start `work` as part of `process`."""
+        context = contextvars.copy_context()
+        context.run(CURRENT.set, process)
+        return self.create_task(work, context=context)
+
+    def take_apart(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """End tasks of dead processes, whose steps will never come, without their complaints."""
+        for task in tasks:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            with suppress(RuntimeError):
+                task.get_coro().close()
+
+    # --- sockets
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
+        return await self.network.connect(protocol_factory, (host, port))
+
+    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
+        return self.network.listen(protocol_factory, (host, port))
+
+
+class _Listener:
+    def __init__(self, network: Network, address: tuple[str, int], factory: Any) -> None:
+        self._network, self._address = network, address
+        self.factory = factory
+        self.process = CURRENT.get()
+        self.sockets: tuple[Any, ...] = ()
+
+    def close(self) -> None:
+        if self._network.listeners.get(self._address) is self:
+            del self._network.listeners[self._address]
+
+    async def wait_closed(self) -> None:
+        pass
+
+
+class Network:
+    """Connections between processes of the world: each direction in order, delayed, cut into odd pieces."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.listeners: dict[tuple[str, int], _Listener] = {}
+        self.pairs: list[tuple[Transport, Transport]] = []
+        self.slowest_s = 0.002
+        self._partitions: list[tuple[Callable[[Transport], bool], float]] = []
+        self._ports = iter(range(40_000, 10_000_000))
+
+    def listen(self, factory: Any, address: tuple[str, int]) -> _Listener:
+        if address in self.listeners:
+            raise OSError(98, f"{address} is in use")
+        listener = self.listeners[address] = _Listener(self, address, factory)
+        return listener
+
+    async def connect(self, factory: Any, address: tuple[str, int]) -> tuple[Transport, Any]:
+        await asyncio.sleep(self.delay())
+        listener = self.listeners.get(address)
+        if listener is None or (listener.process is not None and listener.process.dead):
+            raise ConnectionRefusedError(111, "Connection refused")
+        ours = ("127.0.0.1", next(self._ports))
+        near = Transport(self, factory(), CURRENT.get(), ours, address)
+        context = contextvars.copy_context()
+        context.run(CURRENT.set, listener.process)
+        far = Transport(self, context.run(listener.factory), listener.process, address, ours)
+        near.peer, far.peer = far, near
+        self.pairs.append((near, far))
+        near.context.run(near.protocol.connection_made, near)
+        far.context.run(far.protocol.connection_made, far)
+        return near, near.protocol
+
+    def delay(self) -> float:
+        return self.world.random.uniform(0.0001, self.slowest_s)
+
+    def held_until(self, transport: Transport) -> float:
+        """Return when bytes of `transport` may travel again: packets of a parted network arrive after it heals."""
+        now = self.world.now
+        self._partitions = [part for part in self._partitions if part[1] > now]
+        return max((until for applies, until in self._partitions if applies(transport)), default=now)
+
+    @property
+    def parted(self) -> bool:
+        """Whether some connections are held now."""
+        return any(until > self.world.now for _, until in self._partitions)
+
+    def part(self, applies: Callable[[Transport], bool], seconds: float) -> None:
+        """Hold what travels on some connections for a while."""
+        self._partitions.append((applies, self.world.now + seconds))
+
+    def cut(self, applies: Callable[[Transport], bool]) -> int:
+        """Reset some connections; what was under way is gone."""
+        self.pairs = [pair for pair in self.pairs if not pair[0].gone]
+        chosen = [near for near, _ in self.pairs if applies(near)]
+        for transport in chosen:
+            transport.reset()
+        return len(chosen)
+
+
+class Transport(asyncio.Transport):
+    """One end of a connection."""
+
+    def __init__(
+        self, network: Network, protocol: Any, process: Process | None, ours: tuple[str, int], theirs: tuple[str, int]
+    ) -> None:
+        super().__init__({"sockname": ours, "peername": theirs, "socket": None})
+        self.network, self.protocol, self.process = network, protocol, process
+        self.peer: Transport
+        self.gone = False
+        self.context = contextvars.copy_context()
+        self.context.run(CURRENT.set, process)
+        self._closing = False
+        self._arrives = 0.0
+
+    def is_closing(self) -> bool:
+        return self._closing or self.gone
+
+    def write(self, data: Any) -> None:
+        if self.is_closing():
+            return
+        data = bytes(data)
+        random = self.network.world.random
+        while data:
+            size = len(data) if random.random() < 0.9 else random.randint(1, len(data))
+            self._travel(self.peer._deliver, data[:size])
+            data = data[size:]
+
+    def writelines(self, parts: Any) -> None:
+        self.write(b"".join(parts))
+
+    def _travel(self, what: Callable[..., None], *arguments: Any) -> None:
+        world = self.network.world
+        start = max(self.network.held_until(self), world.now)
+        self._arrives = max(self._arrives + 1e-6, start + self.network.delay())  # timers of one instant have no order
+        asyncio.BaseEventLoop.call_at(
+            world, self._arrives, _unless_dead(self.peer, what), *arguments, context=self.peer.context
+        )
+
+    def _deliver(self, data: bytes) -> None:
+        if self.gone:
+            return
+        protocol = self.protocol
+        if isinstance(protocol, asyncio.BufferedProtocol):
+            while data and not self.gone:
+                room = protocol.get_buffer(len(data))
+                count = min(len(room), len(data))
+                room[:count] = data[:count]
+                data = data[count:]
+                protocol.buffer_updated(count)
+        else:
+            protocol.data_received(data)
+
+    def close(self) -> None:
+        if not self.is_closing():
+            self._closing = True
+            self._travel(self.peer._end_of_stream)
+            self.network.world.call_soon(self._lost, None, context=self.context)
+
+    def abort(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """End both ends at once."""
+        for end in (self, self.peer):
+            if not end.gone:
+                world = self.network.world
+                world.call_soon(end._lost, ConnectionResetError(104, "reset"), context=end.context)
+
+    def _end_of_stream(self) -> None:
+        if not self.gone:
+            self._lost(None)
+
+    def _lost(self, error: Exception | None) -> None:
+        if not self.gone:
+            self.gone = True
+            self.protocol.connection_lost(error)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+def _unless_dead(end: Transport, what: Callable[..., None]) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        if end.process is None or not end.process.dead:
+            what(*arguments)
+
+    return run
+
+
+def kill(world: World, process: Process) -> None:
+    """End a process as kill -9 does: nothing of it runs any more, its sockets are reset."""
+    process.dead = True
+    for near, far in world.network.pairs:
+        for end in (near, far):
+            if end.process is process and not end.gone:
+                end.gone = True
+                peer = end.peer
+                delay = world.network.delay()
+                reset = ConnectionResetError(104, "reset")
+                asyncio.BaseEventLoop.call_at(
+                    world, world.now + delay, _unless_dead(peer, peer._lost), reset, context=peer.context
+                )
+
+
