@@ -1,0 +1,50 @@
+# `make` alone lists what there is. PYTHON=python3.12 chooses another interpreter for the virtual environment.
+PYTHON ?= python3
+BENCH ?= consume
+RUN := .venv/bin
+
+# Adds an extra to the virtual environment, once per change of the metadata.
+.venv/.%: setup.cfg pyproject.toml | .venv/bin/python
+	$(RUN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+
+.PHONY: help test check wheel demo bench soak clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
+
+test: .venv/.test  ## all tests; real brokers too where Java and Maven are (ARGS='-k offsets --real=all')
+	@.ci/install-java
+	$(RUN)/python -m pytest $(ARGS)
+
+check: .venv/.dev  ## ruff and mypy --strict
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+
+wheel: .venv/.test  ## dist/pyrocket_consumer-*.whl
+	@rm -rf build dist
+	$(RUN)/python -m build --wheel
+
+demo: .venv/.cli  ## produce and consume on the embedded broker, or on a real one: make demo BROKER=5.5.0
+ifdef BROKER
+	@.ci/install-java
+	$(RUN)/python -m tests.real_brokers --version $(BROKER) -- $(RUN)/pyrocket demo $(ARGS)
+else
+	$(RUN)/pyrocket demo $(ARGS)
+endif
+
+bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|offset_persist|decode ARGS=--quick
+	@.ci/install-java
+	$(RUN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+soak: .venv/.test  ## hours of faults: 10 000 simulated worlds, 100 000 crash points of the offset store
+	$(RUN)/python -m tests.simulation --seeds 0-999
+	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
+
+clean:  ## removes the virtual environment and what was built
+	rm -rf .venv build dist *.egg-info

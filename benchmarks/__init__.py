@@ -1,0 +1,1 @@
+"""Benchmarks: one module per question, ratios inside one run as answers."""

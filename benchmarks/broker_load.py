@@ -1,0 +1,126 @@
+"""Messages for consumers under test: a backlog written as fast as the broker takes it, or a steady flow.
+
+As a program: python -m benchmarks.broker_load ADDRESS TOPIC QUEUES RATE SECONDS sends the steady flow.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.command import SendMessageHeader
+from pyrocket_consumer.wire.frame import FrameBuffer, RemotingCommand, encode_command
+from pyrocket_consumer.wire.ids import UniqueIds
+from pyrocket_consumer.wire.message import BatchItem, encode_batch, encode_properties
+
+BODY_BYTES = 1024
+BATCH_MESSAGES = 256
+BATCHES_UNDER_WAY = 4
+FLOW_BODY = struct.Struct(f">q{BODY_BYTES - 8}x")
+"""Body of the steady flow: when it was sent (nanoseconds since the epoch), then nothing."""
+
+
+class Sender:
+    """Sends to one broker over one connection, answers counted but not waited for one by one."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self._socket = socket.create_connection((host, int(port)), 10)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._frames = FrameBuffer()
+        self.under_way = 0
+
+    def send(self, topic: str, queue_id: int, body: bytes, properties: str, *, batch: bool = False) -> None:
+        """Write one request; a batch's body is what `encode_batch` returns."""
+        code = RequestCode.SEND_BATCH_MESSAGE if batch else RequestCode.SEND_MESSAGE_V2
+        header = SendMessageHeader(
+            "pyrocket-bench",
+            topic,
+            queue_id=queue_id,
+            born_timestamp=time.time_ns() // 1_000_000,
+            properties=properties,
+            batch=batch,
+        )
+        self._socket.sendall(encode_command(RemotingCommand(code, header.to_fields(), body, self.under_way + 1)))
+        self.under_way += 1
+
+    def take_answers(self, *, wait: bool) -> None:
+        """Read what answers have come; with `wait` at least one.
+
+        Raises:
+            ConnectionError: the broker closed the connection or refused a message.
+        """
+        self._socket.settimeout(30.0 if wait else 0.0)
+        try:
+            received = self._socket.recv_into(self._frames.space())
+        except BlockingIOError:
+            return
+        finally:
+            self._socket.settimeout(30.0)
+        if not received:
+            raise ConnectionResetError("the broker closed the connection")
+        for answer in self._frames.received(received):
+            if answer.code != 0:
+                raise ConnectionAbortedError(f"the broker answered a send with {answer.code}: {answer.remark}")
+            self.under_way -= 1
+
+    def close(self) -> None:
+        while self.under_way:
+            self.take_answers(wait=True)
+        self._socket.close()
+
+
+def fill(address: str, topic: str, queues: int, messages: int) -> None:
+    """Store `messages` messages of BODY_BYTES with five properties, equally many in each queue, and wait for it."""
+    sender = Sender(address)
+    per_queue, rest = divmod(messages, queues)
+    left = [per_queue + (queue_id < rest) for queue_id in range(queues)]
+    whole = encode_batch(_items(BATCH_MESSAGES))
+    properties = encode_properties({"UNIQ_KEY": "0" * 32, "WAIT": "true"})
+    while any(left):
+        for queue_id in range(queues):
+            count = min(left[queue_id], BATCH_MESSAGES)
+            if count:
+                body = whole if count == BATCH_MESSAGES else encode_batch(_items(count))
+                sender.send(topic, queue_id, body, properties, batch=True)
+                left[queue_id] -= count
+            while sender.under_way >= BATCHES_UNDER_WAY:
+                sender.take_answers(wait=True)
+    sender.close()
+
+
+def _items(count: int) -> Iterator[BatchItem]:
+    ids = UniqueIds("127.0.0.1", 1)
+    body = bytes(range(256)) * (BODY_BYTES // 256)
+    for number in range(count):
+        properties = {
+            "UNIQ_KEY": ids.next(),
+            "KEYS": f"order-{number}",
+            "TAGS": "paid",
+            "region": "eu",
+            "customer": f"{number:08d}",
+        }
+        yield BatchItem(body, properties)
+
+
+def flow(address: str, topic: str, queues: int, rate: float, seconds: float) -> int:
+    """Send `rate` messages a second, one by one, over the queues in turn; returns how many."""
+    sender = Sender(address)
+    count = round(rate * seconds)
+    began = time.perf_counter()
+    for number in range(count):
+        ahead_s = began + number / rate - time.perf_counter()
+        if ahead_s > 0:
+            time.sleep(ahead_s)
+        sender.send(topic, number % queues, FLOW_BODY.pack(time.time_ns()), encode_properties({"TAGS": "paid"}))
+        sender.take_answers(wait=False)
+    sender.close()
+    return count
+
+
+if __name__ == "__main__":
+    flow(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5]))

@@ -1,0 +1,393 @@
+"""How many messages per second does a PushConsumer take from a real broker, and what does one cost?
+
+Beside it, in shuffled rounds of one run: Java's DefaultMQPushConsumer with the same settings, and `raw`, a loop that
+only pulls and counts. Every side is a process of its own, with a fresh group that reads the same backlog from the first
+offset on; only its warm part counts. Ratios are taken inside a round. Run: python -m benchmarks.consume --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import java_program
+from benchmarks.broker_load import fill
+from benchmarks.consume_report import (
+    Results,
+    Target,
+    cpu_us,
+    peak_mb,
+    percent_of_a_core,
+    plot,
+    rate,
+    short,
+    table,
+    value_of,
+)
+from benchmarks.consume_side import Answer, Task
+from benchmarks.environment import environment, header
+from benchmarks.raw_pull import raw_pull
+from pyrocket_consumer.model import MASTER_ID, PERM_READ, PERM_WRITE
+from pyrocket_consumer.wire.bodies import decode_route
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.real_brokers.cluster import RealCluster, wait_until
+from tests.real_brokers.jars import NEWEST, java_tool
+from tests.real_brokers.remoting import Peer, Refused
+
+ROOT = Path(__file__).parent.parent
+LIFTED_LIMITS = {
+    "maxTransferCountOnMessageInMemory": 4096,
+    "maxTransferBytesOnMessageInMemory": 8 << 20,
+    "maxTransferCountOnMessageInDisk": 4096,
+    "maxTransferBytesOnMessageInDisk": 8 << 20,
+}
+BROKER_SETTINGS = {
+    "mappedFileSizeCommitLog": 1 << 30,  # sparse
+    "mappedFileSizeConsumeQueue": 6_000_000,
+    "messageIndexEnable": False,
+}
+BROKER_JVM = ("-Xms768m", "-Xmx768m", "-XX:MaxDirectMemorySize=512m", "-XX:TieredStopAtLevel=4")
+TUNED = {"pull_batch": 1024, "listener_batch": 32, "max_cached": 10_000, "max_span": 20_000}
+SLEEP_LIMIT = 20_000  # 20 threads, 1 ms
+FLOW_RATE = 500
+CASES = ("one", "lists", "sleep", "latency", "idle", "memory", "start")
+
+
+@dataclass(slots=True)
+class Settings:
+    """How much is measured."""
+
+    rounds: int = 3
+    queues: tuple[int, ...] = (4, 16, 1000)
+    messages: int = 400_000
+    sleep_messages: int = 60_000
+    memory_messages: int = 1_000_000
+    latency_s: float = 12.0
+    idle_s: float = 20.0
+    idle_queues: tuple[int, ...] = (16, 256)
+    cases: tuple[str, ...] = CASES
+
+
+QUICK = Settings(1, (4, 16), 150_000, 25_000, 300_000, 6.0, 8.0)
+
+
+class Cluster:
+    """The broker everything runs against: topics with backlogs, made when first asked for."""
+
+    def __init__(self, name_server: str) -> None:
+        self.name_server = name_server
+        self._names = Peer(name_server)
+        found = json.loads(self._names.call(RequestCode.GET_BROKER_CLUSTER_INFO).body.replace(b"{0:", b'{"0":'))
+        self.broker_name, table = min(found["brokerAddrTable"].items())
+        self.broker_address: str = table["brokerAddrs"][str(MASTER_ID)]
+        self._broker = Peer(self.broker_address)
+        self._run = secrets.token_hex(3)
+        self._topics: dict[tuple[int, int], str] = {}
+
+    def topic(self, queues: int, messages: int, purpose: str = "backlog") -> str:
+        """Return a topic with that many queues and messages."""
+        name = self._topics.get((queues, messages))
+        if name is None:
+            name = f"bench-{self._run}-{purpose}-{queues}"
+            self._create(name, queues)
+            if messages:
+                say(f"storing {messages:,} messages in {queues} queues")
+                fill(self.broker_address, name, queues, messages)
+                wait_until(lambda: self._readable(name, queues, messages), f"{messages} messages in {name}", 120)
+            self._topics[queues, messages] = name
+        return name
+
+    def _create(self, name: str, queues: int) -> None:
+        fields = {
+            "topic": name, "defaultTopic": "TBW102", "readQueueNums": queues, "writeQueueNums": queues,
+            "perm": PERM_READ | PERM_WRITE, "topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": False,
+        }  # fmt: skip
+        self._broker.call(RequestCode.UPDATE_AND_CREATE_TOPIC, fields)
+        wait_until(lambda: self._routed(name), f"route of {name}")
+
+    def _routed(self, name: str) -> bool:
+        try:
+            answer = self._names.call(RequestCode.GET_ROUTEINFO_BY_TOPIC, {"topic": name})
+        except Refused:
+            return False
+        return bool(decode_route(name, answer.body).queues)
+
+    def _readable(self, topic: str, queues: int, messages: int) -> bool:
+        """Tell whether the queues have caught up with the commit log; reading all once also warms the broker."""
+        try:
+            raw_pull(
+                self.broker_address, self.broker_name, f"{topic}-{secrets.token_hex(3)}", topic, queues, 1024, messages,
+                lambda count: None, timeout_s=5,
+            )  # fmt: skip
+        except TimeoutError:
+            return False
+        return True
+
+    def task(self, side: str, measure: str, topic: str, queues: int, **options: Any) -> Task:
+        """Return a task with a fresh group."""
+        return Task(
+            side, measure, self.name_server, f"bench-{secrets.token_hex(6)}", topic, queues=queues,
+            broker_address=self.broker_address, broker_name=self.broker_name, **options,
+        )  # fmt: skip
+
+    def delete_topics(self) -> None:
+        """Remove what was made here."""
+        for name in self._topics.values():
+            self._broker.call(RequestCode.DELETE_TOPIC_IN_BROKER, {"topic": name})
+            self._names.call(RequestCode.DELETE_TOPIC_IN_NAMESRV, {"topic": name})
+
+
+def say(text: str) -> None:
+    """Tell about progress."""
+    print(f"  {time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+
+
+def perform(task: Task, java_version: str = NEWEST) -> Answer:
+    """Carry out one task in a process of its own.
+
+    Raises:
+        RuntimeError: it failed; the text has its output.
+    """
+    limit_s = task.timeout_s + task.seconds + task.settle_s + 60
+    if task.side == "java":
+        return java_program.run("ConsumeBench", java_version, asdict(task), timeout_s=limit_s)
+    command = [sys.executable, "-m", "benchmarks.consume_side", json.dumps(asdict(task))]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, cwd=ROOT)
+    if answer.returncode:
+        output = f"{answer.stdout[-1500:]}{answer.stderr[-3000:]}"
+        raise RuntimeError(f"{task.side} ended with {answer.returncode}:\n{output}")
+    result: Answer = json.loads(answer.stdout.splitlines()[-1])
+    return result
+
+
+def compete(results: Results, case: str, tasks: Mapping[str, Callable[[], Task]], rounds: int) -> None:
+    """Let all sides do their task once per round, in a new order each time. Only whole rounds count."""
+    rows = results.rounds.setdefault(case, {label: [] for label in tasks})
+    for turn in range(rounds):
+        answers = {}
+        for label in random.sample(list(tasks), len(tasks)):
+            answers[label] = perform(tasks[label]())
+            say(f"{case}, round {turn + 1} of {rounds}, {label}: {short(answers[label])}")
+        for label, answer in answers.items():
+            rows[label].append(answer)
+
+
+# --- the cases
+
+
+def one_by_one(cluster: Cluster, settings: Settings, results: Results) -> None:
+    """A listener that takes one message, at the settings both clients have by default."""
+    for queues in settings.queues:
+        topic = cluster.topic(queues, settings.messages)
+
+        def task(side: str, queues: int = queues, topic: str = topic, **options: Any) -> Callable[[], Task]:
+            return lambda: cluster.task(side, "backlog", topic, queues, total=settings.messages, **options)
+
+        case = f"one by one, {queues} queues"
+        compete(
+            results,
+            case,
+            {
+                "pyrocket": task("pyrocket"),
+                "java": task("java"),
+                "raw": task("raw"),
+                "pyrocket, body and properties read": task("pyrocket", listener="touch"),
+                "java, body and properties read": task("java", listener="touch"),
+            },
+            settings.rounds,
+        )
+        if queues in (4, 16):
+            results.targets += [
+                Target(f"{case}: rate ÷ java", 2.5, results.ratio(case, "pyrocket", "java", rate)),
+                Target(f"{case}: rate ÷ raw", 0.5, results.ratio(case, "pyrocket", "raw", rate)),
+                Target(f"{case}: CPU per message ÷ java", 0.2, results.ratio(case, "pyrocket", "java", cpu_us), False),
+                Target(f"{case}: CPU per message, us", 2.6, results.median(case, "pyrocket", cpu_us), False),
+            ]
+        if queues == 16:
+            results.targets.append(
+                Target(f"{case}: peak memory, MB", 100, results.median(case, "pyrocket", peak_mb), False)
+            )
+
+
+def lists(cluster: Cluster, settings: Settings, results: Results) -> None:
+    """A listener that takes lists of 32, pulls of 1 024, 10 000 messages cached per queue: not for many queues."""
+    for queues in (each for each in settings.queues if each <= 64):
+        topic = cluster.topic(queues, settings.messages)
+
+        def task(side: str, queues: int = queues, topic: str = topic, **options: Any) -> Callable[[], Task]:
+            return lambda: cluster.task(side, "backlog", topic, queues, total=settings.messages, **{**TUNED, **options})
+
+        case = f"lists of 32, pulls of 1024, {queues} queues"
+        sides = {"pyrocket": task("pyrocket"), "java": task("java"), "raw": task("raw")}
+        compete(results, case, sides, settings.rounds)
+        if queues in (4, 16):
+            results.targets.append(Target(f"{case}: rate ÷ java", 2, results.ratio(case, "pyrocket", "java", rate)))
+
+
+def sleeping(cluster: Cluster, settings: Settings, results: Results) -> None:
+    """A listener that sleeps 1 ms, on 20 threads: 20 000 messages per second are possible."""
+    topic, case = cluster.topic(16, settings.messages), "listener sleeps 1 ms, 16 queues"
+    total = min(settings.sleep_messages, settings.messages)
+
+    def task(side: str) -> Callable[[], Task]:
+        return lambda: cluster.task(side, "backlog", topic, 16, total=total, listener="sleep")
+
+    compete(results, case, {"pyrocket": task("pyrocket"), "java": task("java")}, settings.rounds)
+    share = results.median(case, "pyrocket", rate) / SLEEP_LIMIT
+    results.targets.append(Target(f"{case}: share of 20 000/s", 0.85, share))
+
+
+def latency(cluster: Cluster, settings: Settings, results: Results) -> None:
+    """From send to listener while 500 messages per second come, one by one, in 4 queues."""
+    topic, case = cluster.topic(4, 0, "flow"), f"latency at {FLOW_RATE} messages/s, 4 queues"
+    flow = ["-m", "benchmarks.broker_load", cluster.broker_address, topic, "4", str(FLOW_RATE), "36000"]
+
+    def task(side: str) -> Callable[[], Task]:
+        return lambda: cluster.task(side, "latency", topic, 4, seconds=settings.latency_s, consume_from="last")
+
+    sending = subprocess.Popen([sys.executable, *flow], cwd=ROOT)
+    try:
+        compete(results, case, {"pyrocket": task("pyrocket"), "java": task("java")}, settings.rounds)
+    finally:
+        sending.kill()
+        sending.wait()
+    for name, wanted in (("p50_ms", 1.3), ("p99_ms", 5.0)):
+        measured = results.median(case, "pyrocket", value_of(name))
+        results.targets.append(Target(f"{case}: {name.replace('_', ', ')}", wanted, measured, False))
+
+
+def idle(cluster: Cluster, settings: Settings, results: Results) -> None:
+    """What a consumer to which nothing comes costs."""
+    for queues, wanted in zip(settings.idle_queues, (0.2, 0.5), strict=True):
+        topic, case = cluster.topic(queues, 0, "idle"), f"idle, {queues} queues"
+
+        def task(side: str, queues: int = queues, topic: str = topic) -> Callable[[], Task]:
+            return lambda: cluster.task(side, "idle", topic, queues, seconds=settings.idle_s)
+
+        compete(results, case, {"pyrocket": task("pyrocket"), "java": task("java")}, 1)
+        percent = results.median(case, "pyrocket", percent_of_a_core)
+        results.targets.append(Target(f"{case}: % of a core", wanted, percent, False))
+
+
+def memory(cluster: Cluster, settings: Settings, results: Results) -> None:
+    """Whether memory stays flat while a large backlog passes."""
+    total, case = settings.memory_messages, f"memory over {settings.memory_messages:,} messages, 16 queues"
+    topic = cluster.topic(16, total, "memory")
+    compete(results, case, {"pyrocket": lambda: cluster.task("pyrocket", "backlog", topic, 16, total=total)}, 1)
+    tenths = results.rounds[case]["pyrocket"][0]["rss_mb_at_tenths"]
+    results.targets.append(Target(f"{case}: peak, MB", 100, results.median(case, "pyrocket", peak_mb), False))
+    results.targets.append(Target(f"{case}: last tenth ÷ second", 1.05, tenths[-1] / tenths[1], False))
+
+
+def start(cluster: Cluster, settings: Settings, results: Results) -> None:
+    """How long the first message takes, on the embedded cluster and on the real broker."""
+    from pyrocket_consumer.testing import EmbeddedCluster
+
+    topic = cluster.topic(4, settings.messages)
+    case = "start to first message, 4 queues"
+    with EmbeddedCluster() as embedded:
+        embedded.create_topic("first", queues=4)
+        embedded.send("first", b"-", count=4)
+
+        def on_embedded() -> Task:
+            group = f"bench-{secrets.token_hex(6)}"
+            return Task("pyrocket", "start", embedded.name_server, group, "first")
+
+        compete(
+            results,
+            case,
+            {"embedded cluster": on_embedded, "real broker": lambda: cluster.task("pyrocket", "start", topic, 4)},
+            settings.rounds,
+        )
+    first = results.median(case, "embedded cluster", value_of("first_message_s"))
+    results.targets.append(Target(f"{case}, embedded cluster: s", 1, first, False))
+
+
+MEASURES = dict(zip(CASES, (one_by_one, lists, sleeping, latency, idle, memory, start), strict=True))
+
+
+@contextmanager
+def broker(name_server: str | None, *, lifted: bool) -> Iterator[Cluster]:
+    """Give the broker to measure against: a running one, or a real one started for this run."""
+    if name_server is not None:
+        cluster = Cluster(name_server)
+        try:
+            yield cluster
+        finally:
+            cluster.delete_topics()
+        return
+    say(f"starting a name server and a broker, RocketMQ {NEWEST}")
+    settings = {**BROKER_SETTINGS, **(LIFTED_LIMITS if lifted else {})}
+    with RealCluster(settings=settings, jvm_options=BROKER_JVM) as real:
+        yield Cluster(real.name_server)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in text.split(","))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.consume", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round of small backlogs, 4 and 16 queues")
+    parser.add_argument("--cases", help=f"comma-separated, of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--queues", type=numbers, help="numbers of queues, comma-separated (default: 4,16,1000)")
+    parser.add_argument("--rounds", type=int, help="rounds of each comparison (default: 3)")
+    parser.add_argument("--messages", type=int, help="size of the backlog (default: 400000)")
+    parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
+    parser.add_argument("--broker-defaults", action="store_true", help="leave the broker's limits per pull as they are")
+    parser.add_argument("--json", type=Path, help="write every round's answers to this file")
+    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
+    options = parser.parse_args()
+
+    settings = replace(QUICK) if options.quick else Settings()
+    settings.queues = options.queues or settings.queues
+    settings.rounds = options.rounds or settings.rounds
+    settings.messages = options.messages or settings.messages
+    settings.cases = tuple(options.cases.split(",")) if options.cases else settings.cases
+    if unknown := set(settings.cases) - set(CASES):
+        parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+
+    facts = environment(java=java_tool("java"))
+    results, failed = Results(), list[str]()
+    with broker(options.name_server, lifted=not options.broker_defaults) as cluster:
+        for case in settings.cases:
+            try:
+                MEASURES[case](cluster, settings, results)
+            except (RuntimeError, subprocess.SubprocessError) as error:
+                failed.append(f"case {case} failed: {error}")
+                say(failed[-1])
+    limits = "its limits per pull lifted" if not options.broker_defaults else "its default limits per pull"
+    server = f"the cluster at {options.name_server}" if options.name_server else f"RocketMQ {NEWEST}, {limits}"
+    print(header(facts))
+    print(f"{server}; 1 KB bodies with five properties; rounds: {settings.rounds}, medians of them")
+    if settings.messages < Settings().messages:
+        print("A backlog this small is over before Java has compiled itself: ratios to it flatter us.")
+    results.rounds = {case: sides for case, sides in results.rounds.items() if all(sides.values())}
+    print(*table(results), sep="\n")
+    print(f"\n{'target':<62} {'wanted':<9} {'measured':>9}")
+    print(*results.targets, sep="\n")
+    if options.json:
+        found = {
+            "environment": facts,
+            "settings": asdict(settings),
+            "rounds": results.rounds,
+            "targets": [{**asdict(target), "met": target.met} for target in results.targets],
+        }
+        options.json.write_text(json.dumps(found, indent=1))
+    if options.plot:
+        plot(results, options.plot)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

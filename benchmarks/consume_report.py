@@ -1,0 +1,147 @@
+"""What benchmarks/consume.py measured, and how it tells: medians, ratios inside a round, targets beside them."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.consume_side import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a figure should be, and what it was."""
+
+    text: str
+    wanted: float
+    measured: float
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
+
+    def __str__(self) -> str:
+        sign = "≥" if self.at_least else "≤"
+        return f"{self.text:<62} {sign} {self.wanted:<7g} {self.measured:9.3g}   {'met' if self.met else 'MISSED'}"
+
+
+@dataclass(slots=True)
+class Results:
+    """Everything measured: case -> side -> one answer per round."""
+
+    rounds: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+
+    def median(self, case: str, side: str, value: Callable[[Answer], float]) -> float:
+        return statistics.median(value(answer) for answer in self.rounds[case][side])
+
+    def ratio(self, case: str, side: str, other: str, value: Callable[[Answer], float]) -> float:
+        """Return the median of the ratios of the rounds."""
+        pairs = zip(self.rounds[case][side], self.rounds[case][other], strict=True)
+        return statistics.median(value(ours) / value(theirs) for ours, theirs in pairs)
+
+
+def rate(answer: Answer) -> float:
+    """Messages per second."""
+    return float(answer["messages"] / answer["seconds"])
+
+
+def cpu_us(answer: Answer) -> float:
+    """Microseconds of CPU time per message."""
+    return float(answer["cpu_s"] / answer["messages"] * 1e6)
+
+
+def value_of(name: str) -> Callable[[Answer], float]:
+    """Return what reads one value of an answer."""
+    return lambda answer: float(answer[name])
+
+
+def percent_of_a_core(answer: Answer) -> float:
+    """CPU time over the time that passed."""
+    return float(100 * answer["cpu_s"] / answer["seconds"])
+
+
+peak_mb = value_of("rss_peak_mb")
+
+
+def short(answer: Answer) -> str:
+    """Return what an answer says in a few words."""
+    if "p50_ms" in answer:
+        return f"p50 {answer['p50_ms']:.2f} ms, p99 {answer['p99_ms']:.2f} ms"
+    if "messages" in answer:
+        return f"{rate(answer) / 1000:.0f} k/s, {cpu_us(answer):.2f} us"
+    if "cpu_s" in answer:
+        return f"{percent_of_a_core(answer):.2f} % of a core"
+    return f"{answer['first_message_s']:.2f} s"
+
+
+def table(results: Results) -> Iterator[str]:
+    """Return the figures as lines."""
+    for case, sides in results.rounds.items():
+        answer = next(iter(sides.values()))[0]
+        yield ""
+        yield case
+        if "p50_ms" in answer:
+            for side in sides:
+                low, high = (results.median(case, side, value_of(name)) for name in ("p50_ms", "p99_ms"))
+                yield f"  {side:<36} p50 {low:6.2f} ms   p99 {high:6.2f} ms"
+        elif "messages" in answer:
+            yield f"  {'':<36}  k msg/s  CPU us  ÷ java  ÷ raw  MB peak  switches/1000"
+            for side in sides:
+                yield _throughput_line(results, case, side)
+            if "memory" in case:
+                yield f"  RSS in MB after each tenth: {answer['rss_mb_at_tenths']}"
+        elif "cpu_s" in answer:
+            for side in sides:
+                percent = results.median(case, side, percent_of_a_core)
+                yield f"  {side:<36} {percent:6.2f} % of a core"
+        else:
+            for side in sides:
+                first = results.median(case, side, value_of("first_message_s"))
+                imported = results.median(case, side, value_of("import_s"))
+                yield f"  {side:<36} {first:6.3f} s   (and {imported:.3f} s for the import)"
+
+
+def _throughput_line(results: Results, case: str, side: str) -> str:
+    sides = results.rounds[case]
+    java = "java, body and properties read" if side.endswith("read") else "java"
+    beside = [f"{results.ratio(case, side, other, rate):.2f}" if other in sides else "" for other in (java, "raw")]
+    switches = ""
+    if "switches" in sides[side][0]:
+        switches = f"{results.median(case, side, lambda each: 1000 * each['switches'] / each['messages']):.1f}"
+    return (
+        f"  {side:<36} {results.median(case, side, rate) / 1000:8.1f} {results.median(case, side, cpu_us):7.2f}"
+        f" {beside[0]:>7} {beside[1]:>6} {results.median(case, side, peak_mb):8.0f} {switches:>14}"
+    )
+
+
+def plot(results: Results, path: Path) -> None:
+    """Draw messages per second of every side."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("--plot needs matplotlib: pip install matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bars = [
+        (case, side)
+        for case, sides in results.rounds.items()
+        for side, answers in sides.items()
+        if "java" in sides and "cpu_s" in answers[0] and "messages" in answers[0]
+    ]
+    figure, axes = pyplot.subplots(figsize=(9, 0.6 + 0.3 * len(bars)))
+    colours = {"pyrocket": "tab:blue", "java": "tab:orange", "raw": "tab:gray"}
+    axes.barh(
+        [f"{case}: {side}" for case, side in bars],
+        [results.median(case, side, rate) / 1000 for case, side in bars],
+        color=[colours[side.partition(",")[0]] for _, side in bars],
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("thousand messages per second")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,266 @@
+"""One Python side of benchmarks/consume.py, in a process of its own: python -m benchmarks.consume_side TASK.
+
+TASK is a JSON object with the fields of `Task`; the answer is one JSON object on standard output.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.broker_load import FLOW_BODY
+from benchmarks.raw_pull import raw_pull
+
+LOOK_EVERY_S = 0.02
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one side is to do. `benchmarks/java/ConsumeBench.java` reads the same fields.
+
+    `measure`: "backlog" consumes `total` messages and answers about the part between `from_share` and `to_share`;
+    "latency" answers about the messages of a steady flow that are sent in the `seconds` that begin `settle_s` after
+    the first came; "idle" answers what nothing costs over `seconds`, after `settle_s`; "start" answers how long the
+    first message took.
+    `listener`: "no-op" counts, "touch" reads body and properties, "sleep" sleeps 1 ms.
+    """
+
+    side: str
+    measure: str
+    name_server: str
+    group: str
+    topic: str
+    listener: str = "no-op"
+    threads: int = 20
+    pull_batch: int = 32
+    listener_batch: int = 1
+    max_cached: int = 1000
+    max_span: int = 2000
+    consume_from: str = "first"
+    total: int = 0
+    from_share: float = 0.2
+    to_share: float = 0.9
+    seconds: float = 0.0
+    settle_s: float = 5.0
+    timeout_s: float = 150.0
+    broker_address: str = ""
+    broker_name: str = ""
+    queues: int = 0
+    shut_down: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The counters at one moment: messages, time, CPU time and context switches of the whole process."""
+
+    count: int
+    at_s: float
+    cpu_s: float
+    switches: int
+
+    @classmethod
+    def now(cls, count: int) -> Look:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(count, time.perf_counter(), usage.ru_utime + usage.ru_stime, usage.ru_nvcsw)
+
+
+class Watch:
+    """Looks from time to time; seldom at the memory, because that costs more than the rest."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.looks: list[Look] = []
+        self.rss_mb: list[float] = []
+
+    def look(self, count: int) -> Look:
+        look = Look.now(count)
+        self.looks.append(look)
+        while len(self.rss_mb) < 10 and count >= self.total * (len(self.rss_mb) + 1) // 10:
+            self.rss_mb.append(round(memory_mb("VmRSS"), 1))
+        return look
+
+    def warm_part(self, task: Task) -> Answer:
+        """Return messages, seconds, CPU and switches between the two shares of the backlog."""
+        first = next(look for look in self.looks if look.count >= task.from_share * self.total)
+        last = [look for look in self.looks if look.count <= task.to_share * self.total][-1]
+        return {
+            "messages": last.count - first.count,
+            "seconds": last.at_s - first.at_s,
+            "cpu_s": last.cpu_s - first.cpu_s,
+            "switches": last.switches - first.switches,
+            "rss_mb_at_tenths": self.rss_mb,
+        }
+
+
+def memory_mb(what: str) -> float:
+    """Return VmRSS or VmHWM (the highest so far) in MiB. ru_maxrss would count the parent's memory, too."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        unit = 1 << 20 if sys.platform == "darwin" else 1 << 10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return int(status.partition(f"{what}:")[2].split(maxsplit=1)[0]) / 1024
+
+
+def raw(task: Task) -> Answer:
+    """Answer for the bare loop."""
+    watch = Watch(task.total)
+    where = task.broker_address, task.broker_name, task.group, task.topic, task.queues
+    raw_pull(*where, task.pull_batch, task.total, watch.look)
+    return watch.warm_part(task)
+
+
+class Counter:
+    """Counts the messages that listeners were given; its listeners cost as little as counting can."""
+
+    def __init__(self) -> None:
+        self._singles = itertools.count()  # next() of it is one step for all threads
+        self._reads = 0
+        self._sizes: list[int] = []
+        self._summed = self._summed_to = 0
+
+    def value(self) -> int:
+        """Return the messages so far. One thread asks."""
+        singles = next(self._singles) - self._reads
+        self._reads += 1
+        sizes = self._sizes[self._summed_to :]
+        self._summed_to += len(sizes)
+        self._summed += sum(sizes)
+        return singles + self._summed
+
+    def listener(self, kind: str, batch: bool) -> Callable[[Any], None]:
+        """Return a listener of one of the kinds of `Task.listener`, for lists if `batch`."""
+        singles, add = self._singles, self._sizes.append
+
+        def no_op(message: Any) -> None:
+            next(singles)
+
+        def no_op_list(messages: Any) -> None:
+            add(len(messages))
+
+        def touch(message: Any) -> None:
+            message.body, message.properties  # noqa: B018
+            next(singles)
+
+        def touch_list(messages: Any) -> None:
+            for message in messages:
+                message.body, message.properties  # noqa: B018
+            add(len(messages))
+
+        def sleep(message: Any) -> None:
+            time.sleep(0.001)
+            next(singles)
+
+        singly = {"no-op": no_op, "touch": touch, "sleep": sleep}
+        return {"no-op": no_op_list, "touch": touch_list}[kind] if batch else singly[kind]
+
+
+def push_consumer(task: Task) -> Any:
+    """Return the consumer of a task, not started."""
+    from pyrocket_consumer import PushConsumer
+
+    return PushConsumer(
+        task.group,
+        name_server=task.name_server,
+        consume_from=task.consume_from,
+        consume_threads=task.threads,
+        pull_batch_size=task.pull_batch,
+        listener_batch_size=task.listener_batch,
+        max_cached_messages=task.max_cached,
+        max_span=task.max_span,
+    )
+
+
+def backlog(task: Task) -> Answer:
+    """Answer for a PushConsumer that works off a backlog."""
+    counter, watch = Counter(), Watch(task.total)
+    deadline = time.perf_counter() + task.timeout_s
+    consumer = push_consumer(task)
+    consumer.subscribe(task.topic, counter.listener(task.listener, task.listener_batch > 1))
+    with consumer:
+        while (look := watch.look(counter.value())).count < task.total:
+            if look.at_s > deadline:
+                raise TimeoutError(f"only {look.count} of {task.total} messages came within {task.timeout_s:g} s")
+            time.sleep(LOOK_EVERY_S)
+    return watch.warm_part(task)
+
+
+def latency(task: Task) -> Answer:
+    """Answer for the steady flow."""
+    came = threading.Event()
+    times: list[tuple[int, int]] = []  # nanoseconds since the epoch: sent, listener called
+
+    def listener(message: Any) -> None:
+        now_ns = time.time_ns()
+        times.append((FLOW_BODY.unpack(message.body)[0], now_ns))
+        came.set()
+
+    consumer = push_consumer(task)
+    consumer.subscribe(task.topic, listener)
+    with consumer:
+        if not came.wait(task.timeout_s):
+            raise TimeoutError(f"no message came within {task.timeout_s:g} s")
+        time.sleep(task.settle_s)
+        begin_ns = time.time_ns()
+        time.sleep(task.seconds)
+        end_ns = time.time_ns()
+        time.sleep(1)  # what was sent before the end may still be on its way
+    taken = sorted(called - sent for sent, called in times if begin_ns <= sent < end_ns)
+    return {
+        "messages": len(taken),
+        **{f"p{percent}_ms": taken[int(len(taken) * percent / 100)] / 1e6 for percent in (50, 99)},
+    }
+
+
+def idle(task: Task) -> Answer:
+    """Answer for a consumer to which nothing comes."""
+    consumer = push_consumer(task)
+    consumer.subscribe(task.topic, lambda message: None)
+    with consumer:
+        time.sleep(task.settle_s)
+        before = Look.now(0)
+        time.sleep(task.seconds)
+        after = Look.now(0)
+    return {
+        "seconds": after.at_s - before.at_s,
+        "cpu_s": after.cpu_s - before.cpu_s,
+        "switches": after.switches - before.switches,
+    }
+
+
+def start(task: Task) -> Answer:
+    """Answer how long it takes from `PushConsumer(…)` to the first message; the import is told apart."""
+    began = time.perf_counter()
+    import pyrocket_consumer.consumer  # noqa: F401
+
+    imported = time.perf_counter()
+    came = threading.Event()
+    consumer = push_consumer(task)
+    consumer.subscribe(task.topic, lambda message: came.set())
+    with consumer:
+        started = time.perf_counter()
+        if not came.wait(task.timeout_s):
+            raise TimeoutError(f"no message came within {task.timeout_s:g} s")
+        first = time.perf_counter()
+    return {"import_s": imported - began, "start_s": started - imported, "first_message_s": first - imported}
+
+
+def main() -> None:
+    task = Task(**json.loads(sys.argv[1]))
+    measures = {"backlog": raw if task.side == "raw" else backlog, "latency": latency, "idle": idle, "start": start}
+    answer = measures[task.measure](task)
+    print(json.dumps({**answer, "rss_mb": memory_mb("VmRSS"), "rss_peak_mb": memory_mb("VmHWM")}))
+
+
+if __name__ == "__main__":
+    main()

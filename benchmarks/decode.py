@@ -1,0 +1,231 @@
+"""How much quicker are messages decoded lazily than eagerly, and how far is that from the least any decoder must do?
+
+    python -m benchmarks.decode [--rounds N] [--json FILE]
+
+One answer of 32 records, each with 8 properties, is decoded in several ways, one after the other in random order in
+every round. A ratio is the eager decoder's time divided by the other's in the same round: 10 means ten times quicker.
+Ratios are results; times on a shared machine are anecdotes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+import random
+import statistics
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.environment import environment, header
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
+
+QUESTION = (__doc__ or "").partition("\n")[0]
+
+QUEUE = MessageQueue("orders", "broker-a", 3)
+MESSAGES = 32
+BODY_BYTES = (100, 1024, 10240)
+
+
+def pull_body(body_bytes: int) -> bytes:
+    """Return the body of a pull's answer: 32 records."""
+    text = json.dumps({f"field{n}": f"value {n}" for n in range(body_bytes // 16)}).encode()
+    return b"".join(
+        encode_message(
+            StoredMessage(
+                topic="orders",
+                body=text.ljust(body_bytes)[:body_bytes],
+                properties={
+                    "MSG_REGION": "DefaultRegion",
+                    "UNIQ_KEY": f"0A000009126718B4AAC24496ED40{n:04X}",
+                    "CLUSTER": "DefaultCluster",
+                    "KEYS": f"order-{n} customer-{n}",
+                    "TAGS": "paid",
+                    "TRACE_ON": "true",
+                    "region": "eu-central-1",
+                    "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+                },
+                queue_id=3,
+                queue_offset=1000 + n,
+                commit_log_offset=10**9 + n * body_bytes,
+                born_at_ms=1_700_000_000_000,
+                born_host="10.0.0.9:50000",
+                stored_at_ms=1_700_000_000_005,
+                store_host="10.0.0.1:10911",
+            )
+        )
+        for n in range(MESSAGES)
+    )
+
+
+def decode_eagerly(data: bytes) -> list[dict[str, Any]]:
+    """Decode as one would write it first: field by field, everything at once."""
+    messages, start = [], 0
+
+    def number(place: int, length: int) -> int:
+        return int.from_bytes(data[start + place : start + place + length], "big", signed=True)
+
+    def host(place: int) -> str:
+        return ".".join(str(byte) for byte in data[start + place : start + place + 4]) + f":{number(place + 4, 4)}"
+
+    while start < len(data):
+        body_end = start + 88 + number(84, 4)
+        topic_end = body_end + 1 + data[body_end]
+        properties = {}
+        for item in data[topic_end + 2 : start + number(0, 4)].decode().split("\x02"):
+            if item:
+                name, value = item.split("\x01", 1)
+                properties[name] = value
+        messages.append(
+            {
+                "body_crc": number(8, 4),
+                "queue_id": number(12, 4),
+                "flag": number(16, 4),
+                "queue_offset": number(20, 8),
+                "commit_log_offset": number(28, 8),
+                "sys_flag": number(36, 4),
+                "born_at_ms": number(40, 8),
+                "born_host": host(48),
+                "stored_at_ms": number(56, 8),
+                "store_host": host(64),
+                "reconsume_times": number(72, 4),
+                "prepared_transaction_offset": number(76, 8),
+                "body": data[start + 88 : body_end],
+                "topic": data[body_end + 1 : topic_end].decode(),
+                "properties": properties,
+                "offset_message_id": (data[start + 64 : start + 72] + data[start + 28 : start + 36]).hex().upper(),
+            }
+        )
+        start += number(0, 4)
+    return messages
+
+
+_FIXED = struct.Struct(">IIIiiqqiq8sq8siqI")
+
+
+def decode_eagerly_with_struct(data: bytes) -> list[tuple[Any, ...]]:
+    """Decode the fixed fields in one go, and everything at once."""
+    messages, start = [], 0
+    while start < len(data):
+        fields = _FIXED.unpack_from(data, start)
+        body_end = start + 88 + fields[14]
+        topic_end = body_end + 1 + data[body_end]
+        text = data[topic_end + 2 : start + fields[0]].decode()
+        properties = dict([item.split("\x01", 1) for item in text.split("\x02") if item])
+        messages.append((fields, data[start + 88 : body_end], data[body_end + 1 : topic_end].decode(), properties))
+        start += fields[0]
+    return messages
+
+
+_SIZE = struct.Struct(">I")
+
+
+def walk_lengths(data: bytes) -> None:
+    """Do the least any decoder must do: find where each record starts."""
+    start, size, unpack = 0, len(data), _SIZE.unpack_from
+    while start < size:
+        start += unpack(data, start)[0]
+
+
+read_all = operator.attrgetter(
+    "body_crc", "queue", "flag", "queue_offset", "commit_log_offset", "sys_flag", "born_at_ms", "born_host",
+    "stored_at_ms", "store_host", "reconsume_times", "prepared_transaction_offset", "body", "topic", "properties",
+    "offset_message_id",
+)  # fmt: skip
+
+
+def decode_and_touch_body(data: bytes) -> None:
+    for message in decode_messages(data, QUEUE):
+        message.queue_offset  # noqa: B018
+        message.body  # noqa: B018
+
+
+def decode_and_touch_tags(data: bytes) -> None:
+    for message in decode_messages(data, QUEUE):
+        message.tags  # noqa: B018
+
+
+def decode_and_touch_all(data: bytes) -> None:
+    """Read what the eager decoder reads."""
+    for message in decode_messages(data, QUEUE):
+        read_all(message)
+
+
+EAGER = "eager"
+WAYS: dict[str, Callable[[bytes], object]] = {
+    EAGER: decode_eagerly,
+    "eager, struct": decode_eagerly_with_struct,
+    "lazy": lambda data: decode_messages(data, QUEUE),
+    "lazy + offset, body": decode_and_touch_body,
+    "lazy + tags": decode_and_touch_tags,
+    "lazy + everything": decode_and_touch_all,
+    "walk lengths": walk_lengths,
+}
+
+
+def measure(data: bytes, rounds: int, repeats: int = 10) -> dict[str, list[float]]:
+    """Return microseconds per message of every way, round by round."""
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    ways = list(WAYS.items())
+    for _ in range(rounds):
+        random.shuffle(ways)
+        for way, decode in ways:
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                decode(data)
+            times[way].append((time.perf_counter() - begin) / repeats / MESSAGES * 1e6)
+    return times
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "median": round(statistics.median(ordered), 3),
+        "p5": round(ordered[len(ordered) // 20], 3),
+        "p95": round(ordered[-1 - len(ordered) // 20], 3),
+    }
+
+
+def bench_decode(rounds: int) -> list[dict[str, Any]]:
+    """Measure every way for every size of body."""
+    results: list[dict[str, Any]] = []
+    for body_bytes in BODY_BYTES:
+        data = pull_body(body_bytes)
+        measure(data, 3)  # warm up
+        times = measure(data, rounds)
+        for way, values in times.items():
+            ratios = [eager / value for eager, value in zip(times[EAGER], values, strict=True)]
+            results.append(
+                {"way": way, "body_bytes": body_bytes, "times_quicker": summary(ratios), "us": summary(values)}
+            )
+    return results
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=QUESTION)
+    arguments.add_argument("--rounds", type=int, default=60, help="rounds per size of body (60)")
+    arguments.add_argument("--json", metavar="FILE", help="write the results there too")
+    options = arguments.parse_args()
+
+    facts = environment()
+    print(header(facts))
+    print(f"{MESSAGES} messages per answer, {options.rounds} rounds")
+    results = bench_decode(options.rounds)
+    print(f"{'body':>6}  {'way':20} {'times quicker than eager':>26} {'us per message':>22}")
+    for result in results:
+        ratio, us = result["times_quicker"], result["us"]
+        print(
+            f"{result['body_bytes']:>6}  {result['way']:20} {ratio['median']:>9.1f} (p5 {ratio['p5']:.1f})".ljust(56)
+            + f"{us['median']:>9.2f} (p95 {us['p95']:.2f})"
+        )
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            answer = {"question": QUESTION, "environment": facts, "messages": MESSAGES, "rounds": options.rounds}
+            json.dump(answer | {"results": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

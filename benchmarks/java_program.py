@@ -1,0 +1,64 @@
+"""Java programs of ours that stand beside a Python side: compiled once against the jars of a release, then run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from tests.real_brokers.jars import cache_directory, jars, java_tool
+
+HERE = Path(__file__).parent / "java"
+
+
+def class_path(program: str, version: str) -> str:
+    """Return the class path of `java/<program>.java` with the jars of a RocketMQ release, compiling it when it changed.
+
+    Raises:
+        subprocess.CalledProcessError: it does not compile; javac's words are on standard error.
+    """
+    source = HERE / f"{program}.java"
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    target = cache_directory() / f"benchmark-{program}-{version}-{digest}"
+    libraries = f"{jars(version)}/*"
+    with FileLock(f"{target}.lock"):
+        if not (target / f"{program}.class").exists():
+            subprocess.run(
+                [java_tool("javac"), "-nowarn", "-proc:none", "-d", str(target), "-cp", libraries, str(source)],
+                check=True, timeout=300,
+            )  # fmt: skip
+    return f"{target}{os.pathsep}{libraries}"
+
+
+def run(program: str, version: str, options: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
+    """Run a program with `name=value` arguments and return the JSON object it prints last.
+
+    The virtual machine gets no options that would change its speed: it chooses heap and collector itself.
+
+    Raises:
+        RuntimeError: it failed; the text has its output.
+        subprocess.TimeoutExpired: it did not end.
+    """
+    with tempfile.TemporaryDirectory(prefix="pyrocket-bench-") as home:  # logs and offset files go there
+        command = [
+            java_tool("java"), f"-Duser.home={home}", f"-Drocketmq.client.localOffsetStoreDir={home}",
+            "-cp", class_path(program, version), program,
+            *(f"{name}={_text(value)}" for name, value in options.items()),
+        ]  # fmt: skip
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=home)
+    lines = [line for line in answer.stdout.splitlines() if line.startswith("{")]
+    if answer.returncode or not lines:
+        raise RuntimeError(f"{program} ended with {answer.returncode}:\n{answer.stdout[-1500:]}{answer.stderr[-1500:]}")
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,518 @@
+"""How long does it take to persist an offset, beside what the disk can do at best and what Java's own store takes?
+
+    python -m benchmarks.offset_persist [--quick] [--json FILE] [--plot PNG]
+
+`disk` writes 4 KiB to a preallocated file and calls fdatasync: no durable persist can be quicker. `java` is the Java
+client's LocalFileOffsetStore of RocketMQ 5.5.0, which never syncs. The three durabilities of ours stand beside them, in
+blocks of a few operations, in random order, round after round: a flush takes 0.1 ms or 4 ms as the processor idles, so
+only ratios inside a round say anything. Without Java and Maven its side is left out, and the output says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import java_program
+from benchmarks.environment import environment, header
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.offsets.disk import DiskFile, LocalDisk
+from tests.real_brokers.jars import NEWEST, CannotRun, check_machine, java_tool
+
+QUESTION = (__doc__ or "").partition("\n")[0]
+DURABILITIES = ("fsync", "process", "checkpoint")
+DISK, JAVA = "disk", "java"
+SIDES = (DISK, *DURABILITIES, JAVA)
+SLOW_US = 5_000  # sides that take longer per operation get smaller blocks
+
+# What performance is aimed at: (side, beside, threads) -> per number of queues, rate of the one ÷ rate of the other.
+TARGETS = {
+    ("fsync", DISK, 1): {16: 0.75, 256: 0.75, 4096: 0.65},
+    ("fsync", DISK, 8): {16: 0.85, 256: 0.85, 4096: 0.85},
+    ("fsync", JAVA, 1): {16: 1.3, 256: 2, 4096: 7, 65536: 30},
+    ("fsync", JAVA, 8): {16: 2.5, 256: 3.5, 4096: 13, 65536: 30},
+    ("process", JAVA, 1): {16: 25, 256: 40, 4096: 100, 65536: 1000},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How much is measured."""
+
+    queues: tuple[int, ...] = (16, 256, 4096, 65536)
+    threads: tuple[int, ...] = (1, 8)
+    rounds: int = 40
+    block: int = 10
+    seconds: float = 60.0  # at most, for each combination of queues and threads
+    persists: int = 150_000  # for bytes and CPU per persist
+
+
+QUICK = Settings((16, 256, 4096), (1, 8), 15, 10, 5.0, 50_000)
+
+
+def queues_of(count: int) -> list[MessageQueue]:
+    return [MessageQueue(f"topic-{n // 64}", "broker-a", n % 64) for n in range(count)]
+
+
+class Team:
+    """Threads that do the same piece of work at once, again and again, without being started anew."""
+
+    def __init__(self, size: int, work: Callable[[int, int], None]) -> None:
+        self._size, self._work, self._count = size, work, 0
+        self._start, self._end = threading.Barrier(size + 1), threading.Barrier(size + 1)
+        for number in range(size if size > 1 else 0):
+            threading.Thread(target=self._run, args=(number,), daemon=True).start()
+
+    def _run(self, number: int) -> None:
+        while True:
+            self._start.wait()
+            if self._count < 0:
+                return
+            self._work(number, self._count)
+            self._end.wait()
+
+    def do(self, count: int) -> float:
+        """Let each do `count` operations; return how long that took, in seconds."""
+        self._count = count
+        begin = time.perf_counter()
+        if self._size == 1:
+            self._work(0, count)
+        else:
+            self._start.wait()
+            self._end.wait()
+        return time.perf_counter() - begin
+
+    def dismiss(self) -> None:
+        self._count = -1
+        if self._size > 1:
+            self._start.wait()
+
+
+@contextmanager
+def disk_side(directory: Path, threads: int) -> Iterator[Callable[[int], float]]:
+    """The physical limit: 4 KiB into a preallocated file, and fdatasync, from each thread."""
+    path, blocks, block = directory / "disk", 256, os.urandom(4096)
+    path.write_bytes(bytes(4096 * blocks))
+    files = [os.open(path, os.O_RDWR) for _ in range(threads)]
+    os.fsync(files[0])
+    places = list(range(threads))
+
+    def work(number: int, count: int) -> None:
+        fd = files[number]
+        for _ in range(count):
+            os.pwrite(fd, block, places[number] % blocks * 4096)
+            os.fdatasync(fd)
+            places[number] += threads
+
+    team = Team(threads, work)
+    yield team.do
+    team.dismiss()
+    for fd in files:
+        os.close(fd)
+
+
+@contextmanager
+def store_side(directory: Path, durability: Any, count: int, threads: int) -> Iterator[Callable[[int], float]]:
+    """Our store: `update_offset` and `persist`, each thread with queues of its own."""
+    queues = queues_of(count)
+    with LocalFileOffsetStore(directory / durability, durability) as store:
+        for queue in queues:
+            store.update_offset(queue, 0)
+        store.persist_all()
+        places, values = list(range(threads)), [10**9] * threads
+
+        def work(number: int, operations: int) -> None:
+            place, value = places[number], values[number]
+            for _ in range(operations):
+                queue = queues[place % count]
+                value += 1
+                store.update_offset(queue, value)
+                store.persist(queue)
+                place += threads
+            places[number], values[number] = place, value
+
+        team = Team(threads, work)
+        yield team.do
+        team.dismiss()
+
+
+class JavaSide:
+    """A Java virtual machine with the client's store in it, spoken to line by line."""
+
+    def __init__(self, directory: Path) -> None:
+        home = directory / "java"
+        home.mkdir()
+        self._process = subprocess.Popen(
+            [java_tool("java"), f"-Duser.home={home}", f"-Drocketmq.client.localOffsetStoreDir={home}/offsets",
+             "-cp", java_program.class_path("OffsetPersistBench", NEWEST), "OffsetPersistBench"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+
+    def ask(self, line: str) -> float:
+        """Return how long the command took, in seconds."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        while True:
+            answer = self._process.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the Java side ended at {line!r}")
+            if answer.strip().isdigit():  # not something that a library prints
+                return int(answer) / 1e9
+
+    def open(self, count: int, threads: int) -> Callable[[int], float]:
+        self.ask(f"open {count} {threads}")
+        warm_until = time.perf_counter() + 4
+        for _ in range(300):  # the compiler needs thousands of calls
+            self.ask("one 10")
+            if time.perf_counter() > warm_until:
+                break
+        return lambda operations: self.ask(f"one {operations}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@dataclass(slots=True)
+class Case:
+    """Microseconds per operation of each side, round by round, for one number of queues and threads."""
+
+    queues: int
+    threads: int
+    us: dict[str, list[float]] = field(default_factory=dict)
+
+    def ratio(self, side: str, beside: str) -> float | None:
+        """Return the rate of `side` ÷ the rate of `beside`: the median of the rounds' ratios."""
+        if side not in self.us or beside not in self.us:
+            return None
+        return statistics.median(b / a for a, b in zip(self.us[side], self.us[beside], strict=True))
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "queues": self.queues,
+            "threads": self.threads,
+            "rounds": len(next(iter(self.us.values()))),
+            "us_per_persist": {
+                side: {"median": round(statistics.median(us), 2), "p95": round(sorted(us)[int(len(us) * 0.95)], 2)}
+                for side, us in self.us.items()
+            },
+            "rate_ratios": {
+                f"{side} / {beside}": round(ratio, 3)
+                for side in SIDES
+                for beside in (DISK, JAVA)
+                if side != beside and (ratio := self.ratio(side, beside)) is not None
+            },
+        }
+
+
+def measure(count: int, threads: int, settings: Settings, java: JavaSide | None, base: Path) -> Case:
+    """Interleave all sides, in random order, round after round."""
+    case = Case(count, threads)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=base)))
+        sides = {DISK: stack.enter_context(disk_side(directory, threads))}
+        for durability in DURABILITIES:
+            sides[durability] = stack.enter_context(store_side(directory, durability, count, threads))
+        if java is not None:
+            sides[JAVA] = java.open(count, threads)
+        blocks = {}
+        for side, do in sides.items():
+            us = do(3) / 3 * 1e6
+            blocks[side] = max(2, settings.block // 4) if us > SLOW_US else settings.block * (5 if us < 50 else 1)
+            case.us[side] = []
+        until, order = time.perf_counter() + settings.seconds, list(sides)
+        for number in range(settings.rounds):
+            random.shuffle(order)
+            for side in order:
+                operations = blocks[side]
+                case.us[side].append(sides[side](operations) / operations / threads * 1e6)
+            progress(f"{count} queues, {threads} threads: round {number + 1} of {settings.rounds}")
+            if time.perf_counter() > until and number >= 4:
+                break
+    return case
+
+
+# -- bytes, CPU, recovery ----------------------------------------------------------------------------------------
+
+
+class CountingDisk(LocalDisk):
+    """The local disk, which counts the bytes written and the flushes."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.flushes = 0
+
+    def open(self, path: str, *, create: bool) -> DiskFile:
+        return _CountingFile(super().open(path, create=create), self)
+
+
+class _CountingFile:
+    def __init__(self, file: DiskFile, disk: CountingDisk) -> None:
+        self._file, self._disk = file, disk
+
+    def write_at(self, data: bytes, position: int) -> None:
+        self._disk.bytes += len(data)
+        self._file.write_at(data, position)
+
+    def sync(self) -> None:
+        self._disk.flushes += 1
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def measure_costs(count: int, settings: Settings, base: Path) -> dict[str, Any]:
+    """Return bytes written (checkpoints included) and CPU per persist, flushes of eight threads, time to load."""
+    queues = queues_of(count)
+    with tempfile.TemporaryDirectory(dir=base) as directory:
+        disk = CountingDisk()
+        store = LocalFileOffsetStore(Path(directory, "s"), "process", disk=disk)
+        store.load()
+        for queue in queues:
+            store.update_offset(queue, 10**9)
+        store.persist_all()
+        disk.bytes, began, cpu = 0, time.perf_counter(), time.process_time()
+        for n in range(settings.persists):
+            queue = queues[n % count]
+            store.update_offset(queue, 10**9 + n)
+            store.persist(queue)
+        cpu_us = (time.process_time() - cpu) / settings.persists * 1e6
+        wall_us = (time.perf_counter() - began) / settings.persists * 1e6
+        bytes_per_persist = disk.bytes / settings.persists
+        store.close()
+
+        # A journal as full as it gets, as a kill leaves it.
+        store = LocalFileOffsetStore(Path(directory, "s"), "process", checkpoint_interval_s=86400)
+        store.load()
+        for n in range(46_000):
+            queue = queues[n % count]
+            store.update_offset(queue, 2 * 10**9 + n)
+            store.persist(queue)
+        shutil.copytree(Path(directory, "s"), Path(directory, "killed"))
+        store.close()
+        loads, frames = [], 0
+        for _ in range(5):
+            store = LocalFileOffsetStore(Path(directory, "killed"))
+            began = time.perf_counter()
+            store.load()
+            loads.append((time.perf_counter() - began) * 1e3)
+            frames = store.found.journal_frames
+            shutil.copytree(Path(directory, "killed"), Path(directory, "copy"))
+            store.close()
+            shutil.rmtree(Path(directory, "killed"))
+            Path(directory, "copy").rename(Path(directory, "killed"))
+
+        disk = CountingDisk()
+        with LocalFileOffsetStore(Path(directory, "eight"), disk=disk) as store:
+            for queue in queues:
+                store.update_offset(queue, 0)
+            store.persist_all()
+
+            def work(number: int, operations: int) -> None:
+                for n in range(operations):
+                    queue = queues[(n * 8 + number) % count]
+                    store.update_offset(queue, 10**9 + n * 8 + number)
+                    store.persist(queue)
+
+            disk.flushes, team = 0, Team(8, work)
+            team.do(100)
+            flushes = disk.flushes / 800
+            team.dismiss()
+    return {
+        "queues": count,
+        "bytes_per_persist": round(bytes_per_persist, 1),
+        "cpu_us_per_persist": round(cpu_us, 2),
+        "us_per_persist": round(wall_us, 2),
+        "flushes_per_persist_8_threads": round(flushes, 2),
+        "load_ms": round(statistics.median(loads), 1),
+        "journal_frames": frames,
+    }
+
+
+def measure_all(count: int, java: JavaSide | None, base: Path, rounds: int) -> dict[str, Any]:
+    """Return what persisting the whole table at once takes."""
+    queues, us = queues_of(count), {}
+    with tempfile.TemporaryDirectory(dir=base) as directory, LocalFileOffsetStore(Path(directory, "s")) as store:
+        values = iter(range(10**9, 2 * 10**9))
+
+        def ours() -> float:
+            begin = time.perf_counter()
+            for queue in queues:
+                store.update_offset(queue, next(values))
+            store.persist_all(queues)
+            return time.perf_counter() - begin
+
+        sides = {"fsync": ours}
+        if java is not None:
+            java.ask(f"open {count} 1")
+            sides[JAVA] = lambda: java.ask("all 1")
+        for do in sides.values():
+            for _ in range(20 if count < 5000 else 3):
+                do()
+        for _ in range(rounds):
+            for side in random.sample(list(sides), len(sides)):
+                us.setdefault(side, []).append(sides[side]() * 1e6)
+    case = Case(count, 1, us)
+    return {"queues": count, "us": {side: round(statistics.median(each), 1) for side, each in us.items()},
+            "fsync / java": None if java is None else round(case.ratio("fsync", JAVA) or 0, 2)}  # fmt: skip
+
+
+# -- telling -----------------------------------------------------------------------------------------------------
+
+
+def progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that `path` is on: on tmpfs a flush does nothing."""
+    best, kind = "", "unknown"
+    try:
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, mount, found, *_ = line.split()
+            if str(path.resolve()).startswith(mount) and len(mount) >= len(best):
+                best, kind = mount, found
+    except OSError:
+        pass
+    return kind
+
+
+def table(cases: list[Case]) -> Iterator[str]:
+    yield f"{'queues':>7} {'threads':>7}  " + "".join(f"{side + ' us':>14}" for side in SIDES)
+    for case in cases:
+        cells = [f"{statistics.median(case.us[side]):>14.1f}" if side in case.us else f"{'–':>14}" for side in SIDES]
+        yield f"{case.queues:>7} {case.threads:>7}  " + "".join(cells)
+    yield ""
+    yield f"{'queues':>7} {'threads':>7}  {'rate of':>10} ÷ rate of {'':<6}{'measured':>9}{'wanted':>8}"
+    for case in cases:
+        for (side, beside, threads), wanted in TARGETS.items():
+            ratio = case.ratio(side, beside)
+            if threads == case.threads and case.queues in wanted and ratio is not None:
+                mark = "" if ratio >= wanted[case.queues] else "   missed"
+                yield (
+                    f"{case.queues:>7} {case.threads:>7}  {side:>10} ÷ {beside:<14}{ratio:>9.2f}"
+                    f"{wanted[case.queues]:>8g}{mark}"
+                )
+
+
+def plot(cases: list[Case], path: str) -> None:
+    """Draw time per persist over the number of queues, one panel per number of threads."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("--plot needs matplotlib: pip install matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    thread_counts = sorted({case.threads for case in cases})
+    figure, panels = pyplot.subplots(1, len(thread_counts), figsize=(6 * len(thread_counts), 4.5), sharey=True)
+    for panel, threads in zip(panels if len(thread_counts) > 1 else [panels], thread_counts, strict=True):
+        for side in SIDES:
+            points = [(case.queues, statistics.median(case.us[side])) for case in cases
+                      if case.threads == threads and side in case.us]  # fmt: skip
+            if points:
+                panel.plot(*zip(*points, strict=True), marker="o", label="disk: pwrite + fdatasync" if side == DISK else
+                           f"Java {NEWEST} (no sync)" if side == JAVA else side)  # fmt: skip
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_title(f"{threads} thread{'s' if threads > 1 else ''}")
+        panel.set_xlabel("queues in the store")
+        panel.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("µs per persist (median)")
+    figure.axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=QUESTION)
+    arguments.add_argument("--quick", action="store_true", help="within a minute: fewer rounds, no 65 536 queues")
+    arguments.add_argument("--queues", type=int, nargs="+", help="numbers of queues (16 256 4096 65536)")
+    arguments.add_argument("--threads", type=int, nargs="+", help="numbers of threads (1 8)")
+    arguments.add_argument("--rounds", type=int, help="rounds per combination (40)")
+    arguments.add_argument("--no-java", action="store_true", help="leave the Java side out")
+    arguments.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    arguments.add_argument("--json", metavar="FILE", help="write the results there too")
+    arguments.add_argument("--plot", metavar="PNG", help="draw them (needs matplotlib)")
+    options = arguments.parse_args()
+
+    settings = asdict(QUICK if options.quick else Settings())
+    for name in ("queues", "threads", "rounds"):
+        if getattr(options, name):
+            settings[name] = getattr(options, name)
+    settings = Settings(**settings)
+
+    java: JavaSide | None = None
+    program = None
+    if not options.no_java:
+        try:
+            check_machine()
+            program = java_tool("java")
+        except CannotRun as reason:
+            print(f"without the Java side: {reason}")
+    facts = environment(java=program) | {"file_system": file_system(options.directory)}
+    print(header(facts) + f", {options.directory} on {facts['file_system']}")
+    if facts["file_system"] in ("tmpfs", "ramfs"):
+        print("a flush does nothing on this file system: choose another with --directory")
+    cases, costs, whole_tables = [], [], []
+    with tempfile.TemporaryDirectory(prefix="pyrocket-bench-", dir=options.directory) as name:
+        base = Path(name)
+        if program is not None:
+            progress("starting Java")
+            java = JavaSide(base)
+        try:
+            for count in settings.queues:
+                for threads in settings.threads:
+                    cases.append(measure(count, threads, settings, java, base))
+                progress(f"{count} queues: whole table, bytes, recovery")
+                whole_tables.append(measure_all(count, java, base, max(5, settings.rounds // 2)))
+                costs.append(measure_costs(count, settings, base))
+        finally:
+            if java is not None:
+                java.close()
+    progress("")
+    print("\n".join(table(cases)))
+    print(f"\n{'queues':>7}{'persist_all us':>16}{'java us':>12}{'rate ÷ java':>13}")
+    for each in whole_tables:
+        beside = "" if java is None else f"{each['us'][JAVA]:>12.0f}{each['fsync / java']:>13.2f}"
+        print(f"{each['queues']:>7}{each['us']['fsync']:>16.0f}{beside}")
+    titles = f"{'bytes/persist':>15}{'CPU us, process':>17}{'flushes/persist, 8':>20}{'load, full, ms':>16}"
+    print(f"\n{'queues':>7}{titles}")
+    for each in costs:
+        print(f"{each['queues']:>7}{each['bytes_per_persist']:>15}{each['cpu_us_per_persist']:>17}"
+              f"{each['flushes_per_persist_8_threads']:>20}{each['load_ms']:>16}")  # fmt: skip
+    if options.json:
+        answer = {
+            "question": QUESTION,
+            "environment": facts,
+            "settings": asdict(settings),
+            "persist": [case.summary() for case in cases],
+            "persist_all": whole_tables,
+            "costs": costs,
+        }
+        Path(options.json).write_text(json.dumps(answer, indent=1))
+    if options.plot:
+        plot(cases, options.plot)
+
+
+if __name__ == "__main__":
+    main()

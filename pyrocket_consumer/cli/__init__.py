@@ -1,0 +1,46 @@
+"""The `pyrocket` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pyrocket_consumer import __version__
+from pyrocket_consumer.cli import broker, consume, demo, offsets, produce
+from pyrocket_consumer.errors import RocketError
+
+OK, ERROR, USAGE, FAILED_CHECK = 0, 1, 2, 3
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    top = argparse.ArgumentParser(
+        prog="pyrocket",
+        description="Apache RocketMQ from the shell: a demo, consuming and producing, offsets, a broker for tests.",
+        epilog="Exit codes: 0 done, 1 error, 2 wrong usage, 3 a check failed (for example: a message was lost).",
+    )
+    top.add_argument("--version", action="version", version=f"pyrocket-consumer {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (demo, consume, produce, offsets, broker):
+        module.add_to(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except RocketError as error:
+        print(f"pyrocket: {error}", *getattr(error, "__notes__", ()), sep="\n  ", file=sys.stderr)
+        return ERROR
+    except KeyboardInterrupt:
+        return ERROR
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

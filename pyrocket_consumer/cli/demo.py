@@ -1,0 +1,272 @@
+"""`pyrocket demo`: the main job before your eyes, with members killed on the way."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output, positive
+from pyrocket_consumer.cli.tables import print_table
+from pyrocket_consumer.errors import RocketError
+
+_EXAMPLES = """\
+  pyrocket demo                                  # on an embedded cluster: nothing to install
+  pyrocket demo -n 127.0.0.1:9876                # on your cluster (it must create topics by itself)
+  pyrocket demo --messages 100000 -o json
+"""
+
+QUEUES = 4
+WAIT_S = 60.0
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    command = add_command(
+        commands,
+        "demo",
+        "produce and consume while members are killed, and count what was lost",
+        _EXAMPLES,
+        run,
+    )
+    add_name_server(command, "NAMESRV_ADDR, else an embedded cluster")
+    add_output(command)
+    command.add_argument("--messages", type=positive, default=6000, help="how many to send (default: 6000)")
+    command.add_argument("--rate", type=positive, default=600, help="messages per second (default: 600)")
+
+
+class Member:
+    """A consumer in a process of its own."""
+
+    def __init__(self, name: str, group: str, model: str, topic: str, name_server: str, directory: Path) -> None:
+        self.name = name
+        self.model = model
+        self.seen: Counter[bytes] = Counter()
+        self.ready = threading.Event()
+        self._command = [
+            sys.executable,
+            "-m",
+            "pyrocket_consumer.cli.demo_member",
+            group,
+            model,
+            topic,
+            name_server,
+            str(directory),
+        ]
+        self._log = directory / f"{name}.log"
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, the first time or again."""
+        self.ready.clear()
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0
+            )
+        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        self._reader.start()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with os.fdopen(os.dup(process.stdout.fileno()), "rb") as lines:
+            for line in lines:
+                if line == b"ready\n":
+                    self.ready.set()
+                elif line.endswith(b"\n"):
+                    self.seen[line[:-1]] += 1
+
+    def wait_until_ready(self) -> None:
+        """Wait until the member consumes.
+
+        Raises:
+            RocketError: it did not come up; the text holds the end of its log.
+        """
+        if not self.ready.wait(WAIT_S):
+            raise RocketError(f"member {self.name} did not start: {self._log.read_text()[-2000:]}")
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(5)
+
+    def close(self) -> None:
+        """Have it close in order."""
+        if self._process.poll() is None and self._process.stdin is not None:
+            self._process.stdin.close()
+            try:
+                self._process.wait(45)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._reader.join(5)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Demo:
+    """The story: two clustering members and a broadcasting one consume what a producer sends; two are killed."""
+
+    def __init__(self, name_server: str, messages: int, rate: int, directory: Path, quiet: bool) -> None:
+        self._name_server, self._messages, self._rate = name_server, messages, rate
+        self._directory, self._quiet = directory, quiet
+        self._topic = f"pyrocket-demo-{os.getpid()}-{int(time.time())}"
+        self._began = time.monotonic()
+        self._sent = 0
+        self._members: list[Member] = []
+
+    def run(self) -> dict[str, Any]:
+        """Play it, and return what was counted."""
+        from pyrocket_consumer.admin import Admin
+
+        with Admin(name_server=self._name_server) as admin:
+            admin.create_topic(self._topic, queues=QUEUES)
+        group = f"{self._topic}-group"
+        try:
+            self._say("starting two clustering members and a broadcasting one")
+            self._member("cluster-1", group, "clustering")
+            self._member("cluster-2", group, "clustering")
+            self._member("broadcast-1", f"{group}-b", "broadcasting")
+            for member in self._members:
+                member.wait_until_ready()
+            producing = threading.Thread(target=self._produce, name="demo-producer")
+            producing.start()
+            self._watch_until(lambda: self._sent >= self._messages // 3)
+            first, _, broadcasting = self._members
+            for victim in (first, broadcasting):
+                self._say(f"kill -9 {victim.name}")
+                victim.kill()
+            self._watch_until(lambda: self._sent >= self._messages // 2)
+            for victim in (first, broadcasting):
+                self._say(f"starting {victim.name} again")
+                victim.start()
+            for victim in (first, broadcasting):
+                victim.wait_until_ready()
+            self._watch_until(lambda: not producing.is_alive())
+            producing.join()
+            self._watch_until(self._all_seen)
+        finally:
+            self._say("closing")
+            for member in self._members:
+                member.close()
+        return self._count()
+
+    def _member(self, name: str, group: str, model: str) -> None:
+        self._members.append(Member(name, group, model, self._topic, self._name_server, self._directory))
+
+    def _produce(self) -> None:
+        from pyrocket_consumer.producer import Producer
+
+        began = time.monotonic()
+        with Producer(name_server=self._name_server) as producer:
+            for number in range(self._messages):
+                ahead = began + number / self._rate - time.monotonic()
+                if ahead > 0:
+                    time.sleep(ahead)
+                producer.send(self._topic, b"%d" % number)
+                self._sent = number + 1
+
+    def _seen(self, model: str) -> Counter[bytes]:
+        seen: Counter[bytes] = Counter()
+        for member in self._members:
+            if member.model == model:
+                seen.update(dict(member.seen))
+        return seen
+
+    def _all_seen(self) -> bool:
+        return all(len(self._seen(model)) >= self._sent for model in ("clustering", "broadcasting"))
+
+    def _watch_until(self, reached: Any) -> None:
+        """Show progress until `reached()`, or until nothing has changed for a minute."""
+        state, since = None, time.monotonic()
+        while not reached():
+            now = (self._sent, len(self._seen("clustering")), len(self._seen("broadcasting")))
+            if now != state:
+                state, since = now, time.monotonic()
+            elif time.monotonic() - since > WAIT_S:
+                self._say(f"nothing has moved for {WAIT_S:g} s")
+                return
+            self._say(f"sent {now[0]:>6}   clustering {now[1]:>6}   broadcasting {now[2]:>6}", passing=True)
+            time.sleep(0.25)
+
+    def _say(self, text: str, passing: bool = False) -> None:
+        if self._quiet:
+            return
+        line = f"{time.monotonic() - self._began:5.1f} s  {text}"
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{line}" + ("" if passing else "\n"))
+        elif not passing or int(time.monotonic() * 4) % 8 == 0:
+            sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+    def _count(self) -> dict[str, Any]:
+        sent = {b"%d" % number for number in range(self._sent)}
+        rows = []
+        for model in ("clustering", "broadcasting"):
+            seen = self._seen(model)
+            rows.append(
+                {
+                    "group": model,
+                    "sent": len(sent),
+                    "consumed": len(sent & seen.keys()),
+                    "repeated": sum(seen.values()) - len(seen),
+                    "lost": len(sent - seen.keys()),
+                }
+            )
+        return {"groups": rows, "file": self._file()}
+
+    def _file(self) -> dict[str, Any]:
+        """Read the broadcasting member's offsets back from its store, as another process would."""
+        from pyrocket_consumer.offsets import LocalFileOffsetStore
+
+        (found,) = {path.parent for path in self._directory.rglob("offsets.json")}
+        with LocalFileOffsetStore(found) as store:
+            table = store.clone_offset_table(self._topic)
+        return {
+            "path": str(found / "offsets.json"),
+            "offsets": {str(queue): offset for queue, offset in sorted(table.items())},
+            "sum": sum(table.values()),
+        }
+
+
+def run(options: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        name_server = options.name_server or os.environ.get("NAMESRV_ADDR")
+        if not name_server:
+            from pyrocket_consumer.testing import EmbeddedCluster
+
+            name_server = stack.enter_context(EmbeddedCluster()).name_server
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pyrocket-demo-")))
+        demo = Demo(name_server, options.messages, options.rate, directory, options.output == "json")
+        result = demo.run()
+    return report(result, options.output)
+
+
+def report(result: dict[str, Any], output: str) -> int:
+    """Print what was counted; returns the exit code: 3 when a message was lost or an offset is wrong."""
+    lost = sum(row["lost"] for row in result["groups"])
+    right = result["file"]["sum"] == result["groups"][1]["sent"]
+    if output == "json":
+        print(json.dumps(result, indent=2))
+    else:
+        heads = ("group", "sent", "consumed", "repeated", "lost")
+        print_table("What happened", heads, [[row[head] for head in heads] for row in result["groups"]])
+        rows = [[queue, offset] for queue, offset in result["file"]["offsets"].items()]
+        print_table("Offsets found in the broadcasting member's file", ("queue", "offset"), rows)
+        print(
+            "every message was consumed; repeats are what was in hand when a member was killed"
+            if not lost
+            else f"{lost} messages were lost: this must not happen, please report it"
+        )
+    return 0 if not lost and right else 3

@@ -1,0 +1,350 @@
+"""`pyrocket offsets`: where groups are, how far behind, and resetting them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output
+from pyrocket_consumer.cli.tables import print_table
+from pyrocket_consumer.model import MessageQueue
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.admin import Admin, GroupLag, QueueLag, ResetPlan, ResetProgress, ResetResult
+
+_SUMMARY = "show where groups are, and reset them"
+_EXAMPLES = """\
+  pyrocket offsets show orders-app orders -n 127.0.0.1:9876
+  pyrocket offsets lag orders-app
+  pyrocket offsets reset orders-app orders --to earliest              # shows what it would do
+  pyrocket offsets reset orders-app orders --to earliest --execute
+"""
+_SHOW_EXAMPLES = """\
+  pyrocket offsets show orders-app orders                             # every queue; of each member, in broadcasting
+  pyrocket offsets show orders-app orders -o json
+"""
+_LAG_EXAMPLES = """\
+  pyrocket offsets lag orders-app                                     # every topic of the group
+  pyrocket offsets lag orders-app --max 10000                         # exit code 3 when one is further behind
+"""
+_RESET_EXAMPLES = """\
+  pyrocket offsets reset orders-app orders --to earliest              # a plan: nothing is changed
+  pyrocket offsets reset orders-app orders --to earliest --execute    # done, and verified member by member
+  pyrocket offsets reset orders-app orders --to 2026-11-21T08:00:00Z --execute
+  pyrocket offsets reset orders-app orders --to latest --queue broker-a/3 --execute
+  pyrocket offsets reset orders-app orders --queue broker-a/0=120 --queue broker-a/1=77 --execute
+
+Exit code 3: somebody has not moved, or did not confirm it. To repeat a reset is safe.
+"""
+_FORGET_EXAMPLES = """\
+  pyrocket offsets forget-reset orders-app orders                     # members that are away will not follow it
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands."""
+    group = add_command(commands, "offsets", _SUMMARY, _EXAMPLES, lambda options: _usage(group))
+    under = group.add_subparsers(dest="what", metavar="COMMAND")
+    show = add_command(under, "show", "show where a group is in each queue of a topic", _SHOW_EXAMPLES, run_show)
+    lag = add_command(under, "lag", "show how far a group is behind in each of its topics", _LAG_EXAMPLES, run_lag)
+    reset = add_command(
+        under, "reset", "plan a reset of a group, and with --execute do and verify it", _RESET_EXAMPLES, run_reset
+    )
+    forget = add_command(
+        under, "forget-reset", "remove what resets of a broadcasting group have recorded", _FORGET_EXAMPLES, run_forget
+    )
+    for command in (show, lag, reset, forget):
+        add_name_server(command)
+        add_output(command)
+        command.add_argument("group", help="consumer group")
+    for command in (show, reset, forget):
+        command.add_argument("topic")
+    lag.add_argument("--max", type=_count, metavar="N", help="exit with code 3 when a topic's lag is above N")
+    reset.add_argument(
+        "--to", type=_place, metavar="PLACE", help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z"
+    )
+    reset.add_argument(
+        "--queue", action="append", default=[], type=_queue, metavar="BROKER/ID[=OFFSET]",
+        help="only this queue, or exactly to this offset; repeatable",
+    )  # fmt: skip
+    reset.add_argument(
+        "--model", choices=("clustering", "broadcasting"), help="what the group is, when nobody of it is online"
+    )
+    reset.set_defaults(wrong_usage=reset.error)
+    reset.add_argument("--execute", action="store_true", help="do it; without this it is only planned")
+    reset.add_argument("--partial", action="store_true", help="leave brokers out that cannot be asked")
+    reset.add_argument(
+        "--wait", type=float, default=30.0, metavar="SECONDS", help="how long to ask again who is not done (30)"
+    )
+
+
+def _usage(group: argparse.ArgumentParser) -> int:
+    group.print_help(sys.stderr)
+    return 2
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _place(text: str) -> str | datetime:
+    if text in ("earliest", "latest"):
+        return text
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not earliest, latest or a time such as 2026-11-21T08:00:00Z"
+        ) from None
+    if at.tzinfo is None:
+        raise argparse.ArgumentTypeError(f"{text!r} has no time zone; for example {text}Z, or {text}+01:00")
+    return at
+
+
+def _queue(text: str) -> tuple[str, int, int | None]:
+    name, _, offset = text.partition("=")
+    broker, _, queue_id = name.rpartition("/")
+    if not broker or not queue_id.isdecimal() or not (offset.isdecimal() or "=" not in text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like broker-a/3 or broker-a/3=120")
+    return broker, int(queue_id), int(offset) if offset else None
+
+
+def _admin(options: argparse.Namespace) -> Admin:
+    from pyrocket_consumer.admin import Admin
+
+    return Admin(name_server=options.name_server)
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+# --- show, lag
+
+
+def run_show(options: argparse.Namespace) -> int:
+    with _admin(options) as admin:
+        found = admin.offsets(options.group, options.topic)
+    if options.output == "json":
+        _print_json(_lag_as_json(found))
+        return 0
+    if not found.rows:
+        print(f"{options.group} has no offset in {options.topic}{_online(found)}")
+        return _tell_unreached(found)
+    broadcasting = any(row.member for row in found.rows)
+    heads = [*(["member"] if broadcasting else []), "queue", "min", "committed", "max", "lag", "consumed up to"]
+    rows = [
+        [
+            *([row.member] if broadcasting else []), _name(row.queue), row.min,
+            "-" if row.committed is None else row.committed, row.max, row.lag, _time(row.consumed_at),
+        ]
+        for row in found.rows
+    ]  # fmt: skip
+    print_table(f"Group {found.group} in topic {options.topic}{_online(found)}", heads, rows)
+    return _tell_unreached(found)
+
+
+def run_lag(options: argparse.Namespace) -> int:
+    with _admin(options) as admin:
+        found = admin.lag(options.group)
+    totals = _by_topic(found)
+    too_far = options.max is not None and (bool(found.unreached) or any(each[-1] > options.max for each in totals))
+    code = 3 if too_far else 0
+    if options.output == "json":
+        _print_json(_lag_as_json(found))
+        return code
+    broadcasting = any(row.member for row in found.rows)
+    heads = [*(["member"] if broadcasting else []), "topic", "queues", "lag"]
+    rows = [[*([member] if broadcasting else []), topic, queues, lag] for member, topic, queues, lag in totals]
+    print_table(f"Group {found.group}{_online(found)}", heads, rows)
+    _tell_unreached(found)
+    return code
+
+
+def _by_topic(found: GroupLag) -> list[tuple[str | None, str, int, int]]:
+    """Return member, topic, number of queues and lag, the furthest behind first."""
+    rows: dict[tuple[str | None, str], list[QueueLag]] = {}
+    for row in found.rows:
+        rows.setdefault((row.member, row.queue.topic), []).append(row)
+    totals = [(member, topic, len(each), sum(row.lag for row in each)) for (member, topic), each in rows.items()]
+    return sorted(totals, key=lambda total: (-total[-1], total[1], total[0] or ""))
+
+
+def _online(found: GroupLag) -> str:
+    kind = f"{found.model}, " if found.model else ""
+    return f" ({kind}{len(found.members)} online)"
+
+
+def _tell_unreached(found: GroupLag) -> int:
+    for client_id, reason in found.unreached.items():
+        print(f"  {client_id} did not tell: {reason}", file=sys.stderr)
+    return 0
+
+
+def _time(at: datetime | None) -> str:
+    return at.astimezone().isoformat(sep=" ", timespec="seconds") if at is not None else "-"
+
+
+def _name(queue: MessageQueue) -> str:
+    return f"{queue.broker_name}/{queue.queue_id}"
+
+
+def _lag_as_json(found: GroupLag) -> dict[str, Any]:
+    return {
+        "group": found.group,
+        "model": found.model,
+        "members": list(found.members),
+        "lag": found.total,
+        "unreached": dict(found.unreached),
+        "queues": [
+            {
+                "topic": row.queue.topic,
+                "broker": row.queue.broker_name,
+                "queue": row.queue.queue_id,
+                "member": row.member,
+                "min": row.min,
+                "committed": row.committed,
+                "max": row.max,
+                "lag": row.lag,
+                "consumed_at": row.consumed_at.isoformat() if row.consumed_at else None,
+            }
+            for row in found.rows
+        ],
+    }
+
+
+# --- reset
+
+
+def run_reset(options: argparse.Namespace) -> int:
+    to, queues = _where(options)
+    with _admin(options) as admin:
+        plan = admin.plan_reset(options.group, options.topic, to, queues, model=options.model)
+        as_json = options.output == "json"
+        if not as_json:
+            _print_plan(plan)
+        if not options.execute:
+            if as_json:
+                _print_json({"plan": _plan_as_json(plan), "result": None})
+            else:
+                print("\nNothing was changed. Add --execute to do it.")
+            return 0
+        result = plan.execute(None if as_json else _print_step, partial=options.partial, wait_s=options.wait)
+    if as_json:
+        _print_json({"plan": _plan_as_json(plan), "result": _result_as_json(result)})
+    else:
+        _print_result(result)
+    return 0 if result.verified else 3
+
+
+def _where(options: argparse.Namespace) -> tuple[Any, list[MessageQueue] | None]:
+    """Return what to reset to, and which queues."""
+    named = {MessageQueue(options.topic, broker, queue_id): offset for broker, queue_id, offset in options.queue}
+    exact = {queue: offset for queue, offset in named.items() if offset is not None}
+    if exact and (len(exact) < len(named) or options.to is not None):
+        options.wrong_usage("either --to, or an offset with each --queue; not both")
+    if exact:
+        return exact, None
+    if options.to is None:
+        options.wrong_usage("say where to: --to earliest, latest or a time, or --queue BROKER/ID=OFFSET")
+    return options.to, list(named) or None
+
+
+def _print_plan(plan: ResetPlan) -> None:
+    broadcasting = plan.broadcasting
+    clamped = {target.queue: target for target in plan.targets if target.clamped}
+    heads = [*(["member"] if broadcasting else []), "queue", "current", "target", "replayed", "skipped", ""]
+    rows = []
+    for move in plan.moves:
+        target = clamped.get(move.queue)
+        note = f"wanted {target.wanted}; the queue holds {target.min} to {target.max}" if target else ""
+        current = "-" if move.current is None else move.current
+        who = [move.member or "(offline)"] if broadcasting else []
+        rows.append([*who, _name(move.queue), current, move.target, move.replayed, move.skipped, note])
+    print_table(f"Reset of {plan.group} ({plan.model}) in topic {plan.topic}: {plan.way_text}", heads, rows)
+    print()
+    for broker in plan.brokers:
+        print(f"  {broker}")
+    for each in plan.members:
+        print(f"  {each.client_id} ({each.member.client}): {each.how}")
+    if not plan.members:
+        print("  nobody of the group is online")
+    if broadcasting:
+        print("  members that are offline follow at their next start")
+
+
+def _print_step(step: ResetProgress) -> None:
+    print(f"... {step}", file=sys.stderr, flush=True)
+
+
+def _print_result(result: ResetResult) -> None:
+    rows = [[outcome.subject, outcome.state, outcome.text] for outcome in result.outcomes]
+    print()
+    print_table(f"Reset {result.id}: {'verified' if result.verified else 'NOT verified'}", ["who", "state", ""], rows)
+    for name, text in sorted(result.brokers.items()):
+        print(f"  {name}: {text}")
+    if result.raced:
+        names = ", ".join(map(_name, result.raced))
+        print(f"  somebody else has reset {names} at the same time; theirs was later, and counts")
+
+
+def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
+    return {
+        "group": plan.group,
+        "topic": plan.topic,
+        "model": plan.model,
+        "way": plan.way,
+        "problems": plan.problems,
+        "targets": [
+            {
+                **_queue_as_json(each.queue), "wanted": each.wanted, "target": each.target,
+                "min": each.min, "max": each.max,
+            }
+            for each in plan.targets
+        ],
+        "moves": [
+            {
+                **_queue_as_json(each.queue), "member": each.member, "current": each.current, "target": each.target,
+                "replayed": each.replayed, "skipped": each.skipped,
+            }
+            for each in plan.moves
+        ],
+        "members": [
+            {"client_id": each.client_id, "client": each.member.client, "reachable": each.reachable, "how": each.how}
+            for each in plan.members
+        ],
+    }  # fmt: skip
+
+
+def _queue_as_json(queue: MessageQueue) -> dict[str, Any]:
+    return {"broker": queue.broker_name, "queue": queue.queue_id}
+
+
+def _result_as_json(result: ResetResult) -> Mapping[str, Any]:
+    return {
+        "id": result.id,
+        "epoch": result.epoch,
+        "verified": result.verified,
+        "outcomes": [{"who": each.subject, "state": each.state, "text": each.text} for each in result.outcomes],
+        "brokers": dict(result.brokers),
+        "raced": [_queue_as_json(queue) for queue in result.raced],
+    }
+
+
+# --- forget-reset
+
+
+def run_forget(options: argparse.Namespace) -> int:
+    with _admin(options) as admin:
+        admin.forget_reset(options.group, options.topic)
+    if options.output == "json":
+        _print_json({"group": options.group, "topic": options.topic, "forgotten": True})
+    else:
+        print(f"nothing is recorded any more for {options.group} in {options.topic}")
+    return 0

@@ -1,0 +1,173 @@
+"""`pyrocket offsets`: what it shows, plans, does, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pyrocket_consumer.cli import main, parser
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.admin.foreign import ForeignMember
+from tests.consuming import consuming, until
+from tests.resetting import fill, wait_until_seen, wait_until_stored
+
+
+@pytest.fixture
+def embedded():
+    with EmbeddedCluster(relay_timeout_s=0.3, status_timeout_s=0.3) as cluster:
+        cluster.create_topic("T", queues=2)
+        fill(cluster, "T", 20)
+        yield cluster
+
+
+@pytest.fixture
+def stores(tmp_path):
+    return {"message_model": "broadcasting", "offset_store_dir": tmp_path}
+
+
+@pytest.fixture
+def offsets(embedded, capsys):
+    """Run `pyrocket offsets …`; returns the exit code, what it printed, and what it told beside."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["offsets", *arguments, "-n", embedded.name_server])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_show_a_clustering_group(embedded, offsets):
+    with consuming(embedded, "T", "G") as (_, seen):
+        wait_until_seen(seen, 1, 20)
+        until(lambda: embedded.committed("G", "T") == {0: 10, 1: 10}, "committed")
+        code, text, _ = offsets("show", "G", "T")
+        assert code == 0
+        assert "Group G in topic T (clustering, 1 online)" in text
+        assert text.count("broker-a/") == 2
+        code, text, _ = offsets("show", "G", "T", "-o", "json")
+        shown = json.loads(text)
+        assert (code, shown["lag"], shown["model"]) == (0, 0, "clustering")
+        assert [(each["queue"], each["committed"]) for each in shown["queues"]] == [(0, 10), (1, 10)]
+
+
+def test_lag_of_a_group_and_its_threshold(embedded, offsets):
+    with consuming(embedded, "T", "G") as (_, seen):
+        wait_until_seen(seen, 1, 20)
+        until(lambda: embedded.committed("G", "T") == {0: 10, 1: 10}, "committed")
+    fill(embedded, "T", 6, start=20)
+    code, text, _ = offsets("lag", "G")
+    assert (code, [line.split() for line in text.splitlines() if line.split()[:1] == ["T"]]) == (0, [["T", "2", "6"]])
+    assert offsets("lag", "G", "--max", "6")[0] == 0
+    assert offsets("lag", "G", "--max", "5")[0] == 3
+
+
+def test_a_broadcasting_member_that_does_not_tell_is_named(embedded, offsets, stores):
+    with (
+        consuming(embedded, "T", "G", **stores) as (consumer, seen),
+        ForeignMember(embedded, "G", "T", {}, silent=True) as silent,
+    ):
+        wait_until_seen(seen, 1, 20)
+        code, text, beside = offsets("lag", "G")
+        assert code == 0
+        assert consumer.client_id in text
+        assert f"{silent.client_id} did not tell" in beside
+        assert offsets("lag", "G", "--max", "1000")[0] == 3, "what is not known may be above"
+
+
+def test_a_plan_changes_nothing_and_execute_does_it(embedded, offsets, stores):
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+        code, text, _ = offsets("reset", "G", "T", "--to", "earliest")
+        assert code == 0
+        assert "Nothing was changed. Add --execute" in text
+        assert consumer.client_id in text
+        assert len(seen.messages) == 20
+        code, text, beside = offsets("reset", "G", "T", "--to", "earliest", "--execute")
+        assert code == 0
+        assert ": verified" in text
+        assert f"member {consumer.client_id}: moved" in beside
+        wait_until_seen(seen, 2, 20)
+
+
+def test_exit_code_3_when_somebody_has_not_moved(embedded, offsets, stores):
+    with (
+        consuming(embedded, "T", "G", **stores) as (_, seen),
+        ForeignMember(embedded, "G", "T", {}) as java,
+    ):
+        wait_until_seen(seen, 1, 20)
+        code, text, _ = offsets("reset", "G", "T", "--to", "earliest", "--execute")
+        assert code == 3
+        assert "NOT verified" in text
+        code, text, beside = offsets("reset", "G", "T", "--to", "earliest", "--execute", "-o", "json")
+        done = json.loads(text)
+        assert (code, done["result"]["verified"], beside) == (3, False, "")
+        assert {each["who"]: each["state"] for each in done["result"]["outcomes"]}[java.client_id] == "unreached"
+        assert java.client_id in done["plan"]["problems"][0]
+
+
+def test_exact_offsets_and_single_queues(embedded, offsets):
+    with consuming(embedded, "T", "G") as (_, seen):
+        wait_until_seen(seen, 1, 20)
+    until(lambda: embedded.members("G") == [], "it has left")
+    assert offsets("reset", "G", "T", "--queue", "broker-a/0=4", "--queue", "broker-a/1=99", "--execute")[0] == 0
+    assert embedded.committed("G", "T") == {0: 4, 1: 10}
+    code, text, _ = offsets("reset", "G", "T", "--to", "earliest", "--queue", "broker-a/1", "--execute")
+    assert code == 0
+    assert embedded.committed("G", "T") == {0: 4, 1: 0}
+    code, text, _ = offsets("reset", "G", "T", "--to", "2100-01-01T00:00:00Z", "-o", "json")
+    assert [each["target"] for each in json.loads(text)["plan"]["targets"]] == [10, 10]
+
+
+def test_what_is_recorded_can_be_removed(embedded, offsets, stores):
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 20)
+        assert offsets("reset", "G", "T", "--to", "earliest", "--execute")[0] == 0
+    assert offsets("forget-reset", "G", "T")[0] == 0
+    recorded = embedded.committed("G", "%RETRY%G")
+    assert sorted(recorded.values())[:-1] == [0] * (len(recorded) - 1), "only the name of the place is left"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["reset", "G", "T"], "say where to"),
+        (["reset", "G", "T", "--to", "first"], "is not earliest, latest or a time"),
+        (["reset", "G", "T", "--to", "2026-11-21T08:00:00"], "has no time zone"),
+        (["reset", "G", "T", "--queue", "broker-a"], "is not like broker-a/3"),
+        (["reset", "G", "T", "--queue", "broker-a/0=x"], "is not like broker-a/3"),
+        (["reset", "G", "T", "--queue", "broker-a/0=1", "--to", "latest"], "not both"),
+        (["lag", "G", "--max", "many"], "not a whole number"),
+        (["explode"], "invalid choice"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(offsets, capsys, arguments, reason):
+    with pytest.raises(SystemExit) as ended:
+        offsets(*arguments)
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_errors_are_one_sentence_and_exit_code_1(offsets):
+    code, text, beside = offsets("show", "G", "nowhere")
+    assert (code, text) == (1, "")
+    assert beside.startswith("pyrocket: no route for topic 'nowhere'")
+    code, _, beside = offsets("lag", "nobody")
+    assert (code, "no broker knows group 'nobody'" in beside) == (1, True)
+
+
+@pytest.mark.parametrize("command", [[], ["show"], ["lag"], ["reset"], ["forget-reset"]])
+def test_every_command_has_help_with_examples(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["offsets", *command, "--help"])
+    assert ended.value.code == 0
+    assert "Examples:\n  pyrocket offsets " in capsys.readouterr().out
+
+
+def test_without_a_command_it_shows_what_there_is(offsets):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["offsets", "-n", "127.0.0.1:1"])
+    assert ended.value.code == 2
+    assert main(["offsets"]) == 2
