@@ -363,9 +363,7 @@ class GroupMember:
         if self.locks is not None:
             await self.locks.release(queues)
         try:
-            if self.state is ConsumerState.RUNNING:
-                await self.cluster.unregister(consumer_group=self.group)
-            self.cluster.remove_consumer(self.group)
+            await self.cluster.unregister(consumer_group=self.group)
         except RocketError as error:
             log.info("consumer=%s not unregistered everywhere: %s", self.group, error)
         for passing in self._passing:

@@ -241,6 +241,5 @@ def test_consume_message_directly(real_cluster, java, mqadmin, topic, names):
         (topic, "paid", ("k1",), number) for number in range(3)
     ]
     assert f"consumerGroup={our_group}, trackType=CONSUMED" in track
-    assert f"consumerGroup={java_group}, trackType=" in track  # a new Java member commits after 10 s at the earliest
     assert "nobody" in nobody
     assert "ConsumeMessageDirectlyResult" not in nobody
