@@ -20,7 +20,7 @@ help:  ## this list
 
 test: .venv/.test  ## all tests; real brokers too where Java and Maven are (ARGS='-k offsets --real=all')
 	@.ci/install-java
-	$(RUN)/python -m pytest $(ARGS)
+	$(RUN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 check: .venv/.dev  ## ruff and mypy --strict
 	$(RUN)/ruff check .

@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cluster(**options): how the test's cluster is made, for example brokers=2")
+    config.addinivalue_line("markers", "xdist_group(name): tests that one worker runs, with `-n`")
     config.addinivalue_line("markers", "versions(*names): the RocketMQ releases a test is about; others are left out")
     required = os.environ.get("CI") == "true"
     asked = config.getoption("--real") or ("all" if required else None)
@@ -82,10 +83,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _prepare(config, filter(wanted.__contains__, VERSIONS))
     possible = {None, *config.stash[_versions]}
     config.hook.pytest_deselected(items=[item for item in items if _version(item) not in possible])
-    items[:] = sorted(
-        (item for item in items if _version(item) in possible),
-        key=lambda item: (VERSIONS.index(version), _options_key(item)) if (version := _version(item)) else (-1, ""),
-    )
+    items[:] = [item for item in items if _version(item) in possible]
+    items.sort(key=_place)
+    if hasattr(config, "workeroutput"):
+        _divide(config, items)
+
+
+def _place(item: pytest.Item) -> tuple[int, str]:
+    """Return what items are ordered by: those without a release, then release by release, like clusters together."""
+    version = _version(item)
+    return (-1, "") if version is None else (VERSIONS.index(version), _options_key(item))
+
+
+def _divide(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have all that real brokers are needed for done by one worker, and all Spark by one; those begin first."""
+    for item in items:
+        if _version(item) is not None:
+            item.add_marker(pytest.mark.xdist_group("real brokers"))
+        elif "spark" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("spark"))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    config.workeroutput["not_run"] = config.stash[_not_run]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    node.config.stash[_not_run] = getattr(node, "workeroutput", {}).get("not_run", "")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
