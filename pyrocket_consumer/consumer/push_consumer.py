@@ -257,9 +257,10 @@ class PushConsumer(_Face):
         """Consume `topic` from another place: `"earliest"`, `"latest"`, an aware datetime, or `{queue: offset}`.
 
         Only queues this member holds move (of them, only `queues` when given). Returns the new offsets, when durable.
+        An offset its broker has no message for is followed by the broker's correction, with its event.
 
         Raises:
-            ConfigError: `to` is none of these, or names a queue we do not hold.
+            ConfigError: `to` is none of these, or a queue named is not held by this member. Nothing has moved.
         """
         member = self._running()
         chosen = None if queues is None else list(queues)
@@ -459,6 +460,10 @@ async def _reset(
     held = set(member.assignments.held(topic))
     if not held:
         raise ConfigError(f"no queue of topic {topic!r} is held by this member; it holds {sorted(member.topics())}")
+    strangers = {*(queues or ()), *(to if isinstance(to, Mapping) else ())} - held
+    if strangers:
+        shown = min(map(str, strangers))
+        raise ConfigError(f"{shown} is not held by this member; it holds {', '.join(map(str, sorted(held)))}")
     if isinstance(to, Mapping):
         targets = dict(to)
     elif isinstance(to, str):
@@ -480,9 +485,6 @@ async def _reset(
         raise ConfigError(f"to={to!r} is not allowed; use 'earliest', 'latest', an aware datetime or {{queue: offset}}")
     if queues is not None:
         targets = {queue: offset for queue, offset in targets.items() if queue in set(queues)}
-    strangers = set(targets) - held
-    if strangers:
-        raise ConfigError(f"{min(strangers)} is not held by this member; it holds {', '.join(map(str, sorted(held)))}")
     for queue, offset in targets.items():
         if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**63:
             raise ConfigError(
