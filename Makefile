@@ -12,15 +12,15 @@ RUN := .venv/bin
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help test check wheel demo bench soak clean
+.PHONY: help test check wheel demo spark-demo bench soak spark-soak clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 test: .venv/.test  ## all tests; real brokers too where Java and Maven are (ARGS='-k offsets --real=all')
 	@.ci/install-java
-	$(RUN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(RUN)/python -m pytest -n 2 $(ARGS)
 
 check: .venv/.dev  ## ruff and mypy --strict
 	$(RUN)/ruff check .
@@ -38,13 +38,22 @@ else
 	$(RUN)/pyrocket demo $(ARGS)
 endif
 
-bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|offset_persist|decode ARGS=--quick
+spark-demo: .venv/.spark  ## windowed counts with PySpark, from a topic to a topic (ARGS='--seconds 30 --rate 2000')
+	@.ci/install-java
+	$(RUN)/python -m pyrocket_consumer.spark.demo $(ARGS)
+
+bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|offset_persist|decode|spark_read|spark_write ARGS=--quick
 	@.ci/install-java
 	$(RUN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 soak: .venv/.test  ## hours of faults: 10 000 simulated worlds, 100 000 crash points of the offset store
 	$(RUN)/python -m tests.simulation --seeds 0-999
 	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
+
+spark-soak: .venv/.test  ## a streaming query killed twenty times: 200 000 messages into files, each exactly once
+	@.ci/install-java
+	PYROCKET_SPARK_KILLS=20 PYROCKET_SPARK_MESSAGES=200000 $(RUN)/python -m pytest --real=none tests/spark/test_kill.py \
+	    --timeout 3600 -s
 
 clean:  ## removes the virtual environment and what was built
 	rm -rf .venv build dist *.egg-info

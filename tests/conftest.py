@@ -16,6 +16,7 @@ from tests.real_brokers.jars import classes
 EMBEDDED = "embedded"
 NO_VERSION = "none"
 
+_ON_A_RELEASE = re.compile(rf"[\[-]({'|'.join(map(re.escape, VERSIONS))})[-\]]")
 _versions = pytest.StashKey[tuple[str, ...]]()
 _required = pytest.StashKey[bool]()
 _not_run = pytest.StashKey[str]()
@@ -32,7 +33,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cluster(**options): how the test's cluster is made, for example brokers=2")
-    config.addinivalue_line("markers", "xdist_group(name): tests that one worker runs, with `-n`")
     config.addinivalue_line("markers", "versions(*names): the RocketMQ releases a test is about; others are left out")
     required = os.environ.get("CI") == "true"
     asked = config.getoption("--real") or ("all" if required else None)
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if _version(item) in possible]
     items.sort(key=_place)
     if hasattr(config, "workeroutput"):
-        _divide(config, items)
+        config.workeroutput["not_run"] = config.stash[_not_run]
 
 
 def _place(item: pytest.Item) -> tuple[int, str]:
@@ -95,15 +95,18 @@ def _place(item: pytest.Item) -> tuple[int, str]:
     return (-1, "") if version is None else (VERSIONS.index(version), _options_key(item))
 
 
-def _divide(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Have all that real brokers are needed for done by one worker, and all Spark by one; those begin first."""
-    for item in items:
-        if _version(item) is not None:
-            item.add_marker(pytest.mark.xdist_group("real brokers"))
-        elif "spark" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("spark"))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
-    config.workeroutput["not_run"] = config.stash[_not_run]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, have real brokers be one worker's work, begun first, Spark another's, and divide the rest by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            if _ON_A_RELEASE.search(nodeid):
+                return "real brokers"
+            return "spark" if nodeid.startswith("tests/spark/") else nodeid.split("::", 1)[0]
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)
