@@ -5,12 +5,15 @@
 `disk` writes 4 KiB to a preallocated file and calls fdatasync: no durable persist can be quicker. `java` is the Java
 client's LocalFileOffsetStore of RocketMQ 5.5.0, which never syncs. The three durabilities of ours stand beside them, in
 blocks of a few operations, in random order, round after round: a flush takes 0.1 ms or 4 ms as the processor idles, so
-only ratios inside a round say anything. Without Java and Maven its side is left out, and the output says so.
+only ratios inside a round say anything. Each operation is also timed alone, for p50 and p99. Bytes per persist, time to
+open a store that was killed with a full journal, memory per queue and the cost of an acknowledged message come after.
+Without Java and Maven its side is left out, and the output says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -21,17 +24,21 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import java_program
 from benchmarks.environment import environment, header
+from pyrocket_consumer.consumer.commit import StoreCommits
+from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.disk import DiskFile, LocalDisk
+from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
 from tests.real_brokers.jars import NEWEST, CannotRun, check_machine, java_tool
 
 QUESTION = (__doc__ or "").partition("\n")[0]
@@ -42,12 +49,15 @@ SLOW_US = 5_000  # sides that take longer per operation get smaller blocks
 
 # What performance is aimed at: (side, beside, threads) -> per number of queues, rate of the one ÷ rate of the other.
 TARGETS = {
-    ("fsync", DISK, 1): {16: 0.75, 256: 0.75, 4096: 0.65},
+    ("fsync", DISK, 1): {16: 0.8, 256: 0.8, 4096: 0.8},
     ("fsync", DISK, 8): {16: 0.85, 256: 0.85, 4096: 0.85},
     ("fsync", JAVA, 1): {16: 1.3, 256: 2, 4096: 7, 65536: 30},
     ("fsync", JAVA, 8): {16: 2.5, 256: 3.5, 4096: 13, 65536: 30},
     ("process", JAVA, 1): {16: 25, 256: 40, 4096: 100, 65536: 1000},
 }
+# Costs: (name, up to how many queues) -> at most.
+LIMITS = {("bytes_per_persist", 4096): 32, ("memory_bytes_per_queue", 65536): 200, ("recovery_ms", 65536): 500}
+ACK, ACK_LIMIT = "ack_us_per_message_chunks_of_32", 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +79,25 @@ def queues_of(count: int) -> list[MessageQueue]:
     return [MessageQueue(f"topic-{n // 64}", "broker-a", n % 64) for n in range(count)]
 
 
-class Team:
-    """Threads that do the same piece of work at once, again and again, without being started anew."""
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some operations in a row, of each thread: how long all took together, and each alone."""
 
-    def __init__(self, size: int, work: Callable[[int, int], None]) -> None:
+    seconds: float
+    each_ns: list[int]
+
+
+Do = Callable[[int], Block]
+"""A side: it does so many operations in each of its threads."""
+
+
+class Team:
+    """Threads that do the same piece of work at once, again and again, without being started anew.
+
+    `work` gets the number of its thread, how many operations to do, and a list for the nanoseconds of each.
+    """
+
+    def __init__(self, size: int, work: Callable[[int, int, list[int]], None]) -> None:
         self._size, self._work, self._count = size, work, 0
         self._start, self._end = threading.Barrier(size + 1), threading.Barrier(size + 1)
         for number in range(size if size > 1 else 0):
@@ -83,19 +108,20 @@ class Team:
             self._start.wait()
             if self._count < 0:
                 return
-            self._work(number, self._count)
+            self._work(number, self._count, self._taken[number])
             self._end.wait()
 
-    def do(self, count: int) -> float:
-        """Let each do `count` operations; return how long that took, in seconds."""
+    def do(self, count: int) -> Block:
+        """Let each do `count` operations."""
         self._count = count
+        self._taken: list[list[int]] = [[] for _ in range(self._size)]
         begin = time.perf_counter()
         if self._size == 1:
-            self._work(0, count)
+            self._work(0, count, self._taken[0])
         else:
             self._start.wait()
             self._end.wait()
-        return time.perf_counter() - begin
+        return Block(time.perf_counter() - begin, [ns for taken in self._taken for ns in taken])
 
     def dismiss(self) -> None:
         self._count = -1
@@ -104,7 +130,7 @@ class Team:
 
 
 @contextmanager
-def disk_side(directory: Path, threads: int) -> Iterator[Callable[[int], float]]:
+def disk_side(directory: Path, threads: int) -> Iterator[Do]:
     """The physical limit: 4 KiB into a preallocated file, and fdatasync, from each thread."""
     path, blocks, block = directory / "disk", 256, os.urandom(4096)
     path.write_bytes(bytes(4096 * blocks))
@@ -112,11 +138,13 @@ def disk_side(directory: Path, threads: int) -> Iterator[Callable[[int], float]]
     os.fsync(files[0])
     places = list(range(threads))
 
-    def work(number: int, count: int) -> None:
-        fd = files[number]
+    def work(number: int, count: int, taken: list[int]) -> None:
+        fd, clock = files[number], time.perf_counter_ns
         for _ in range(count):
+            began = clock()
             os.pwrite(fd, block, places[number] % blocks * 4096)
             os.fdatasync(fd)
+            taken.append(clock() - began)
             places[number] += threads
 
     team = Team(threads, work)
@@ -127,7 +155,7 @@ def disk_side(directory: Path, threads: int) -> Iterator[Callable[[int], float]]
 
 
 @contextmanager
-def store_side(directory: Path, durability: Any, count: int, threads: int) -> Iterator[Callable[[int], float]]:
+def store_side(directory: Path, durability: Any, count: int, threads: int) -> Iterator[Do]:
     """Our store: `update_offset` and `persist`, each thread with queues of its own."""
     queues = queues_of(count)
     with LocalFileOffsetStore(directory / durability, durability) as store:
@@ -136,13 +164,15 @@ def store_side(directory: Path, durability: Any, count: int, threads: int) -> It
         store.persist_all()
         places, values = list(range(threads)), [10**9] * threads
 
-        def work(number: int, operations: int) -> None:
-            place, value = places[number], values[number]
+        def work(number: int, operations: int, taken: list[int]) -> None:
+            place, value, clock = places[number], values[number], time.perf_counter_ns
             for _ in range(operations):
                 queue = queues[place % count]
                 value += 1
+                began = clock()
                 store.update_offset(queue, value)
                 store.persist(queue)
+                taken.append(clock() - began)
                 place += threads
             places[number], values[number] = place, value
 
@@ -163,8 +193,8 @@ class JavaSide:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
 
-    def ask(self, line: str) -> float:
-        """Return how long the command took, in seconds."""
+    def ask(self, line: str) -> Block:
+        """Return how long the command took, and each operation of it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(line + "\n")
@@ -173,10 +203,12 @@ class JavaSide:
             answer = self._process.stdout.readline()
             if not answer:
                 raise RuntimeError(f"the Java side ended at {line!r}")
-            if answer.strip().isdigit():  # not something that a library prints
-                return int(answer) / 1e9
+            words = answer.split()
+            if words and all(word.isdigit() for word in words):  # not something that a library prints
+                total, *each = map(int, words)
+                return Block(total / 1e9, each)
 
-    def open(self, count: int, threads: int) -> Callable[[int], float]:
+    def open(self, count: int, threads: int) -> Do:
         self.ask(f"open {count} {threads}")
         warm_until = time.perf_counter() + 4
         for _ in range(300):  # the compiler needs thousands of calls
@@ -197,6 +229,12 @@ class Case:
     queues: int
     threads: int
     us: dict[str, list[float]] = field(default_factory=dict)
+    each_us: dict[str, list[float]] = field(default_factory=dict)
+
+    def latency(self, side: str, percent: int) -> float:
+        """Return what `percent` of the side's operations took at most, in microseconds."""
+        each = sorted(self.each_us[side])
+        return each[min(len(each) - 1, len(each) * percent // 100)]
 
     def ratio(self, side: str, beside: str) -> float | None:
         """Return the rate of `side` ÷ the rate of `beside`: the median of the rounds' ratios."""
@@ -210,8 +248,16 @@ class Case:
             "threads": self.threads,
             "rounds": len(next(iter(self.us.values()))),
             "us_per_persist": {
-                side: {"median": round(statistics.median(us), 2), "p95": round(sorted(us)[int(len(us) * 0.95)], 2)}
+                side: {"median": round(statistics.median(us), 2), "rounds": [round(each, 2) for each in us]}
                 for side, us in self.us.items()
+            },
+            "latency_us": {
+                side: {
+                    "p50": round(self.latency(side, 50), 2),
+                    "p99": round(self.latency(side, 99), 2),
+                    "of": len(each),
+                }
+                for side, each in self.each_us.items()
             },
             "rate_ratios": {
                 f"{side} / {beside}": round(ratio, 3)
@@ -227,22 +273,24 @@ def measure(count: int, threads: int, settings: Settings, java: JavaSide | None,
     case = Case(count, threads)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=base)))
-        sides = {DISK: stack.enter_context(disk_side(directory, threads))}
+        sides: dict[str, Do] = {DISK: stack.enter_context(disk_side(directory, threads))}
         for durability in DURABILITIES:
             sides[durability] = stack.enter_context(store_side(directory, durability, count, threads))
         if java is not None:
             sides[JAVA] = java.open(count, threads)
         blocks = {}
         for side, do in sides.items():
-            us = do(3) / 3 * 1e6
+            do(1)  # what is due after the time the others took to begin
+            us = do(3).seconds / 3 * 1e6
             blocks[side] = max(2, settings.block // 4) if us > SLOW_US else settings.block * (5 if us < 50 else 1)
-            case.us[side] = []
+            case.us[side], case.each_us[side] = [], []
         until, order = time.perf_counter() + settings.seconds, list(sides)
         for number in range(settings.rounds):
             random.shuffle(order)
             for side in order:
-                operations = blocks[side]
-                case.us[side].append(sides[side](operations) / operations / threads * 1e6)
+                block = sides[side](blocks[side])
+                case.us[side].append(block.seconds / blocks[side] / threads * 1e6)
+                case.each_us[side] += [ns / 1e3 for ns in block.each_ns]
             progress(f"{count} queues, {threads} threads: round {number + 1} of {settings.rounds}")
             if time.perf_counter() > until and number >= 4:
                 break
@@ -280,7 +328,7 @@ class _CountingFile:
 
 
 def measure_costs(count: int, settings: Settings, base: Path) -> dict[str, Any]:
-    """Return bytes written (checkpoints included) and CPU per persist, flushes of eight threads, time to load."""
+    """Return bytes written (checkpoints included) and CPU per persist, flushes of eight threads, recovery, memory."""
     queues = queues_of(count)
     with tempfile.TemporaryDirectory(dir=base) as directory:
         disk = CountingDisk()
@@ -299,7 +347,7 @@ def measure_costs(count: int, settings: Settings, base: Path) -> dict[str, Any]:
         bytes_per_persist = disk.bytes / settings.persists
         store.close()
 
-        # A journal as full as it gets, as a kill leaves it.
+        # A journal that is full but for a few frames, as a kill leaves it.
         store = LocalFileOffsetStore(Path(directory, "s"), "process", checkpoint_interval_s=86400)
         store.load()
         for n in range(46_000):
@@ -308,12 +356,16 @@ def measure_costs(count: int, settings: Settings, base: Path) -> dict[str, Any]:
             store.persist(queue)
         shutil.copytree(Path(directory, "s"), Path(directory, "killed"))
         store.close()
-        loads, frames = [], 0
+        loads, loads_cpu, frames = [], [], 0
         for _ in range(5):
             store = LocalFileOffsetStore(Path(directory, "killed"))
-            began = time.perf_counter()
+            gc.collect()
+            gc.freeze()  # a process that starts has no other objects to look through
+            began, cpu = time.perf_counter(), time.process_time()
             store.load()
             loads.append((time.perf_counter() - began) * 1e3)
+            loads_cpu.append((time.process_time() - cpu) * 1e3)
+            gc.unfreeze()
             frames = store.found.journal_frames
             shutil.copytree(Path(directory, "killed"), Path(directory, "copy"))
             store.close()
@@ -326,7 +378,7 @@ def measure_costs(count: int, settings: Settings, base: Path) -> dict[str, Any]:
                 store.update_offset(queue, 0)
             store.persist_all()
 
-            def work(number: int, operations: int) -> None:
+            def work(number: int, operations: int, taken: list[int]) -> None:
                 for n in range(operations):
                     queue = queues[(n * 8 + number) % count]
                     store.update_offset(queue, 10**9 + n * 8 + number)
@@ -342,9 +394,58 @@ def measure_costs(count: int, settings: Settings, base: Path) -> dict[str, Any]:
         "cpu_us_per_persist": round(cpu_us, 2),
         "us_per_persist": round(wall_us, 2),
         "flushes_per_persist_8_threads": round(flushes, 2),
-        "load_ms": round(statistics.median(loads), 1),
+        "recovery_ms": round(statistics.median(loads), 1),
+        "recovery_cpu_ms": round(statistics.median(loads_cpu), 1),
         "journal_frames": frames,
+        "memory_bytes_per_queue": round(memory_per_queue(queues), 1),
     }
+
+
+def memory_per_queue(queues: list[MessageQueue]) -> float:
+    """Return what the store keeps in memory of each queue besides its key: the offset, too."""
+    tracemalloc.start()
+    try:
+        with tempfile.TemporaryDirectory() as directory, LocalFileOffsetStore(directory, "process") as store:
+            gc.collect()
+            before, _ = tracemalloc.get_traced_memory()
+            for number, queue in enumerate(queues):
+                store.update_offset(queue, 10**9 + number)
+            store.persist_all()
+            gc.collect()
+            return (tracemalloc.get_traced_memory()[0] - before) / len(queues)
+    finally:
+        tracemalloc.stop()
+
+
+def measure_bookkeeping(base: Path) -> dict[str, float]:
+    """Return the CPU time that the commit offset of an acknowledged message costs, in microseconds: the window's and
+    the store's, in chunks as workers acknowledge them. Nothing is persisted."""
+    queue, messages, result = MessageQueue("orders", "broker-a", 3), 960, {}
+    record = StoredMessage(topic="orders", body=bytes(1024), queue_id=3)
+    body = b"".join(encode_message(replace(record, queue_offset=offset)) for offset in range(messages))
+    with tempfile.TemporaryDirectory(dir=base) as directory, LocalFileOffsetStore(directory) as store:
+        commits = StoreCommits(store, memory_first=True)
+        for size in (32, 1):
+            costs = []
+            for _ in range(40):
+                window = ProcessQueue(queue, 1, Limits(), commits.update)
+                window.start(0)
+                decoded = decode_messages(body, queue)
+                window.put(decoded, messages, len(body))
+                chunks = [decoded[at : at + size] for at in range(0, messages, size)]
+                began = time.process_time()
+                for chunk in chunks:
+                    window.ack(chunk, 0.0001, size)
+                costs.append((time.process_time() - began) / messages * 1e6)
+            result[f"ack_us_per_message_chunks_of_{size}"] = round(statistics.median(costs), 3)
+        costs = []
+        for _ in range(40):
+            began = time.process_time()
+            for offset in range(messages):
+                commits.update(queue, offset)
+            costs.append((time.process_time() - began) / messages * 1e6)
+        result["update_offset_us_per_call"] = round(statistics.median(costs), 3)
+    return result
 
 
 def measure_all(count: int, java: JavaSide | None, base: Path, rounds: int) -> dict[str, Any]:
@@ -363,7 +464,7 @@ def measure_all(count: int, java: JavaSide | None, base: Path, rounds: int) -> d
         sides = {"fsync": ours}
         if java is not None:
             java.ask(f"open {count} 1")
-            sides[JAVA] = lambda: java.ask("all 1")
+            sides[JAVA] = lambda: java.ask("all 1").seconds
         for do in sides.values():
             for _ in range(20 if count < 5000 else 3):
                 do()
@@ -402,6 +503,14 @@ def table(cases: list[Case]) -> Iterator[str]:
         cells = [f"{statistics.median(case.us[side]):>14.1f}" if side in case.us else f"{'–':>14}" for side in SIDES]
         yield f"{case.queues:>7} {case.threads:>7}  " + "".join(cells)
     yield ""
+    yield f"{'queues':>7} {'threads':>7}  " + "".join(f"{side + ' p50/p99':>20}" for side in SIDES)
+    for case in cases:
+        cells = [
+            f"{case.latency(side, 50):>11.0f}/{case.latency(side, 99):<8.0f}" if side in case.us else f"{'–':>20}"
+            for side in SIDES
+        ]
+        yield f"{case.queues:>7} {case.threads:>7}  " + "".join(cells)
+    yield ""
     yield f"{'queues':>7} {'threads':>7}  {'rate of':>10} ÷ rate of {'':<6}{'measured':>9}{'wanted':>8}"
     for case in cases:
         for (side, beside, threads), wanted in TARGETS.items():
@@ -412,6 +521,17 @@ def table(cases: list[Case]) -> Iterator[str]:
                     f"{case.queues:>7} {case.threads:>7}  {side:>10} ÷ {beside:<14}{ratio:>9.2f}"
                     f"{wanted[case.queues]:>8g}{mark}"
                 )
+
+
+def limits(costs: list[dict[str, Any]], bookkeeping: dict[str, float]) -> Iterator[str]:
+    """Yield the worst of each cost beside what is wanted."""
+    checks = [
+        (name, limit, [each[name] for each in costs if each["queues"] <= queues])
+        for (name, queues), limit in LIMITS.items()
+    ]
+    for name, limit, values in [*checks, (ACK, ACK_LIMIT, [bookkeeping[ACK]])]:
+        if values:
+            yield f"{name}: {max(values)}, wanted at most {limit}" + ("" if max(values) <= limit else "   missed")
 
 
 def plot(cases: list[Case], path: str) -> None:
@@ -486,6 +606,7 @@ def main() -> None:
                 progress(f"{count} queues: whole table, bytes, recovery")
                 whole_tables.append(measure_all(count, java, base, max(5, settings.rounds // 2)))
                 costs.append(measure_costs(count, settings, base))
+            bookkeeping = measure_bookkeeping(base)
         finally:
             if java is not None:
                 java.close()
@@ -495,11 +616,21 @@ def main() -> None:
     for each in whole_tables:
         beside = "" if java is None else f"{each['us'][JAVA]:>12.0f}{each['fsync / java']:>13.2f}"
         print(f"{each['queues']:>7}{each['us']['fsync']:>16.0f}{beside}")
-    titles = f"{'bytes/persist':>15}{'CPU us, process':>17}{'flushes/persist, 8':>20}{'load, full, ms':>16}"
-    print(f"\n{'queues':>7}{titles}")
+    titles = (
+        "bytes/persist",
+        "CPU us, process",
+        "flushes/persist, 8",
+        "recovery, ms",
+        "its CPU, ms",
+        "memory, B/queue",
+    )
+    print(f"\n{'queues':>7}" + "".join(f"{title:>20}" for title in titles))
+    names = ("bytes_per_persist", "cpu_us_per_persist", "flushes_per_persist_8_threads", "recovery_ms",
+             "recovery_cpu_ms", "memory_bytes_per_queue")  # fmt: skip
     for each in costs:
-        print(f"{each['queues']:>7}{each['bytes_per_persist']:>15}{each['cpu_us_per_persist']:>17}"
-              f"{each['flushes_per_persist_8_threads']:>20}{each['load_ms']:>16}")  # fmt: skip
+        print(f"{each['queues']:>7}" + "".join(f"{each[name]:>20}" for name in names))
+    print("\nacknowledging a message, CPU us: " + ", ".join(f"{name} {us}" for name, us in bookkeeping.items()))
+    print("\n".join(limits(costs, bookkeeping)))
     if options.json:
         answer = {
             "question": QUESTION,
@@ -508,6 +639,7 @@ def main() -> None:
             "persist": [case.summary() for case in cases],
             "persist_all": whole_tables,
             "costs": costs,
+            "bookkeeping": bookkeeping,
         }
         Path(options.json).write_text(json.dumps(answer, indent=1))
     if options.plot:

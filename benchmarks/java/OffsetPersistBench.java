@@ -14,7 +14,7 @@ import org.apache.rocketmq.common.message.MessageQueue;
 /**
  * The Java side of benchmarks/offset_persist.py: the client's own LocalFileOffsetStore, told by lines on standard input what to do.
  * "open Q T" fills a store of Q queues and starts T threads; "one N" lets each thread update and persist N times, "all N" the first
- * of them the whole table N times. Each is answered by the nanoseconds it took.
+ * of them the whole table N times. Each is answered by the nanoseconds it took, and those of each operation of "one".
  */
 public final class OffsetPersistBench {
     private static LocalFileOffsetStore store;
@@ -22,6 +22,7 @@ public final class OffsetPersistBench {
     private static Set<MessageQueue> everything;
     private static int threads;
     private static volatile int operations;
+    private static long[][] each;
     private static CyclicBarrier start;
     private static CyclicBarrier end;
 
@@ -31,12 +32,14 @@ public final class OffsetPersistBench {
         for (String line = input.readLine(); line != null; line = input.readLine()) {
             String[] words = line.split(" ");
             long began = System.nanoTime();
+            each = new long[0][];
             switch (words[0]) {
                 case "open":
                     open("bench" + stores++, Integer.parseInt(words[1]), Integer.parseInt(words[2]));
                     break;
                 case "one":
                     operations = Integer.parseInt(words[1]);
+                    each = new long[threads][operations];
                     began = System.nanoTime();
                     if (threads == 1) {
                         persist(0, operations);
@@ -56,7 +59,13 @@ public final class OffsetPersistBench {
                 default:
                     throw new IllegalArgumentException(line);
             }
-            System.out.println(System.nanoTime() - began);
+            StringBuilder answer = new StringBuilder().append(System.nanoTime() - began);
+            for (long[] ofThread : each) {
+                for (long nanoseconds : ofThread) {
+                    answer.append(' ').append(nanoseconds);
+                }
+            }
+            System.out.println(answer);
         }
         Runtime.getRuntime().halt(0);
     }
@@ -118,8 +127,10 @@ public final class OffsetPersistBench {
         }
         for (int n = 0; n < count; n++) {
             MessageQueue queue = queues[place % queues.length];
+            long began = System.nanoTime();
             store.updateOffset(queue, next(), false);
             store.persist(queue);
+            each[number][n] = System.nanoTime() - began;
             place += threads;
         }
         synchronized (PLACES) {

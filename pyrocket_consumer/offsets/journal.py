@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from zlib import crc32
 
 from pyrocket_consumer.errors import OffsetStoreError, ProtocolError
@@ -45,6 +46,7 @@ _RECORD = struct.Struct("<Hiq")
 _RESET = struct.Struct("<Hiqq")
 _NO_OFFSET = -1  # in a reset: the queue's offset stays as it is
 _SINGLE = struct.Struct("<HHHiq")
+_ONE_OFFSET = OFFSETS << 14 | 1
 _NAMES = struct.Struct("<HHH")
 _SIZES = {OFFSETS: _RECORD.size, RESETS: _RESET.size}  # bytes per record; others count bytes
 
@@ -124,7 +126,7 @@ def decode_header(journal: bytes) -> JournalHeader:
 
 def encode_offset(generation: int, pair: int, queue_id: int, offset: int) -> bytes:
     """Return the frame that sets one queue's offset."""
-    frame = _SINGLE.pack(_marker(generation), OFFSETS << 14 | 1, pair, queue_id, offset)
+    frame = _SINGLE.pack(_marker(generation), _ONE_OFFSET, pair, queue_id, offset)
     return _CRC.pack(crc32(frame, generation & 0xFFFFFFFF)) + frame
 
 
@@ -223,6 +225,7 @@ def replay(journal: bytes, header: JournalHeader) -> Replay:
     return result
 
 
+@lru_cache(4)
 def _marker(generation: int) -> int:
     # Never 0, which is what an unused place holds, nor like the bytes of small numbers: looking for it must be quick.
     return generation * 0x9E37 & 0xFFFF | 0x8080

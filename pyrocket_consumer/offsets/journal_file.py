@@ -42,12 +42,28 @@ class PairedOffset(QueueOffset):
         self.pair = pair
 
 
+class _Turn:
+    """A caller of `flush` that waits until a flush of another one reaches its write, or it has to flush itself."""
+
+    __slots__ = ("count", "flushes", "gate")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.flushes = False
+        self.gate = Lock()
+        self.gate.acquire()
+
+
 class JournalFile:
     """Appends frames and flushes them. All but `flush` is called under the store's write lock.
 
-    Writes are counted: the first `appended` of them are in the file or in a checkpoint, the first `durable` survive a
-    power failure. A flush holds one of two sync locks, and not the write lock, so that others append meanwhile. Each
-    sync lock has a file descriptor of its own, because Linux reports a failed write-back once per descriptor.
+    Writes are counted: the first `appended` of them are here or in a checkpoint, the first `durable` survive a power
+    failure. What is appended is kept until a flush writes all of it at once: that is one write and one wait for any
+    number of callers, who append more meanwhile. One flush runs at a time; those whose write it misses wait for the
+    next one, which the first of them does for all.
+
+    Locks, in this order: the sync lock is held while the file is written and flushed, or exchanged; the turn lock, a
+    leaf, guards the counts, what is not written yet, and who waits.
     """
 
     def __init__(self, disk: Disk, directory: str, size: int) -> None:
@@ -55,23 +71,30 @@ class JournalFile:
         self._directory = directory
         self._size = size
         self._path = os.path.join(directory, JOURNAL_FILE)
-        self._sync_locks = (Lock(), Lock())
-        self._files: tuple[DiskFile, DiskFile] | None = None  # changed under both sync locks
-        self._flush_failed = False  # set under a sync lock, cleared under both
+        self._sync_lock = Lock()
+        self._file: DiskFile | None = None  # changed under the sync lock
+        self._flush_failed = False  # changed under the sync lock
         self._generation = 0
         self._position = 0
         self._warned_at = float("-inf")
         self._named: set[int] = set()  # the pairs that frames of this generation have defined
 
+        self._turn_lock = Lock()
+        self._unwritten: list[bytes] = []
+        self._unwritten_at = 0
+        self._flushing = False
+        self._waiting: list[_Turn] = []
+
         self.appendable = False
         """The header on disk names the checkpoint on disk, so that a frame appended now will be found again."""
-        self._count_lock = Lock()
         self.appended = 0
         self.durable = 0
 
     def open(self) -> None:
         """Use the file that is there from the next `begin` on."""
-        self._open_files()
+        file = self._disk.open(self._path, create=False)
+        with self._sync_lock:
+            self._file, self._flush_failed = file, False
 
     def begin(self, checkpoint: FileIdentity, backup: FileIdentity) -> None:
         """Let a new generation follow `checkpoint`, which is durable and holds everything.
@@ -84,17 +107,18 @@ class JournalFile:
         """
         generation = secrets.randbits(64)
         header = encode_header(JournalHeader(generation, self._size, checkpoint, backup))
-        if self._files is None:
+        if self._file is None:
             new = self._path + ".new"
             write_file(self._disk, new, header.ljust(self._size, b"\0"))
             self._disk.replace(new, self._path)
             self._disk.sync_directory(self._directory)
-            self._open_files()
+            self.open()
         else:
-            if self._flush_failed:
-                with self._sync_locks[0], self._sync_locks[1]:  # no flush is under way that could fail from here on
-                    self._flush_failed = False
-            self._files[0].write_at(header, 0)
+            with self._sync_lock:  # no flush is under way that could write frames of before, or fail, from here on
+                with self._turn_lock:
+                    self._unwritten = []
+                self._flush_failed = False
+                self._file.write_at(header, 0)
         self._generation = generation
         self._position = HEADER_BYTES
         self._named.clear()
@@ -139,70 +163,130 @@ class JournalFile:
         return frames
 
     def append(self, frames: bytes, count: int) -> None:
-        """Append `frames`, which complete the first `count` writes: they survive the process, not yet power loss."""
-        assert self._files is not None
+        """Append `frames`, which complete the first `count` writes, to what the next flush writes."""
+        with self._turn_lock:
+            if not self._unwritten:
+                self._unwritten_at = self._position
+            self._unwritten.append(frames)
+            self.appended = count
+        self._position += len(frames)
+
+    def write(self, frames: bytes, count: int) -> None:
+        """Write `frames`, which complete the first `count` writes, and count them as durable without a flush: they
+        survive the process, not power loss. In one life of the store all are appended, or all are written.
+        """
+        assert self._file is not None
         try:
-            self._files[0].write_at(frames, self._position)
+            self._file.write_at(frames, self._position)
         except OSError as error:
             self.appendable = False
-            self._warn("written", error)
+            self._warn(error)
             raise
         self._position += len(frames)
-        self.appended = count
+        self.reach(count)
 
     def flush(self, count: int) -> bool:
         """Return True when the first `count` writes are durable, False when only a checkpoint can make them so.
 
-        Who gets a sync lock finds either that a flush begun after its write is done, or flushes everything appended by
-        then. While one flush runs, a second takes half of the newcomers: taking turns makes larger groups than taking
-        whichever lock is free.
-
         After a failed flush the kernel forgets which pages it could not write, and the next flush of the same
-        descriptor succeeds: what was appended is lost for all we know. So a failure is noted before the lock is
-        released, and nothing counts as flushed until a checkpoint, in new blocks, has made everything durable.
+        descriptor succeeds: what was appended is lost for all we know. So a failure is noted before the next flush
+        begins, and nothing counts as flushed until a checkpoint, in new blocks, has made everything durable.
         """
-        which = count % 2
-        with self._sync_locks[which]:
-            if self.durable < count and self._files is not None and not self._flush_failed:
-                appended = self.appended  # read before the flush: it may miss what is appended while it runs
-                try:
-                    self._files[which].sync()
-                except OSError as error:
-                    self._flush_failed = True
-                    self._warn("flushed", error)
-                else:
-                    self.reach(appended)
+        turn = None
+        with self._turn_lock:
+            if self.durable >= count or self._flush_failed:
+                return self.durable >= count
+            if self._flushing:
+                turn = _Turn(count)
+                self._waiting.append(turn)
+            else:
+                self._flushing = True
+        if turn is None or self._waited(turn):
+            reached = 0
+            try:
+                reached = self._flush()
+            finally:
+                self._end_turn(reached)
         return self.durable >= count
 
+    def _waited(self, turn: _Turn) -> bool:
+        """Wait for a flush by others. Returns whether the flush that is wanted has to be done here."""
+        try:
+            turn.gate.acquire()
+        except BaseException:  # from a signal's handler: nobody may wait for a flush that we do not do
+            with self._turn_lock:
+                waits = turn in self._waiting
+                if waits:
+                    self._waiting.remove(turn)
+            if turn.flushes:
+                self._end_turn(0)
+            raise
+        return turn.flushes
+
+    def _flush(self) -> int:
+        """Write and flush what was appended by now; return how many writes are durable by that."""
+        with self._sync_lock:
+            if self._file is None or self._flush_failed:
+                return 0
+            with self._turn_lock:
+                frames, self._unwritten = self._unwritten, []
+                position, appended = self._unwritten_at, self.appended
+            try:
+                if frames:
+                    self._file.write_at(b"".join(frames), position)
+                self._file.sync()
+            except BaseException as error:
+                self._flush_failed = True
+                if not isinstance(error, OSError):
+                    raise
+                self._warn(error)
+                return 0
+            return appended
+
+    def _end_turn(self, reached: int) -> None:
+        """Wake those whose writes are durable, now that the first `reached` are, and the one that flushes next."""
+        with self._turn_lock:
+            if self.durable < reached:
+                self.durable = reached
+            turns, durable = self._waiting, self.durable
+            if not turns:
+                self._flushing = False
+            elif self._flush_failed:
+                self._waiting, self._flushing = [], False  # a checkpoint has to help them all
+            else:
+                self._waiting = [turn for turn in turns if turn.count > durable]
+                if self._waiting:
+                    turns = [turn for turn in turns if turn.count <= durable]
+                    turns.append(self._waiting.pop(0))
+                    turns[-1].flushes = True
+                else:
+                    self._flushing = False
+        for turn in turns:
+            turn.gate.release()
+
     def reach(self, count: int) -> None:
-        """Count the first `count` writes as durable."""
-        with self._count_lock:
+        """Count the first `count` writes as appended and durable."""
+        with self._turn_lock:
+            if self.appended < count:
+                self.appended = count
             if self.durable < count:
                 self.durable = count
 
     def close(self) -> None:
         """Give the file up; `begin` makes a new one."""
-        with self._sync_locks[0], self._sync_locks[1]:
-            files, self._files = self._files, None
-            for file in files or ():
+        with self._sync_lock:
+            file, self._file = self._file, None
+            with self._turn_lock:
+                self._unwritten = []
+            if file is not None:
                 file.close()
         self.appendable = False
 
-    def _warn(self, what: str, error: OSError) -> None:
+    def _warn(self, error: OSError) -> None:
         now = time.monotonic()
         if now - self._warned_at >= WARN_INTERVAL_S:
             self._warned_at = now
-            log.warning("offset journal cannot be %s, checkpoints stand in: file=%s error=%s", what, self._path, error)
-
-    def _open_files(self) -> None:
-        first = self._disk.open(self._path, create=False)
-        try:
-            second = self._disk.open(self._path, create=False)
-        except OSError:
-            first.close()
-            raise
-        with self._sync_locks[0], self._sync_locks[1]:
-            self._files, self._flush_failed = (first, second), False
+            log.warning("offset journal cannot be written, checkpoints stand in: file=%s error=%s", self._path, error)
 
 
 def write_file(disk: Disk, path: str, data: bytes) -> None:

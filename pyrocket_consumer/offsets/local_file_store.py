@@ -3,8 +3,8 @@
 `offsets.json` is the checkpoint, in the text Java clients write and read; `offsets.json.bak` the one before;
 `offsets.journal` what was persisted since; `offsets.lock` says that the store is taken, `offsets.owner` by whom.
 
-Locks, in this order: the write lock orders everything that writes files; the journal's two sync locks let flushes run
-without it; the table lock (see OffsetTable) guards memory, and nothing else is taken under it.
+Locks, in this order: the write lock orders all persists; the journal has two of its own, so that flushes run without
+it; the table lock (see OffsetTable) guards memory, and nothing else is taken under it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -30,7 +31,7 @@ from pyrocket_consumer.offsets.directories import base_directory, find_orphans, 
 from pyrocket_consumer.offsets.disk import Disk, LocalDisk
 from pyrocket_consumer.offsets.journal import MIN_JOURNAL_BYTES
 from pyrocket_consumer.offsets.journal_file import JournalFile, PairedOffset
-from pyrocket_consumer.offsets.offsets_json import entry_template, join_templates
+from pyrocket_consumer.offsets.offsets_json import entry_template, epochs_text, fill_in
 from pyrocket_consumer.offsets.ownership import Ownership
 from pyrocket_consumer.offsets.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, OnUnreadable, Source, recover
 from pyrocket_consumer.offsets.store import (
@@ -72,7 +73,10 @@ class _FileOffset(PairedOffset):
     __slots__ = ("origin",)
 
     def __init__(self, queue: MessageQueue, pair: int) -> None:
-        super().__init__(queue, pair)
+        # Not through super(): a store may have to make tens of thousands of them before it is open.
+        self.queue, self.pair = queue, pair
+        self.offset: int | None = None
+        self.stored: int | None = None
         self.origin: str | None = None
 
 
@@ -133,9 +137,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._checkpoint_file = CheckpointFile(self._disk, self._directory)
         self._journal = JournalFile(self._disk, self._directory, journal_bytes)
         self._written = 0
-        self._order: list[_FileOffset] = []  # the queues of offsets.json, and their text with `%d` for the offset
-        self._entry_templates: list[bytes] = []
-        self._template: bytes | None = None
+        self._order: list[_FileOffset] = []  # the queues of offsets.json
+        self._templates: list[bytes] = []  # by pair: what an entry of offsets.json is made from
+        self._epochs_text: bytes | None = None
         self._unsure = False  # what was found may be in the system's cache only: a killed process did not sync it
         self._behind = False  # offsets.json lacks something that the journal, or a backup, holds
         self._checkpoint_at = 0.0
@@ -362,9 +366,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
     def _changed(self, entries: Iterable[_FileOffset]) -> list[tuple[_FileOffset, int]]:
         """Return the entries to write, with their offsets. Reading one attribute needs no lock."""
-        return [
-            (entry, offset) for entry in entries if (offset := entry.offset) is not None and offset != entry.stored
-        ]
+        return [(entry, offset) for entry in entries if (offset := entry.offset) is not None and offset != entry.stored]
 
     def _hand_over(self, changed: Sequence[tuple[_FileOffset, int]], closing: bool = False) -> None:
         """Write `changed` to the journal, or with a checkpoint. The write lock is held.
@@ -398,7 +400,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 self._epochs[entry.queue] = reset.epoch
                 if reset.offset is not None:
                     entry.offset = reset.offset
-        self._template = None
+        self._epochs_text = None
         frames = b""
         if self._journal.appendable:
             frames = self._journal.reset_frames(
@@ -415,21 +417,21 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         """Note that `offset` is about to be written. The write lock is held."""
         if entry.stored is None:
             self._order.append(entry)
-            self._template = None
         entry.stored = offset
 
     def _write(self, frames: bytes) -> None:
         """Append `frames`, or write a checkpoint when there are none because none fit. The write lock is held."""
         self._behind = True
-        if frames:
-            try:
-                self._journal.append(frames, self._written)
-            except OSError:
-                frames = b""
+        journal = self._journal
         if not frames:
             self._checkpoint()
         elif self._durability == "process":
-            self._journal.reach(self._written)
+            try:
+                journal.write(frames, self._written)
+            except OSError:
+                self._checkpoint()
+        else:
+            journal.append(frames, self._written)
 
     def _checkpoint(self) -> None:
         """Make everything written durable in offsets.json, and begin a new generation of the journal.
@@ -439,18 +441,24 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         Raises:
             OffsetStoreUnwritable: it could not be done.
         """
-        if self._template is None:
-            templates = self._entry_templates
-            templates += [entry_template(entry.queue) for entry in self._order[len(templates) :]]
-            self._template = join_templates(templates, self._epochs)
-        text = self._template % tuple([entry.stored for entry in self._order])
+        order, templates = self._order, self._templates
+        with self._table_lock:
+            new_pairs = list(islice(self._pairs, len(templates), None))
+        templates += [entry_template(*pair) for pair in new_pairs]
+        if self._epochs_text is None:
+            self._epochs_text = epochs_text(self._epochs)
+        text = fill_in(
+            [templates[entry.pair] for entry in order],
+            [entry.queue.queue_id for entry in order],
+            [entry.stored or 0 for entry in order],
+            self._epochs_text,
+        )
         journal = self._journal
         try:
             self._checkpoint_file.replace(text, before_renames=self._stop_appending)
         except OSError as error:
             self._note_unwritable(error)
             raise self._unwritable_error(error) from error
-        journal.appended = self._written
         journal.reach(self._written)
         self._behind = False
         self._checkpoint_at = self._clock()
@@ -500,9 +508,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         It does so in any case. What is found may be in the system's cache only, even the names of the files: whoever
         was killed may not have come to sync them.
         """
-        journal, main, backup = (
-            self._read(name) for name in (JOURNAL_FILE, MAIN_FILE, BACKUP_FILE)
-        )
+        journal, main, backup = (self._read(name) for name in (JOURNAL_FILE, MAIN_FILE, BACKUP_FILE))
         try:
             found = recover(main, backup, journal, self._on_unreadable)
         except OffsetStoreError as error:
@@ -520,14 +526,14 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 known.stored = known.origin = None
             self._order = []
             for mq, offset in found.offsets.items():
-                entry = self._entries.get(mq)
-                if entry is None:
-                    entry = self._entries[mq] = self._new_entry(mq)
-                entry.stored, entry.origin = offset, found.origins[mq]
+                entry = self._entries.setdefault(mq, self._new_entry(mq))
+                entry.stored, entry.origin = offset, found.source
                 if entry.offset is None:
                     entry.offset = offset
                 self._order.append(entry)
-        self._entry_templates, self._template = [], None
+            for mq in found.from_journal:
+                self._entries[mq].origin = "journal"
+        self._epochs_text = None
         self._found = FoundOffsets(found.source, len(found.offsets), found.journal_frames)
         self._checkpoint_file.found(main, backup, found.unreadable)
         self._unsure = found.source != "new"
@@ -574,8 +580,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._ownership = None
 
     def _check_open(self) -> None:
-        self._check_not_forked()
-        if self._ownership is None:
+        if self._forked or self._ownership is None:
+            self._check_not_forked()
             raise OffsetStoreError(f"offset store {self._directory} is not open; call load(), or use `with`")
 
     def _check_not_forked(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,14 +21,15 @@ Source = Literal["new", "file", "backup", "started-over"]
 
 @dataclass(slots=True)
 class Recovered:
-    """What the files hold, where each offset is from, and what was wrong with them.
+    """What the files hold, where it is from, and what was wrong with them.
 
+    Offsets of the queues in `from_journal` are from there, all others from `source`.
     `epochs` are as old as the offsets beside them: where those are from a backup, a reset since then applies again.
     """
 
     source: Source = "new"
     offsets: dict[MessageQueue, int] = field(default_factory=dict)
-    origins: dict[MessageQueue, str] = field(default_factory=dict)
+    from_journal: Collection[MessageQueue] = ()
     epochs: dict[MessageQueue, int] = field(default_factory=dict)
     header: JournalHeader | None = None
     journal_frames: int = 0
@@ -51,7 +52,6 @@ def recover(
     result = Recovered()
     frames = _read_journal(result, journal, on_unreadable)
     _read_checkpoint(result, main, backup, journal is not None, on_unreadable)
-    result.origins = dict.fromkeys(result.offsets, str(result.source))
     header = result.header
     if header is not None and (
         (result.source == "file" and not header.follows(main or b""))
@@ -69,7 +69,7 @@ def recover(
         return result
     result.offsets.update(frames.offsets)
     result.epochs.update(frames.epochs)
-    result.origins.update(dict.fromkeys(frames.offsets, "journal"))
+    result.from_journal = frames.offsets
     result.journal_frames = frames.frames
     return result
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
 import threading
+import tracemalloc
 
 import pytest
 
@@ -456,3 +458,79 @@ def test_a_disk_without_hard_links_keeps_a_backup_too():
     files = disk.files()
     assert decode_offsets(files["/s/offsets.json"]) == {QUEUE: 3}
     assert decode_offsets(files["/s/offsets.json.bak"]) == {QUEUE: 2}
+
+
+MANY = [MessageQueue(f"topic-{number // 64}", "broker-a", number % 64) for number in range(4096)]
+
+
+def test_a_queue_needs_little_memory_beyond_its_key(tmp_path):
+    gc.collect()
+    tracemalloc.start()
+    try:
+        store = LocalFileOffsetStore(tmp_path)
+        store.load()
+        before = tracemalloc.get_traced_memory()[0]
+        for number, queue in enumerate(MANY):
+            store.update_offset(queue, 10**9 + number)
+        store.persist_all()
+        store.update_offset(QUEUE, 1)
+        store.persist(QUEUE)
+        gc.collect()
+        assert (tracemalloc.get_traced_memory()[0] - before) / len(MANY) <= 200  # bytes, the offset itself included
+        store.close()
+        del store
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        store = LocalFileOffsetStore(tmp_path)
+        store.load()
+        gc.collect()
+        assert (tracemalloc.get_traced_memory()[0] - before) / len(MANY) <= 300  # now the keys are its own
+    finally:
+        tracemalloc.stop()
+    store.close()
+
+
+@pytest.mark.parametrize("queues", [16, 4096])
+def test_a_persist_writes_few_bytes_checkpoints_included(queues):
+    """A whole life of the journal, from one checkpoint to the next. The interval is not over meanwhile."""
+    disk = CountingDisk()
+    store = LocalFileOffsetStore("/s", "process", disk=disk, clock=Clock())
+    store.load()
+    chosen = MANY[:queues]
+    for queue in chosen:
+        store.update_offset(queue, 0)
+    store.persist_all()
+    disk.bytes, disk.checkpoints, persists = 0, 0, 0
+    while not disk.checkpoints:
+        queue = chosen[persists % queues]
+        persists += 1
+        store.update_offset(queue, 10**9 + persists)
+        store.persist(queue)
+    assert persists > 46_000
+    assert disk.bytes / persists <= 32
+    store.close()
+
+
+class CountingDisk(MemoryDisk):
+    """Counts the bytes written, and the times offsets.json was replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.checkpoints = 0
+
+    def open(self, path, *, create):
+        return CountedFile(super().open(path, create=create), self)
+
+    def replace(self, source, target):
+        super().replace(source, target)
+        self.checkpoints += target.endswith(".json")
+
+
+class CountedFile:
+    def __init__(self, file, disk):
+        self._file, self._disk = file, disk
+        self.sync, self.close = file.sync, file.close
+
+    def write_at(self, data, position):
+        self._disk.bytes += len(data)
+        self._file.write_at(data, position)

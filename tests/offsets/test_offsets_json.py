@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.offsets_json import decode_offsets, encode_offsets
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, decode_offsets, encode_offsets
 
 TABLE = {MessageQueue("broadcast-test-topic", "broker-a", queue_id): 100 + queue_id for queue_id in (2, 1, 0)}
 
@@ -125,6 +125,14 @@ queues = st.builds(MessageQueue, names, names, st.integers(-1, 2**31 - 1))
 @given(st.dictionaries(queues, st.integers(0, 2**63 - 1), max_size=8))
 def test_any_table_comes_back_as_it_was(table):
     assert decode_offsets(encode_offsets(table)) == table
+
+
+@given(
+    st.dictionaries(queues, st.integers(0, 2**63 - 1), max_size=8),
+    st.dictionaries(st.builds(MessageQueue, names, names, st.integers(0, 2**31 - 1)), st.integers(1, 2**63 - 1)),
+)
+def test_any_table_with_epochs_comes_back_as_it_was(table, epochs):
+    assert decode_checkpoint(encode_offsets(table, epochs)) == (table, epochs)
 
 
 @given(st.binary(max_size=200))

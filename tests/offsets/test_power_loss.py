@@ -7,6 +7,9 @@ the model bites is shown by the controls at the end: the same trials without one
 from __future__ import annotations
 
 import random
+import sys
+import threading
+import time
 from collections.abc import Callable
 from zlib import crc32
 
@@ -21,7 +24,7 @@ from pyrocket_consumer.offsets.offsets_json import decode_offsets
 from pyrocket_consumer.offsets.recovery import recover
 from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
 from tests.offsets.driving import History, step
-from tests.offsets.trials import trials
+from tests.offsets.trials import crash_points, trials
 
 Read = Callable[[MemoryDisk], dict[MessageQueue, int]]
 
@@ -73,6 +76,7 @@ class Trial:
 
     def restart(self, read: Read, *, kill: bool = False) -> list[str]:
         """Restart the machine, or only the process, and return what is wrong with what is found."""
+        crash_points["kills in the model" if kill else "power failures in the model"] += 1
         if kill:
             self.disk.free_locks()
         else:
@@ -134,8 +138,54 @@ def test_process_durability_survives_power_loss_with_old_values_never_with_garba
 
         trial.history.writing = remembering
         trial.live()
+        crash_points["power failures in the model"] += 1
         found = read_as_designed(trial.disk.after_power_loss(trial.rng))
         assert all(offset in written[queue] for queue, offset in found.items()), f"seed {seed}"
+
+
+def test_power_fails_while_threads_share_flushes():
+    """What any of them was told to be durable is found. The switch interval is short, so that they meet everywhere."""
+    queues = [MessageQueue("orders", "broker-a", number) for number in range(6)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for seed in range(trials(25)):
+            rng, disk, dead = random.Random(seed), MemoryDisk(), threading.Event()
+            last = rng.randint(10, 150)
+
+            def cut(count: int, operation: str, path: str) -> None:
+                if operation == "sync":
+                    time.sleep(0.0002)  # others append meanwhile
+                if count >= last or dead.is_set():  # noqa: B023
+                    dead.set()  # noqa: B023
+                    raise PowerCut
+
+            store = LocalFileOffsetStore("/s", journal_bytes=4096, disk=WatchedDisk(disk, cut))
+            store.load()
+            tried, told = [0] * len(queues), [0] * len(queues)
+
+            def work(number: int) -> None:
+                try:
+                    while True:
+                        tried[number] += 1  # noqa: B023
+                        store.update_offset(queues[number], tried[number])  # noqa: B023
+                        store.persist(queues[number])  # noqa: B023
+                        told[number] = tried[number]  # noqa: B023
+                except PowerCut:
+                    pass
+
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(len(queues))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+                assert not thread.is_alive(), f"seed {seed}"
+            crash_points["power failures in the model"] += 1
+            found = read_as_designed(disk.after_power_loss(rng))
+            for number, queue in enumerate(queues):
+                assert told[number] <= found.get(queue, 0) <= tried[number], f"seed {seed}"
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # -- negative controls -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ResetEpochs
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, decode_offsets
 from tests.offsets.disks import Failing, MemoryDisk, PowerCut, WatchedDisk
-from tests.offsets.trials import trials
+from tests.offsets.trials import crash_points, trials
 
 QUEUES = [MessageQueue("orders%", "broker-a", number) for number in range(3)]
 FIRST, SECOND, THIRD = QUEUES
@@ -146,6 +146,7 @@ def test_power_may_fail_at_any_moment(durability):
             except PowerCut:
                 pass
             disk = disk.after_power_loss(rng)
+            crash_points["power failures in the model"] += 1
             with store_in("/s", durability, disk=disk) as found:
                 for queue in QUEUES:
                     offset = found.read_offset(queue)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import signal
 import sys
 import threading
 
@@ -160,31 +161,92 @@ def test_eight_threads_persist_at_once_and_every_acknowledged_offset_is_there(tm
     store.close()
 
 
-def test_updating_does_not_wait_for_a_slow_disk(tmp_path):
-    """While a flush takes for ever, memory is read and written, and others append; the flush is shared afterwards."""
-    in_flush, go_on = threading.Event(), threading.Event()
-    stuck = []
+class SlowFlush:
+    """A store whose next flush of the journal takes until `go_on` is set."""
 
-    def slow(count, operation, path):
-        if operation == "sync" and path.endswith(".journal") and not in_flush.is_set():
-            in_flush.set()
-            stuck.append(go_on.wait(30))
+    def __init__(self):
+        self.begun, self.go_on, self.on_time = threading.Event(), threading.Event(), []
+        self.slow = False
+        self.store = LocalFileOffsetStore("/s", disk=WatchedDisk(MemoryDisk(), self._hook))
+        self.store.load()
+        for queue in QUEUES:
+            self.store.update_offset(queue, 1)
+        self.store.persist_all()
+        self.slow = True
 
-    store = LocalFileOffsetStore("/s", disk=WatchedDisk(MemoryDisk(), slow))
-    store.load()
-    first, second = QUEUES[:2]
-    for queue in (first, second):
-        store.update_offset(queue, 1)
-    store.persist_all()
-    store.update_offset(first, 2)
-    waiting = threading.Thread(target=store.persist, args=(first,))
-    waiting.start()
-    assert in_flush.wait(10)
-    store.update_offset(second, 3)
-    assert store.read_offset(second, ReadOffsetType.READ_FROM_MEMORY) == 3
-    store.persist(second)  # by a flush of its own
-    assert waiting.is_alive() or stuck
-    go_on.set()
-    waiting.join(10)
-    assert stuck == [True]
+    def _hook(self, count, operation, path):
+        if self.slow and operation == "sync" and path.endswith(".journal") and not self.begun.is_set():
+            self.begun.set()
+            self.on_time.append(self.go_on.wait(60))
+
+    def persisting(self, queue, offset):
+        """Return a thread that persists `offset`."""
+        self.store.update_offset(queue, offset)
+        thread = threading.Thread(target=self.store.persist, args=(queue,))
+        thread.start()
+        return thread
+
+
+def test_updating_does_not_wait_for_a_slow_disk():
+    """While a flush takes for ever, memory is read and written; who persists meanwhile is told after the flush only."""
+    bench = SlowFlush()
+    store, (first, second, third, *_) = bench.store, QUEUES
+    threads = [bench.persisting(first, 2)]
+    assert bench.begun.wait(30)
+    threads += [bench.persisting(queue, 3) for queue in (second, third, second)]
+    store.update_offset(second, 4)
+    assert store.read_offset(second, ReadOffsetType.READ_FROM_MEMORY) == 4
+    assert store.clone_offset_table()[third] == 3
+    threads[1].join(0.05)
+    assert all(thread.is_alive() for thread in threads)
+    bench.go_on.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert bench.on_time == [True]
+    store.close()
+
+
+class Interrupted(Exception):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system")
+def test_who_is_interrupted_while_waiting_for_a_flush_leaves_nobody_waiting():
+    bench = SlowFlush()
+    store, (first, second, third, *_) = bench.store, QUEUES
+    waiting, interrupted = threading.Event(), threading.Event()
+
+    def on_signal(number, frame):
+        if waiting.is_set():
+            waiting.clear()
+            raise Interrupted
+
+    def send_signals():
+        while not interrupted.wait(0.02):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    sender = threading.Thread(target=send_signals)
+    try:
+        threads = [bench.persisting(first, 2)]
+        assert bench.begun.wait(30)
+        store.update_offset(second, 3)
+        sender.start()
+        with pytest.raises(Interrupted):
+            waiting.set()
+            store.persist(second)
+        interrupted.set()
+        sender.join(30)
+        threads.append(bench.persisting(third, 4))
+        bench.go_on.set()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        store.persist(second)
+    finally:
+        interrupted.set()
+        bench.go_on.set()
+        signal.signal(signal.SIGUSR1, before)
+    assert [store.read_offset(queue, ReadOffsetType.READ_FROM_STORE) for queue in (first, second, third)] == [2, 3, 4]
     store.close()

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+
+FACTOR = os.environ.get("PYROCKET_TRIALS", "1")
+
+crash_points: Counter[str] = Counter()
+"""How often a store was stopped in the middle of something, and what was found then compared: by kind."""
 
 
 def trials(default: int) -> int:
     """Return `default` times PYROCKET_TRIALS."""
-    return int(default * float(os.environ.get("PYROCKET_TRIALS", "1")))
+    return int(default * float(FACTOR))
