@@ -150,6 +150,7 @@ class EventKind(StrEnum):
     QUEUE_REVOKED = "queue-revoked"
     OFFSET_CORRECTED = "offset-corrected"
     OFFSET_RESET = "offset-reset"
+    OFFSET_FORGOTTEN = "offset-forgotten"
     STORE_UNWRITABLE = "store-unwritable"
     STORE_RECOVERED = "store-recovered"
     STORE_FALLBACK = "store-fallback"

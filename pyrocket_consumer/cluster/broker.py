@@ -43,15 +43,17 @@ H = TypeVar("H", bound=Header)
 HOLD_TICK_S = 5.0
 """A broker looks at held pulls this often, so an answer may come that much after the hold has ended."""
 
-STORED_CODES = frozenset(
+DEGRADED_CODES = frozenset(
     {
-        ResponseCode.SUCCESS,
         ResponseCode.FLUSH_DISK_TIMEOUT,
         ResponseCode.SLAVE_NOT_AVAILABLE,
         ResponseCode.FLUSH_SLAVE_TIMEOUT,
     }
 )
-"""Answers to a send that mean "stored", if not as safely as it should be."""
+"""Answers to a send that mean "stored, but not as safely as it should be"."""
+
+STORED_CODES = DEGRADED_CODES | {ResponseCode.SUCCESS}
+"""Answers to a send that mean "stored"."""
 
 _PULL_CODES = frozenset(status.value for status in PullStatus)
 RESET_REMARK = "OFFSET_RESET"

@@ -259,6 +259,11 @@ class Assignments:
         if stored is not None:
             return stored, "stored"
         broker = member.cluster.broker(queue.broker_name)
+        known = member.commits.last_known(queue)
+        if known is not None and known <= await broker.max_offset(queue):  # else the topic was made anew
+            text = "the broker has no offset of this group any more; going on where this member last knew it to be"
+            member.event(EventKind.OFFSET_FORGOTTEN, text, queue, {"offset": known}, level=logging.WARNING)
+            return known, "last known by this member"
         if queue.topic.startswith(RETRY_PREFIX):
             return await broker.min_offset(queue), "retry topic"
         if member.rebalance.is_new(queue):

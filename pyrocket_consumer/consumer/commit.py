@@ -26,6 +26,9 @@ T = TypeVar("T")
 class Commits(Protocol):
     """What a consumer does with an offset store. `update` and `current` are quick and may be called by any thread."""
 
+    on_reset_waiting: Callable[[MessageQueue], None]
+    """Called when a broker ignored a commit because it has a reset for the next pull of that queue."""
+
     def update(self, queue: MessageQueue, offset: int) -> None:
         """Note that everything below `offset` is consumed. A lower one than noted before changes nothing."""
 
@@ -40,6 +43,9 @@ class Commits(Protocol):
 
     async def start_offset(self, queue: MessageQueue) -> int | None:
         """Return where to go on, None if this group has never consumed `queue`. An error is raised, never None."""
+
+    def last_known(self, queue: MessageQueue) -> int | None:
+        """Return what the broker last told or acknowledged of `queue`, also of one that was given up since."""
 
     async def replace(self, queue: MessageQueue, offset: int) -> None:
         """Store `offset`, whatever was noted, and return when it is durable."""
@@ -56,6 +62,9 @@ class Commits(Protocol):
 
     async def persist_again(self, queues: Iterable[MessageQueue]) -> None:
         """Return when what was set by `follow` is durable."""
+
+    def places(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
+        """Return `queues` by where they are stored: places that need not wait for each other."""
 
     async def persist(self, queues: Iterable[MessageQueue]) -> dict[MessageQueue, RocketError]:
         """Store what has changed, and return what could not be stored. It is tried again next time."""
@@ -77,10 +86,12 @@ class BrokerCommits:
     """Offsets at the brokers: acknowledged commits, several at a time. Confined to the I/O thread but for `update`."""
 
     def __init__(self, cluster: Cluster, group: str) -> None:
+        self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
         self._cluster = cluster
         self._group = group
         self._memory = MemoryOffsetStore()
         self._persisted: dict[MessageQueue, int] = {}
+        self._last_known: dict[MessageQueue, int] = {}
         self._in_turn: dict[MessageQueue, asyncio.Lock] = {}
         self._first: dict[tuple[str, str], asyncio.Lock] = {}  # by broker and topic
         self._tables: set[tuple[str, str]] = set()  # brokers and topics that have a table of this group
@@ -105,8 +116,11 @@ class BrokerCommits:
         )
         if offset is not None:
             self._memory.update_offset(queue, offset)
-            self._persisted[queue] = offset
+            self._persisted[queue] = self._last_known[queue] = offset
         return offset
+
+    def last_known(self, queue: MessageQueue) -> int | None:
+        return self._last_known.get(queue)
 
     async def replace(self, queue: MessageQueue, offset: int) -> None:
         self._memory.update_offset(queue, offset)
@@ -126,6 +140,12 @@ class BrokerCommits:
 
     async def persist_again(self, queues: Iterable[MessageQueue]) -> None:
         await asyncio.gather(*map(self._commit, queues))
+
+    def places(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
+        found: dict[str, list[MessageQueue]] = {}
+        for queue in queues:
+            found.setdefault(queue.broker_name, []).append(queue)
+        return found
 
     async def persist(self, queues: Iterable[MessageQueue]) -> dict[MessageQueue, RocketError]:
         changed = [queue for queue in queues if self._persisted.get(queue) != self.current(queue)]
@@ -162,10 +182,14 @@ class BrokerCommits:
             except RocketError:
                 self._unanswered.add(queue)
                 raise
+            if taken:
+                self._last_known[queue] = offset
+            else:
+                self.on_reset_waiting(queue)
             if queue in self._unanswered:  # the one before may be executed after this one: once more next time
                 self._unanswered.discard(queue)
             elif taken:
-                self._persisted[queue] = offset  # else a reset waits there for the next pull, and the offset with it
+                self._persisted[queue] = offset
 
     async def _send(self, queue: MessageQueue, offset: int) -> bool:
         """Commit; the first one of a topic at a broker goes alone.
@@ -210,6 +234,7 @@ class StoreCommits:
     """Offsets in an `OffsetStore` that is open. Its blocking calls have one thread."""
 
     def __init__(self, store: OffsetStore, *, memory_first: bool) -> None:
+        self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
         self._store = store
         self._memory_first = memory_first
         self._epoch_store = store if isinstance(store, ResetEpochs) else None
@@ -244,6 +269,9 @@ class StoreCommits:
             self._persisted[queue] = offset
         return offset
 
+    def last_known(self, queue: MessageQueue) -> int | None:
+        return None  # the store has what was stored; nobody else deletes from it
+
     async def replace(self, queue: MessageQueue, offset: int) -> None:
         self._store.update_offset(queue, offset)
         await self._do(self._store.persist, queue)
@@ -270,6 +298,9 @@ class StoreCommits:
 
     async def persist_again(self, queues: Iterable[MessageQueue]) -> None:
         await self._do(self._store.persist_all, list(queues))
+
+    def places(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
+        return {"": list(queues)}
 
     async def persist(self, queues: Iterable[MessageQueue]) -> dict[MessageQueue, RocketError]:
         changed = {

@@ -30,6 +30,7 @@ from pyrocket_consumer.consumer.retry import Retries
 from pyrocket_consumer.consumer.statistics import Statistics
 from pyrocket_consumer.errors import ConnectError, ProtocolError, RocketError, RouteNotFound
 from pyrocket_consumer.model import (
+    MASTER_ID,
     ConsumerEvent,
     EventKind,
     MessageQueue,
@@ -136,6 +137,8 @@ class GroupMember:
         self._tasks: list[asyncio.Task[Any]] = []
         self._passing: dict[asyncio.Task[Any], None] = {}
         self._told: dict[tuple[EventKind, str], float] = {}
+        self._masters: dict[str, str] = {}  # by broker name
+        commits.on_reset_waiting = self._reset_waiting
         self._asked = Asked(self)
 
     def _service(self, workers_for: Callable[[bool], Workers]) -> ConsumeService | OrderlyService:
@@ -298,14 +301,14 @@ class GroupMember:
 
         self._tasks.append(self.loop.create_task(guard(), name=f"pyrocket-{name}"))
 
-    def keep(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+    def keep(self, task: asyncio.Task[T], what: str = "a reset") -> asyncio.Task[T]:
         """Keep hold of a task that somebody may or may not wait for; that it fails unforeseen is a surprise."""
 
         def ended(task: asyncio.Task[T]) -> None:
             self._passing.pop(task, None)
             error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, RocketError):
-                self.surprised("a reset", error)
+                self.surprised(what, error)
 
         self._passing[task] = None
         task.add_done_callback(ended)
@@ -395,24 +398,27 @@ class GroupMember:
 
     async def _commit_loop(self) -> None:
         everything_at = self.loop.time() + COMMIT_EVERYTHING_S
+        rounds: dict[str, asyncio.Task[None]] = {}
         while True:
             await asyncio.sleep(self.config.commit_interval_s)
             if self.loop.time() >= everything_at:
                 # a former owner of a queue, cut off meanwhile, may have stored its old offset over ours
                 self.commits.doubt()
                 everything_at = self.loop.time() + COMMIT_EVERYTHING_S
-            await self.persist()
+            for place, queues in self.commits.places(self.assignments.all()).items():
+                if place not in rounds or rounds[place].done():  # a broker that is slow to answer delays no other
+                    rounds[place] = self.keep(self.loop.create_task(self._persist(queues)), "a commit")
+            await self.resets.persist()
 
-    async def persist(self) -> None:
-        """Store what was consumed since the last time."""
-        failed = await self.commits.persist(list(self.assignments.all()))
+    async def _persist(self, queues: list[MessageQueue]) -> None:
+        """Store what was consumed of `queues` since the last time."""
+        failed = await self.commits.persist(queues)
         for queue, error in failed.items():
             self.trouble(
                 EventKind.COMMIT_FAILED,
                 f"not stored, tried again in {self.config.commit_interval_s:g} s: {error}",
                 queue,
             )
-        await self.resets.persist()
 
     async def _watch_listeners(self) -> None:
         """Look for listener calls that have taken longer than `consume_timeout_s`."""
@@ -495,6 +501,11 @@ class GroupMember:
     def late_reset(self, queue: MessageQueue, answer: PullAnswer) -> None:
         self._in_passing(self.resets.met_mark(queue, answer, None), f"resetting {queue}")
 
+    def _reset_waiting(self, queue: MessageQueue) -> None:
+        assignment = self.assignments.get(queue)
+        if assignment is not None and assignment.puller is not None:
+            assignment.puller.ask_master()
+
     def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
         self.trouble(EventKind.BROKER_UNREACHABLE, f"pull failed, tried again: {error}", queue)
 
@@ -553,6 +564,11 @@ class GroupMember:
     # --- what the cluster tells
 
     def _route_changed(self, topic: str, route: TopicRoute) -> None:
+        for broker in route.brokers:
+            address = broker.addresses.get(MASTER_ID)
+            if address is not None and self._masters.get(broker.broker_name) != address:
+                self._masters[broker.broker_name] = address
+                self.commits.doubt(broker.broker_name)  # one that was a slave lacks the commits of the last seconds
         if topic in self._topics:
             self.rebalance.soon()
 

@@ -135,6 +135,7 @@ class Puller:
         self._timeout_s = max(2 * hold_s, hold_s + HOLD_TICK_S + call_timeout_s)  # Java waits for twice its hold
         self._retry_delay_s = retry_delay_s
         self._broker_id = MASTER_ID
+        self._master_next = False
         self._under_way: deque[_Pull] = deque()
         self._undelivered = 0
         self._undecodable = 0  # answers that could not be decoded; what was decoded after one is not put
@@ -173,10 +174,12 @@ class Puller:
             subscription = self._host.subscription(self.queue.topic)
             if subscription is None:
                 return  # unsubscribed: the next rebalance drops this queue
-            connection = self._host.connection_to(self.queue.broker_name, self._broker_id)
+            broker_id = MASTER_ID if self._master_next else self._broker_id
+            connection = self._host.connection_to(self.queue.broker_name, broker_id)
             if connection is None:
-                self._await(self._host.connect_to(self.queue.broker_name, self._broker_id))
+                self._await(self._host.connect_to(self.queue.broker_name, broker_id))
                 return
+            self._master_next = False
             self._ask(connection, offset, subscription)
 
     def _ask(self, connection: Connection, offset: int, subscription: Subscription) -> None:
@@ -189,6 +192,7 @@ class Puller:
                 lambda opaque: connection.encode(command, opaque),
                 lambda answer: self._answered(pull, answer),
                 self._timeout_s,
+                on_late=self._look_at_late,
             )
             return
         if self._template is None or self._template_of is not subscription:
@@ -198,6 +202,7 @@ class Puller:
             lambda opaque: template.encode(opaque, offset, 0, SUSPEND),
             lambda answer: self._answered(pull, answer),
             self._timeout_s,
+            on_late=self._look_at_late,
         )
 
     def _template_for(self, subscription: Subscription) -> PullTemplate:
@@ -228,6 +233,10 @@ class Puller:
             expression_type=subscription.expression_type,
             broker_name=queue.broker_name,
         )
+
+    def ask_master(self) -> None:
+        """Ask the master next, whatever was suggested: it has a reset of this queue, and a slave never tells."""
+        self._master_next = True
 
     def ask_again(self) -> None:
         """The broker's correction is not followed: pull on from where it was made."""

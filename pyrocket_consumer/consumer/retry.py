@@ -31,7 +31,8 @@ class Retries:
     def __init__(self, member: GroupMember) -> None:
         self._member = member
         self._at_once = asyncio.Semaphore(AT_ONCE)
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks: dict[asyncio.Task[None], int] = {}
+        self._going_back: set[int] = set()  # ids of messages: each is the matter of one task
         self._resting = 0
 
     @property
@@ -39,16 +40,20 @@ class Retries:
         return len(self._tasks) - self._resting
 
     def add(self, window: ProcessQueue, failed: list[tuple[Message, int]]) -> None:
-        """Have messages of `window` consumed again, later."""
+        """Have messages of `window` consumed again, later; not those that are on their way already.
+
+        A listener that took too long may fail just while its message is sent back.
+        """
         for message, delay_level in failed:
-            if message._done or window.dropped:
+            if message._done or window.dropped or id(message) in self._going_back:
                 continue
             task = self._member.loop.create_task(self._again(window, message, delay_level))
-            self._tasks[task] = None
+            self._tasks[task] = id(message)
+            self._going_back.add(id(message))
             task.add_done_callback(self._finished)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(task, None)
+        self._going_back.discard(self._tasks.pop(task))
         if not task.cancelled() and (error := task.exception()) is not None:
             self._member.surprised("a failed message could not be sent back", error)
 

@@ -17,9 +17,13 @@ OnAnswer = Callable[["RemotingCommand | Exception"], "Callable[[], None] | None"
 """Gets the answer, or the error that took its place. What it returns is called after the requests that the
 answers of this wake-up have caused are on the wire, so that decoding never delays the next pull."""
 
+OnLate = Callable[["RemotingCommand"], None]
 OnRequest = Callable[["RemotingCommand", "Connection"], Awaitable["RemotingCommand | None"]]
 OnLost = Callable[["Connection", str], None]
 Sign = Callable[[RemotingCommand], None]
+
+MOST_OVERDUE = 1024
+"""How many answers that did not come in time are looked out for; of more, the oldest are given up."""
 
 _SWEEP_STEP_S = 0.05
 _MAX_OPAQUE = 0x7FFFFFFF
@@ -45,7 +49,8 @@ class Connection(asyncio.BufferedProtocol):
         self._frames = FrameBuffer()
         self._transport: asyncio.Transport | None = None
         self._opaque = 0
-        self._waiting: dict[int, tuple[OnAnswer, float, str, float]] = {}
+        self._waiting: dict[int, tuple[OnAnswer, float, str, float, OnLate | None]] = {}
+        self._overdue: dict[int, OnLate] = {}
         self._out: list[bytes] = []
         self._flush_due = False
         self._sweep: asyncio.TimerHandle | None = None
@@ -82,9 +87,17 @@ class Connection(asyncio.BufferedProtocol):
         self._write(self.encode(command, self._next_opaque()))
 
     def send(
-        self, encode: Callable[[int], bytes], on_answer: OnAnswer, timeout_s: float, what: str = "PULL_MESSAGE"
+        self,
+        encode: Callable[[int], bytes],
+        on_answer: OnAnswer,
+        timeout_s: float,
+        what: str = "PULL_MESSAGE",
+        on_late: OnLate | None = None,
     ) -> int:
-        """Send the frame `encode(opaque)` returns; `on_answer` is called exactly once. The quick form of `call`."""
+        """Send the frame `encode(opaque)` returns; `on_answer` is called exactly once. The quick form of `call`.
+
+        `on_late` gets the answer if it comes after the timeout, for one that must not be lost.
+        """
         opaque = self._next_opaque()
         if self.closed:
             error = ConnectionLost(self.address, self._reason)
@@ -92,7 +105,7 @@ class Connection(asyncio.BufferedProtocol):
             return opaque
         frame = encode(opaque)
         deadline = self._loop.time() + timeout_s
-        self._waiting[opaque] = (on_answer, deadline, what, timeout_s)
+        self._waiting[opaque] = (on_answer, deadline, what, timeout_s, on_late)
         if self._sweep is None or self._sweep.when() > deadline + _SWEEP_STEP_S:
             self._sweep_at(deadline)
         self._write(frame)
@@ -163,12 +176,26 @@ class Connection(asyncio.BufferedProtocol):
     def _expire(self) -> None:
         self._sweep = None
         now = self._loop.time()
-        late = [opaque for opaque, (_, deadline, _, _) in self._waiting.items() if deadline <= now]
+        late = [opaque for opaque, (_, deadline, *_) in self._waiting.items() if deadline <= now]
         for opaque in late:
-            on_answer, _, what, timeout_s = self._waiting.pop(opaque)
+            on_answer, _, what, timeout_s, on_late = self._waiting.pop(opaque)
+            if on_late is not None:
+                self._overdue[opaque] = on_late
+                if len(self._overdue) > MOST_OVERDUE:
+                    del self._overdue[next(iter(self._overdue))]
             self._tell(on_answer, RequestTimeout(what, self.address, timeout_s))
         if self._waiting and self._sweep is None:
             self._sweep_at(max(min(entry[1] for entry in self._waiting.values()), now + _SWEEP_STEP_S))
+
+    def _late(self, answer: RemotingCommand) -> None:
+        on_late = self._overdue.pop(answer.opaque, None)
+        if on_late is None:
+            log.debug("connection=%s late answer opaque=%d ignored", self.address, answer.opaque)
+        else:
+            try:
+                on_late(answer)
+            except Exception as error:
+                self._surprise(error, "a late answer could not be handled")
 
     def _tell(self, on_answer: OnAnswer, answer: RemotingCommand | Exception) -> None:
         try:
@@ -207,7 +234,7 @@ class Connection(asyncio.BufferedProtocol):
             if command.flag & 1:
                 entry = self._waiting.pop(command.opaque, None)
                 if entry is None:
-                    log.debug("connection=%s late answer opaque=%d ignored", self.address, command.opaque)
+                    self._late(command)
                     continue
                 try:
                     rest = entry[0](command)
@@ -270,6 +297,7 @@ class Connection(asyncio.BufferedProtocol):
             self._sweep = None
         self.resume_writing()
         waiting, self._waiting = self._waiting, {}
-        for on_answer, _, _, _ in waiting.values():
+        self._overdue.clear()
+        for on_answer, *_ in waiting.values():
             self._tell(on_answer, error)
         self._on_lost(self, self._reason)

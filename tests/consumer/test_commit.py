@@ -149,12 +149,16 @@ def test_after_a_commit_without_an_answer_the_next_one_is_made_twice():
 def test_a_commit_the_broker_ignores_for_a_reset_is_not_taken_for_stored():
     async def scenario():
         commits, brokers = at_brokers()
+        waiting: list[MessageQueue] = []
+        commits.on_reset_waiting = waiting.append
         commits.update(ONE, 5)
+        commits.update(TWO, 1)
         brokers.answers = [False]
         assert await commits.persist([ONE]) == {}
         assert commits.persisted(ONE) is None
-        await commits.persist([ONE])
-        assert brokers.stored == {ONE: 5}
+        await commits.persist([ONE, TWO])
+        assert brokers.stored == {ONE: 5, TWO: 1}
+        assert waiting == [ONE], "whoever pulls it is told, once for each commit that was ignored"
 
     run(scenario())
 
@@ -239,6 +243,31 @@ def test_a_released_queue_is_stored_and_forgotten():
         assert brokers.stored == {ONE: 2}, "it belongs to another member already"
 
     run(scenario())
+
+
+def test_what_was_known_of_a_queue_is_remembered_when_it_is_given_up():
+    async def scenario():
+        commits, brokers = at_brokers()
+        assert commits.last_known(ONE) is None
+        brokers.stored[ONE] = 7
+        await commits.start_offset(ONE)
+        commits.forget(ONE)
+        assert commits.last_known(ONE) == 7
+        commits.update(ONE, 9)
+        brokers.answers = [BrokerError(1, "no", "a:1"), False]
+        for known in (7, 7, 9):  # refused; ignored, because a reset waits there; taken
+            await commits.persist([ONE])
+            assert commits.last_known(ONE) == known
+        await commits.release(ONE)
+        assert (commits.current(ONE), commits.last_known(ONE)) == (None, 9)
+
+    run(scenario())
+
+
+def test_each_broker_is_a_place_of_its_own_and_a_store_is_one():
+    commits, _ = at_brokers()
+    assert commits.places([ONE, FAR, TWO]) == {"a": [ONE, TWO], "b": [FAR]}
+    assert StoreCommits(MemoryOffsetStore(), memory_first=True).places([ONE, FAR]) == {"": [ONE, FAR]}
 
 
 def test_what_a_broker_may_have_forgotten_is_stored_again():

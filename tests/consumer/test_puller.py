@@ -28,11 +28,19 @@ END = 10_000  # the broker's max offset, unless an answer says otherwise
 class Asked:
     """A pull as the broker sees it."""
 
-    def __init__(self, broker_id: int, command: RemotingCommand, on_answer: Callable[[Any], Any], timeout_s: float):
+    def __init__(
+        self,
+        broker_id: int,
+        command: RemotingCommand,
+        on_answer: Callable[[Any], Any],
+        timeout_s: float,
+        on_late: Callable[[RemotingCommand], None],
+    ):
         self.broker_id = broker_id
         self.header = PullMessageHeader.from_fields(command.fields)
         self.offset = self.header.queue_offset
         self.timeout_s = timeout_s
+        self.answer_too_late = on_late
         self._on_answer = on_answer
 
     def answer_later(self, answer: RemotingCommand | Exception) -> Callable[[], None]:
@@ -79,8 +87,8 @@ class Line:
 
         return encode_command(command)
 
-    def send(self, encode, on_answer, timeout_s, what="PULL_MESSAGE") -> int:
-        self._host.asked.append(Asked(self._broker_id, decode_command(encode(1)), on_answer, timeout_s))
+    def send(self, encode, on_answer, timeout_s, what="PULL_MESSAGE", on_late=None) -> int:
+        self._host.asked.append(Asked(self._broker_id, decode_command(encode(1)), on_answer, timeout_s, on_late))
         return 1
 
 
@@ -337,6 +345,24 @@ def test_a_reset_told_to_an_abandoned_pull_is_passed_on(early):
     run(scenario())
 
 
+@pytest.mark.parametrize("signs", [False, True])
+def test_a_reset_told_to_a_pull_that_has_timed_out_is_passed_on_and_nothing_else_is(signs):
+    async def scenario():
+        pulling = Pulling(host=Host(signs=signs))
+        first = await pulling.asked()
+        first.answer(RequestTimeout("PULL_MESSAGE", "broker-a", 30))
+        second = await pulling.asked()
+        for harmless in (found(0), answer(MOVED, 5, remark="OFFSET_TOO_SMALL"), answer(1, 0)):
+            first.answer_too_late(harmless)
+        assert pulling.host.late == []
+        first.answer_too_late(answer(MOVED, 5, remark="OFFSET_RESET"))
+        assert [each.next_offset for each in pulling.host.late] == [5]
+        second.found()
+        assert pulling.host.offsets == list(range(BATCH))
+
+    run(scenario())
+
+
 def test_a_reset_with_fields_missing_that_came_early_does_not_stop_the_puller():
     async def scenario():
         pulling = Pulling()
@@ -559,6 +585,21 @@ def test_the_broker_an_answer_suggests_is_asked_next_and_the_master_after_troubl
         third.answer(answer(NO_MATCHED, 9, broker_id=1))
         (await pulling.asked()).answer(ConnectionLost("b:1", "gone"))
         assert (await pulling.asked()).broker_id == 0
+
+    run(scenario())
+
+
+def test_a_master_that_has_a_reset_is_asked_once_whatever_is_suggested():
+    async def scenario():
+        pulling = Pulling()
+        (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
+        second = await pulling.asked()
+        pulling.puller.ask_master()
+        second.answer(answer(NO_MATCHED, 6, broker_id=1))
+        third = await pulling.asked()
+        assert (third.broker_id, third.offset) == (0, 6)
+        third.answer(answer(NO_MATCHED, 7, broker_id=1))
+        assert (await pulling.asked()).broker_id == 1
 
     run(scenario())
 

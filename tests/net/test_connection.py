@@ -8,6 +8,7 @@ import struct
 import pytest
 
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
+from pyrocket_consumer.net.connection import MOST_OVERDUE
 from pyrocket_consumer.wire.frame import MAX_FRAME_BYTES, RemotingCommand, encode_command
 from tests.net.peer import Lost, connected, run, until
 
@@ -66,6 +67,54 @@ def test_a_late_answer_is_ignored_and_the_connection_goes_on():
             answer = connection.call(command(), 5)
             peer.answer(await peer.next(), body=b"new")
             assert (await answer).body == b"new"
+
+    run(scenario())
+
+
+def test_a_late_answer_reaches_whoever_asked_for_it_once():
+    async def scenario():
+        async with connected() as (connection, peer):
+            told: list[object] = []
+            late: list[bytes] = []
+
+            def send(on_late=None) -> None:
+                connection.send(
+                    lambda opaque: connection.encode(command(), opaque), told.append, 0.02,
+                    on_late=on_late and (lambda answer: late.append(answer.body)),
+                )
+
+            send(on_late=True)
+            send()
+            send(on_late=True)
+            asked = [await peer.next() for _ in range(3)]
+            await until(lambda: len(told) == 3)
+            assert {type(each) for each in told} == {RequestTimeout}
+            for each in (asked[0], asked[0], asked[1]):
+                peer.answer(each, body=b"late")
+            await until(lambda: late)
+            answer = connection.call(command(), 5)
+            peer.answer(await peer.next(), body=b"new")
+            assert (await answer).body == b"new"
+            assert (late, len(told)) == ([b"late"], 3)
+
+    run(scenario())
+
+
+def test_answers_that_never_come_are_not_remembered_without_end():
+    async def scenario():
+        async with connected() as (connection, peer):
+            late: list[bytes] = []
+            for _ in range(MOST_OVERDUE + 1):
+                connection.send(
+                    lambda opaque: connection.encode(command(), opaque), lambda answer: None, 0.001,
+                    on_late=lambda answer: late.append(answer.body),
+                )
+            asked = [await peer.next() for _ in range(MOST_OVERDUE + 1)]
+            await until(lambda: connection.waiting == 0)
+            peer.answer(asked[0], body=b"oldest")
+            peer.answer(asked[1], body=b"next")
+            await until(lambda: late)
+            assert late == [b"next"]
 
     run(scenario())
 

@@ -167,6 +167,16 @@ class Member:
             offset = int(target() * ((member.commits.current(queue) or 0) + 1))
             self._world.run_as(self.process, self._reset(member, queue, offset))
 
+    def pause(self, seconds: float) -> None:
+        """Pull nothing for a while."""
+        assert self.member is not None
+        self._world.run_as(self.process, self._pause(self.member, seconds))
+
+    async def _pause(self, member: GroupMember, seconds: float) -> None:
+        member.pause(None)
+        await asyncio.sleep(seconds)
+        member.resume(None)
+
     async def _reset(self, member: GroupMember, queue: Any, offset: int) -> None:
         for moved, to in (await member.reset(TOPIC, {queue: offset})).items():
             self._history.resets.append(Reset(self._world.now, self.name, moved, to))
@@ -281,10 +291,7 @@ class Scenario:
         elif kind == "misplace":
             await self._misplace()
         elif kind == "pause" and member.running:
-            paused = member.member
-            assert paused is not None
-            paused.pause(None)
-            world.call_later(rng.uniform(0.1, 10), paused.resume, None)
+            member.pause(rng.uniform(0.1, 10))
         elif kind == "join" and len(self.members) < self.plan.members + 2:
             fresh = Member(str(len(self.members)), world, self.history, self.cluster.name_server, self.plan)
             self.members.append(fresh)
