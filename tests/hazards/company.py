@@ -1,0 +1,58 @@
+"""Other members of a group: those that a broker says are there, and a way to lose queues to them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pyrocket_consumer import MessageQueue
+from pyrocket_consumer.testing import answer
+from pyrocket_consumer.testing.faults import Fault
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import until
+from tests.hazards.naive import NaiveMember
+
+STRANGER = "0.0.0.0@0#0"
+"""A client id that comes before every other, so that a single queue is its."""
+
+
+def members_of(*client_ids: str) -> Fault:
+    """Answer that these are the members of the group."""
+    return answer(0, body=json.dumps({"consumerIdList": list(client_ids)}).encode())
+
+
+class AnotherComes:
+    """Another member, which takes the only queue of a topic while it is there."""
+
+    def __init__(self, cluster: Any, group: str, consumer: Any, topic: str) -> None:
+        self._broker, self._group = cluster.broker("broker-a"), group
+        self._consumer, self._topic = consumer, topic
+
+    def come(self) -> None:
+        """Return when the consumer has given the queue up."""
+        self._broker.on(
+            RequestCode.GET_CONSUMER_LIST_BY_GROUP,
+            members_of(STRANGER, self._consumer.client_id),
+            times=None,
+            when=lambda command: command.fields["consumerGroup"] == self._group,
+        )
+        until(lambda: not self._holds(), "the queue is given up")
+
+    def go(self) -> None:
+        """Return when the consumer has taken the queue back."""
+        self._broker.clear_faults(RequestCode.GET_CONSUMER_LIST_BY_GROUP)
+        until(self._holds, "the queue is taken back")
+
+    def _holds(self) -> bool:
+        return any(each.topic == self._topic for each in self._consumer.held())
+
+
+class DropsWithoutStoring(NaiveMember):
+    """Forgets a queue that is no longer its own, and leaves its last offset and its lock as they are."""
+
+    def drop(self, queue: MessageQueue) -> None:
+        with self.lock:
+            window = self.windows.pop(queue, None)
+            if window is not None:
+                window.dropped = True
+            self.offsets.pop(queue, None)

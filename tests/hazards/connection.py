@@ -1,0 +1,106 @@
+"""The connection of a naive member: threads that wait for answers, and one that reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.wire.codes import CLIENT_VERSION
+from pyrocket_consumer.wire.frame import ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command
+
+
+class Refused(OSError):
+    """A server answered with a code other than success; an OSError, so that "it did not work" is one `except`."""
+
+    def __init__(self, answer: RemotingCommand) -> None:
+        super().__init__(f"answered {answer.code}: {answer.remark}")
+        self.code = answer.code
+
+
+class Wire:
+    """A connection: any thread may call over it; what the server asks runs on a thread of its own."""
+
+    def __init__(self, address: str, on_request: Callable[[Wire, RemotingCommand], None], timeout_s: float) -> None:
+        host, port = address.rsplit(":", 1)
+        self._socket = socket.create_connection((host, int(port)), timeout_s)
+        self._socket.settimeout(None)
+        self._on_request = on_request
+        self._lock = threading.Lock()
+        self._opaques = itertools.count(1)
+        self._waiting: dict[int, SimpleQueue[RemotingCommand | None]] = {}
+        self.lost = False
+        threading.Thread(target=self._read, daemon=True, name="naive-wire").start()
+
+    def call(
+        self, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"", timeout_s: float = 10.0
+    ) -> RemotingCommand:
+        """Send a request and return its answer, whatever its code is.
+
+        Raises:
+            OSError: the connection is lost, or no answer came in time (TimeoutError).
+        """
+        answers: SimpleQueue[RemotingCommand | None] = SimpleQueue()
+        with self._lock:
+            opaque = next(self._opaques)
+            self._waiting[opaque] = answers
+            if self.lost:
+                raise ConnectionResetError("the connection is lost")
+            self._socket.sendall(encode_command(_command(code, fields, body, opaque)))
+        try:
+            answer = answers.get(timeout=timeout_s)
+        except Exception:
+            raise TimeoutError(f"no answer to {code} within {timeout_s:g} s") from None
+        finally:
+            self._waiting.pop(opaque, None)
+        if answer is None:
+            raise ConnectionResetError("the connection was lost")
+        return answer
+
+    def oneway(self, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"") -> None:
+        """Send a request that nobody answers."""
+        with self._lock:
+            self._socket.sendall(encode_command(_command(code, fields, body, next(self._opaques), ONEWAY_FLAG)))
+
+    def reply(self, request: RemotingCommand, code: int = 0, remark: str | None = None, body: bytes = b"") -> None:
+        """Answer a request of the server's."""
+        answer = request.answer(code, remark, {}, body)
+        answer.opaque = request.opaque
+        with contextlib.suppress(OSError), self._lock:
+            self._socket.sendall(encode_command(answer))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self) -> None:
+        frames = FrameBuffer()
+        try:
+            while count := self._socket.recv_into(frames.space()):
+                for command in frames.received(count):
+                    if command.is_response:
+                        if (answers := self._waiting.get(command.opaque)) is not None:
+                            answers.put(command)
+                    else:
+                        threading.Thread(target=self._on_request, args=(self, command), daemon=True).start()
+        except (OSError, ProtocolError):
+            pass
+        with self._lock:
+            self.lost = True
+            self._socket.close()
+        for answers in list(self._waiting.values()):
+            answers.put(None)
+
+
+def _command(
+    code: int, fields: Mapping[str, object] | None, body: bytes, opaque: int, flag: int = 0
+) -> RemotingCommand:
+    texts = {
+        name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in (fields or {}).items()
+    }
+    return RemotingCommand(int(code), texts, body, opaque, flag, version=CLIENT_VERSION)

@@ -1,0 +1,249 @@
+"""What scenarios share: one face for our consumer and for naive ones, and what they see of a broker.
+
+A *scenario* takes `member`, which is `ours` or a class of naive members, and holds the assertions::
+
+    def nothing_is_lost(embedded, names, member):
+        with member(embedded, topic, group, listener) as consumer:
+            consumer.seen.wait_for(10)
+            assert consumer.stored() == {queue: 10}
+
+    nothing_is_lost(embedded, names, ours)
+    with pytest.raises(AssertionError, match="…"):
+        nothing_is_lost(embedded, names, Faulty)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from pyrocket_consumer import Message, MessageQueue, PushConsumer
+from pyrocket_consumer.offsets.directories import read_store, store_directory
+from pyrocket_consumer.testing import Exchange
+from pyrocket_consumer.wire.bodies import encode_offset_table
+from pyrocket_consumer.wire.codes import CLIENT_VERSION, RequestCode
+from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
+from tests.consuming import WAIT_S, Events, Seen
+
+QUICK: dict[str, Any] = {
+    "client_ip": "127.0.0.1",
+    "consume_from": "first",
+    "commit_interval_s": 0.05,
+    "pull_hold_s": 0.5,
+    "pull_retry_delay_s": 0.1,
+    "rebalance_interval_s": 0.5,
+    "route_refresh_interval_s": 0.3,
+    "call_timeout_s": 1.0,
+    "shutdown_timeout_s": 1.0,
+}
+"""Options that make a scenario short; both members have them unless told otherwise."""
+
+Queues = Mapping[MessageQueue, int]
+
+
+class Member(Protocol):
+    """What a scenario may do with a consumer, ours or a naive one, and see of it."""
+
+    seen: Seen
+    """The listener."""
+    events: Events
+
+    @property
+    def client_id(self) -> str: ...
+
+    def held(self) -> dict[MessageQueue, int | None]:
+        """Return the queues it holds, retry topics left out, and the commit offset its memory has of each."""
+
+    def stored(self) -> dict[MessageQueue, int]:
+        """Return where each queue would go on if the process were killed now: what broker or file have."""
+
+    def subscribe(self, topic: str, listener: Callable[[Message], Any], selector: str = "*") -> None: ...
+
+    def unsubscribe(self, topic: str) -> None: ...
+
+    def reset(self, topic: str, targets: Queues) -> None:
+        """Go on from other offsets: the member's own call, without any admin."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Kind = Callable[..., contextlib.AbstractContextManager[Any]]
+"""What a scenario gets: called with cluster, topic, group, listener and options it is a running `Member`."""
+
+
+class OurMember:
+    """Ours behind the face; `consumer` is the PushConsumer itself."""
+
+    def __init__(self, cluster: Any, consumer: PushConsumer, seen: Seen, events: Events) -> None:
+        self._cluster = cluster
+        self.consumer = consumer
+        self.seen = seen
+        self.events = events
+
+    @property
+    def client_id(self) -> str:
+        return str(self.consumer.client_id)
+
+    def held(self) -> dict[MessageQueue, int | None]:
+        progress = self.consumer.progress().items()
+        return {queue: each.committed for queue, each in progress if not queue.topic.startswith("%RETRY%")}
+
+    def stored(self) -> dict[MessageQueue, int]:
+        config = self.consumer.config
+        if config.broadcasting:
+            return dict(read_store(store_directory(config.offset_store_dir, self.client_id, config.group)).offsets)
+        return at_brokers(self._cluster, config.group, self.consumer.progress())
+
+    def subscribe(self, topic: str, listener: Callable[[Message], Any], selector: str = "*") -> None:
+        self.consumer.subscribe(topic, listener, selector)
+
+    def unsubscribe(self, topic: str) -> None:
+        self.consumer.unsubscribe(topic)
+
+    def reset(self, topic: str, targets: Queues) -> None:
+        self.consumer.reset_offsets(topic, targets)
+
+    def pause(self) -> None:
+        self.consumer.pause()
+
+    def resume(self) -> None:
+        self.consumer.resume()
+
+    def close(self) -> None:
+        self.consumer.close()
+
+
+@contextmanager
+def ours(
+    cluster: Any, topic: str, group: str, listener: Callable[[Message], Any] | None = None, **options: Any
+) -> Iterator[OurMember]:
+    """Run our consumer; the arguments are those of `NaiveMember`."""
+    seen = listener if isinstance(listener, Seen) else Seen(*[] if listener is None else [listener])
+    events = options.get("on_event") or Events()
+    selector = options.pop("selector", "*")
+    consumer = PushConsumer(group, **{"name_server": cluster.name_server, **QUICK, "on_event": events, **options})
+    consumer.subscribe(topic, seen, selector)
+    with consumer:
+        yield OurMember(cluster, consumer, seen, events)
+
+
+def at_brokers(cluster: Any, group: str, queues: Any) -> dict[MessageQueue, int]:
+    """Return what the brokers have of some queues of a group; those they have nothing of are left out."""
+    found = {}
+    for queue in queues:
+        offset = cluster.committed(group, queue.topic, queue.broker_name).get(queue.queue_id)
+        if offset is not None and not queue.topic.startswith("%RETRY%"):
+            found[queue] = offset
+    return found
+
+
+def committed_values(broker: Any, topic: str) -> list[tuple[int, int]]:
+    """Return every commit an embedded broker was asked for, in order: queue id and offset."""
+    return [
+        (int(each.command.fields["queueId"]), int(each.command.fields["commitOffset"]))
+        for each in broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET)
+        if each.command.fields["topic"] == topic
+    ]
+
+
+def pulled_offsets(broker: Any, topic: str) -> list[tuple[int, int]]:
+    """Return every pull an embedded broker was asked for, in order: queue id and offset."""
+    return [
+        (int(each.command.fields["queueId"]), int(each.command.fields["queueOffset"]))
+        for each in broker.requests(RequestCode.PULL_MESSAGE)
+        if each.command.fields["topic"] == topic
+    ]
+
+
+def of(topic: str, **fields: object) -> Callable[[RemotingCommand], bool]:
+    """Return what tells requests about `topic`, and with these fields, from others; for `on()` and `wait_for()`."""
+    wanted = {"topic": topic, **{name: str(value) for name, value in fields.items()}}
+    return lambda command: all(command.fields.get(name) == value for name, value in wanted.items())
+
+
+def tell_members(broker: Any, group: str, targets: Queues) -> None:
+    """Have an embedded broker send a reset (220) to every member of a group, as it does when an admin asks for one."""
+    topic = next(iter(targets)).topic
+    fields = {"topic": topic, "group": group, "timestamp": "0", "isForce": "true"}
+    reset = RemotingCommand(
+        RequestCode.RESET_CONSUMER_CLIENT_OFFSET, fields, encode_offset_table(targets), flag=ONEWAY_FLAG,
+        language="JAVA", version=CLIENT_VERSION,
+    )  # fmt: skip
+
+    def send() -> None:
+        for member in broker.core.state.members.group(group).members.values():
+            member.connection.oneway(reset)
+
+    broker.cluster.call(send)
+
+
+def broadcasting(stores: Path, **options: object) -> dict[str, Any]:
+    return {"message_model": "broadcasting", "offset_store_dir": stores, **options}
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can grow, wherever it is: what a full disk is to this process. A limit that holds for root, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def settle() -> None:
+    """Let what nobody can wait for come, such as a commit that must not be: several of our short intervals."""
+    threading.Event().wait(0.25)
+
+
+def give_time_to(wrong: Callable[[], object], member: Kind) -> None:
+    """Let what must not be come: a moment for those that are right, and as long as a faulty variant may need."""
+    is_right = getattr(member, "__name__", "") in ("ours", "NaiveMember")
+    deadline = time.monotonic() + (0.25 if is_right else 10.0)
+    while not wrong() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def patience_s(member: Kind) -> float:
+    """Return how long to wait for what a faulty variant never does."""
+    return WAIT_S if member is ours else 2.0
+
+
+class Held:
+    """A fault that keeps requests back, so that the test can answer them when and as it likes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.exchanges: list[Exchange] = []
+
+    def __call__(self, exchange: Exchange) -> None:
+        with self._changed:
+            self.exchanges.append(exchange)
+            self._changed.notify_all()
+
+    def wait(self, count: int = 1) -> Exchange:
+        """Return the `count`th request that was kept back."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.exchanges) >= count, WAIT_S), "no request was kept back"
+        return self.exchanges[count - 1]
+
+    def answer(
+        self, code: int, remark: str | None = None, fields: Mapping[str, object] | None = None, body: bytes = b"",
+        number: int = 1,
+    ) -> None:  # fmt: skip
+        """Answer the first request that was kept back, or another."""
+        exchange = self.wait(number)
+        texts = {name: str(value) for name, value in (fields or {}).items()}
+        said = exchange.request.answer(code, remark, texts, body)
+        exchange.later(0, lambda: exchange.answer(said))

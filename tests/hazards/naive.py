@@ -1,0 +1,758 @@
+"""A consumer of a few hundred lines, for showing what goes wrong in others.
+
+`NaiveMember` blocks, polls and knows no finesse, but its offsets are right. A faulty variant is a subclass in a test
+that overrides one method the way some client gets it wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Self
+
+from pyrocket_consumer import ConsumeResult, ConsumerEvent, Message, MessageQueue
+from pyrocket_consumer.consumer.allocation import average
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.model import EventKind, TopicRoute
+from pyrocket_consumer.offsets.directories import store_directory
+from pyrocket_consumer.offsets.offsets_json import decode_offsets, encode_offsets
+from pyrocket_consumer.wire.bodies import (
+    ConsumerData,
+    HeartbeatData,
+    LockRequest,
+    decode_consumer_list,
+    decode_lock_answer,
+    decode_offset_table,
+    decode_route,
+    encode_heartbeat,
+    encode_lock_request,
+)
+from pyrocket_consumer.wire.codes import PullFlag, RequestCode, ResponseCode
+from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.message import decode_messages
+from pyrocket_consumer.wire.subscription import parse_subscription
+from tests.consuming import Events, Seen
+from tests.hazards.connection import Refused, Wire
+from tests.hazards.members import QUICK, Queues, at_brokers
+
+
+@dataclass(eq=False)
+class Window:
+    """The unfinished messages of a queue: pulled, not yet acknowledged. Its lower edge is the commit offset."""
+
+    queue: MessageQueue
+    next_offset: int
+    """Where the next pull asks."""
+    unfinished: dict[int, Message] = field(default_factory=dict)
+    dropped: bool = False
+    """Given up: what comes from now on changes nothing."""
+    pull_from: int = 0
+    """The broker id that was suggested."""
+    tasks: SimpleQueue[Task] = field(default_factory=SimpleQueue)
+    """What waits for the listener: of the whole member, or of this queue when messages are consumed in order."""
+    uncommitted: list[Message] = field(default_factory=list)
+    """Consumed, but not yet committed by an orderly listener with `auto_commit=False`."""
+
+    def edge(self) -> int:
+        """Return the offset of the oldest unfinished message, or of the next one to come."""
+        return min(self.unfinished, default=self.next_offset)
+
+
+Task = tuple[Window, Message] | None
+
+
+class NaiveMember:
+    """A member of a group, with a thread for each queue and one lock, which is never held across a call.
+
+    Each method is one decision; those a client in the wild gets wrong are the ones to override. A window's state and
+    `offsets` change under `lock` only; every write to broker or file happens under `commit_lock`, one at a time.
+    """
+
+    pull_margin_s = 30.0
+    """How much longer than its hold a pull's answer is waited for."""
+
+    def __init__(
+        self,
+        cluster: Any,
+        topic: str,
+        group: str,
+        listener: Callable[[Message], Any] | None = None,
+        *,
+        selector: str = "*",
+        **options: Any,
+    ) -> None:
+        """Take the options of a PushConsumer that matter here; others are ignored."""
+        self.options = {"name_server": cluster.name_server, **QUICK, **options}
+        self.cluster = cluster
+        self.group = group
+        self.broadcasting = self.options.get("message_model") == "broadcasting"
+        self.orderly = bool(self.options.get("orderly"))
+        instance = self.options.get("instance_name") or (
+            "DEFAULT" if self.broadcasting else f"{os.getpid()}#{time.time_ns()}"
+        )
+        self.client_id = f"{self.options['client_ip']}@{instance}"
+        self.events = self.options.get("on_event") or Events()
+        self.seen = listener if isinstance(listener, Seen) else Seen(*[] if listener is None else [listener])
+        self.subscriptions: dict[str, tuple[Callable[[Message], Any], str]] = {topic: (self.seen, selector)}
+        if not self.broadcasting:
+            self.subscriptions[f"%RETRY%{group}"] = (self.seen, "*")
+        self.sub_version = int(time.time() * 1000)
+
+        self.lock = threading.RLock()
+        self.commit_lock = threading.RLock()
+        self.windows: dict[MessageQueue, Window] = {}
+        self.offsets: dict[MessageQueue, int] = {}
+        """The commit offset of each queue: memory."""
+        self.committed: dict[MessageQueue, int] = {}
+        """What the store has acknowledged."""
+        self.known: dict[str, set[MessageQueue]] = {}
+        """The queues of each topic as they were when it was first seen."""
+        self.paused = False
+        self.running = 0
+        """How many listeners run now."""
+        self.closing = threading.Event()
+        self.closed = threading.Event()
+        self.tasks: SimpleQueue[Task] = SimpleQueue()
+        self._rebalance_due = threading.Event()
+        self._rebalancing = threading.Lock()
+        self._connecting = threading.Lock()
+        self._wires: dict[str, Wire] = {}
+        self._routes: dict[str, tuple[float, TopicRoute]] = {}
+        self._threads: list[threading.Thread] = []
+
+    # --- its life
+
+    def start(self) -> None:
+        """Join the group; returns after the first rebalance."""
+        self.rebalance()
+        self._run(self._rebalance_loop)
+        self._run(self._commit_loop)
+        for _ in range(0 if self.orderly else self.options.get("consume_threads", 20)):
+            self._run(self._consume_loop, self.tasks)
+
+    def close(self) -> None:
+        """Stop pulling, let listeners end, store, leave."""
+        if self.closed.is_set():
+            return
+        self.closing.set()
+        self.finish_listeners()
+        with self.lock:
+            for window in self.windows.values():
+                window.dropped = True
+        self.persist_all()
+        self.leave()
+        self._end()
+
+    def kill(self) -> None:
+        """End as kill -9 does: nothing is stored, nobody is told."""
+        self.closing.set()
+        with self.lock:
+            for window in self.windows.values():
+                window.dropped = True
+        self._end()
+
+    def finish_listeners(self) -> None:
+        """Wait until no listener runs, for as long as the options say; none begins any more."""
+        deadline = time.monotonic() + self.options["shutdown_timeout_s"]
+        while self.running and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def leave(self) -> None:
+        """Unlock what is locked and tell the brokers."""
+        if self.orderly and not self.broadcasting:
+            for queue in list(self.windows):
+                self.unlock(queue)
+        for wire in self.broker_wires():
+            with contextlib.suppress(OSError):
+                wire.call(
+                    RequestCode.UNREGISTER_CLIENT,
+                    {"clientID": self.client_id, "consumerGroup": self.group},
+                    timeout_s=self.options["call_timeout_s"],
+                )
+
+    def _end(self) -> None:
+        self.closed.set()
+        self._rebalance_due.set()
+        for _ in range(self.options.get("consume_threads", 20)):
+            self.tasks.put(None)
+        for window in list(self.windows.values()):
+            window.tasks.put(None)
+        for wire in list(self._wires.values()):
+            wire.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _run(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True, name=f"naive-{work.__name__}")
+        self._threads.append(thread)
+        thread.start()
+
+    # --- the face
+
+    def held(self) -> dict[MessageQueue, int | None]:
+        with self.lock:
+            return {queue: self.offsets.get(queue) for queue in self.windows if not queue.topic.startswith("%RETRY%")}
+
+    def stored(self) -> dict[MessageQueue, int]:
+        if self.broadcasting:
+            return self.read_file()
+        return at_brokers(self.cluster, self.group, list(self.windows))
+
+    def subscribe(self, topic: str, listener: Callable[[Message], Any], selector: str = "*") -> None:
+        self.subscriptions[topic] = (listener, selector)
+        self.rebalance()
+
+    def unsubscribe(self, topic: str) -> None:
+        """Give the topic's queues up; what they have come to is stored."""
+        self.subscriptions.pop(topic, None)
+        self.rebalance()
+
+    def reset(self, topic: str, targets: Queues) -> None:
+        self.on_reset(targets)
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def tell(self, kind: EventKind, text: str, queue: MessageQueue | None = None, **facts: object) -> None:
+        self.events(ConsumerEvent(kind, text, queue, facts))
+
+    # --- where things are
+
+    def wire(self, address: str) -> Wire:
+        """Return the connection to a server; on a new one to a broker the group is joined first."""
+        with self._connecting:
+            wire = self._wires.get(address)
+            if wire is None or wire.lost:
+                wire = Wire(address, self.on_request, self.options["call_timeout_s"])
+                if address not in self.options["name_server"].split(";"):
+                    self.heartbeat(wire)
+                self._wires[address] = wire
+            return wire
+
+    def broker_wires(self) -> list[Wire]:
+        """Return the connections to brokers that are there now."""
+        servers = self.options["name_server"].split(";")
+        return [wire for address, wire in list(self._wires.items()) if address not in servers and not wire.lost]
+
+    def call(
+        self, address: str, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> RemotingCommand:  # fmt: skip
+        """Call a server; the answer is a success.
+
+        Raises:
+            Refused: it is none.
+            OSError: there was no answer.
+        """
+        answer = self.wire(address).call(code, fields, body, timeout_s or self.options["call_timeout_s"])
+        if answer.code != ResponseCode.SUCCESS:
+            raise Refused(answer)
+        return answer
+
+    def route(self, topic: str) -> TopicRoute:
+        """Return where a topic is, as known since at most `route_refresh_interval_s`; nowhere if it does not exist.
+
+        Raises:
+            OSError: no name server tells.
+        """
+        asked_at, route = self._routes.get(topic, (-1e9, TopicRoute(topic)))
+        if time.monotonic() - asked_at < self.options["route_refresh_interval_s"]:
+            return route
+        server = self.options["name_server"].split(";")[0]
+        try:
+            answer = self.call(server, RequestCode.GET_ROUTEINFO_BY_TOPIC, {"topic": topic})
+            route = decode_route(topic, answer.body)
+        except Refused as refusal:
+            if refusal.code != ResponseCode.TOPIC_NOT_EXIST:
+                raise
+            route = TopicRoute(topic)
+        self._routes[topic] = (time.monotonic(), route)
+        return route
+
+    def master(self, queue: MessageQueue, broker_id: int = 0) -> str:
+        """Return the address of a queue's master, or of its broker with another id, else of the master again.
+
+        Raises:
+            OSError: it has none.
+        """
+        for broker in self.route(queue.topic).brokers:
+            if broker.broker_name == queue.broker_name:
+                address = broker.addresses.get(broker_id) or broker.addresses.get(0)
+                if address is not None:
+                    return address
+        raise ConnectionError(f"no master of {queue.broker_name} is known")
+
+    # --- membership
+
+    def heartbeat(self, wire: Wire) -> None:
+        """Tell a broker who we are and what we subscribe to. Always before the first pull."""
+        data = ConsumerData(
+            self.group,
+            message_model="BROADCASTING" if self.broadcasting else "CLUSTERING",
+            subscriptions=tuple(
+                parse_subscription(topic, selector, self.sub_version)
+                for topic, (_, selector) in list(self.subscriptions.items())
+            ),
+        )
+        body = encode_heartbeat(HeartbeatData(self.client_id, (data,)))
+        wire.call(RequestCode.HEART_BEAT, body=body, timeout_s=self.options["call_timeout_s"])
+
+    def members(self, topic: str) -> list[str]:
+        """Return the client ids of the group, ours among them.
+
+        Raises:
+            OSError: no broker of the topic tells.
+        """
+        for broker in self.route(topic).brokers:
+            for _, address in sorted(broker.addresses.items()):
+                answer = self.call(address, RequestCode.GET_CONSUMER_LIST_BY_GROUP, {"consumerGroup": self.group})
+                return sorted(decode_consumer_list(answer.body))
+        return []
+
+    def on_request(self, wire: Wire, request: RemotingCommand) -> None:
+        """Do what a broker asks."""
+        if request.code == RequestCode.NOTIFY_CONSUMER_IDS_CHANGED:
+            self._rebalance_due.set()
+        elif request.code == RequestCode.RESET_CONSUMER_CLIENT_OFFSET:
+            self.on_reset(decode_offset_table(request.body))
+            wire.reply(request)
+        else:
+            wire.reply(request, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, "not in this member")
+
+    # --- rebalance
+
+    def allocate(self, topic: str) -> list[MessageQueue]:
+        """Return the queues that should be ours: all, or our slice of them.
+
+        Raises:
+            OSError: it cannot be found out.
+        """
+        queues = self.route(topic).consume_queues()
+        if self.broadcasting or not queues:
+            return queues
+        members = self.members(topic)
+        if self.client_id not in members:  # a broker forgot us: join again, and keep what we have until then
+            for wire in self.broker_wires():
+                self.heartbeat(wire)
+            return [queue for queue in queues if queue in self.windows]
+        return average(self.group, self.client_id, queues, members)
+
+    def rebalance(self) -> None:
+        """Give up what is not ours and begin what is."""
+        with self._rebalancing:
+            for topic in {*self.subscriptions, *(queue.topic for queue in list(self.windows))}:
+                try:
+                    mine = self.allocate(topic) if topic in self.subscriptions else []
+                    self.known.setdefault(topic, set(self.route(topic).consume_queues()))
+                except OSError:
+                    continue  # nobody tells: everything stays as it is
+                held = {queue for queue in list(self.windows) if queue.topic == topic}
+                for queue in sorted(held.difference(mine)):
+                    self.drop(queue)
+                new = [queue for queue in mine if queue not in held and not self.closing.is_set()]
+                if new or held.difference(mine):
+                    self.queues_changed()
+                for queue in new:
+                    try:
+                        self.begin(queue)
+                    except OSError:
+                        pass  # the next round tries again
+
+    def queues_changed(self) -> None:
+        """The queues we hold change: our subscription has a new version, which brokers hear before any pull."""
+        self.sub_version = max(self.sub_version + 1, int(time.time() * 1000))
+        for wire in self.broker_wires():
+            with contextlib.suppress(OSError):
+                self.heartbeat(wire)
+
+    def begin(self, queue: MessageQueue) -> None:
+        """Take a queue on.
+
+        Raises:
+            OSError: it is locked by another, or where it stands cannot be found out.
+        """
+        if self.orderly and not self.broadcasting:
+            self.acquire(queue)
+        self.pull_at(queue, self.start_offset(queue))
+
+    def pull_at(self, queue: MessageQueue, offset: int) -> None:
+        """Pull a queue from `offset` on, with a new window."""
+        with self.lock:
+            if self.closing.is_set():
+                return
+            window = self.windows[queue] = Window(queue, offset)
+            if not self.orderly:
+                window.tasks = self.tasks
+        self._run(self._pull_loop, window)
+        if self.orderly:
+            self._run(self._consume_loop, window.tasks)
+
+    def drop(self, queue: MessageQueue) -> None:
+        """Give a queue up: acks count no more, what it has come to is stored, then it is unlocked and forgotten."""
+        with self.lock:
+            window = self.windows.pop(queue, None)
+            if window is not None:
+                window.dropped = True
+        try:
+            self.persist(queue)
+        except OSError:
+            return  # memory keeps what the store did not take
+        if self.orderly and not self.broadcasting:
+            self.unlock(queue)
+        with self.lock:
+            if queue not in self.windows:
+                self.offsets.pop(queue, None)
+                self.committed.pop(queue, None)
+
+    def acquire(self, queue: MessageQueue) -> None:
+        """Lock a queue at its broker.
+
+        Raises:
+            OSError: another has it.
+        """
+        body = encode_lock_request(LockRequest(self.group, self.client_id, frozenset([queue])))
+        answer = self.call(self.master(queue), RequestCode.LOCK_BATCH_MQ, body=body)
+        if queue not in decode_lock_answer(answer.body):
+            raise ConnectionError(f"{queue} is locked by another")
+
+    def unlock(self, queue: MessageQueue) -> None:
+        body = encode_lock_request(LockRequest(self.group, self.client_id, frozenset([queue])))
+        with contextlib.suppress(OSError):
+            self.call(self.master(queue), RequestCode.UNLOCK_BATCH_MQ, body=body)
+
+    # --- where to start
+
+    def start_offset(self, queue: MessageQueue) -> int:
+        """Return where to go on: what memory has, else the store, else by `consume_from`.
+
+        Raises:
+            OSError: the broker does not tell; nothing is guessed.
+        """
+        offset = self.offsets.get(queue)
+        if offset is None:
+            offset = self.read_stored(queue)
+        return self.first_offset(queue) if offset is None else offset
+
+    def read_stored(self, queue: MessageQueue) -> int | None:
+        """Return what file or broker have, None when they have nothing.
+
+        Raises:
+            OSError: that cannot be found out.
+        """
+        if self.broadcasting:
+            return self.read_file().get(queue)
+        fields = {
+            "consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id, "setZeroIfNotFound": False
+        }  # fmt: skip
+        try:
+            answer = self.call(self.master(queue), RequestCode.QUERY_CONSUMER_OFFSET, fields)
+        except Refused as refusal:
+            if refusal.code == ResponseCode.QUERY_NOT_FOUND:
+                return None
+            raise
+        return int(answer.fields["offset"])
+
+    def first_offset(self, queue: MessageQueue) -> int:
+        """Return where to start without any offset. A queue that came later than we did starts at its beginning."""
+        at_the_end = self.options["consume_from"] == "last" and not queue.topic.startswith("%RETRY%")
+        return self.max_offset(queue) if at_the_end and queue in self.known[queue.topic] else self.min_offset(queue)
+
+    def max_offset(self, queue: MessageQueue) -> int:
+        return self._offset(RequestCode.GET_MAX_OFFSET, queue)
+
+    def min_offset(self, queue: MessageQueue) -> int:
+        return self._offset(RequestCode.GET_MIN_OFFSET, queue)
+
+    def _offset(self, code: int, queue: MessageQueue) -> int:
+        answer = self.call(self.master(queue), code, {"topic": queue.topic, "queueId": queue.queue_id})
+        return int(answer.fields["offset"])
+
+    # --- pulling
+
+    def _pull_loop(self, window: Window) -> None:
+        while not window.dropped and not self.closing.is_set():
+            if self.paused or len(window.unfinished) >= self.options.get("max_cached_messages", 1000):
+                self.closing.wait(0.01)
+                continue
+            try:
+                answer = self.pull(window)
+            except OSError:
+                self.closing.wait(self.options["pull_retry_delay_s"])
+                continue
+            self.on_pull_answer(window, answer)
+
+    def pull(self, window: Window) -> RemotingCommand:
+        """Ask the broker for messages; it may hold the question for `pull_hold_s`. No commit travels with it.
+
+        Raises:
+            OSError: no answer.
+        """
+        queue, hold_s = window.queue, self.options["pull_hold_s"]
+        fields = {
+            "consumerGroup": self.group,
+            "topic": queue.topic,
+            "queueId": queue.queue_id,
+            "queueOffset": window.next_offset,
+            "maxMsgNums": self.options.get("pull_batch_size", 32),
+            "sysFlag": int(PullFlag.SUSPEND),
+            "commitOffset": 0,
+            "suspendTimeoutMillis": int(hold_s * 1000),
+            "subVersion": self.sub_version,
+            "expressionType": "TAG",
+        }
+        address = self.master(queue, window.pull_from)
+        return self.wire(address).call(RequestCode.PULL_MESSAGE, fields, timeout_s=hold_s + self.pull_margin_s)
+
+    def on_pull_answer(self, window: Window, answer: RemotingCommand) -> None:
+        """Take an answer; one that comes when its window was dropped is late and changes nothing."""
+        if window.dropped:
+            return
+        if "suggestWhichBrokerId" in answer.fields:
+            window.pull_from = int(answer.fields["suggestWhichBrokerId"])
+        if answer.code == ResponseCode.SUCCESS:
+            self.on_found(window, decode_messages(answer.body, window.queue), int(answer.fields["nextBeginOffset"]))
+        elif answer.code in (ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_RETRY_IMMEDIATELY):
+            self.on_nothing_found(window, int(answer.fields["nextBeginOffset"]))
+        elif answer.code == ResponseCode.PULL_OFFSET_MOVED:
+            self.on_offset_moved(window, answer)
+        else:
+            self.closing.wait(self.options["pull_retry_delay_s"])
+
+    def on_found(self, window: Window, messages: list[Message], next_offset: int) -> None:
+        with self.lock:
+            if window.dropped:
+                return
+            window.unfinished.update((message.queue_offset, message) for message in messages)
+            window.next_offset = next_offset
+        for message in messages:
+            window.tasks.put((window, message))
+
+    def on_nothing_found(self, window: Window, next_offset: int) -> None:
+        """Nothing new, or nothing that matches: go on there. It is the commit offset only if nothing is unfinished."""
+        with self.lock:
+            if not window.dropped and next_offset >= window.next_offset:
+                window.next_offset = next_offset
+                self.offsets[window.queue] = window.edge()
+
+    def on_offset_moved(self, window: Window, answer: RemotingCommand) -> None:
+        """The broker says that we asked at a wrong place, or that somebody reset the queue."""
+        target = int(answer.fields["nextBeginOffset"])
+        if answer.remark == "OFFSET_RESET":
+            self.on_reset({window.queue: target})
+        elif target < window.next_offset and self.max_offset(window.queue) >= window.next_offset:
+            self.closing.wait(self.options["pull_retry_delay_s"])  # a broker that is not ready yet says 0
+        else:
+            self.on_correction(window, target)
+
+    def on_correction(self, window: Window, target: int) -> None:
+        """Go on at `target`, after what is unfinished: store it, durably if possible, then pull there."""
+        while window.unfinished and not window.dropped and not self.closing.is_set():
+            self.closing.wait(0.01)
+        with self.lock:
+            if window.dropped or self.closing.is_set():
+                return
+            before, window.next_offset = window.next_offset, target
+            self.offsets[window.queue] = target
+        self.tell(EventKind.OFFSET_CORRECTED, "the broker corrected the offset", window.queue,
+                  **{"from": before, "to": target})  # fmt: skip
+        with contextlib.suppress(OSError):
+            self.persist(window.queue)
+
+    # --- consuming
+
+    def _consume_loop(self, tasks: SimpleQueue[Task]) -> None:
+        while (task := tasks.get()) is not None:
+            window, message = task
+            if window.dropped or self.closing.is_set():
+                continue
+            with self.lock:
+                self.running += 1
+            try:
+                (self.consume_in_order if self.orderly else self.consume)(window, message)
+            finally:
+                with self.lock:
+                    self.running -= 1
+
+    def consume(self, window: Window, message: Message) -> None:
+        """Run the listener on a message once."""
+        listener = self.subscriptions.get(message.topic, (self.seen, "*"))[0]
+        try:
+            listener(message)
+        except Exception as error:
+            self.failed(window, message, error)
+        else:
+            self.acked(window, message)
+
+    def consume_in_order(self, window: Window, message: Message) -> None:
+        """Run the listener on a message until it succeeds; those after it wait."""
+        while not window.dropped and not self.closing.is_set():
+            listener = self.subscriptions.get(message.topic, (self.seen, "*"))[0]
+            try:
+                result = listener(message)
+            except Exception:
+                self.closing.wait(self.options["pull_retry_delay_s"])
+                continue
+            window.uncommitted.append(message)
+            if self.options.get("auto_commit", True) or result is ConsumeResult.COMMIT:
+                for each in window.uncommitted:
+                    self.acked(window, each)
+                window.uncommitted.clear()
+            return
+
+    def acked(self, window: Window, message: Message) -> None:
+        """The listener has returned: unless the window was dropped, the commit offset is its lower edge."""
+        with self.lock:
+            if window.dropped:
+                return
+            window.unfinished.pop(message.queue_offset, None)
+            self.offsets[window.queue] = window.edge()
+
+    def failed(self, window: Window, message: Message, error: Exception) -> None:
+        """The listener raised: the message comes again by way of the broker; in broadcasting that was it."""
+        if window.dropped or self.closing.is_set():
+            return
+        if not self.broadcasting:
+            try:
+                self.send_back(message)
+            except OSError:
+                self.closing.wait(self.options["pull_retry_delay_s"])
+                window.tasks.put((window, message))
+                return
+            self.tell(EventKind.MESSAGE_SENT_BACK, repr(error), window.queue)
+        else:
+            self.tell(EventKind.MESSAGE_GIVEN_UP, repr(error), window.queue)
+        self.acked(window, message)
+
+    def send_back(self, message: Message, delay_level: int = 0) -> None:
+        """Have the broker deliver a message again.
+
+        Raises:
+            OSError: it did not say that it will.
+        """
+        fields = {
+            "group": self.group, "originTopic": message.topic, "offset": message.commit_log_offset,
+            "delayLevel": delay_level, "originMsgId": message.message_id, "unitMode": False,
+            "maxReconsumeTimes": 16,
+        }  # fmt: skip
+        self.call(self.master(message.queue), RequestCode.CONSUMER_SEND_MSG_BACK, fields)
+
+    # --- resets
+
+    def on_reset(self, targets: Queues) -> None:
+        """Go on from other offsets: old windows end, the targets are stored, new windows begin there."""
+        queues = [queue for queue in targets if queue in self.windows]
+        with self.lock:
+            for queue in queues:
+                self.windows[queue].dropped = True
+                self.offsets[queue] = targets[queue]
+        for queue in queues:
+            with contextlib.suppress(OSError):
+                self.persist(queue)
+            self.tell(EventKind.OFFSET_RESET, "reset", queue, to=targets[queue])
+            self.pull_at(queue, targets[queue])
+
+    # --- storing
+
+    def _commit_loop(self) -> None:
+        while not self.closing.wait(self.options["commit_interval_s"]):
+            self.persist_all()
+
+    def persist_all(self) -> None:
+        """Store every queue that we hold; those that fail are tried again at the next tick."""
+        for queue in list(self.windows):
+            with contextlib.suppress(OSError):
+                self.persist(queue)
+
+    def persist(self, queue: MessageQueue) -> None:
+        """Store the offset of a queue, if it is another one than the store has acknowledged.
+
+        Raises:
+            OSError: it is not stored.
+        """
+        with self.commit_lock:
+            offset = self.offsets.get(queue)
+            if offset is None or offset == self.committed.get(queue):
+                return
+            if self.broadcasting:
+                try:
+                    self.write_file({**self.read_file(), queue: offset})
+                except OSError as error:
+                    self.tell(EventKind.STORE_UNWRITABLE, str(error), queue)
+                    raise
+            else:
+                self.commit(queue, offset)
+            self.committed[queue] = offset
+
+    def commit(self, queue: MessageQueue, offset: int) -> None:
+        """Have the broker store an offset; returns when it has acknowledged that.
+
+        Raises:
+            OSError: it has not.
+        """
+        fields = {
+            "consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id, "commitOffset": offset
+        }  # fmt: skip
+        self.call(self.master(queue), RequestCode.UPDATE_CONSUMER_OFFSET, fields)
+
+    @property
+    def file(self) -> Path:
+        """The offsets.json of this member."""
+        return store_directory(self.options["offset_store_dir"], self.client_id, self.group) / "offsets.json"
+
+    def read_file(self) -> dict[MessageQueue, int]:
+        """Return what the file holds, nothing when there is none.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        try:
+            return decode_offsets(self.file.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except ProtocolError as error:
+            raise OSError(str(error)) from error
+
+    def write_file(self, offsets: Queues) -> None:
+        """Replace the file as a whole.
+
+        Raises:
+            OSError: the old one is still there.
+        """
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        new = self.file.with_suffix(".new")
+        new.write_bytes(encode_offsets(offsets))
+        new.replace(self.file)
+
+    # --- rounds
+
+    def _rebalance_loop(self) -> None:
+        interval_s = self.options.get("heartbeat_interval_s", 30)
+        beat_at = time.monotonic() + interval_s
+        while not self.closing.is_set():
+            self._rebalance_due.wait(self.options["rebalance_interval_s"])
+            self._rebalance_due.clear()
+            if self.closing.is_set():
+                return
+            self.rebalance()
+            if time.monotonic() > beat_at:
+                beat_at = time.monotonic() + interval_s
+                for wire in self.broker_wires():
+                    with contextlib.suppress(OSError):
+                        self.heartbeat(wire)

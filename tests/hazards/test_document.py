@@ -1,0 +1,21 @@
+"""docs/hazards.md says what the tests are, and no hazard is left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hazards.__main__ import DOCUMENT, HAZARDS, REMARKS, document, hazard_tests
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert DOCUMENT.read_text() == document(), "make it anew: python -m tests.hazards > docs/hazards.md"
+
+
+@pytest.mark.parametrize("number", HAZARDS, ids="H{:02}".format)
+def test_a_hazard_has_tests_that_say_what_we_do_or_a_reason_why_not(number: int) -> None:
+    about = [test for test in hazard_tests() if number in test.numbers]
+    if REMARKS.get(number, "").startswith("No test: "):
+        assert not about, f"H{number:02} has a test after all: {about[0].name}"
+        return
+    assert any(test.text for test in about), f"no test of H{number:02} says what we do about it"
+    assert any(test.faulty for test in about), f"no test of H{number:02} says what the fault is that it catches"

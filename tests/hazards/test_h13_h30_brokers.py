@@ -1,0 +1,412 @@
+"""H16–H21: brokers that say something else about offsets than before, or nothing: what is believed, and how soon."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer import EventKind, Message, MessageQueue
+from pyrocket_consumer.testing import EmbeddedCluster, Exchange, Fault, answer, close_connection, drop, garbage
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.consuming import WAIT_S, numbered, until
+from tests.hazards.members import Kind, committed_values, of, ours, pulled_offsets
+from tests.hazards.naive import NaiveMember, Window
+from tests.resetting import fill, queue
+
+PULL = RequestCode.PULL_MESSAGE
+
+
+def moved(next_offset: int, low: int, high: int, remark: str) -> Fault:
+    fields = {"nextBeginOffset": next_offset, "minOffset": low, "maxOffset": high, "suggestWhichBrokerId": 0}
+    return answer(21, remark, {name: str(value) for name, value in fields.items()})
+
+
+class ObeysAtOnce(NaiveMember):
+    """Every client but ours: where the broker says, there it goes."""
+
+    def on_offset_moved(self, window: Window, answer: RemotingCommand) -> None:
+        self.on_correction(window, int(answer.fields["nextBeginOffset"]))
+
+
+class SaysNothing(NaiveMember):
+    """Follows a correction, and tells nobody but its log."""
+
+    def tell(self, kind: EventKind, text: str, queue: MessageQueue | None = None, **facts: object) -> None:
+        pass
+
+
+# --- H16
+
+
+def a_stored_offset_beyond_the_end_is_told(
+    cluster: Any, names: Any, member: Kind, patience_s: float = WAIT_S
+) -> None:
+    """The topic was made anew: the group stands at 500, and 20 messages are there."""
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 20)
+    cluster.broker("broker-a").commit(group, topic, {0: 500})
+    with member(cluster, topic, group) as consumer:
+        until(lambda: consumer.stored() == {queue(topic, 0): 20}, "the correction is stored")
+        fill(cluster, topic, 3, start=20)
+        consumer.seen.wait_for(3)
+        assert consumer.seen.bodies == numbered(3, 20)
+        facts = consumer.events.wait_for("offset-corrected", timeout_s=patience_s).facts
+        assert (facts["from"], facts["to"]) == (500, 20)
+
+
+def test_h16_an_offset_beyond_the_end_of_the_queue_is_told(embedded, names):
+    """An offset beyond the end is followed to the end, with the event `offset-corrected` that has both numbers; reset
+    the group if it shall have all of a topic that was made anew. An offset that such a topic has overtaken cannot be
+    told from a right one: delete a group's offsets with its topic.
+
+    Faulty: all others move on without a word but in a log.
+    """
+    a_stored_offset_beyond_the_end_is_told(embedded, names, ours)
+    with pytest.raises(AssertionError, match="no offset-corrected"):
+        a_stored_offset_beyond_the_end_is_told(embedded, names, SaysNothing, patience_s=0.2)
+
+
+# --- H17 and H18
+
+
+def a_correction_to_zero_repeats_nothing(cluster: Any, names: Any, member: Kind) -> None:
+    """The group stands one beyond the end, as after a failover, and the broker says 0, as those up to 4.9.3 do."""
+    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 10)
+    broker.commit(group, topic, {0: 11})
+    broker.on(PULL, moved(0, 0, 10, "OFFSET_OVERFLOW_BADLY"), times=None, when=of(topic, queueOffset=11))
+    with member(cluster, topic, group) as consumer:
+        offsets = until(lambda: [each for _, each in pulled_offsets(broker, topic) if each != 11], "it goes on")
+        assert offsets[0] == 10, f"went on at {offsets[0]}: everything is consumed again"
+        broker.clear_faults(PULL)
+        fill(cluster, topic, 3, start=10)
+        consumer.seen.wait_for(3)
+        assert consumer.seen.bodies == numbered(3, 10)
+
+
+def test_h17_a_correction_to_zero_is_not_obeyed_blindly(embedded, names):
+    """A correction backwards is followed only after the broker was asked five times, a second apart, where the queue
+    begins and ends; then it goes to the nearest offset there is, never to 0 because the broker said so.
+
+    Faulty: Java, Go and C++ obey at once, and consume days of messages again.
+    """
+    a_correction_to_zero_repeats_nothing(embedded, names, ours)
+    with pytest.raises(AssertionError, match="went on at 0: everything is consumed again"):
+        a_correction_to_zero_repeats_nothing(embedded, names, ObeysAtOnce)
+
+
+def a_broker_that_is_loading_repeats_nothing(cluster: Any, names: Any, member: Kind) -> None:
+    """For its first seconds a broker says of a queue that it is empty: min = max = 0."""
+    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 10)
+    broker.commit(group, topic, {0: 7})
+    broker.on(PULL, moved(0, 0, 0, "NO_MESSAGE_IN_QUEUE"), when=of(topic))
+    for code in (RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET):
+        broker.on(code, answer(0, fields={"offset": "0"}), when=of(topic))
+    with member(cluster, topic, group) as consumer:
+        consumer.seen.wait_for(3)
+        assert consumer.seen.bodies[:3] == numbered(3, 7), "consumed again from the beginning"
+        until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
+        assert min(offset for _, offset in committed_values(broker, topic)) >= 7
+        assert not consumer.events.of("offset-corrected")
+
+
+def test_h18_a_broker_that_is_loading_is_waited_for(embedded, names):
+    """A broker that was just started and says that a queue is empty is asked again, for up to five seconds; its queue
+    goes on where it was, and nothing before is consumed again.
+
+    Faulty: all others begin at 0.
+    """
+    a_broker_that_is_loading_repeats_nothing(embedded, names, ours)
+    with pytest.raises(AssertionError, match="consumed again from the beginning"):
+        a_broker_that_is_loading_repeats_nothing(embedded, names, ObeysAtOnce)
+
+
+@pytest.mark.versions("4.9.7", "5.5.0")  # the others take as long, and say the same
+def test_h18_a_broker_that_was_killed_and_comes_back(cluster, names):
+    """A member that pulls while its broker comes back from a kill consumes nothing again, and commits again what the
+    broker has forgotten."""
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=2)
+    with ours(cluster, topic, group) as consumer:
+        fill(cluster, topic, 20)
+        consumer.seen.wait_for(20)
+        until(lambda: consumer.stored() == {queue(topic, 0): 10, queue(topic, 1): 10}, "committed")
+        cluster.broker("broker-a").kill()
+        cluster.broker("broker-a").start()
+        fill(cluster, topic, 4, start=20)
+        consumer.seen.wait_for(24, 90)
+        until(lambda: consumer.stored() == {queue(topic, 0): 12, queue(topic, 1): 12}, "committed again", 60)
+        assert Counter(consumer.seen.bodies) == Counter(numbered(24))
+        assert not consumer.events.of("offset-corrected")
+
+
+# --- H19
+
+
+class BeginsAgainAfterFailover(NaiveMember):
+    """Gives its queues up when a broker goes, and takes them on again where the next one says."""
+
+    def pull(self, window: Window) -> RemotingCommand:
+        try:
+            return super().pull(window)
+        except OSError:
+            with self.lock:
+                window.dropped = True
+                for table in (self.offsets, self.committed, self.windows):
+                    table.pop(window.queue, None)
+            self._rebalance_due.set()
+            raise
+
+
+def the_offset_survives_a_failover(member: Kind, names: Any) -> None:
+    """The slave that takes over has an older offset: it copies those of the master every 10 s only."""
+    topic, group = names.topic(), names.group()
+    with EmbeddedCluster(slaves=1, slave_sync_s=3600, long_poll_tick_s=0.1) as cluster:
+        cluster.create_topic(topic, queues=1)
+        with member(cluster, topic, group) as consumer:
+            fill(cluster, topic, 20)
+            consumer.seen.wait_for(20)
+            until(lambda: consumer.stored() == {queue(topic, 0): 20}, "committed")
+            old, slave = cluster.broker("broker-a"), cluster.broker("broker-a-1")
+            slave.commit(group, topic, {0: 5})
+            old.kill()
+            assert cluster.switch_master("broker-a") is slave
+            fill(cluster, topic, 3, start=20)
+            consumer.seen.wait(lambda seen: b"m22" in seen.bodies)
+            again = len(consumer.seen.bodies) - 23
+            assert not again, f"{again} messages were consumed again"
+            until(lambda: slave.committed(group, topic) == {0: 23}, "committed at the new master")
+
+
+def test_h19_a_member_that_holds_a_queue_keeps_its_place_over_a_failover(names):
+    """While a queue is held its offset is ours: a new master with an older one is not asked, and gets ours.
+
+    Faulty: clients that take their queues on again, at what the new master says.
+    """
+    the_offset_survives_a_failover(ours, names)
+    with pytest.raises(AssertionError, match="messages were consumed again"):
+        the_offset_survives_a_failover(BeginsAgainAfterFailover, names)
+
+
+def an_idle_queue_is_committed_at_the_new_master(names: Any) -> None:
+    topic, group = names.topic(), names.group()
+    with EmbeddedCluster(slaves=1, slave_sync_s=3600, long_poll_tick_s=0.1) as cluster:
+        cluster.create_topic(topic, queues=1)
+        with ours(cluster, topic, group) as consumer:
+            fill(cluster, topic, 20)
+            consumer.seen.wait_for(20)
+            until(lambda: consumer.stored() == {queue(topic, 0): 20}, "committed")
+            slave = cluster.broker("broker-a-1")
+            slave.commit(group, topic, {0: 5})
+            cluster.broker("broker-a").kill()
+            cluster.switch_master("broker-a")
+            until(lambda: slave.committed(group, topic) == {0: 20}, "committed at the new master, without a message")
+
+
+def test_h19_what_the_old_master_acknowledged_is_committed_at_the_new_one(names):
+    """A broker name with a new master gets every offset again, also those of queues where nothing happens: the next
+    owner shall find them there."""
+    an_idle_queue_is_committed_at_the_new_master(names)
+
+
+def messages_lost_in_a_failover_are_told(member: Kind, names: Any, patience_s: float = WAIT_S) -> None:
+    topic, group = names.topic(), names.group()
+    with EmbeddedCluster(slaves=1, long_poll_tick_s=0.1) as cluster:
+        cluster.create_topic(topic, queues=1)
+        with member(cluster, topic, group) as consumer:
+            fill(cluster, topic, 15)
+            consumer.seen.wait_for(15)
+            slave = cluster.broker("broker-a-1")
+            slave.pause_replication()
+            fill(cluster, topic, 5, start=15)
+            consumer.seen.wait_for(20)
+            cluster.broker("broker-a").kill()
+            cluster.switch_master("broker-a")
+            until(lambda: slave.committed(group, topic) == {0: 15}, "the correction is stored")
+            fill(cluster, topic, 3, start=20)
+            consumer.seen.wait_for(23)
+            facts = consumer.events.wait_for("offset-corrected", timeout_s=patience_s).facts
+            assert (facts["from"], facts["to"]) == (20, 15)
+            assert Counter(consumer.seen.bodies) == Counter(numbered(23))
+
+
+def test_h19_a_new_master_that_has_lost_messages_is_followed_and_told(names):
+    """When the new master's queue ends before our offset, the consumer goes on at that end, with an event."""
+    messages_lost_in_a_failover_are_told(ours, names)
+    with pytest.raises(AssertionError, match="no offset-corrected"):
+        messages_lost_in_a_failover_are_told(SaysNothing, names, patience_s=0.2)
+
+
+# --- H20
+
+
+class StaysAtTheSlave(NaiveMember):
+    """Takes a suggested broker from answers with messages only."""
+
+    def on_pull_answer(self, window: Window, answer: RemotingCommand) -> None:
+        before = window.pull_from
+        super().on_pull_answer(window, answer)
+        if answer.code != ResponseCode.SUCCESS:
+            window.pull_from = before
+
+
+class CommitsToAnybody(NaiveMember):
+    """Commits to whatever broker of the name is there."""
+
+    def commit(self, queue: MessageQueue, offset: int) -> None:
+        try:
+            super().commit(queue, offset)
+        except OSError:
+            fields = {"consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id}
+            self.call(self.master(queue, 1), RequestCode.UPDATE_CONSUMER_OFFSET, {**fields, "commitOffset": offset})
+
+
+def not_here(exchange: Exchange) -> None:
+    """What a slave answers where it has no message (any more): stay where you are, and ask the master."""
+    offset = exchange.request.fields["queueOffset"]
+    fields = {"nextBeginOffset": offset, "minOffset": "0", "maxOffset": "0", "suggestWhichBrokerId": "0"}
+    exchange.answer(exchange.request.answer(20, "OFFSET_TOO_SMALL", fields))
+
+
+def a_slave_that_says_so_is_left(member: Kind, names: Any, patience_s: float = WAIT_S) -> None:
+    topic, group = names.topic(), names.group()
+    with EmbeddedCluster(slaves=1, long_poll_tick_s=0.1) as cluster:
+        master, slave = cluster.broker("broker-a"), cluster.broker("broker-a-1")
+        cluster.create_topic(topic, queues=1)
+        with member(cluster, topic, group) as consumer:
+            slave.on(PULL, not_here, times=None)
+            master.suggest_broker(1)
+            fill(cluster, topic, 1)
+            consumer.seen.wait_for(1)
+            slave.wait_for(PULL, when=of(topic, queueOffset=1))
+            fill(cluster, topic, 1, start=1)
+            try:
+                master.wait_for(PULL, timeout_s=patience_s, when=of(topic, queueOffset=1))
+            except TimeoutError:
+                raise AssertionError(f"{len(slave.requests(PULL))} pulls at the slave, none at the master") from None
+            consumer.seen.wait_for(2)
+
+
+def test_h20_a_slave_that_names_its_master_is_left(names):
+    """The broker an answer suggests is asked next, whatever the answer is: also when a slave, which corrects no offset,
+    sends us back to its master.
+
+    Faulty: Go up to 2.1.0 followed the suggestion of answers with messages only.
+    """
+    a_slave_that_says_so_is_left(ours, names)
+    with pytest.raises(AssertionError, match="pulls at the slave, none at the master"):
+        a_slave_that_says_so_is_left(StaysAtTheSlave, names, patience_s=1)
+
+
+def nothing_is_committed_to_a_slave(member: Kind, names: Any) -> None:
+    topic, group, gate = names.topic(), names.group(), threading.Event()
+    with EmbeddedCluster(slaves=1, slave_sync_s=3600, long_poll_tick_s=0.1) as cluster:
+        master, slave = cluster.broker("broker-a"), cluster.broker("broker-a-1")
+        cluster.create_topic(topic, queues=1)
+        fill(cluster, topic, 10)
+
+        def listener(message: Message) -> None:
+            gate.wait(30)
+
+        with member(cluster, topic, group, listener) as consumer:
+            consumer.seen.wait_for(10)
+            master.kill()
+            gate.set()
+            until(lambda: set(consumer.held().values()) == {10}, "all are consumed")
+            time.sleep(0.5)  # ten times the commit interval
+            lost = slave.requests(RequestCode.UPDATE_CONSUMER_OFFSET)
+            assert not lost, f"{lost[0].command.fields['commitOffset']} was committed to a slave"
+            master.start()
+            until(lambda: master.committed(group, topic) == {0: 10}, "committed when the master is back")
+
+
+def test_h20_commits_wait_for_the_master(names):
+    """Offsets are committed to a master only, and kept until there is one: what a slave is told, its master overwrites.
+
+    Faulty: Java commits to any replica while the master is unknown, C++ to the lowest broker id there is.
+    """
+    nothing_is_committed_to_a_slave(ours, names)
+    with pytest.raises(AssertionError, match="10 was committed to a slave"):
+        nothing_is_committed_to_a_slave(CommitsToAnybody, names)
+
+
+# --- H21
+
+
+class TakesErrorsForNone(NaiveMember):
+    """Java up to 4.9 (answers with an error), C++ (silence, too): whatever goes wrong means "no offset"."""
+
+    def read_stored(self, queue: MessageQueue) -> int | None:
+        try:
+            return super().read_stored(queue)
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+TROUBLE = {
+    "system error": answer(1, "boom"),
+    "busy": answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy"),
+    "message illegal": answer(13, "no"),
+    "no answer": drop,
+    "connection closed": close_connection,
+    "no offset in the answer": answer(0),
+    "garbage": garbage(b"\0" * 40),
+}
+
+
+def an_error_is_not_no_offset(cluster: Any, names: Any, member: Kind, what: str, stored: int | None) -> None:
+    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 10)
+    if stored is not None:
+        broker.commit(group, topic, {0: stored})
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], times=2, when=of(topic))
+    options = {"consume_from": "last", "call_timeout_s": 0.2, "rebalance_interval_s": 0.1}
+    with member(cluster, topic, group, **options) as consumer:
+        broker.wait_for(PULL, timeout_s=WAIT_S, when=of(topic))
+        fill(cluster, topic, 1, start=10)
+        consumer.seen.wait(lambda seen: b"m10" in seen.bodies)
+        asked = broker.requests(RequestCode.QUERY_CONSUMER_OFFSET)
+        assert len([each for each in asked if each.command.fields["topic"] == topic]) == 3
+        first = 10 if stored is None else stored
+        started = pulled_offsets(broker, topic)[0][1]
+        assert started == first, f"began at {started} after {what}, {stored} was stored"
+        until(lambda: consumer.stored() == {queue(topic, 0): 11}, "committed")
+        assert min(offset for _, offset in committed_values(broker, topic)) >= first
+
+
+@pytest.mark.parametrize("what", TROUBLE)
+def test_h21_trouble_with_the_stored_offset_is_not_taken_for_none(embedded, names, what):
+    """A queue is pulled when its stored offset is known. Errors, silence and nonsense are asked again; only the
+    broker's "not found" has `consume_from` decide.
+
+    Faulty: Java up to 4.9 for answers with an error, C++ for everything.
+    """
+    an_error_is_not_no_offset(embedded, names, ours, what, 7)
+    with pytest.raises(AssertionError):
+        an_error_is_not_no_offset(embedded, names, TakesErrorsForNone, what, 7)
+
+
+def test_h21_not_found_after_trouble_is_none(embedded, names):
+    """When the broker finally says that there is none, the rule for new groups applies."""
+    an_error_is_not_no_offset(embedded, names, ours, "system error", None)
+
+
+def test_h16_h21_the_naive_member_is_right(embedded, names):
+    """What the faulty ones are made of passes: it is the fault that the checks find."""
+    a_stored_offset_beyond_the_end_is_told(embedded, names, NaiveMember)
+    the_offset_survives_a_failover(NaiveMember, names)
+    messages_lost_in_a_failover_are_told(NaiveMember, names)
+    a_slave_that_says_so_is_left(NaiveMember, names)
+    nothing_is_committed_to_a_slave(NaiveMember, names)
+    for what in ("system error", "no answer", "connection closed"):
+        an_error_is_not_no_offset(embedded, names, NaiveMember, what, 7)
