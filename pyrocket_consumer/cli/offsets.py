@@ -43,6 +43,11 @@ Exit code 3: somebody has not moved, or did not confirm it. To repeat a reset is
 _FORGET_EXAMPLES = """\
   pyrocket offsets forget-reset orders-app orders                     # members that are away will not follow it
 """
+_ADOPT_EXAMPLES = """\
+  pyrocket offsets adopt ~/.rocketmq_offsets/10.0.0.5@DEFAULT/audit ~/.rocketmq_offsets/10.0.0.9@DEFAULT/audit
+
+Both consumers must be stopped. The old store is kept beside, under another name.
+"""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,6 +62,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     forget = add_command(
         under, "forget-reset", "remove what resets of a broadcasting group have recorded", _FORGET_EXAMPLES, run_forget
     )
+    adopt = add_command(
+        under, "adopt", "take over the local offsets that a changed client id left behind", _ADOPT_EXAMPLES, run_adopt
+    )
+    adopt.add_argument("orphan", help="directory of the store left behind")
+    adopt.add_argument("directory", help="directory of the store that is used now")
+    adopt.add_argument("--replace", action="store_true", help="though there are offsets in it already, which give way")
+    add_output(adopt)
     for command in (show, lag, reset, forget):
         add_name_server(command)
         add_output(command)
@@ -347,4 +359,18 @@ def run_forget(options: argparse.Namespace) -> int:
         _print_json({"group": options.group, "topic": options.topic, "forgotten": True})
     else:
         print(f"nothing is recorded any more for {options.group} in {options.topic}")
+    return 0
+
+
+# --- adopt
+
+
+def run_adopt(options: argparse.Namespace) -> int:
+    from pyrocket_consumer.offsets.adoption import adopt
+
+    kept = adopt(options.orphan, options.directory, replace=options.replace)
+    if options.output == "json":
+        _print_json({"directory": options.directory, "kept": str(kept)})
+    else:
+        print(f"its offsets are in {options.directory} now; the old store is kept in {kept}")
     return 0

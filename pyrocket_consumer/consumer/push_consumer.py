@@ -20,12 +20,11 @@ from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import ConsumerConfig, check_topic
 from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
 from pyrocket_consumer.consumer.consume import AsyncWorkers, ThreadWorkers, Workers
-from pyrocket_consumer.consumer.file_store import open_file_store
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember, QueueProgress
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RocketError
 from pyrocket_consumer.model import ConsumerEvent, MessageQueue, Subscription
-from pyrocket_consumer.offsets import OffsetStore
+from pyrocket_consumer.offsets import LocalFileOffsetStore, OffsetStore
 from pyrocket_consumer.wire.subscription import parse_subscription
 
 log = logging.getLogger("pyrocket_consumer.consumer")
@@ -120,7 +119,9 @@ class _Face:
         if store is not None:
             store.load()
         elif config.broadcasting:
-            store, client_id = open_file_store(config, client_id, self._tell)
+            file_store = LocalFileOffsetStore.for_group(replace(config, on_event=self._tell), client_id)
+            file_store.load()
+            store, client_id = file_store, file_store.client_id
         cluster = Cluster(config, client_id)
         try:
             cluster.start()

@@ -9,7 +9,7 @@ import pytest
 from pyrocket_consumer.cli import main, parser
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.admin.foreign import ForeignMember
-from tests.consuming import consuming, until
+from tests.consuming import Events, consuming, until
 from tests.resetting import fill, wait_until_seen, wait_until_stored
 
 
@@ -158,7 +158,7 @@ def test_errors_are_one_sentence_and_exit_code_1(offsets):
     assert (code, "no broker knows group 'nobody'" in beside) == (1, True)
 
 
-@pytest.mark.parametrize("command", [[], ["show"], ["lag"], ["reset"], ["forget-reset"]])
+@pytest.mark.parametrize("command", [[], ["show"], ["lag"], ["reset"], ["forget-reset"], ["adopt"]])
 def test_every_command_has_help_with_examples(capsys, command):
     with pytest.raises(SystemExit) as ended:
         parser().parse_args(["offsets", *command, "--help"])
@@ -171,3 +171,26 @@ def test_without_a_command_it_shows_what_there_is(offsets):
         parser().parse_args(["offsets", "-n", "127.0.0.1:1"])
     assert ended.value.code == 2
     assert main(["offsets"]) == 2
+
+
+def test_the_command_an_orphaned_store_s_event_names_adopts_it(embedded, tmp_path, capsys):
+    """As the event says it, word for word."""
+
+    def told_while_consuming(**options):
+        events = Events()
+        where = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "on_event": events}
+        with consuming(embedded, "T", "G", **where, **options) as (consumer, seen):
+            until(lambda: sum(each.committed or 0 for each in consumer.progress().values()) == 20, "consumed")
+        return seen, events.of("store-orphaned")
+
+    first, told = told_while_consuming(client_ip="10.0.0.5")
+    assert (len(first.messages), told) == (20, [])
+    _, (orphaned,) = told_while_consuming(client_ip="10.0.0.9")
+    command = orphaned.text.partition("adopt it: ")[2].split()
+    assert command[:3] == ["pyrocket", "offsets", "adopt"]
+    assert main(command[1:]) == 1
+    assert "holds offsets of 2 queues already" in capsys.readouterr().err
+    assert main([*command[1:], "--replace"]) == 0
+    assert f"its offsets are in {command[4]} now" in capsys.readouterr().out
+    after, told = told_while_consuming(client_ip="10.0.0.9")
+    assert (after.messages, told) == ([], [])

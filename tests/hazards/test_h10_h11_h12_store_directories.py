@@ -77,10 +77,10 @@ def test_h10_a_start_without_offsets_is_told_from_one_that_goes_on(
         with ours(embedded, topic, group, **broadcasting(tmp_path)) as consumer:
             until(lambda consumer=consumer: consumer.stored() == {place: 3}, "consumed")
             origins.append(consumer.consumer.progress()[place].origin)
-            lines += [record.getMessage() for record in caplog.records if "offset_store=" in record.getMessage()]
+            lines += [record.getMessage() for record in caplog.records if "offset store loaded" in record.getMessage()]
     assert origins == ["first start from the first message", "stored"]
     assert len(lines) == 2 and all(str(tmp_path) in line for line in lines), lines
-    assert "source='new', queues=0" in lines[0] and "queues=1" in lines[1], lines
+    assert "found=new queues=0" in lines[0] and "queues=1" in lines[1], lines
 
 
 # --- H11
