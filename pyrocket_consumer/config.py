@@ -275,6 +275,7 @@ class ProducerConfig(ClientConfig):
     max_in_flight_messages: int = 4096
     max_in_flight_bytes: int = 64 * 1024 * 1024
     auto_create_topic: bool = False
+    accept_degraded: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

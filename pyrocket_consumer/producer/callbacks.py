@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 log = logging.getLogger("pyrocket_consumer.producer")
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 class CallbackThread:
@@ -72,3 +73,11 @@ class SendFuture(Future[T]):
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
         """Have `fn(future)` called on the callback thread when the result is there."""
         super().add_done_callback(lambda done: self._callback_thread.call(lambda: fn(done)))
+
+    def tell(self, done: queue.SimpleQueue[tuple[K, Future[T]]], key: K) -> None:
+        """Put `key` and this future into `done` when the result is there.
+
+        Cheaper than a callback: no user code runs, so no other thread has to wake.
+        """
+        # Without naming self: a future that its own callback refers to is left to the garbage collector.
+        super().add_done_callback(lambda future: done.put((key, future)))

@@ -188,6 +188,8 @@ def _check_properties(properties: object) -> None:
         return
     if not isinstance(properties, Mapping):
         raise ConfigError(f"properties must be a mapping of text to text, not {type(properties).__name__}")
+    if _are_plain(properties):
+        return
     for name, value in properties.items():
         _check_text("a property's name", name)
         if name in RESERVED_PROPERTIES or name.startswith(_TRANSIENT_PREFIX):
@@ -195,6 +197,23 @@ def _check_properties(properties: object) -> None:
             remedy = f"use the argument {argument}=" if argument else "choose another name"
             raise ConfigError(f"property name {name!r} is reserved by RocketMQ; {remedy}")
         _check_text(f"property {name!r}", value)
+
+
+def _are_plain(properties: Mapping[object, object]) -> bool:
+    """Tell, quickly, whether nothing is wrong with any name and value; False when they must be looked at one by one."""
+    texts = [*properties, *properties.values()]
+    try:
+        whole = "".join(texts)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return (
+        all(texts)
+        and whole.isascii()
+        and "\x01" not in whole
+        and "\x02" not in whole
+        and _TRANSIENT_PREFIX not in whole
+        and RESERVED_PROPERTIES.isdisjoint(properties)
+    )
 
 
 def _check_text(what: str, value: object) -> None:

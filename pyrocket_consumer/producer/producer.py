@@ -250,7 +250,7 @@ class Producer:
         deliver_at: datetime | None = None,
         flag: int = 0,
         timeout_s: float | None = None,
-    ) -> Future[SendResult]:
+    ) -> SendFuture[SendResult]:
         """Hand a message over, and return a future of what `send` returns or raises.
 
         With `max_in_flight_messages` or `max_in_flight_bytes` on their way it waits for room first, within
@@ -443,7 +443,7 @@ class Producer:
         running.cluster.check_usable()
         return running
 
-    def _hand_over(self, sending: Sending) -> Future[Any]:
+    def _hand_over(self, sending: Sending) -> SendFuture[Any]:
         running = self._usable()
         sending.deadline = running.cluster.loop.time() + sending.timeout_s
         if not running.outbox.put(sending, sending.timeout_s):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.answers import refusal
-from pyrocket_consumer.cluster.broker import STORED_CODES
+from pyrocket_consumer.cluster.broker import DEGRADED_CODES, STORED_CODES
 from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.errors import BrokerError, ConnectError, ConsumerClosed, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, TopicRoute
@@ -36,6 +36,7 @@ _ANOTHER_BROKER_MAY = frozenset(
         ResponseCode.NOT_IN_CURRENT_UNIT,
         ResponseCode.FLOW_CONTROL,
         ResponseCode.GO_AWAY,
+        *DEGRADED_CODES,  # asked only where they do not count as stored
     }
 )
 
@@ -91,6 +92,7 @@ class Sender:
         self._random = rng or random.Random()
         self._queues: dict[str, PublishQueues] = {}
         self._templates: dict[tuple[MessageQueue, bool], SendTemplate] = {}
+        self._stored_codes = STORED_CODES if config.accept_degraded else STORED_CODES - DEGRADED_CODES
         self._failed = FailedBrokers()
         self._unfinished: set[Sending] = set()
         self._lanes: dict[tuple[str, MessageQueue | str], deque[Sending]] = {}
@@ -319,7 +321,7 @@ class Sender:
             return
         try:
             if isinstance(answer, RemotingCommand):
-                if answer.code in STORED_CODES:
+                if answer.code in self._stored_codes:
                     self._failed.answered(queue.broker_name)
                     self._finish(sending, sending.results(queue, answer))
                     return

@@ -87,16 +87,16 @@ def encode_properties(properties: Mapping[str, str]) -> str:
             but no reader sees it: send no such property.
     Source: MessageDecoder.messageProperties2String.
     """
-    items = []
-    for name, value in properties.items():
-        item = f"{name}{_NAME_END}{value}{_ITEM_END}"
-        if not name or item.count(_NAME_END) != 1 or item.count(_ITEM_END) != 1:
-            raise ConfigError(
-                f"property {name!r}: a name must not be empty, and neither name nor value may hold the characters "
-                "\\x01 and \\x02, which separate properties"
-            )
-        items.append(item)
-    return "".join(items)
+    items = [f"{name}{_NAME_END}{value}{_ITEM_END}" for name, value in properties.items()]
+    text = "".join(items)
+    if not text.count(_NAME_END) == text.count(_ITEM_END) == len(items) or "" in properties:
+        for name, item in zip(properties, items, strict=True):
+            if not name or item.count(_NAME_END) != 1 or item.count(_ITEM_END) != 1:
+                raise ConfigError(
+                    f"property {name!r}: a name must not be empty, and neither name nor value may hold the characters "
+                    "\\x01 and \\x02, which separate properties"
+                )
+    return text
 
 
 def decode_properties(text: bytes | str) -> dict[str, str]:

@@ -217,6 +217,41 @@ def test_stored_but_not_as_safely_as_wanted_is_stored(embedded, producing, code,
     assert len(embedded.messages("orders")) == 5
 
 
+def with_code(code):
+    def change(command):
+        command.code = code
+        return command
+
+    return rewrite(change)
+
+
+@pytest.mark.parametrize("code", [10, 11, 12])
+def test_where_degraded_answers_do_not_count_another_broker_is_tried(embedded, producing, code):
+    producer = known(producing(embedded, accept_degraded=False))
+    embedded.broker("broker-a").on(SEND, with_code(code), times=None)
+    sent = [producer.send("orders", b"x") for _ in range(4)]
+    assert {(each.queue.broker_name, each.status) for each in sent} == {("broker-b", SendStatus.OK)}
+
+
+@pytest.mark.parametrize("pin", [{"queue": A}, {"sharding_key": "k"}])
+def test_where_degraded_answers_do_not_count_a_message_in_order_fails(embedded, producing, pin):
+    producer = known(producing(embedded, accept_degraded=False))
+    for broker in embedded.brokers:
+        broker.on(SEND, with_code(12), times=None)
+    with pytest.raises(SendError, match=r"FLUSH_SLAVE_TIMEOUT \(12\)") as raised:
+        producer.send("orders", b"x", **pin)
+    assert len(raised.value.attempts) == 1
+
+
+@pytest.mark.cluster(brokers=1)
+def test_where_degraded_answers_do_not_count_a_batch_is_tried_again(embedded, producing):
+    producer = known(producing(embedded, accept_degraded=False))
+    embedded.broker("broker-a").on(BATCH, with_code(10))
+    sent = producer.send_batch("orders", [b"x", b"y"])
+    assert {each.status for each in sent} == {SendStatus.OK}
+    assert len(embedded.messages("orders")) == 4 + 2 + 2
+
+
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_broker_that_is_gone_costs_no_message(embedded, producing, how):
     producer = known(producing(embedded))

@@ -1,0 +1,155 @@
+"""What benchmarks/spark_read.py compares the source `rocketmq` with; here, because Spark's workers import it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.types import StructType
+
+from pyrocket_consumer.cluster import Cluster, make_client_id
+from pyrocket_consumer.config import ClientConfig
+from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.spark.schema import arrow_schema, projected
+from pyrocket_consumer.wire.columns import PulledRecords, record_batches
+from pyrocket_consumer.wire.message import Message
+
+_ready: dict[str, pa.RecordBatch] = {}
+
+
+class ReadySource(DataSource):
+    """Yields batches made beforehand, once per worker: what Spark itself takes. Options: records, queues, messages."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "ready"
+
+    def schema(self) -> StructType:
+        return projected(None)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        return _ReadyReader(self.options, schema)
+
+
+class _ReadyReader(DataSourceReader):
+    def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
+        self._records = options["records"]
+        self._queues, self._messages = int(options["queues"]), int(options["messages"])
+        self._schema = schema
+
+    def partitions(self) -> Sequence[InputPartition]:
+        return [InputPartition(queue_id) for queue_id in range(self._queues)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        columns = arrow_schema(self._schema)
+        key = f"{self._records} {columns.names}"
+        if key not in _ready:
+            answer = PulledRecords(MessageQueue("t", "broker-a", 0), Path(self._records).read_bytes(), 0, 1 << 60)
+            (_ready[key],) = record_batches([answer], columns)
+        batch, left = _ready[key], self._messages
+        while left > 0:
+            yield batch if left >= batch.num_rows else batch.slice(0, left)
+            left -= batch.num_rows
+
+
+class PlainSource(DataSource):
+    """As one would write it first: rows, one pull of a queue after the other, a connection per task."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "plain"
+
+    def schema(self) -> StructType:
+        return projected(None)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        return _PlainReader(self.options, schema)
+
+
+class _PlainReader(DataSourceReader):
+    def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
+        self._name_server, self._topic = options["nameserver"], options["topic"]
+        self._queues, self._messages = int(options["queues"]), int(options["messages"])
+        self._names = schema.names
+
+    def partitions(self) -> Sequence[InputPartition]:
+        return [InputPartition(queue_id) for queue_id in range(self._queues)]
+
+    def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
+        queue = MessageQueue(self._topic, "broker-a", partition.value)
+        config = ClientConfig(name_server=self._name_server)
+        cluster = Cluster(config, make_client_id(config))
+        cluster.start()
+        try:
+            offset, subscription = 0, Subscription(self._topic)
+            while offset < self._messages:
+                pull = cluster.broker("broker-a").pull(queue, offset, group="plain", subscription=subscription)
+                answer, messages = cluster.run(pull, 30)
+                for message in messages:
+                    if message.queue_offset < self._messages:
+                        yield _row(message, self._names)
+                offset = answer.next_offset
+        finally:
+            cluster.close()
+
+
+def _row(message: Message, names: Sequence[str]) -> tuple[Any, ...]:
+    values = {
+        "topic": message.topic,
+        "brokerName": message.queue.broker_name,
+        "queueId": message.queue.queue_id,
+        "queueOffset": message.queue_offset,
+        "msgId": message.message_id,
+        "tags": message.tags,
+        "keys": message.properties.get("KEYS"),
+        "body": message.body,
+        "properties": message.properties,
+        "flag": message.flag,
+        "sysFlag": message.sys_flag,
+        "reconsumeTimes": message.reconsume_times,
+        "bornTimestamp": message.born_at,
+        "storeTimestamp": message.stored_at,
+        "bornHost": message.born_host,
+        "storeHost": message.store_host,
+    }
+    return tuple(values[name] for name in names)
+
+
+class CountingSource(DataSource):
+    """A stream with one row more in every batch, and nothing else: what a micro-batch of a Python source costs."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "counting"
+
+    def schema(self) -> str:
+        return "value long"
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
+        return _CountingReader()
+
+
+class _CountingReader(DataSourceStreamReader):
+    def __init__(self) -> None:
+        self._count = 0
+
+    def initialOffset(self) -> dict[str, int]:  # noqa: N802
+        return {"count": 0}
+
+    def latestOffset(self, start: Any = None, limit: Any = None) -> dict[str, int]:  # noqa: N802
+        self._count = max(self._count, (start or {"count": 0})["count"]) + 1
+        return {"count": self._count}
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
+        return [InputPartition(json.dumps([start["count"], end["count"]]))]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        begin, end = json.loads(partition.value)
+        yield pa.RecordBatch.from_arrays([pa.array(range(begin, end), pa.int64())], ["value"])
+
+    def commit(self, end: dict[str, int]) -> None:
+        pass

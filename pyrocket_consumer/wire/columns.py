@@ -1,0 +1,552 @@
+"""Records as Arrow columns: the same values as `decode_messages` gives, without an object per message.
+
+A few hundred records are joined and read column by column with numpy; what numpy cannot read goes row by row.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.wire.codes import SysFlag
+from pyrocket_consumer.wire.compression import decompress
+from pyrocket_consumer.wire.ids import decode_host
+from pyrocket_consumer.wire.message import Message, decode_messages
+from pyrocket_consumer.wire.properties import PropertyName
+
+MAX_BODY_BYTES_OF_BATCH = 16 * 1024 * 1024
+"""A batch ends before its unpacked bodies are longer than this; few packed bytes can hold many."""
+
+FEW_RECORDS = 40
+"""So few records are read row by row: what numpy costs per call is more than it saves. Measured."""
+
+_LENGTH = struct.Struct(">I")
+_SHORTEST_RECORD = 91
+_MAGIC_V1, _MAGIC_V2 = 0xDAA320A7, 0xDAA320AB
+_ITEM_END = b"\x02"
+_UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
+_MOST_CELLS = 1 << 22  # rows times different property names, for which a table is made
+
+_HEAD = np.dtype(
+    [
+        ("size", ">u4"), ("magic", ">u4"), ("crc", ">u4"), ("queue_id", ">i4"), ("flag", ">i4"),
+        ("queue_offset", ">i8"), ("commit_log_offset", ">i8"), ("sys_flag", ">i4"), ("born_at_ms", ">i8"),
+    ]
+)  # fmt: skip
+_BORN_HOST, _STORED_AT, _STORE_HOST, _RECONSUME_TIMES, _BODY_LENGTH, _BODY = 48, 56, 64, 72, 84, 88  # with IPv4 hosts
+_MORE_FOR_V6 = 12
+
+# What a datetime can hold, in milliseconds: the years 1 to 9999. Born times are the producers' and may be anything.
+_FIRST_MS, _LAST_MS = -62_135_596_800_000, 253_402_300_799_999
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PulledRecords:
+    """The body of a pull's answer, and which of its messages count: those with offsets from `begin` to before `end`.
+
+    `queue` is what the rows shall name.
+    """
+
+    queue: MessageQueue
+    records: bytes
+    begin: int
+    end: int
+
+
+def record_batches(
+    pulled: Sequence[PulledRecords], columns: pa.Schema, tags: frozenset[str] = frozenset()
+) -> Iterator[pa.RecordBatch]:
+    """Yield the messages in `pulled` as rows of `columns`, in order; only those with one of `tags`, if there are any.
+
+    It is one batch, unless packed bodies are very long, and none when no message is left. Columns have the names of
+    the Spark source, see `COLUMNS`; only those asked for are made. A time that is no date is null.
+
+    Raises:
+        ProtocolError: a record is damaged.
+        ConfigError: a body is compressed in a way whose package is not installed; the text has the pip command.
+    """
+    rows: _Columnar | _Rows
+    try:
+        rows = _Columnar(pulled)
+        rows.choose(tags)
+        yield from rows.batches(columns)
+    except _IrregularError:
+        rows = _Rows(pulled)
+        rows.choose(tags)
+        yield from rows.batches(columns)
+
+
+class _IrregularError(Exception):
+    """Something numpy cannot read; raised before the first batch."""
+
+
+# --- row by row
+
+
+def _microseconds(milliseconds: int) -> int | None:
+    return milliseconds * 1000 if _FIRST_MS <= milliseconds <= _LAST_MS else None
+
+
+_VALUES: dict[str, Callable[[Message], object]] = {
+    "topic": lambda message: message.topic,
+    "brokerName": lambda message: message.queue.broker_name,
+    "queueId": lambda message: message.queue.queue_id,
+    "queueOffset": lambda message: message.queue_offset,
+    "msgId": lambda message: message.message_id,
+    "tags": lambda message: message.tags,
+    "keys": lambda message: message.property(PropertyName.KEYS),
+    "body": lambda message: message.body,
+    "properties": lambda message: list(message.properties.items()),
+    "flag": lambda message: message.flag,
+    "sysFlag": lambda message: message.sys_flag,
+    "reconsumeTimes": lambda message: message.reconsume_times,
+    "bornTimestamp": lambda message: _microseconds(message.born_at_ms),
+    "storeTimestamp": lambda message: _microseconds(message.stored_at_ms),
+    "bornHost": lambda message: message.born_host,
+    "storeHost": lambda message: message.store_host,
+}
+
+COLUMNS = tuple(_VALUES)
+"""The names of the columns there are, in the order of the Spark source."""
+
+
+class _Rows:
+    """Messages, one object each: for records that numpy cannot read, and for few."""
+
+    def __init__(self, pulled: Sequence[PulledRecords]) -> None:
+        self._messages = [
+            message
+            for answer in pulled
+            for message in decode_messages(answer.records, answer.queue)
+            if answer.begin <= message.queue_offset < answer.end
+        ]
+
+    def choose(self, tags: frozenset[str]) -> None:
+        if tags:
+            self._messages = [message for message in self._messages if message.tags in tags]
+
+    def batches(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
+        messages = self._messages
+        arrays = {
+            field.name: pa.array([_VALUES[field.name](each) for each in messages], field.type)
+            for field in columns
+            if field.name != "body"
+        }
+        yield from _cut(columns, arrays, len(messages), (message.body for message in messages))
+
+
+def _cut(
+    columns: pa.Schema, arrays: dict[str, pa.Array], count: int, bodies: Iterable[bytes]
+) -> Iterator[pa.RecordBatch]:
+    """Yield batches of `arrays` and the column of bodies, each with not too many bytes of them."""
+    if "body" not in columns.names:
+        if count:
+            yield pa.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=columns)
+        return
+    kind, first = columns.field("body").type, 0
+    for run in _runs(bodies):
+        part = {name: array.slice(first, len(run)) for name, array in arrays.items()} | {"body": pa.array(run, kind)}
+        yield pa.RecordBatch.from_arrays([part[name] for name in columns.names], schema=columns)
+        first += len(run)
+
+
+def _runs(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
+    run, held = list[bytes](), 0
+    for body in bodies:
+        if run and held + len(body) > MAX_BODY_BYTES_OF_BATCH:
+            yield run
+            run, held = [], 0
+        run.append(body)
+        held += len(body)
+    if run:
+        yield run
+
+
+# --- column by column
+
+
+class _Columnar:
+    """Where each part of each record is, in all answers joined."""
+
+    def __init__(self, pulled: Sequence[PulledRecords]) -> None:
+        """Raises _IrregularError: an inner batch, a record that is damaged, or too few records."""
+        counts, starts = _record_starts(pulled)
+        if len(starts) < FEW_RECORDS:
+            raise _IrregularError
+        self._pulled = pulled
+        self._data = b"".join([*(each.records for each in pulled), _ITEM_END])  # see _texts
+        self._bytes = np.frombuffer(self._data, np.uint8)
+        self._starts = np.array(starts, np.int64)
+        self._answer = np.repeat(np.arange(len(pulled)), counts)
+        self._head = self._at(self._starts, _HEAD)
+        self._flags = self._head["sys_flag"].astype(np.int32)
+        self._find_parts()
+        offsets = self._head["queue_offset"]
+        begins, ends = (np.array([getattr(each, name) for each in pulled], np.int64) for name in ("begin", "end"))
+        self._keep((offsets >= begins[self._answer]) & (offsets < ends[self._answer]))
+
+    def _find_parts(self) -> None:
+        head, flags = self._head, self._flags
+        is_v1 = head["magic"] == _MAGIC_V1
+        if not (is_v1 | (head["magic"] == _MAGIC_V2)).all() or (flags & _UNPACK == _UNPACK).any():
+            raise _IrregularError
+        self._born_v6 = ((flags & SysFlag.BORN_HOST_V6) != 0) * _MORE_FOR_V6
+        self._store_v6 = ((flags & SysFlag.STORE_HOST_V6) != 0) * _MORE_FOR_V6
+        self._shift = self._born_v6 + self._store_v6
+        self._ends = self._starts + head["size"]
+        if (self._starts + self._shift + _SHORTEST_RECORD > self._ends).any():
+            raise _IrregularError
+        self._body = self._starts + self._shift + _BODY
+        self._body_end = self._body + self._at(self._starts + self._shift + _BODY_LENGTH, np.dtype(">u4"))
+        if (self._body_end + 3 > self._ends).any():
+            raise _IrregularError
+        self._is_v1 = is_v1
+
+    def _at(self, places: Numbers, kind: np.dtype[Any]) -> Numbers:
+        """Return what stands at each place, which must be inside."""
+        last = len(self._data) - kind.itemsize
+        everywhere: Numbers = np.ndarray((last + 1,), kind, self._data, 0, (1,))
+        return everywhere[places]
+
+    def _keep(self, wanted: Numbers) -> None:
+        if wanted.all():
+            return
+        for name in (
+            "_starts", "_answer", "_head", "_flags", "_born_v6", "_store_v6", "_shift", "_ends", "_body", "_body_end",
+            "_is_v1",
+        ):  # fmt: skip
+            setattr(self, name, getattr(self, name)[wanted])
+        self.__dict__.pop("_properties", None)
+
+    def choose(self, tags: frozenset[str]) -> None:
+        if tags and len(self._starts):
+            found = self._properties.column(PropertyName.TAGS, pa.binary())
+            chosen = pc.is_in(found, value_set=pa.array([tag.encode() for tag in tags], pa.binary()))
+            self._keep(chosen.to_numpy(zero_copy_only=False))
+
+    def batches(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
+        if not len(self._starts):
+            return
+        packed = "body" in columns.names and (self._flags & SysFlag.COMPRESSED).any()
+        arrays = {
+            field.name: _MAKERS[field.name](self, field.type)
+            for field in columns
+            if not packed or field.name != "body"
+        }
+        if packed:
+            yield from _cut(columns, arrays, len(self._starts), self._unpacked_bodies())
+        else:
+            yield pa.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=columns)
+
+    def _unpacked_bodies(self) -> Iterator[bytes]:
+        parts = (each.tolist() for each in (self._body, self._body_end, self._flags))
+        for start, end, flag in zip(*parts, strict=True):
+            yield decompress(self._data[start:end], flag)
+
+    # --- columns; each takes the Arrow type wanted
+
+    def topic(self, kind: pa.DataType) -> pa.Array:
+        topics = self._of_queue(lambda queue: queue.topic, kind)
+        if not any(each.queue.topic.startswith(RETRY_PREFIX) for each in self._pulled):
+            return topics
+        retried = np.array([each.queue.topic.startswith(RETRY_PREFIX) for each in self._pulled])[self._answer]
+        origin = self._properties.column(PropertyName.RETRY_TOPIC, kind)
+        return pc.if_else(pa.array(retried), pc.coalesce(origin, topics), topics)
+
+    def broker_name(self, kind: pa.DataType) -> pa.Array:
+        return self._of_queue(lambda queue: queue.broker_name, kind)
+
+    def queue_id(self, kind: pa.DataType) -> pa.Array:
+        return self._of_queue(lambda queue: queue.queue_id, kind)
+
+    def _of_queue(self, value: Callable[[MessageQueue], object], kind: pa.DataType) -> pa.Array:
+        values = [value(each.queue) for each in self._pulled]
+        if values.count(values[0]) == len(values):
+            return _repeated(values[0], kind, self._starts)
+        return pa.array(values, kind).take(pa.array(self._answer))
+
+    def queue_offset(self, kind: pa.DataType) -> pa.Array:
+        return pa.array(self._head["queue_offset"].astype(np.int64), kind)
+
+    def flag(self, kind: pa.DataType) -> pa.Array:
+        return pa.array(self._head["flag"].astype(np.int32), kind)
+
+    def sys_flag(self, kind: pa.DataType) -> pa.Array:
+        return pa.array(self._flags, kind)
+
+    def reconsume_times(self, kind: pa.DataType) -> pa.Array:
+        times = self._at(self._starts + self._shift + _RECONSUME_TIMES, np.dtype(">i4"))
+        return pa.array(times.astype(np.int32), kind)
+
+    def born_at(self, kind: pa.DataType) -> pa.Array:
+        return _timestamps(self._head["born_at_ms"].astype(np.int64), kind)
+
+    def stored_at(self, kind: pa.DataType) -> pa.Array:
+        times = self._at(self._starts + self._born_v6 + _STORED_AT, np.dtype(">i8"))
+        return _timestamps(times.astype(np.int64), kind)
+
+    def born_host(self, kind: pa.DataType) -> pa.Array:
+        return self._hosts(self._starts + _BORN_HOST, self._born_v6, kind)
+
+    def store_host(self, kind: pa.DataType) -> pa.Array:
+        return self._hosts(self._starts + self._born_v6 + _STORE_HOST, self._store_v6, kind)
+
+    def _hosts(self, places: Numbers, more: Numbers, kind: pa.DataType) -> pa.Array:
+        if not more.any():
+            distinct, which = np.unique(self._at(places, np.dtype(">u8")).astype(np.uint64), return_inverse=True)
+            texts = [decode_host(host.to_bytes(8)) for host in distinct.tolist()]
+            return pa.array(texts, kind).take(pa.array(which)) if len(texts) > 1 else _repeated(texts[0], kind, which)
+        encoded = _slices(self._data, places, places + 8 + more, pa.binary()).dictionary_encode()
+        return pa.array([decode_host(host.as_py()) for host in encoded.dictionary], kind).take(encoded.indices)
+
+    def body(self, kind: pa.DataType) -> pa.Array:
+        return _slices(self._data, self._body, self._body_end, kind)
+
+    def properties(self, kind: pa.DataType) -> pa.Array:
+        return self._properties.maps(kind)
+
+    def tags(self, kind: pa.DataType) -> pa.Array:
+        return self._properties.column(PropertyName.TAGS, kind)
+
+    def keys(self, kind: pa.DataType) -> pa.Array:
+        return self._properties.column(PropertyName.KEYS, kind)
+
+    def message_id(self, kind: pa.DataType) -> pa.Array:
+        found = self._properties.column(PropertyName.UNIQUE_KEY, kind)
+        if not found.null_count:
+            return found
+        hosts = self._starts + self._born_v6 + _STORE_HOST
+        places = zip(*(each.tolist() for each in (hosts, hosts + 8 + self._store_v6)), strict=True)
+        stored = self._head["commit_log_offset"].astype(np.uint64).tolist()
+        ids = [
+            unique or f"{self._data[start:end].hex()}{offset:016x}".upper()
+            for unique, (start, end), offset in zip(found.to_pylist(), places, stored, strict=True)
+        ]
+        return pa.array(ids, kind)
+
+    @cached_property
+    def _properties(self) -> _Properties:
+        short = self._bytes[self._body_end]
+        long = self._at(self._body_end, np.dtype(">u2")).astype(np.int64)
+        starts = self._body_end + np.where(self._is_v1, short + np.int64(3), long + 4)
+        if (starts > self._ends).any():
+            raise _IrregularError
+        if (starts + self._at(starts - 2, np.dtype(">u2")) != self._ends).any():
+            raise _IrregularError
+        return _Properties(self._data, starts, self._ends)
+
+
+_MAKERS: dict[str, Callable[[_Columnar, pa.DataType], pa.Array]] = {
+    "topic": _Columnar.topic,
+    "brokerName": _Columnar.broker_name,
+    "queueId": _Columnar.queue_id,
+    "queueOffset": _Columnar.queue_offset,
+    "msgId": _Columnar.message_id,
+    "tags": _Columnar.tags,
+    "keys": _Columnar.keys,
+    "body": _Columnar.body,
+    "properties": _Columnar.properties,
+    "flag": _Columnar.flag,
+    "sysFlag": _Columnar.sys_flag,
+    "reconsumeTimes": _Columnar.reconsume_times,
+    "bornTimestamp": _Columnar.born_at,
+    "storeTimestamp": _Columnar.stored_at,
+    "bornHost": _Columnar.born_host,
+    "storeHost": _Columnar.store_host,
+}
+
+
+class _Properties:
+    """The items of all properties texts: which row has which, and where names and values are."""
+
+    def __init__(self, data: bytes, starts: Numbers, ends: Numbers) -> None:
+        """Raises _IrregularError: the text is not UTF-8, or there are very many different names."""
+        self._rows = len(starts)
+        self._text, first_bytes = _texts(data, starts, ends)
+        text = np.frombuffer(self._text, np.uint8)
+        places = np.flatnonzero((text - np.uint8(1)) <= 1)  # of the two separators, 1 and 2
+        kinds = text[places]
+        if len(places) % 2 == 0 and (kinds[0::2] == 1).all() and (kinds[1::2] == 2).all():
+            self._name_ends, self._ends = places[0::2], places[1::2]  # one name and one value in each, as it should be
+            self._starts = _following(self._ends)
+        else:
+            self._ends = places[kinds == 2]
+            self._starts = _following(self._ends)
+            self._name_ends = self._first_after(self._starts, places[kinds == 1])
+        self._first = np.searchsorted(self._ends, first_bytes)  # item of each row; as many as rows, and one more
+        self._keep((self._name_ends > self._starts) & (self._name_ends + 1 < self._ends))
+        self._names: list[str] = []
+        self._find_names()
+
+    def _first_after(self, starts: Numbers, name_ends: Numbers) -> Numbers:
+        """Return the first end of a name in each item; in one that has none, its end."""
+        found: Numbers = np.append(name_ends, len(self._text))[np.searchsorted(name_ends, starts)]
+        first: Numbers = np.minimum(found, self._ends)
+        return first
+
+    def _keep(self, wanted: Numbers) -> None:
+        """Leave items out."""
+        if not wanted.all():
+            self._starts, self._name_ends, self._ends = (
+                each[wanted] for each in (self._starts, self._name_ends, self._ends)
+            )
+            self._first = np.concatenate((np.zeros(1, np.int64), np.cumsum(wanted)))[self._first]
+
+    def _find_names(self) -> None:
+        """Fill the table of items by row and name. Of items with the same name a row keeps the last."""
+        keys = _slices(self._text, self._starts, self._name_ends, pa.string())
+        same = self._same_names(keys)
+        if same is not None:
+            self._names = same
+            self._items = np.arange(len(keys)).reshape(self._rows, len(same))
+            self._keys = keys
+            return
+        encoded = keys.dictionary_encode()
+        self._names = encoded.dictionary.to_pylist()
+        count = len(self._names)
+        if count * self._rows > _MOST_CELLS:
+            raise _IrregularError
+        cells = np.repeat(np.arange(self._rows), np.diff(self._first)) * count + encoded.indices.to_numpy()
+        table = np.full(self._rows * count, -1)
+        table[cells] = np.arange(len(keys))
+        wanted = table[cells] == np.arange(len(keys))
+        if not wanted.all():
+            self._keep(wanted)
+            keys = keys.filter(pa.array(wanted))
+            table[cells[wanted]] = np.arange(len(keys))
+        self._items = table.reshape(self._rows, count)
+        self._keys = keys
+
+    def _same_names(self, keys: pa.Array) -> list[str] | None:
+        """Return the names of each row if they are the same in every row, and none comes twice."""
+        rows, items = self._rows, len(keys)
+        count = items // rows
+        if not count or items % rows or (np.diff(self._first) != count).any():
+            return None
+        lengths = (self._name_ends - self._starts).reshape(rows, count)
+        if (lengths != lengths[0]).any():
+            return None
+        text = np.frombuffer(keys.buffers()[2], np.uint8, lengths.sum()).reshape(rows, -1)
+        if (text != text[0]).any():
+            return None
+        names: list[str] = keys.slice(0, count).to_pylist()
+        return names if len(set(names)) == count else None
+
+    def column(self, name: str, kind: pa.DataType) -> pa.Array:
+        """Return the property `name` of every row, null where it is absent."""
+        if name not in self._names:
+            return pa.nulls(self._rows, kind)
+        items = self._items[:, self._names.index(name)]
+        missing = items < 0
+        if not missing.any():
+            return _slices(self._text, self._name_ends[items] + 1, self._ends[items], kind)
+        there = items[~missing]
+        values = _slices(self._text, self._name_ends[there] + 1, self._ends[there], kind)
+        return values.take(pa.array(np.cumsum(~missing) - 1, mask=missing))
+
+    def maps(self, kind: pa.DataType) -> pa.Array:
+        """Return the properties of every row."""
+        values = _slices(self._text, self._name_ends + 1, self._ends, pa.string())
+        return pa.MapArray.from_arrays(pa.array(self._first, pa.int32()), self._keys, values, type=kind)
+
+
+def _record_starts(pulled: Sequence[PulledRecords]) -> tuple[list[int], list[int]]:
+    """Return how many records each answer has, and where they start when all are joined.
+
+    Raises:
+        _IrregularError: an answer is no sequence of records.
+    """
+    counts, starts, base = list[int](), list[int](), 0
+    add, length_at = starts.append, _LENGTH.unpack_from
+    for answer in pulled:
+        data, place, before = answer.records, 0, len(starts)
+        last = len(data) - _SHORTEST_RECORD
+        while place <= last:
+            add(base + place)
+            size = length_at(data, place)[0]
+            if size < _SHORTEST_RECORD:
+                raise _IrregularError
+            place += size
+        if place != len(data):
+            raise _IrregularError
+        counts.append(len(starts) - before)
+        base += place
+    return counts, starts
+
+
+def _repeated(value: object, kind: pa.DataType, rows: Numbers) -> pa.Array:
+    return pa.repeat(pa.scalar(value, kind), len(rows))
+
+
+def _following(ends: Numbers) -> Numbers:
+    """Return where items start that follow each other, the first one at 0."""
+    starts = np.empty_like(ends)
+    starts[:1], starts[1:] = 0, ends[:-1] + 1
+    return starts
+
+
+def _texts(data: bytes, starts: Numbers, ends: Numbers) -> tuple[bytes | pa.Buffer, Numbers]:
+    """Return the properties texts joined, each item with its end, and where each row's begins.
+
+    There is one beginning more than rows: the end. Brokers may leave the last end of a text out; one stands behind
+    all records, to take it from.
+
+    Raises:
+        _IrregularError: it is not UTF-8.
+    """
+    rows, lengths = len(starts), ends - starts
+    unended = (np.frombuffer(data, np.uint8)[ends - 1] != _ITEM_END[0]) & (lengths > 0)
+    begins = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths + unended)))
+    if not begins[-1]:
+        return b"", begins
+    places = np.empty(2 * rows + 2, np.int32)
+    places[0:-2:2], places[1:-2:2] = starts, ends
+    places[-2:] = len(data) - 1, len(data)
+    parts = pa.BinaryArray.from_buffers(pa.binary(), 2 * rows + 1, [None, pa.py_buffer(places), pa.py_buffer(data)])
+    index = np.arange(0, 2 * rows, 2)
+    if unended.any():
+        with_end = np.column_stack((index, np.full(rows, 2 * rows)))
+        index = with_end[np.column_stack((np.ones(rows, bool), unended))]
+    joined = parts.take(pa.array(index))
+    text = joined.buffers()[2]
+    if np.frombuffer(text, np.uint8).max() >= 0x80:
+        try:
+            joined.cast(pa.string())
+        except pa.ArrowInvalid:
+            raise _IrregularError from None
+    return text, begins
+
+
+def _slices(data: bytes | pa.Buffer, starts: Numbers, ends: Numbers, kind: pa.DataType) -> pa.Array:
+    """Return the bytes or text from each start to its end; they are in order, and do not overlap.
+
+    Arrow copies them: of an array over all of `data`, whose rows are these and what is between them, every other one.
+    """
+    rows = len(starts)
+    if not rows:
+        return pa.array([], kind)
+    places = np.empty(2 * rows, np.int32)
+    places[0::2], places[1::2] = starts, ends
+    array = pa.Array.from_buffers(kind, 2 * rows - 1, [None, pa.py_buffer(places), pa.py_buffer(data)])
+    return array.take(_every_other(rows))
+
+
+@lru_cache(maxsize=16)
+def _every_other(rows: int) -> pa.Array:
+    return pa.array(np.arange(0, 2 * rows - 1, 2, dtype=np.int32))
+
+
+def _timestamps(milliseconds: Numbers, kind: pa.DataType) -> pa.Array:
+    """Return microseconds since the epoch, null where they are no date."""
+    odd = (milliseconds < _FIRST_MS) | (milliseconds > _LAST_MS)
+    return pa.array(np.where(odd, 0, milliseconds) * 1000, pa.int64(), mask=odd if odd.any() else None).cast(kind)

@@ -1,0 +1,304 @@
+import struct
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire import columns
+from pyrocket_consumer.wire.codes import SysFlag
+from pyrocket_consumer.wire.columns import COLUMNS, FEW_RECORDS, PulledRecords, record_batches
+from pyrocket_consumer.wire.compression import Compression, compress
+from pyrocket_consumer.wire.frame import decode_command
+from pyrocket_consumer.wire.message import BatchItem, StoredMessage, decode_messages, encode_batch, encode_message
+from pyrocket_consumer.wire.subscription import parse_subscription
+from tests import golden
+from tests.wire.records import QUEUE, WORKED_RECORD, hosts, i32, i64, property_maps, times_ms, topics
+
+TYPES = {
+    "queueId": pa.int32(),
+    "queueOffset": pa.int64(),
+    "body": pa.binary(),
+    "properties": pa.map_(pa.string(), pa.string()),
+    "flag": pa.int32(),
+    "sysFlag": pa.int32(),
+    "reconsumeTimes": pa.int32(),
+    "bornTimestamp": pa.timestamp("us", "UTC"),
+    "storeTimestamp": pa.timestamp("us", "UTC"),
+}
+ALL = pa.schema([(name, TYPES.get(name, pa.string())) for name in COLUMNS])
+EVERY = (-(2**63), 2**63 - 1)
+MANY = 2 * FEW_RECORDS
+
+
+def schema(*names):
+    return pa.schema([ALL.field(name) for name in names])
+
+
+def pulled(records, queue=QUEUE, begin=EVERY[0], end=EVERY[1]):
+    return PulledRecords(queue, records, begin, end)
+
+
+def table(answers, wanted=ALL, tags=frozenset()):
+    batches = list(record_batches(answers, wanted, tags))
+    for batch in batches:
+        batch.validate(full=True)
+        assert batch.schema.equals(wanted)
+        assert batch.num_rows
+    return pa.Table.from_batches(batches, wanted)
+
+
+def time_of(message, name):
+    try:
+        return getattr(message, name)
+    except ProtocolError:
+        return None  # no date
+
+
+def row(message):
+    """Return what `decode_messages` says of a message, as a row."""
+    return {
+        "topic": message.topic,
+        "brokerName": message.queue.broker_name,
+        "queueId": message.queue.queue_id,
+        "queueOffset": message.queue_offset,
+        "msgId": message.message_id,
+        "tags": message.tags,
+        "keys": message.properties.get("KEYS"),
+        "body": message.body,
+        "properties": message.properties,
+        "flag": message.flag,
+        "sysFlag": message.sys_flag,
+        "reconsumeTimes": message.reconsume_times,
+        "bornTimestamp": time_of(message, "born_at"),
+        "storeTimestamp": time_of(message, "stored_at"),
+        "bornHost": message.born_host,
+        "storeHost": message.store_host,
+    }
+
+
+def expected(answers, tags=frozenset()):
+    return [
+        row(message)
+        for answer in answers
+        for message in decode_messages(answer.records, answer.queue)
+        if answer.begin <= message.queue_offset < answer.end and (not tags or message.tags in tags)
+    ]
+
+
+def rows(found):
+    names = found.schema.names
+    return [
+        {name: dict(value) if name == "properties" else value for name, value in each.items()}
+        for each in found.to_pylist()
+    ] if "properties" in names else found.to_pylist()
+
+
+def assert_same(answers, tags=frozenset()):
+    try:
+        wanted = expected(answers, tags)
+    except ProtocolError:
+        with pytest.raises(ProtocolError):
+            table(answers, ALL, tags)
+    else:
+        assert rows(table(answers, ALL, tags)) == wanted
+
+
+# ---- records to read
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+odd_properties = st.lists(st.sampled_from(["a", "TAGS", "KEYS", "UNIQ_KEY", "\x01", "\x02", "ключ", "\x00", "v"])).map(
+    "".join
+)
+named = st.sampled_from(["TAGS", "KEYS", "UNIQ_KEY", "RETRY_TOPIC", "a"])
+properties = st.one_of(
+    odd_properties,
+    property_maps,
+    st.dictionaries(named, texts.filter(lambda text: text and not set(text) & {"\x01", "\x02"})),
+    st.just("TAGS\x01A\x02KEYS\x01k1 k2\x02UNIQ_KEY\x01" + "0" * 32),
+)
+plain_flags = st.sampled_from([0, 2, 4, 8, 12, 64, 128, 0x300])
+
+
+def record(body, kind, **fields):
+    """Return a record with a plain, a compressed or a batch's body."""
+    flags = fields.pop("flags")
+    if kind == "batch":
+        body, flags = encode_batch([BatchItem(body, {"KEYS": "k", "TAGS": "B"}, 7), BatchItem(b"")]), flags | 0xC0
+    if kind in ("batch", "compressed"):
+        body, packed = compress(body)
+        flags |= packed
+    return encode_message(StoredMessage(body=body, sys_flag=flags, **fields))
+
+
+def records(*kinds):
+    return st.builds(
+        record,
+        body=st.one_of(st.binary(max_size=80), st.just(b"\x00\x01\x02" * 9)),
+        kind=st.sampled_from(kinds),
+        flags=plain_flags,
+        topic=topics,
+        properties=properties,
+        queue_id=i32,
+        queue_offset=i64,
+        commit_log_offset=i64,
+        flag=i32,
+        born_at_ms=st.one_of(times_ms, i64),
+        born_host=hosts,
+        stored_at_ms=times_ms,
+        store_host=hosts,
+        reconsume_times=i32,
+        prepared_transaction_offset=i64,
+    )
+
+
+queues = st.builds(
+    MessageQueue, st.sampled_from(["orders", "%RETRY%app"]), st.sampled_from(["broker-a", "b"]), st.integers(0, 3)
+)
+def answers(*kinds):
+    answer = st.builds(
+        PulledRecords,
+        queue=queues,
+        records=st.lists(records(*kinds), max_size=4).map(b"".join),
+        begin=st.one_of(st.just(EVERY[0]), i64),
+        end=st.just(EVERY[1]),
+    )
+    return st.lists(answer, min_size=1, max_size=4)
+
+
+tag_sets = st.sampled_from([frozenset(), frozenset({"A", "B"})])
+
+
+@given(answers("plain", "plain", "compressed", "batch"), tag_sets)
+@settings(max_examples=60, deadline=None)
+def test_few_records_of_any_kind_are_what_messages_are(answers, tags):
+    assert_same(answers, tags)
+
+
+@given(answers("plain", "plain", "compressed"), tag_sets)
+@settings(max_examples=120, deadline=None)
+def test_many_records_are_what_messages_are(answers, tags):
+    assert_same(answers * FEW_RECORDS, tags)
+
+
+@given(answers("plain", "compressed", "batch"), tag_sets)
+@settings(max_examples=20, deadline=None)
+def test_many_records_among_which_are_batches_are_what_messages_are(answers, tags):
+    assert_same(answers * FEW_RECORDS, tags)
+
+
+@given(
+    st.lists(records("plain", "compressed"), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 255)), min_size=1, max_size=3),
+)
+@settings(max_examples=100, deadline=None)
+def test_damaged_records_are_what_messages_say_or_a_protocol_error(parts, changes):
+    damaged = bytearray(b"".join(parts))
+    for place, value in changes:
+        damaged[place % len(damaged)] = value
+    assert_same([pulled(b"".join(parts) * FEW_RECORDS), pulled(bytes(damaged))])
+
+
+@pytest.mark.parametrize("repeated", [1, FEW_RECORDS])
+def test_records_of_real_brokers_are_the_same_in_columns(repeated):
+    bodies = {decode_command(entry.frame()).body for entry in golden.index() if entry.records}
+    for body in bodies:
+        if len(body) < 5000:
+            assert_same([pulled(body)] * repeated)
+
+
+# ---- what is special
+
+
+def simple(offset=0, **fields):
+    return encode_message(StoredMessage(**{"topic": "orders", "body": b"b", "queue_offset": offset, **fields}))
+
+
+def test_only_the_columns_asked_for_are_made_in_the_order_asked_for():
+    found = table([pulled(WORKED_RECORD * MANY)], schema("body", "queueOffset"))
+    assert found.column_names == ["body", "queueOffset"]
+    assert found.to_pylist() == [{"body": b"hi", "queueOffset": 42}] * MANY
+
+
+def test_only_the_parts_asked_for_are_read():
+    damaged = simple(properties="TAGS\x01A").replace(struct.pack(">H", 6), struct.pack(">H", 9))
+    assert table([pulled(damaged * MANY)], schema("queueOffset", "body")).num_rows == MANY
+    with pytest.raises(ProtocolError):
+        table([pulled(damaged * MANY)], schema("tags"))
+
+
+def test_properties_that_are_not_utf8_read_as_messages_read_them():
+    record = simple(properties={"TAGS": "AAAA"}).replace(b"AAAA", b"A\xff\xe2A")
+    found = table([pulled(record * MANY)], schema("tags"))
+    assert found["tags"].to_pylist() == ["A\ufffd\ufffdA"] * MANY
+    assert_same([pulled(record * MANY)])
+
+
+def test_only_offsets_of_the_range_become_rows():
+    records = b"".join(simple(offset) for offset in range(MANY))
+    found = table([pulled(records, begin=5, end=40), pulled(records, begin=0, end=3)], schema("queueOffset"))
+    assert found["queueOffset"].to_pylist() == [*range(5, 40), *range(3)]
+
+
+def test_no_rows_are_no_batch():
+    records = b"".join(simple(offset) for offset in range(MANY))
+    assert list(record_batches([pulled(records, begin=MANY)], ALL)) == []
+    assert list(record_batches([pulled(b"")], ALL)) == []
+    assert list(record_batches([pulled(records)], ALL, frozenset({"A"}))) == []
+
+
+def test_tags_whose_hashes_are_equal_are_told_apart():
+    tags = parse_subscription("orders", "AaAa || other").tags
+    records = b"".join(
+        simple(offset, properties={"TAGS": "AaAa" if offset % 3 == 0 else "BBBB"}) for offset in range(MANY)
+    )
+    found = table([pulled(records)], schema("queueOffset", "tags"), tags)
+    assert found["queueOffset"].to_pylist() == list(range(0, MANY, 3))
+    assert set(found["tags"].to_pylist()) == {"AaAa"}
+
+
+def test_the_last_of_properties_with_one_name_counts():
+    records = b"".join(
+        simple(offset, properties=f"a\x01{offset}\x02TAGS\x01first\x02a\x01last\x02TAGS\x01second\x02TAGS\x01")
+        for offset in range(MANY)
+    )
+    found = table([pulled(records)], schema("tags", "properties"))
+    assert rows(found) == [{"tags": "second", "properties": {"a": "last", "TAGS": "second"}}] * MANY
+
+
+def test_a_time_that_is_no_date_is_null():
+    late = 253_402_300_800_000
+    records = simple(born_at_ms=late, stored_at_ms=late - 1) + simple(born_at_ms=-(2**63), stored_at_ms=0)
+    found = table([pulled(records * MANY)], schema("bornTimestamp", "storeTimestamp"))
+    assert found["bornTimestamp"].null_count == 2 * MANY
+    assert found["storeTimestamp"].to_pylist()[:2] == [
+        datetime(9999, 12, 31, 23, 59, 59, 999000, UTC), datetime(1970, 1, 1, tzinfo=UTC),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", Compression)
+@pytest.mark.parametrize("others", [0, MANY])
+def test_bodies_that_unpack_to_very_much_are_cut_into_batches(kind, others):
+    body, flags = compress(b"\x00" * 5_000_000, kind)
+    records = simple() * others + simple(7, body=body, sys_flag=flags) * 7
+    batches = list(record_batches([pulled(records)], schema("queueOffset", "body")))
+    assert [batch.num_rows for batch in batches] == [others + 3, 3, 1]
+    assert all(batch["body"].nbytes < columns.MAX_BODY_BYTES_OF_BATCH + 10_000 for batch in batches)
+    assert [len(body) for batch in batches for body in batch["body"].to_pylist()] == [1] * others + [5_000_000] * 7
+
+
+def test_a_body_whose_compression_is_damaged_is_a_protocol_error():
+    record = simple(body=b"no zlib", sys_flag=SysFlag.COMPRESSED)
+    with pytest.raises(ProtocolError, match="cannot be decompressed"):
+        table([pulled(record * MANY)], schema("body"))
+    assert table([pulled(record * MANY)], schema("sysFlag")).num_rows == MANY
+
+
+def test_an_answer_that_is_cut_is_a_protocol_error_even_if_the_next_one_makes_up_for_it():
+    record = simple()
+    halves = [pulled(record * MANY + record[:50]), pulled(record[50:] + record * MANY)]
+    with pytest.raises(ProtocolError):
+        table(halves)
