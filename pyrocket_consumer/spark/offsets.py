@@ -1,0 +1,99 @@
+"""How far a query is, as JSON in Spark's checkpoint, and which ranges lie between two such places.
+
+    {"version": 1, "queues": {"orders": {"broker-a": {"0": 120, "1": 98}}},
+     "from": {"orders": {"broker-a": {"0": 100, "1": 98}}}}
+
+`queues` are the offsets to read next. `from` is where the queues begin that the offset before did not name: all of
+them in the first batch. `"initial": true` marks the place before the first batch, which is not the same when it is
+asked for again; a batch that is repeated must not depend on it. Spark compares offsets as text, so equal ones are
+written alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.ranges import QueueRange
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOffset:
+    """The offset to read next, per queue; `begins` are those of queues that are new in it."""
+
+    queues: Mapping[MessageQueue, int]
+    begins: Mapping[MessageQueue, int] = field(default_factory=dict)
+    initial: bool = False
+
+
+def encode_offset(offset: SourceOffset) -> dict[str, Any]:
+    """Return `offset` as Spark writes it down; equal ones give the same text."""
+    encoded: dict[str, Any] = {"version": VERSION, "queues": _nested(offset.queues)}
+    if offset.begins:
+        encoded["from"] = _nested(offset.begins)
+    if offset.initial:
+        encoded["initial"] = True
+    return encoded
+
+
+def decode_offset(encoded: Mapping[str, Any]) -> SourceOffset:
+    """Return the offset that `encode_offset` gave, or a release before this one.
+
+    Raises:
+        ConfigError: a newer release wrote it, or it is none.
+    """
+    version = encoded.get("version") if isinstance(encoded, Mapping) else None
+    if isinstance(version, int) and version > VERSION:
+        raise ConfigError(
+            f"the checkpoint was written by a newer release of pyrocket-consumer: its offsets have version {version}, "
+            f"and this release reads up to {VERSION}; install the newer release again, or use another checkpoint"
+        )
+    if version != VERSION:
+        raise ConfigError(f"{encoded!r:.200} in the checkpoint is no offset of this source; use another checkpoint")
+    return SourceOffset(_flat(encoded, "queues"), _flat(encoded, "from"), encoded.get("initial") is True)
+
+
+def ranges_between(start: SourceOffset, end: SourceOffset) -> list[QueueRange]:
+    """Return what a batch from `start` to `end` reads, by queue; always the same for the same `end` of a new query.
+
+    A queue whose end is not beyond its begin has nothing: after a crash the start of a new query may be.
+
+    Raises:
+        ConfigError: a queue of `end` has no begin, so the two are not of one query.
+    """
+    if start == end or end.initial:
+        return []
+    ranges = []
+    for queue, stop in sorted(end.queues.items()):
+        begin = end.begins.get(queue, start.queues.get(queue))
+        if begin is None:
+            raise ConfigError(f"the checkpoint does not say where {queue} begins; use another checkpoint")
+        if begin < stop:
+            ranges.append(QueueRange(queue, begin, stop))
+    return ranges
+
+
+def _nested(offsets: Mapping[MessageQueue, int]) -> dict[str, dict[str, dict[str, int]]]:
+    nested: dict[str, dict[str, dict[str, int]]] = {}
+    for queue in sorted(offsets):
+        nested.setdefault(queue.topic, {}).setdefault(queue.broker_name, {})[str(queue.queue_id)] = offsets[queue]
+    return nested
+
+
+def _flat(encoded: Mapping[str, Any], name: str) -> dict[MessageQueue, int]:
+    try:
+        return {
+            MessageQueue(topic, broker, int(queue_id)): int(offset)
+            for topic, brokers in encoded.get(name, {}).items()
+            for broker, queues in brokers.items()
+            for queue_id, offset in queues.items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name!r} of an offset in the checkpoint cannot be read: {error}; use another checkpoint"
+        ) from error

@@ -1,0 +1,413 @@
+"""Which queues there are, where they begin and end, and where a group is: what the driver asks brokers.
+
+Brokers fail, restart and come back while a query runs for months. So whatever can be asked again is; and what a broker
+that is away has, is left as it was known, while the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from pyrocket_consumer.admin.masters import cluster_info
+from pyrocket_consumer.admin.topics import list_topics
+from pyrocket_consumer.cluster import Cluster, make_client_id
+from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.errors import (
+    BrokerError,
+    ConfigError,
+    ConnectError,
+    ConnectionLost,
+    RequestTimeout,
+    RocketError,
+    RouteNotFound,
+)
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.options import (
+    EARLIEST,
+    LATEST,
+    Bound,
+    GivenOffsets,
+    Named,
+    SourceOptions,
+    StoredAt,
+    listed,
+)
+from pyrocket_consumer.wire.bodies import CheckClientConfig, encode_check_client_config
+from pyrocket_consumer.wire.codes import ResponseCode
+from pyrocket_consumer.wire.command import CheckClientConfigHeader
+from pyrocket_consumer.wire.subscription import TAG
+
+log = logging.getLogger("pyrocket_consumer.spark")
+
+T = TypeVar("T")
+
+CALLS_AT_ONCE = 64
+"""Calls under way to one broker."""
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+_LONGEST_AWAY_S = 15.0  # between two attempts to reach a broker that is away
+_PASSING = (ConnectError, ConnectionLost, RequestTimeout, RouteNotFound)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the brokers said at one moment.
+
+    `ends` has the end of each queue that answered, `begins` the oldest offset of those with something to read. `away`
+    are queues, known before, that cannot be asked now, and why; `gone` those of them whose broker is up and has them
+    no more. `silent` are the servers that should have answered, and did not.
+    """
+
+    begins: Mapping[MessageQueue, int]
+    ends: Mapping[MessageQueue, int]
+    away: Mapping[MessageQueue, str]
+    gone: frozenset[MessageQueue]
+    silent: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Away:
+    """A broker that did not answer: when to try again, and how long to wait if that fails, too."""
+
+    until: float
+    pause_s: float
+    reason: str
+
+
+class Positions:
+    """Asks the brokers. Blocking, for one thread; it connects with the first call.
+
+    New queues are looked for at most every `discovery_interval_s` seconds.
+    """
+
+    def __init__(self, options: SourceOptions, *, discovery_interval_s: float = 5.0) -> None:
+        self._options = options
+        self._discovery_interval_s = discovery_interval_s
+        self._cluster: Cluster | None = None
+        self._queues: frozenset[MessageQueue] = frozenset()
+        self._discovered_at: float | None = None
+        self._knows_queues = True
+        self._away: dict[str, _Away] = {}
+        self._accepted: set[str] = set()  # brokers that accept the SQL filter
+
+    # --- life
+
+    @property
+    def cluster(self) -> Cluster:
+        """The connected cluster.
+
+        Raises:
+            ConnectError: no name server answers, however often asked.
+        """
+        if self._cluster is None:
+            self._cluster = self._connect()
+        return self._cluster
+
+    def _connect(self) -> Cluster:
+        config = self._options.client.config()
+        pause_s = _FIRST_PAUSE_S
+        for attempt in range(self._options.client.retries + 1):
+            cluster = Cluster(config, make_client_id(config))
+            try:
+                cluster.start()
+                return cluster
+            except _PASSING as error:
+                if attempt == self._options.client.retries:
+                    raise
+                log.debug("name_server=%s attempt=%d reason=%s", self._options.client.name_server, attempt, error)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    def close(self) -> None:
+        """Disconnect; the next call connects again."""
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+    # --- queues
+
+    def discover(self) -> frozenset[MessageQueue]:
+        """Return the queues there are to read, all of them.
+
+        Raises:
+            ConfigError: a queue of `assign` does not exist, or a broker refuses the filter.
+            RouteNotFound: a topic of `subscribe` does not exist.
+            RocketError: nobody answers, however often asked.
+        """
+        return self.cluster.run(self._again(self._discover), None)
+
+    async def _discover(self) -> frozenset[MessageQueue]:
+        routes = await asyncio.gather(
+            *(self.cluster.route(topic, refresh=True) for topic in await self._topics_named())
+        )
+        there = [queue for route in routes for queue in route.consume_queues()]
+        if unknown := set(self._options.assigned).difference(there):
+            topics = {queue.topic for queue in unknown}
+            others = [queue for queue in there if queue.topic in topics]
+            raise ConfigError(f"option assign names {listed(sorted(unknown))}; there are {listed(sorted(others))}")
+        queues = frozenset(filter(self.selects, there))
+        await self._check_filter(queues)
+        self._queues, self._discovered_at = queues, time.monotonic()
+        return queues
+
+    async def _topics_named(self) -> Collection[str]:
+        options = self._options
+        if options.pattern is None:
+            return options.topics or {queue.topic for queue in options.assigned}
+        pattern, namespace = re.compile(options.pattern), options.client.namespace
+        names = await list_topics(self.cluster, include_system=False)
+        return [wrap(namespace, name) for name in names if pattern.fullmatch(name)]
+
+    def selects(self, queue: MessageQueue) -> bool:
+        """Tell whether the options choose `queue`; after a restart they may be others than before."""
+        options = self._options
+        if options.pattern is not None:
+            return re.fullmatch(options.pattern, unwrap(options.client.namespace, queue.topic)) is not None
+        return queue in options.assigned if options.assigned else queue.topic in options.topics
+
+    async def _rediscover(self, known: Iterable[MessageQueue]) -> frozenset[MessageQueue]:
+        """Return the queues that are there now, of those known and new ones; an error leaves what was found before.
+
+        A topic that has no route any more has no queues: whether it was deleted or its brokers are away, who knows.
+        """
+        if self._discovered_at is not None and time.monotonic() - self._discovered_at < self._discovery_interval_s:
+            return self._queues
+        known = list(filter(self.selects, known))
+        found: frozenset[MessageQueue]
+        try:
+            found = await self._find_what_is_there({queue.topic for queue in known})
+            self._knows_queues = True
+        except _PASSING as error:
+            log.log(
+                logging.WARNING if self._knows_queues else logging.DEBUG, "queues stay as they are known: %s", error
+            )
+            self._knows_queues = False
+            found = self._queues or frozenset(known)
+        await self._check_filter(found)
+        self._queues, self._discovered_at = found, time.monotonic()
+        return found
+
+    async def _find_what_is_there(self, known_topics: Iterable[str]) -> frozenset[MessageQueue]:
+        topics = {*await self._topics_named(), *known_topics}
+        outcomes = await asyncio.gather(
+            *(self.cluster.route(topic, refresh=True) for topic in topics), return_exceptions=True
+        )
+        found = set[MessageQueue]()
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                if not isinstance(outcome, RouteNotFound):
+                    raise outcome
+            else:
+                found.update(filter(self.selects, outcome.consume_queues()))
+        return frozenset(found)
+
+    async def _check_filter(self, queues: Collection[MessageQueue]) -> None:
+        """Have each broker look at the SQL filter: reads with a bad one would return everything."""
+        selector = self._options.read.selector
+        if selector.expression_type == TAG:
+            return
+        for broker, topic in {queue.broker_name: queue.topic for queue in sorted(queues)}.items():
+            address = self.cluster.address(broker)
+            if broker in self._accepted or address is None:
+                continue
+            subscription = replace(selector, topic=topic)
+            body = encode_check_client_config(
+                CheckClientConfig(self.cluster.client_id, self._options.read.group, subscription)
+            )
+            try:
+                await self.cluster.call(address, CheckClientConfigHeader(), body)
+            except BrokerError as error:
+                raise ConfigError(
+                    f"option sqlFilter={selector.expression!r} is refused by broker {broker}: {error.remark}; correct "
+                    "it, or have the broker filter with enablePropertyFilter=true in its configuration"
+                ) from error
+            except _PASSING as error:
+                log.debug("broker=%s could not check the filter reason=%s", broker, error)
+                continue
+            self._accepted.add(broker)
+
+    # --- offsets, of a query that begins: all queues answer, or it is an error
+
+    def begins(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int]:
+        """Return the offset of the oldest message of each queue."""
+        return self._each(queues, lambda queue: self.cluster.broker(queue.broker_name).min_offset(queue))
+
+    def ends(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int]:
+        """Return the offset that the next message of each queue will have."""
+        return self._each(queues, lambda queue: self.cluster.broker(queue.broker_name).max_offset(queue))
+
+    def resolve(self, bound: Bound, queues: Collection[MessageQueue]) -> dict[MessageQueue, int]:
+        """Return the offset of each queue at `bound`. Where the group has none it is the oldest message.
+
+        Raises:
+            ConfigError: the offsets given are not those of `queues`.
+        """
+        if isinstance(bound, StoredAt):
+            group = self._options.read.group
+            return self._each(
+                queues,
+                lambda queue: self.cluster.broker(queue.broker_name).search_offset(
+                    queue, bound.timestamp_ms, group=group
+                ),
+            )
+        if isinstance(bound, GivenOffsets):
+            bound.check(queues)
+            given = {queue: offset for queue in queues if (offset := bound.offset(queue)) is not None}
+            oldest = self.begins([queue for queue, offset in given.items() if offset == EARLIEST])
+            latest = self.ends([queue for queue, offset in given.items() if offset == LATEST])
+            return {**given, **oldest, **latest}
+        if bound is Named.EARLIEST:
+            return self.begins(queues)
+        if bound is Named.LATEST:
+            return self.ends(queues)
+        committed = self._each(queues, self._committed)
+        found = {queue: offset for queue, offset in committed.items() if offset is not None}
+        return {**found, **self.begins([queue for queue in queues if queue not in found])}
+
+    async def _committed(self, queue: MessageQueue) -> int | None:
+        broker = self.cluster.broker(queue.broker_name)
+        return await broker.query_offset(self._options.read.group, queue, set_zero_if_not_found=False)
+
+    def _each(
+        self, queues: Collection[MessageQueue], ask: Callable[[MessageQueue], Awaitable[T]]
+    ) -> dict[MessageQueue, T]:
+        """Return what `ask` gives for each queue, asking again what failed; some at a time at each broker."""
+        return self.cluster.run(self._ask_each(queues, ask), None) if queues else {}
+
+    async def _ask_each(
+        self, queues: Collection[MessageQueue], ask: Callable[[MessageQueue], Awaitable[T]]
+    ) -> dict[MessageQueue, T]:
+        async def persistently(queue: MessageQueue) -> T:
+            return await self._again(lambda: ask(queue))
+
+        by_broker = (_some_at_a_time(each, persistently) for each in _by_broker(queues).values())
+        return {queue: answer for answers in await asyncio.gather(*by_broker) for queue, answer in answers}
+
+    # --- offsets, of a query that runs: brokers may be away
+
+    def look(self, known: Mapping[MessageQueue, int]) -> Look:
+        """Return where queues begin and end: those known, with the offset to read next, and new ones.
+
+        A broker that is away does not hold up the others.
+
+        Raises:
+            RocketError: a broker refuses to say.
+        """
+        return self.cluster.run(self._look(known), None)
+
+    async def _look(self, known: Mapping[MessageQueue, int]) -> Look:
+        queues = await self._rediscover(known)
+        found = await asyncio.gather(*(self._spans(broker, each, known) for broker, each in _by_broker(queues).items()))
+        spans = {queue: span for answers in found for queue, span in answers}
+        missing = [queue for queue in known if queue not in queues and self.selects(queue)]
+        return Look(
+            begins={queue: begin for queue, (begin, _) in spans.items() if begin is not None},
+            ends={queue: end for queue, (_, end) in spans.items()},
+            away={queue: self._reason(queue) for queue in known if queue not in spans},
+            gone=await self._gone(missing) if missing else frozenset(),
+            silent=frozenset(queue.broker_name for queue in queues if queue not in spans)
+            | frozenset(() if self._knows_queues else self.cluster.name_servers),
+        )
+
+    def _reason(self, queue: MessageQueue) -> str:
+        if not self.selects(queue):
+            return "the options do not choose it any more"
+        away = self._away.get(queue.broker_name)
+        return away.reason if away is not None else "no route names it"
+
+    async def _spans(
+        self, name: str, queues: list[MessageQueue], known: Mapping[MessageQueue, int]
+    ) -> list[tuple[MessageQueue, tuple[int | None, int]]]:
+        """Return begin and end of queues of one broker, or nothing if it is away: the first queue finds out."""
+        began, away, broker = time.monotonic(), self._away.get(name), self.cluster.broker(name)
+        if away is not None and began < away.until:
+            return []
+
+        async def span(queue: MessageQueue) -> tuple[int | None, int]:
+            end = await broker.max_offset(queue)
+            return await broker.min_offset(queue) if queue not in known or end > known[queue] else None, end
+
+        async def span_again(queue: MessageQueue) -> tuple[int | None, int]:
+            try:
+                return await span(queue)
+            except (ConnectError, ConnectionLost):
+                return await span(queue)  # the connection had ended since the last look
+
+        try:
+            answers = [(queues[0], await span_again(queues[0]))]
+            answers += await _some_at_a_time(queues[1:], span_again)
+        except (*_PASSING, BrokerError) as error:
+            if isinstance(error, BrokerError) and not (error.retryable or error.code == ResponseCode.TOPIC_NOT_EXIST):
+                raise
+            ended = time.monotonic()
+            pause_s = _FIRST_PAUSE_S if away is None else 2 * away.pause_s
+            pause_s = min(max(pause_s, ended - began), _LONGEST_AWAY_S)  # a silent broker costs a timeout each time
+            self._away[name] = _Away(ended + pause_s, pause_s, str(error))
+            return []
+        self._away.pop(name, None)
+        return answers
+
+    async def _gone(self, missing: Iterable[MessageQueue]) -> frozenset[MessageQueue]:
+        """Return those of `missing` whose broker is up: it would have them if they were there."""
+        try:
+            up = (await cluster_info(self.cluster)).brokers
+        except RocketError as error:
+            log.debug("brokers could not be listed reason=%s", error)
+            return frozenset()
+        return frozenset(queue for queue in missing if queue.broker_name in up)
+
+    def forget_discovery(self) -> None:
+        """Have the next look find queues anew, and try every broker."""
+        self._discovered_at = None
+        self._away.clear()
+
+    # --- asking again
+
+    async def _again(self, call: Callable[[], Awaitable[T]], attempts: int | None = None) -> T:
+        """Return what `call()` gives; repeat it, with growing pauses, while it fails for a reason that may pass."""
+        attempts = self._options.client.retries + 1 if attempts is None else attempts
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            attempts -= 1
+            try:
+                return await call()
+            except (*_PASSING, BrokerError) as error:
+                if not attempts or (isinstance(error, BrokerError) and not error.retryable):
+                    raise
+                log.debug("asking again reason=%s", error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _by_broker(queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
+    found: dict[str, list[MessageQueue]] = {}
+    for queue in sorted(queues):
+        found.setdefault(queue.broker_name, []).append(queue)
+    return found
+
+
+async def _some_at_a_time(
+    queues: Iterable[MessageQueue], ask: Callable[[MessageQueue], Awaitable[T]]
+) -> list[tuple[MessageQueue, T]]:
+    """Return each queue with what `ask` gives, with so many calls under way that a broker bears it."""
+    rest, answers = iter(queues), list[tuple[MessageQueue, T]]()
+
+    async def work() -> None:
+        for queue in rest:
+            answers.append((queue, await ask(queue)))
+
+    workers = [asyncio.create_task(work()) for _ in range(CALLS_AT_ONCE)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+    return answers

@@ -1,0 +1,279 @@
+"""Writing a DataFrame, or a stream of them, to topics: at least once, every send acknowledged before a task ends."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    WriterCommitMessage,
+)
+from pyspark.sql.types import Row, StructType
+
+from pyrocket_consumer.config import ClientConfig, ProducerConfig
+from pyrocket_consumer.errors import ConfigError, ConnectError, RequestTimeout, RocketError
+from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.spark import worker
+from pyrocket_consumer.spark.options import DEFAULT_GROUP, SinkOptions
+from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
+from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, RowReader, SinkRow, check_schema
+
+__all__ = ["BatchWriter", "Sent", "batch_writer", "check_overwrite", "check_schema", "stream_writer"]
+
+log = logging.getLogger("pyrocket_consumer.spark")
+
+MAX_BYTES_IN_FLIGHT = 32 << 20
+"""Most bytes of bodies that a task holds unacknowledged, besides `maxInFlight`."""
+
+_STREAM_QUERY, _STREAM_BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
+_GRACE_S = 30.0  # the I/O thread keeps the deadlines; this long after one we no longer believe that it does
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+
+@dataclass(frozen=True)
+class Sent(WriterCommitMessage):
+    """What a task tells the driver: so many messages were acknowledged."""
+
+    rows: int
+
+
+def check_overwrite(overwrite: bool) -> None:
+    """Refuse to overwrite.
+
+    Raises:
+        ConfigError: `overwrite` is true.
+    """
+    if overwrite:
+        raise ConfigError(
+            'mode("overwrite") would have to delete the topic\'s messages, which the rocketmq sink never does; '
+            'use mode("append")'
+        )
+
+
+def batch_writer(schema: StructType, options: SinkOptions) -> DataSourceWriter:
+    """Return the writer of `df.write`."""
+    return BatchWriter(schema, options)
+
+
+def stream_writer(schema: StructType, options: SinkOptions) -> DataSourceStreamWriter:
+    """Return the writer of `df.writeStream`: with Arrow where PySpark has that (4.1), else with rows."""
+    writer: DataSourceStreamWriter = (StreamRowWriter if DataSourceStreamArrowWriter is None else StreamArrowWriter)(
+        schema, options
+    )
+    return writer
+
+
+class _Sink:
+    """What all writers share. Made on the driver, pickled, and used in each task."""
+
+    def __init__(self, schema: StructType, options: SinkOptions) -> None:
+        check_schema(schema, options)
+        self._schema = schema
+        self._options = options
+        self._write_id = str(uuid.uuid4())
+
+    def _reader(self, in_query: bool) -> RowReader:
+        context = TaskContext.get()
+        partition = context.partitionId() if context is not None else 0
+        query, batch = self._write_id, "0"
+        if in_query and context is not None:
+            query = context.getLocalProperty(_STREAM_QUERY) or query
+            batch = context.getLocalProperty(_STREAM_BATCH) or batch
+        marks = {QUERY_ID: query, BATCH_ID: batch, PARTITION: str(partition)} if self._options.dedup_properties else {}
+        return RowReader(self._schema, self._options, partition, marks)
+
+
+class BatchWriter(_Sink, DataSourceArrowWriter):
+    """Writes a DataFrame. Rows that were sent before a failure stay sent: at least once."""
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Send a task's rows; return when every one was acknowledged."""
+        reader = self._reader(in_query=False)
+        return send_all(reader.of_batches(iterator), reader, self._options)
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Take note: every message is stored already."""
+        log.debug("wrote rows=%d", _rows(messages))
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Take note; what was sent stays, and this never raises, or Spark would not show why."""
+        log.warning("a write failed; rows=%d of the tasks that ended well stay sent", _rows(messages))
+
+
+class _StreamSink(_Sink):
+    """What the writers of streams share."""
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
+        """Take note: every message is stored already."""
+        log.debug("batch=%s wrote rows=%d", batchId, _rows(messages))
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
+        """Take note; what was sent stays, and this never raises, or Spark would not show why."""
+        log.warning("batch=%s failed; rows=%d of the tasks that ended well stay sent", batchId, _rows(messages))
+
+
+class StreamRowWriter(_StreamSink, DataSourceStreamWriter):
+    """Writes micro-batches row by row, which is all that PySpark 4.0 has."""
+
+    def write(self, iterator: Iterator[Row]) -> WriterCommitMessage:
+        """Send a task's rows; return when every one was acknowledged."""
+        reader = self._reader(in_query=True)
+        return send_all(reader.of_rows(iterator), reader, self._options)
+
+
+class StreamArrowWriter(_StreamSink, DataSourceStreamArrowWriter or DataSourceStreamWriter):  # type: ignore[misc]
+    """Writes micro-batches, with PySpark 4.1 or newer."""
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Send a task's rows; return when every one was acknowledged."""
+        reader = self._reader(in_query=True)
+        return send_all(reader.of_batches(iterator), reader, self._options)
+
+
+def _rows(messages: Sequence[WriterCommitMessage | None]) -> int:
+    return sum(message.rows for message in messages or () if isinstance(message, Sent))
+
+
+def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -> Sent:
+    """Send `rows`, and return when every one was acknowledged. Without rows nothing is connected.
+
+    Raises:
+        RocketError: one was not stored, or could not be a message; the text names it. What is on its way is given up.
+    """
+    first = next(rows, None)
+    if first is None:
+        return Sent(0)
+    producer = _producer(options)
+    sends = _Sends(producer, options, reader)
+    try:
+        sends.add(first)
+        for row in rows:
+            sends.add(row)
+        sends.finish()
+    except BaseException:
+        # The task is run again, on another worker or on this one: nothing of this attempt may still be sent then.
+        worker.forget(Producer, options)
+        producer.close(0)
+        raise
+    return Sent(sends.acknowledged)
+
+
+def _producer(options: SinkOptions) -> Producer:
+    """Return this worker's producer for `options`, started.
+
+    Raises:
+        ConnectError: no name server answered, as often as it was tried.
+    """
+    producer = worker.kept(Producer, options, lambda: Producer(config=_config(options)))
+    attempt = 0
+    while True:
+        try:
+            producer.start()
+            return producer
+        except ConnectError:
+            if attempt >= options.client.retries:
+                worker.forget(Producer, options)
+                raise
+        time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
+        attempt += 1
+
+
+def _config(options: SinkOptions) -> ProducerConfig:
+    client = options.client.config()
+    return ProducerConfig(
+        **{field.name: getattr(client, field.name) for field in fields(ClientConfig)},
+        group=DEFAULT_GROUP,
+        send_timeout_s=options.send_timeout_s,
+        send_attempts=options.send_retries + 1,
+        max_in_flight_messages=options.max_in_flight,
+        max_in_flight_bytes=1 << 40,  # _Sends counts them
+        accept_degraded=options.accept_degraded,
+    )
+
+
+class _Sends:
+    """The sends of one task: at most `max_in_flight` rows are unacknowledged.
+
+    Of the rows that must stay in order, the next is handed over when the one before it is acknowledged. So none passes
+    one that failed, and each has the whole timeout for itself.
+    """
+
+    def __init__(self, producer: Producer, options: SinkOptions, reader: RowReader) -> None:
+        self._producer = producer
+        self._max_rows = options.max_in_flight
+        self._longest_s = options.send_timeout_s + _GRACE_S
+        self._place = reader.place
+        self._done: queue.SimpleQueue[tuple[SinkRow, Future[Any]]] = queue.SimpleQueue()
+        self._lanes: dict[tuple[str, object], deque[SinkRow]] = {}
+        self._rows = self._bytes = 0
+        self.acknowledged = 0
+
+    def add(self, row: SinkRow) -> None:
+        """Send a row, now or when the one before it in its lane is stored; wait for room first."""
+        while self._rows >= self._max_rows or (self._rows and self._bytes + len(row.body) > MAX_BYTES_IN_FLIGHT):
+            self._wait_for_one()
+        self._rows += 1
+        self._bytes += len(row.body)
+        if (lane := row.lane) is not None:
+            if (waiting := self._lanes.get(lane)) is not None:
+                waiting.append(row)
+                return
+            self._lanes[lane] = deque()
+        self._hand_over(row)
+
+    def _hand_over(self, row: SinkRow) -> None:
+        try:
+            future = self._producer.send_async(
+                row.topic,
+                row.body,
+                tags=row.tags,
+                keys=row.keys,
+                properties=row.properties,
+                queue=row.queue,
+                sharding_key=row.sharding_key,
+                delay_level=row.delay_level,
+                deliver_at=row.deliver_at,
+                flag=row.flag,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{self._place(row.number)}: {error}") from None
+        future.tell(self._done, row)
+
+    def _wait_for_one(self) -> None:
+        try:
+            row, future = self._done.get(timeout=self._longest_s)
+        except queue.Empty as error:
+            raise RequestTimeout("a send", "the I/O thread", self._longest_s) from error
+        try:
+            future.result()
+        except RocketError as error:
+            raise self._failure(row, error) from error
+        self._rows -= 1
+        self._bytes -= len(row.body)
+        self.acknowledged += 1
+        if (lane := row.lane) is not None:
+            if waiting := self._lanes[lane]:
+                self._hand_over(waiting.popleft())
+            else:
+                del self._lanes[lane]
+
+    def _failure(self, row: SinkRow, error: RocketError) -> RocketError:
+        text = f"{self._place(row.number)}: {error}"
+        return ConfigError(text) if isinstance(error, ConfigError) else RocketError(text)
+
+    def finish(self) -> None:
+        """Wait until every row is acknowledged."""
+        while self._rows:
+            self._wait_for_one()

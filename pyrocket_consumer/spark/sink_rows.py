@@ -1,0 +1,250 @@
+"""Rows of a DataFrame as messages: which columns a sink takes, and what each row says."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice, repeat
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    ByteType,
+    CharType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    Row,
+    ShortType,
+    StringType,
+    StructType,
+    TimestampType,
+    VarcharType,
+)
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.producer import RESERVED_PROPERTIES
+from pyrocket_consumer.spark.options import SinkOptions
+
+QUERY_ID, BATCH_ID, PARTITION, ROW = "spark_query_id", "spark_batch_id", "spark_partition", "spark_row"
+"""User properties of a message that together name the row it was made of; see `dedupProperties`."""
+
+_TEXT = (StringType, VarcharType, CharType)
+_NUMBER = (ByteType, ShortType, IntegerType, LongType)
+
+WRITE_COLUMNS = {
+    "body": "string or binary",
+    "topic": "string",
+    "tags": "string",
+    "keys": "string or array<string>",
+    "shardingKey": "string",
+    "brokerName": "string",
+    "queueId": "int",
+    "delayLevel": "int",
+    "deliverAt": "timestamp",
+    "properties": "map<string,string>",
+    "flag": "int",
+}
+"""The columns that the sink takes, and their types."""
+
+_IGNORED = frozenset(
+    {
+        "queueOffset",
+        "msgId",
+        "sysFlag",
+        "reconsumeTimes",
+        "bornTimestamp",
+        "storeTimestamp",
+        "bornHost",
+        "storeHost",
+    }
+)  # of the read schema: a frame that was read can be written
+
+_PART_ROWS = 1024  # so that Python objects exist for a part of a batch only
+
+
+@dataclass(slots=True)
+class SinkRow:
+    """One row, ready for a producer. `lane` is what it must stay in order with, None for nothing."""
+
+    number: int
+    topic: str
+    body: bytes
+    tags: str | None
+    keys: Sequence[str]
+    properties: Mapping[str, str] | None
+    queue: MessageQueue | None
+    sharding_key: str | None
+    delay_level: int
+    deliver_at: datetime | None
+    flag: int
+
+    @property
+    def lane(self) -> tuple[str, object] | None:
+        pin = self.queue or self.sharding_key
+        return None if pin is None else (self.topic, pin)
+
+
+def check_schema(schema: StructType, options: SinkOptions) -> None:
+    """Check that rows of `schema` can be messages.
+
+    Raises:
+        ConfigError: a column is missing, has the wrong type, or is none that the sink knows.
+    """
+    names = schema.fieldNames()
+    for name in names:
+        if name not in WRITE_COLUMNS and name not in _IGNORED:
+            near = difflib.get_close_matches(name.lower(), [known.lower() for known in WRITE_COLUMNS], 1)
+            meant = next((f" (did you mean {known!r}?)" for known in WRITE_COLUMNS if near == [known.lower()]), "")
+            raise ConfigError(
+                f"the rocketmq sink has no column {name!r}{meant}; it takes {_takes()}; rename the column, or drop it"
+            )
+        if names.count(name) > 1:
+            raise ConfigError(f"column {name!r} is there {names.count(name)} times; keep one of them")
+    for field in schema.fields:
+        if field.name in WRITE_COLUMNS and not _has_type(field.name, field.dataType):
+            raise ConfigError(
+                f"column {field.name!r} is {field.dataType.simpleString()}; the rocketmq sink takes "
+                f"{WRITE_COLUMNS[field.name]}; cast it"
+            )
+    if "body" not in names:
+        raise ConfigError(f"the rocketmq sink needs a column 'body' (string or binary); there are {', '.join(names)}")
+    if options.topic is None and "topic" not in names:
+        raise ConfigError("where to? set the option topic, or add a column 'topic'")
+    for one, other in (("brokerName", "queueId"), ("queueId", "brokerName")):
+        if one in names and other not in names:
+            raise ConfigError(f"column {one!r} needs {other!r} beside it: both name a queue; add it, or drop both")
+
+
+def _takes() -> str:
+    return ", ".join(f"{name} ({kind})" for name, kind in WRITE_COLUMNS.items())
+
+
+def _has_type(name: str, kind: DataType) -> bool:
+    match name:
+        case "body":
+            return isinstance(kind, (*_TEXT, BinaryType))
+        case "keys":
+            return isinstance(kind, _TEXT) or (isinstance(kind, ArrayType) and isinstance(kind.elementType, _TEXT))
+        case "properties":
+            return (
+                isinstance(kind, MapType) and isinstance(kind.keyType, _TEXT) and isinstance(kind.valueType, _TEXT)
+            )
+        case "queueId" | "delayLevel" | "flag":
+            return isinstance(kind, _NUMBER)
+        case "deliverAt":
+            return isinstance(kind, TimestampType)
+        case _:
+            return isinstance(kind, _TEXT)
+
+
+class RowReader:
+    """Makes SinkRows of what Spark hands to one task, in order. `marks` are added to each row's properties.
+
+    With marks each row's number in the task is one, too.
+    """
+
+    def __init__(self, schema: StructType, options: SinkOptions, partition: int, marks: Mapping[str, str]) -> None:
+        names = schema.fieldNames()
+        self._columns = {name: names.index(name) for name in WRITE_COLUMNS if name in names}
+        self._topic = options.topic
+        self._partition = partition
+        self._marks = dict(marks)
+        self._number = 0
+
+    def of_batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[SinkRow]:
+        """Read Arrow batches."""
+        for whole in batches:
+            for first in range(0, whole.num_rows, _PART_ROWS):
+                batch = whole.slice(first, _PART_ROWS)
+                columns = {name: _values(name, batch.column(index)) for name, index in self._columns.items()}
+                yield from self._rows(columns, batch.num_rows)
+
+    def of_rows(self, rows: Iterable[Row]) -> Iterator[SinkRow]:
+        """Read Spark's rows, for versions that have nothing else."""
+        rows = iter(rows)
+        while part := list(islice(rows, _PART_ROWS)):
+            values = list(zip(*part, strict=True))
+            yield from self._rows({name: values[index] for name, index in self._columns.items()}, len(part))
+
+    def _rows(self, columns: Mapping[str, Sequence[Any]], count: int) -> Iterator[SinkRow]:
+        def values(name: str) -> Iterable[Any]:
+            return columns.get(name) or repeat(None, count)
+
+        topics = repeat(self._topic, count) if self._topic is not None else values("topic")
+        for body, topic, tags, keys, sharding_key, broker_name, queue_id, delay_level, deliver_at, given, flag in zip(
+            values("body"),
+            topics,
+            values("tags"),
+            values("keys"),
+            values("shardingKey"),
+            values("brokerName"),
+            values("queueId"),
+            values("delayLevel"),
+            values("deliverAt"),
+            values("properties"),
+            values("flag"),
+            strict=True,
+        ):
+            number = self._number
+            self._number = number + 1
+            if body is None or topic is None:
+                what = "topic" if topic is None else "body"
+                raise ConfigError(f"{self.place(number)}: {what} is null; filter such rows out before writing")
+            queue = None
+            if broker_name is not None or queue_id is not None:
+                if broker_name is None or queue_id is None:
+                    raise ConfigError(
+                        f"{self.place(number)}: brokerName is {broker_name!r} and queueId is {queue_id!r}; "
+                        "give both for a queue of your choice, or neither"
+                    )
+                queue = MessageQueue(topic, broker_name, queue_id)
+            yield SinkRow(
+                number,
+                topic,
+                body if type(body) is bytes else _bytes(body),
+                tags or None,
+                () if not keys else keys.split() if isinstance(keys, str) else [key for key in keys if key],
+                self._properties(given, number),
+                queue,
+                sharding_key,
+                delay_level or 0,
+                deliver_at if deliver_at is None or deliver_at.tzinfo is not None else deliver_at.astimezone(UTC),
+                flag or 0,
+            )
+
+    def place(self, number: int) -> str:
+        """Name a row for an error's text."""
+        return f"row {number} of partition {self._partition}"
+
+    def _properties(self, given: Any, number: int) -> Mapping[str, str] | None:
+        """Return a row's properties: without what RocketMQ writes itself, and what would be lost on the way."""
+        properties = {}
+        if given:
+            for name, value in given.items() if isinstance(given, dict) else given:
+                if value != "" and name not in RESERVED_PROPERTIES:
+                    properties[name] = value
+        if self._marks:
+            properties.update(self._marks)
+            properties[ROW] = str(number)
+        return properties
+
+
+def _bytes(body: str | bytearray | memoryview) -> bytes:
+    return body.encode() if isinstance(body, str) else bytes(body)
+
+
+def _values(name: str, column: pa.Array) -> list[Any]:
+    """Return a column's values; times with their zone, whatever the session's is."""
+    if name == "body":
+        column = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+    elif name == "deliverAt":
+        column = column.cast(pa.timestamp("us", tz="UTC"))
+    values: list[Any] = column.to_pylist()
+    return values

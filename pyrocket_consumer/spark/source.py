@@ -1,0 +1,407 @@
+"""Reading queues as a table, or as a stream of batches: the driver plans ranges, tasks read them.
+
+A stream's reader lives in a process of its own on the driver's machine; `read` runs on executors, on copies of readers
+that have planned nothing. What a batch holds is decided by its offsets alone, so that it can be repeated exactly.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.types import StructType
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.data_loss import DataLoss
+from pyrocket_consumer.spark.offsets import SourceOffset, decode_offset, encode_offset, ranges_between
+from pyrocket_consumer.spark.options import Named, SourceOptions, StoredAt, listed
+from pyrocket_consumer.spark.planning import plan_tasks, spread
+from pyrocket_consumer.spark.positions import Look, Positions
+from pyrocket_consumer.spark.progress import GroupProgress
+from pyrocket_consumer.spark.pyspark_names import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
+from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.spark.read import read_ranges
+from pyrocket_consumer.spark.schema import arrow_schema
+
+log = logging.getLogger("pyrocket_consumer.spark")
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+_FLUSH_S = 2.0
+
+
+class RangesPartition(InputPartition):
+    """What one task reads."""
+
+    def __init__(self, ranges: Sequence[QueueRange]) -> None:
+        super().__init__(None)
+        self.ranges = tuple(ranges)
+
+    def __repr__(self) -> str:
+        return f"RangesPartition({', '.join(map(str, self.ranges))})"
+
+
+def _partitions(ranges: Sequence[QueueRange], options: SourceOptions) -> list[RangesPartition]:
+    return [RangesPartition(task) for task in plan_tasks(ranges, options.tasks)]
+
+
+def _read(partition: InputPartition, schema: StructType, options: SourceOptions) -> Iterator[pa.RecordBatch]:
+    assert isinstance(partition, RangesPartition)
+    return read_ranges(partition.ranges, arrow_schema(schema), options.read)
+
+
+# --- batch
+
+
+class BatchReader(DataSourceReader):
+    """Reads once: the ends of the queues are found when Spark plans, and stay for all actions on the DataFrame."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Return what the tasks read; never nothing, for Spark would put a partition of its own in its place.
+
+        Raises:
+            DataLoss: what the options ask for is not there.
+            ConfigError: the options name queues that are not there, or end before they start.
+            RocketError: nobody answers, however often asked.
+        """
+        if self._options.max_offsets is not None or self._options.min_offsets is not None:
+            log.warning("maxOffsetsPerTrigger and minOffsetsPerTrigger are for streams; a batch reads all there is")
+        positions = Positions(self._options)
+        try:
+            ranges = self._ranges(positions)
+        finally:
+            positions.close()
+        return _partitions(ranges, self._options) or [RangesPartition(())]
+
+    def _ranges(self, positions: Positions) -> list[QueueRange]:
+        queues = positions.discover()
+        if not queues:
+            log.warning("there is no queue to read: no topic matches subscribePattern=%r", self._options.pattern)
+        oldest = positions.begins(queues)  # before the rest: it only grows
+        starts = positions.resolve(self._options.start or Named.EARLIEST, queues)
+        stops = positions.resolve(self._options.end, queues)
+        ends = positions.ends(queues)
+        asked = [queue for queue in queues if max(starts[queue], stops[queue]) > ends[queue]]
+        ends |= _after_patience(self._options, asked, starts, positions)
+        wanted = [QueueRange(queue, starts[queue], stops[queue]) for queue in sorted(queues)]
+        return [self._what_is_there(each, oldest[each.queue], ends[each.queue]) for each in wanted]
+
+    def _what_is_there(self, wanted: QueueRange, oldest: int, end: int) -> QueueRange:
+        queue, begin, stop = wanted.queue, wanted.begin, wanted.end
+        if stop < begin and self._options.end is not Named.LATEST:
+            if isinstance(self._options.start, StoredAt) and isinstance(self._options.end, StoredAt):
+                return QueueRange(queue, begin, begin)  # nothing was stored in between
+            raise ConfigError(f"{queue} would end at offset {stop}, before it starts at {begin}; see endingOffsets")
+        if begin < min(oldest, stop) or begin > end or stop > end:
+            reason = "messages have expired" if begin < oldest else "the broker has no more"
+            loss = DataLoss(wanted, f"{oldest} up to {end}", reason)
+            if self._options.read.fail_on_data_loss:
+                raise loss
+            log.warning("%s", loss)
+        begin = min(max(begin, oldest), end)
+        return QueueRange(queue, begin, max(begin, min(stop, end)))
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read, on an executor."""
+        return _read(partition, self._schema, self._options)
+
+
+def _after_patience(
+    options: SourceOptions,
+    queues: Sequence[MessageQueue],
+    wanted: Mapping[MessageQueue, int],
+    positions: Positions,
+) -> dict[MessageQueue, int]:
+    """Return where queues end that ended too early, asked again: a broker that starts answers 0 for a while."""
+    ends: dict[MessageQueue, int] = {}
+    deadline = time.monotonic() + options.client.request_timeout_s
+    pause_s = _FIRST_PAUSE_S
+    while queues:
+        ends |= positions.ends(queues)
+        queues = [queue for queue in queues if ends[queue] < wanted[queue]]
+        if not queues or time.monotonic() >= deadline:
+            break
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return ends
+
+
+# --- stream
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads batch after batch.
+
+    Spark keeps one instance per query run, to plan with; all calls but `read` come to it, one at a time. From 4.2 on
+    `latestOffset` is told where the query is; before, the reader remembers it.
+    """
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+        self._positions: Positions | None = None
+        self._progress: GroupProgress | None = None
+        self._initial: dict[str, Any] | None = None
+        self._position: dict[str, Any] | None = None
+        self._ends: dict[MessageQueue, int] = {}  # as last seen
+        self._noted: dict[MessageQueue, int] | None = None  # where an AvailableNow run ends
+        self._looked_at: float | None = None
+        self._waiting_since: float | None = None
+        self._told: dict[str, object] = {}
+
+    # --- what Spark asks, in this order
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """Return how much a batch may hold; with Trigger.Once Spark says "all" instead."""
+        if self._options.max_offsets is not None:
+            return ReadMaxRows(self._options.max_offsets)
+        if self._options.min_offsets is not None:
+            return ReadMinRows(self._options.min_offsets)
+        return ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        """Note where the queues end now; the run ends there. Queues that are found later are for the next run."""
+        pause_s = _FIRST_PAUSE_S
+        for _ in range(self._options.client.retries):
+            self._asking.forget_discovery()
+            look = self._asking.look({})
+            self._noted = dict(look.ends)
+            if not look.silent:
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        log.warning("%s do not answer; what they have is left to the next run", listed(sorted(look.silent)))
+
+    def initialOffset(self) -> dict[str, Any]:
+        """Return where a new query begins: always the same, for Spark asks twice.
+
+        Raises:
+            ConfigError: the options name queues that are not there.
+            RocketError: nobody answers, however often asked.
+        """
+        if self._initial is None:
+            queues = self._asking.discover()
+            if not queues:
+                log.warning("there is no queue yet: no topic matches subscribePattern=%r", self._options.pattern)
+            offsets = self._asking.resolve(self._options.start or Named.LATEST, queues)
+            self._initial = encode_offset(SourceOffset(offsets, initial=True))
+        if self._position is None:
+            self._position = self._initial
+        return self._initial
+
+    def latestOffset(self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None) -> dict[str, Any]:
+        """Return where the next batch ends; `start` itself when there is nothing to read.
+
+        Raises:
+            DataLoss: messages from `start` on are lost.
+            RocketError: a broker refuses to say where queues end.
+        """
+        remembers = start is None
+        if start is None:
+            start = self._position if self._position is not None else self.initialOffset()
+        at = decode_offset(start)
+        self._publish(at.queues)
+        self._wait_for_turn()
+        first = self._looked_at is None
+        look = self._look(at)
+        self._looked_at = time.monotonic()
+        limited = not isinstance(limit, ReadAllAvailable)
+        # Before 4.2 a run of a single batch looks like any other: so that it reads, the first batch waits for nothing.
+        end = self._next(at, look, limited, waits=limited and self._noted is None and not (remembers and first))
+        if end is None and self._noted is not None and self._progress is not None:
+            self._progress.flush(_FLUSH_S)  # the run is over, and with it this process
+        self._position = start if end is None else encode_offset(end)
+        return self._position
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        """Return where the queues ended at the last look, whatever the limit: what lag is measured against."""
+        if self._position is None:
+            return None
+        position = decode_offset(self._position).queues
+        return encode_offset(
+            SourceOffset(
+                {queue: max(end, self._ends.get(queue, 0)) for queue, end in {**self._ends, **position}.items()}
+            )
+        )
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """Return what the tasks of a batch read; no broker is asked, so a batch is repeated exactly."""
+        self._position = end
+        return _partitions(ranges_between(decode_offset(start), decode_offset(end)), self._options)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read, on an executor."""
+        return _read(partition, self._schema, self._options)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Publish what is finished; never an error, because Spark would end the query."""
+        try:
+            self._publish(decode_offset(end).queues)
+        except Exception as error:
+            log.warning("progress was not published reason=%s", error)
+
+    def stop(self) -> None:
+        """Disconnect. Spark calls it at errors only; otherwise the process just ends."""
+        if self._positions is not None:
+            self._positions.close()
+            self._positions = self._progress = None
+
+    # --- how
+
+    @property
+    def _asking(self) -> Positions:
+        if self._positions is None:
+            self._positions = Positions(self._options)
+        return self._positions
+
+    def _publish(self, positions: Mapping[MessageQueue, int]) -> None:
+        if self._options.commit_offsets:
+            if self._progress is None:
+                self._progress = GroupProgress(self._asking.cluster, self._options.read.group)
+            self._progress.publish(positions)
+
+    def _wait_for_turn(self) -> None:
+        """An idle query asks a hundred times a second; the brokers need not hear of it."""
+        if self._looked_at is not None:
+            time.sleep(max(0.0, self._looked_at + self._options.planning_interval_s - time.monotonic()))
+
+    def _next(self, at: SourceOffset, look: Look, limited: bool, waits: bool) -> SourceOffset | None:
+        """Return where the next batch ends; None when there is nothing to read, or not enough."""
+        ends = {queue: max(end, at.queues.get(queue, 0)) for queue, end in look.ends.items()}
+        if self._noted is not None:
+            for queue in self._noted.keys() & look.ends.keys():
+                self._noted[queue] = min(self._noted[queue], look.ends[queue])
+            ends = {
+                queue: min(end, max(self._noted[queue], at.queues.get(queue, 0)))
+                for queue, end in ends.items()
+                if queue in self._noted
+            }
+        begins = {queue: max(at.queues.get(queue, 0), look.begins.get(queue, 0)) for queue in ends}
+        ends = {queue: max(end, begins[queue]) for queue, end in ends.items()}
+        news = {queue: begins[queue] for queue in ends if queue not in at.queues}
+        unread = {queue: end - at.queues.get(queue, begins[queue]) for queue, end in ends.items()}
+        if not any(unread.values()):
+            self._waiting_since = None
+            return None
+        if waits and self._too_little(sum(unread.values())):
+            return None
+        self._waiting_since = None
+        if limited and self._options.max_offsets is not None:
+            shares = spread({queue: end - begins[queue] for queue, end in ends.items()}, self._options.max_offsets)
+            ends = {queue: begins[queue] + shares.get(queue, 0) for queue in ends}
+        return SourceOffset({**at.queues, **ends}, {**at.queues, **news} if at.initial else news)
+
+    def _too_little(self, unread: int) -> bool:
+        """Tell whether to wait for more, and note since when we do."""
+        if self._options.min_offsets is None or unread >= self._options.min_offsets:
+            return False
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        return now - self._waiting_since < self._options.max_delay_s
+
+    def _look(self, at: SourceOffset) -> Look:
+        """Return where the queues are, once what looks like loss has lasted for some time.
+
+        Raises:
+            DataLoss: it is one, and the query is to fail then.
+        """
+        deadline = time.monotonic() + self._options.client.request_timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            look = self._asking.look(at.queues)
+            losses = self._losses(at, look)
+            if not losses.keys() - self._told.keys() or time.monotonic() >= deadline:
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._asking.forget_discovery()
+        losses |= self._expired(at, look)
+        for key, loss in losses.items():
+            if self._options.read.fail_on_data_loss:
+                raise loss
+            self._tell(key, loss.wanted.begin, f"{loss}; this one does")
+        for key in [key for key in self._told if key.startswith("lost") and key not in losses]:
+            del self._told[key]
+        away = sorted(look.away)
+        self._tell("away", tuple(away), away and f"{_away(look)}; they stay where they are, the others go on")
+        self._ends |= look.ends
+        return look
+
+    def _losses(self, at: SourceOffset, look: Look) -> dict[str, DataLoss]:
+        """Return what is lost if it stays as it is: queues that end before our place, or are gone with unread data."""
+        found = {}
+        for queue, position in at.queues.items():
+            seen = QueueRange(queue, position, max(position, self._ends.get(queue, 0)))
+            end = look.ends.get(queue)
+            if end is not None and end < position:
+                reason = "the queue ends before that: it was made anew, or its broker lost messages"
+                found[f"lost {queue}"] = DataLoss(seen, f"up to {end}", reason)
+            elif queue in look.gone and seen.end > position:
+                found[f"lost {queue}"] = DataLoss(seen, "nothing", "its broker is up and has no such queue any more")
+        return found
+
+    def _expired(self, at: SourceOffset, look: Look) -> dict[str, DataLoss]:
+        return {
+            f"lost expired {queue}": DataLoss(
+                QueueRange(queue, position, look.ends[queue]), f"from {begin} on", "older messages have expired"
+            )
+            for queue, begin in look.begins.items()
+            if (position := at.queues.get(queue, begin)) < begin
+        }
+
+    def _tell(self, key: str, fact: object, text: object) -> None:
+        """Warn once of each fact."""
+        if self._told.get(key) != fact and text:
+            log.warning("%s", text)
+        if text:
+            self._told[key] = fact
+        else:
+            self._told.pop(key, None)
+
+
+def _away(look: Look) -> str:
+    queues = [f"{queue} ({reason})" for queue, reason in sorted(look.away.items())]
+    return f"queues cannot be asked now: {listed(queues)}"
+
+
+class RefusedStreamReader(DataSourceStreamReader):
+    """Says what is wrong with the options, at the first call: Spark mixes up an error before it with one of its own."""
+
+    def __init__(self, error: ConfigError) -> None:
+        self._error = error
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """Raise the error; it is what newer releases ask first."""
+        raise self._error
+
+    def initialOffset(self) -> dict[str, Any]:
+        """Raise the error."""
+        raise self._error
+
+    def latestOffset(self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None) -> dict[str, Any]:
+        """Raise the error."""
+        raise self._error
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """Raise the error."""
+        raise self._error
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Raise the error."""
+        raise self._error

@@ -1,0 +1,151 @@
+"""Asks readers as Spark asks them, in the order that was recorded of its releases, but without Spark."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.data_source import RocketMQDataSource
+from pyrocket_consumer.spark.pyspark_names import ReadAllAvailable
+from pyrocket_consumer.spark.schema import projected
+from pyrocket_consumer.spark.source import StreamReader
+from pyrocket_consumer.testing import EmbeddedCluster
+
+COLUMNS = "topic string, brokerName string, queueId int, queueOffset long, body binary"
+
+Row = tuple[MessageQueue, int]
+"""A message that was read: its queue and offset."""
+
+
+def data_source(cluster: EmbeddedCluster, **options: object) -> RocketMQDataSource:
+    """Return the data source with quick retries; options as a user writes them."""
+    texts = {"nameServer": cluster.name_server, "requestTimeoutMs": "2000", "planningIntervalMs": "0", "retries": "2"}
+    texts |= {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+    return RocketMQDataSource({name.lower(): value for name, value in texts.items()})
+
+
+def rows(reader: Any, partitions: Any) -> list[Row]:
+    """Return what tasks read, each with a copy of the reader as it travels to executors."""
+    found = []
+    for partition in pickle.loads(pickle.dumps(partitions)):
+        copy = pickle.loads(pickle.dumps(type(reader)(reader._options, reader._schema)))
+        for batch in copy.read(partition):
+            columns = (batch.column(name).to_pylist() for name in ("topic", "brokerName", "queueId", "queueOffset"))
+            found += [(MessageQueue(*place), offset) for *place, offset in zip(*columns, strict=True)]
+    return found
+
+
+def read_batch(cluster: EmbeddedCluster, **options: object) -> list[Row]:
+    """Return what a batch reads."""
+    reader = data_source(cluster, **options).reader(projected(None))
+    return rows(reader, reader.partitions())
+
+
+@dataclass
+class Checkpoint:
+    """What Spark keeps of a query: the planned end of each batch as text, and how many batches are finished."""
+
+    ends: list[str] = field(default_factory=list)
+    finished: int = 0
+
+
+class CrashError(Exception):
+    """Ends a run in the middle of a batch."""
+
+
+class Run:
+    """One run of a query, from a checkpoint on: what Spark does between start and stop, batch by batch.
+
+    `release` is that of Spark; `trigger` "processing", "available" or "once".
+    """
+
+    def __init__(
+        self, reader: StreamReader, checkpoint: Checkpoint, release: str = "4.3", trigger: str = "processing"
+    ) -> None:
+        self.reader = reader
+        self.checkpoint = checkpoint
+        self._old = release in ("4.0", "4.1")
+        self._limit = None if self._old else reader.getDefaultReadLimit()
+        if trigger == "once":
+            self._limit = ReadAllAvailable()
+        if trigger == "available" and not self._old:
+            reader.prepareForTriggerAvailableNow()
+        self._restarted = bool(checkpoint.ends)
+
+    def batch(self, *, crash: bool = False) -> list[Row] | None:
+        """Run the next batch and return what it read; None if there is nothing new.
+
+        With `crash` it ends when it has been planned and written down.
+        """
+        ends, finished = self.checkpoint.ends, self.checkpoint.finished
+        if len(ends) > finished:
+            return self._run(crash)  # it was planned before the restart
+        if self._old and self._restarted:
+            self.reader.partitions(json.loads(ends[-1]), json.loads(ends[-1]))
+        self._restarted = False
+        end = self._text(self._latest(ends[-1] if ends else None))
+        if ends and end == ends[-1]:
+            return None
+        if ends and not self._old:
+            self.reader.commit(json.loads(ends[-1]))
+        ends.append(end)
+        return self._run(crash)
+
+    def _latest(self, before: str | None) -> dict[str, Any]:
+        if self._old:
+            return self.reader.latestOffset()
+        start = self.reader.initialOffset() if before is None else json.loads(before)
+        end = self.reader.latestOffset(json.loads(json.dumps(start)), self._limit)
+        json.dumps(self.reader.reportLatestOffset())
+        return end
+
+    def _run(self, crash: bool) -> list[Row]:
+        ends, number = self.checkpoint.ends, self.checkpoint.finished
+        start = ends[number - 1] if number else self._text(self.reader.initialOffset())
+        partitions = self.reader.partitions(json.loads(start), json.loads(ends[number]))
+        if crash:
+            raise CrashError
+        found = rows(self.reader, partitions)
+        self.checkpoint.finished += 1
+        self._restarted = False
+        return found
+
+    @staticmethod
+    def _text(offset: dict[str, Any]) -> str:
+        return json.dumps(offset)
+
+    def place(self, name: str = "queues") -> dict[str, int]:
+        """Return the last planned end of each queue, by its name."""
+        return flat(json.loads(self.checkpoint.ends[-1]), name)
+
+
+def flat(offset: dict[str, Any], name: str = "queues") -> dict[str, int]:
+    """Return the offsets of an offset as it is written down, by `topic/broker/queue id`."""
+    return {
+        f"{topic}/{broker}/{queue_id}": place
+        for topic, brokers in offset.get(name, {}).items()
+        for broker, queues in brokers.items()
+        for queue_id, place in queues.items()
+    }
+
+
+@contextmanager
+def running(
+    cluster: EmbeddedCluster,
+    checkpoint: Checkpoint | None = None,
+    release: str = "4.3",
+    trigger: str = "processing",
+    **options: object,
+) -> Iterator[Run]:
+    """A run of a query over its own reader, ended at the end."""
+    reader = data_source(cluster, **options).streamReader(projected(None))
+    assert isinstance(reader, StreamReader)
+    try:
+        yield Run(reader, Checkpoint() if checkpoint is None else checkpoint, release, trigger)
+    finally:
+        reader.stop()

@@ -1,0 +1,103 @@
+"""One Spark session for all tests of this folder; Spark runs in a Java process, its Python parts in further ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+_left_out = pytest.StashKey[str]()
+
+SETTINGS = {
+    "spark.ui.enabled": "false",
+    "spark.driver.memory": "1g",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.streaming.pollingDelay": "10ms",
+    "spark.sql.streaming.noDataProgressEventInterval": "100",
+    "spark.sql.execution.pyspark.udf.faulthandler.enabled": "false",
+    "spark.python.worker.faulthandler.enabled": "false",
+    "spark.log.level": "ERROR",
+}
+"""What every session of the tests is made with, also in processes of their own."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "spark_versions: runs on the oldest release of Spark, too (.ci/run)")
+    config.addinivalue_line("markers", "spark_connect: needs pyspark[connect], which .ci/run installs for it")
+    if version("pyspark").startswith(("4.0.", "4.1.")):  # they leave the sockets of collect() to the collector
+        config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
+
+
+def _java_runs() -> bool:
+    java = Path(os.environ["JAVA_HOME"], "bin", "java") if "JAVA_HOME" in os.environ else shutil.which("java")
+    try:
+        return subprocess.run([str(java), "-version"], capture_output=True, timeout=60, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs Spark where there is no Java to run it; with CI=true it must run."""
+    with_spark = {item for item in items if {"spark", "spark_environment"} & set(getattr(item, "fixturenames", ()))}
+    if not with_spark:
+        return
+    why = "" if _java_runs() else "there is no Java; `make test` installs it where it may"
+    if why and os.environ.get("CI") == "true":
+        raise pytest.UsageError(f"tests with Spark cannot run: {why}")
+    left_out = with_spark if why else {item for item in with_spark if item.get_closest_marker("spark_connect")}
+    if not left_out or (not why and find_spec("grpc") is not None):
+        return
+    config.stash[_left_out] = f"{len(left_out)} tests: {why or 'pyspark[connect] is not installed'}"
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if left_out := config.stash.get(_left_out, ""):
+        terminalreporter.write_sep("=", "SPARK WAS NOT (WHOLLY) TESTED", yellow=True, bold=True)
+        terminalreporter.write_line(left_out)
+
+
+@pytest.fixture(scope="session")
+def spark_environment() -> Iterator[dict[str, str]]:
+    """The environment in which Spark finds this interpreter and these sources; that of this process, too."""
+    ours = {
+        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    yield dict(os.environ)
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def spark(spark_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A session with two task threads. It finds the data source by itself, as it does where we are installed."""
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master("local[2]").appName("pyrocket_consumer tests")
+    for name, value in SETTINGS.items():
+        builder = builder.config(name, value)
+    session = builder.config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse"))).getOrCreate()
+    yield session
+    session.stop()

@@ -1,0 +1,193 @@
+"""How Spark finds the data source: installed, registered, or taken along. In processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.spark.conftest import ROOT, SETTINGS
+
+SESSION = f"""
+import os, sys
+from pyspark.sql import SparkSession
+from pyrocket_consumer.testing import EmbeddedCluster
+
+def session(master):
+    builder = SparkSession.builder.master(master)
+    for name, value in {SETTINGS!r}.items():
+        builder = builder.config(name, value)
+    return builder.getOrCreate()
+
+def reading(reader, cluster, form="rocketmq", **options):
+    options = {{"nameServer": cluster.name_server, "subscribe": "orders", **options}}
+    return reader.format(form).options(**options)
+
+def filled(cluster):
+    cluster.create_topic("orders", queues=2)
+    cluster.send("orders", count=20)
+"""
+
+BLOCKED = """
+import os, sys
+
+class Without:
+    def __init__(self, finder):
+        self._finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        blocked = name.split(".")[0] in os.environ["TEST_BLOCKED"].split()
+        return None if blocked else self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
+
+if "TEST_BLOCKED" in os.environ:
+    sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+"""
+"""A sitecustomize with which modules are not installed."""
+
+
+def run(code: str, environment: dict[str, str], path: Path, blocked: str = "") -> str:
+    """Run Python in a process of its own that finds modules in `path` first, and those in `blocked` not at all."""
+    environment = {**environment, "PYTHONPATH": f"{path}:{ROOT}"}
+    if blocked:
+        environment["TEST_BLOCKED"] = blocked
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, cwd=path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED)
+    return tmp_path
+
+
+def test_the_module_spark_looks_into_imports_nothing_by_itself(folder):
+    code = """
+        import sys
+        before = set(sys.modules)
+        import pyspark_rocketmq
+        print(sorted(set(sys.modules) - before))
+        assert pyspark_rocketmq.DefaultSource.name() == "rocketmq"
+    """
+    assert run(code, {}, folder).strip() == "['pyspark_rocketmq']"
+
+
+@pytest.mark.parametrize("missing", ["pyarrow", "pyrocket_consumer", "orjson"])
+def test_an_incomplete_installation_hides_no_other_source(folder, missing):
+    """Spark asks every module with hasattr, which lets errors through that are no AttributeError."""
+    code = """
+        import pyspark_rocketmq
+        assert not hasattr(pyspark_rocketmq, "DefaultSource")
+        try:
+            pyspark_rocketmq.DefaultSource
+        except AttributeError as error:
+            print(error)
+    """
+    said = run(code, {}, folder, blocked=missing)
+    assert f"pyspark_rocketmq.DefaultSource needs what is not installed: No module named '{missing}" in said
+
+
+@pytest.mark.timeout(280)
+def test_beside_a_broken_neighbour_it_can_be_registered_and_tasks_are_repeated(folder, spark_environment):
+    """Spark registers no source at all when one module fails. Here, too: tasks that crash give each message once."""
+    (folder / "pyspark_broken.py").write_text("import not_installed")
+    code = (
+        SESSION
+        + """
+spark = session("local[2,3]")
+with EmbeddedCluster() as cluster:
+    filled(cluster)
+    try:
+        reading(spark.read, cluster).load()
+    except Exception as error:
+        print("not found:", "DATA_SOURCE_NOT_FOUND" in str(error) or "not_installed" in str(error))
+    from pyrocket_consumer.spark import register
+    register(spark)
+    frame = reading(spark.read, cluster).load()
+    print("registered:", frame.count())
+    from tests.spark.recorded import RecordedSource, calls
+    from pathlib import Path
+    spark.dataSource.register(RecordedSource)
+    rows = reading(spark.read, cluster, "recorded", path="calls", minPartitions=2).load().collect()
+    print("rows:", len(rows), len({(row.queueId, row.queueOffset) for row in rows}))
+    print("attempts:", sorted(calls(Path("calls"))))
+spark.stop()
+"""
+    )
+    said = run(code, spark_environment, folder)
+    assert "not found: True" in said
+    assert "registered: 20" in said
+    assert "rows: 20 20" in said
+    assert f"attempts: {[f'read: attempt {n}' for n in (0, 0, 1, 1, 2, 2)]}" in said
+
+
+@pytest.mark.timeout(280)
+def test_it_can_be_taken_along_to_where_it_is_not_installed(folder, spark_environment):
+    """A batch read, a write, and a stream, whose source runs in a process that sees no --py-files."""
+    code = (
+        SESSION
+        + """
+os.environ["TEST_BLOCKED"] = "pyrocket_consumer pyspark_rocketmq"  # in all processes that Spark starts
+spark = session("local[2]")
+from pyrocket_consumer.spark import register
+with EmbeddedCluster() as cluster:
+    filled(cluster)
+    try:
+        reading(spark.read, cluster).load()
+    except Exception as error:
+        print("not found:", "DATA_SOURCE_NOT_FOUND" in str(error))
+    register(spark, ship=True)
+    frame = reading(spark.read, cluster).load()
+    print("batch:", frame.count())
+    to = {"nameServer": cluster.name_server, "topic": "copies"}
+    cluster.create_topic("copies", queues=1)
+    frame.select("body").write.format("rocketmq").options(**to).mode("append").save()
+    print("written:", len(cluster.messages("copies")))
+    stream = reading(spark.readStream, cluster, startingOffsets="earliest").load().select("body").writeStream
+    query = stream.format("rocketmq").options(**to, checkpointLocation="checkpoint").trigger(availableNow=True).start()
+    query.awaitTermination(120)
+    print("streamed:", len(cluster.messages("copies")), query.exception())
+spark.stop()
+"""
+    )
+    said = run(code, spark_environment, folder)
+    assert "not found: True" in said
+    assert "batch: 20" in said
+    assert "written: 20" in said
+    assert "streamed: 40 None" in said
+
+
+@pytest.mark.spark_connect
+@pytest.mark.timeout(280)
+def test_it_is_found_on_a_server_of_spark_connect(folder, spark_environment):
+    code = (
+        SESSION.replace("builder.master(master)", "builder.remote(master)")
+        + """
+spark = session("local[2]")
+assert "connect" in type(spark).__module__
+with EmbeddedCluster() as cluster:
+    filled(cluster)
+    frame = reading(spark.read, cluster).load()
+    print("batch:", frame.count())
+    to = {"nameServer": cluster.name_server, "topic": "copies"}
+    cluster.create_topic("copies", queues=1)
+    frame.select("body").write.format("rocketmq").options(**to).mode("append").save()
+    print("written:", len(cluster.messages("copies")))
+    stream = reading(spark.readStream, cluster, startingOffsets="earliest").load().select("body").writeStream
+    query = stream.format("rocketmq").options(**to, checkpointLocation="checkpoint").trigger(availableNow=True).start()
+    query.awaitTermination(120)
+    print("streamed:", len(cluster.messages("copies")), query.exception())
+spark.stop()
+"""
+    )
+    said = run(code, spark_environment, folder)
+    assert "batch: 20" in said
+    assert "written: 20" in said
+    assert "streamed: 40 None" in said

@@ -1,0 +1,150 @@
+"""The example programs for foreachBatch: a crash in the middle of a batch, and everything is there exactly once."""
+
+from __future__ import annotations
+
+import importlib.util
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from pyspark.errors import StreamingQueryException
+
+from pyrocket_consumer.testing import EmbeddedCluster
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+MESSAGES = 300
+
+
+@pytest.fixture
+def orders() -> Iterator[EmbeddedCluster]:
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("orders", queues=3)
+        cluster.send("orders", lambda number: b"c%d %d" % (number % 7, number), count=MESSAGES)
+        yield cluster
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Crash(Exception):
+    """The end of a process, as far as a query can tell."""
+
+
+def crash() -> None:
+    raise Crash
+
+
+class Crashing:
+    """Calls a function of foreachBatch, and crashes before it or after it, in the batches that it is told."""
+
+    def __init__(self, write: Callable[[Any, int], None], before: set[int], after: set[int]) -> None:
+        self._write, self._before, self._after = write, before, after
+        self.began: list[int] = []
+
+    def __call__(self, batch: Any, batch_id: int) -> None:
+        self.began.append(batch_id)
+        if batch_id in self._before:
+            self._before.remove(batch_id)
+            crash()
+        self._write(batch, batch_id)
+        if batch_id in self._after:
+            self._after.remove(batch_id)
+            crash()
+
+
+def run(spark: Any, cluster: EmbeddedCluster, directory: Path, write: Any) -> int:
+    """Run a query until everything is read, starting it again after each crash; returns how many there were."""
+    for crashes in range(10):
+        query = (
+            spark.readStream.format("rocketmq")
+            .option("nameServer", cluster.name_server)
+            .option("subscribe", "orders")
+            .option("startingOffsets", "earliest")
+            .option("maxOffsetsPerTrigger", "75")
+            .load()
+            .writeStream.foreachBatch(write)
+            .option("checkpointLocation", str(directory / "checkpoint"))
+            .start()
+        )
+        try:
+            query.processAllAvailable()
+            return crashes
+        except StreamingQueryException:
+            pass
+        finally:
+            query.stop()
+    raise AssertionError("the query never got through")
+
+
+def bodies_in(directory: Path) -> Counter[str]:
+    files = [pq.ParquetFile(path) for path in directory.glob("batch=*/*.parquet")]
+    return Counter(body.decode() for file in files for body in file.read(["body"]).column("body").to_pylist())
+
+
+def expected() -> Counter[str]:
+    return Counter(f"c{number % 7} {number}" for number in range(MESSAGES))
+
+
+def test_files_hold_every_message_once(spark, orders, tmp_path):
+    write = Crashing(example("spark_files").files_in(tmp_path / "files"), {1}, {2})
+    assert run(spark, orders, tmp_path, write) == 2
+    assert len(write.began) > len(set(write.began))
+    assert bodies_in(tmp_path / "files") == expected()
+
+
+def test_files_hold_every_message_once_after_a_crash_before_the_rename(spark, orders, tmp_path):
+    files = tmp_path / "files"
+    write = example("spark_files").files_in(files)
+    crashed = []
+
+    def half(batch: Any, batch_id: int) -> None:
+        if batch_id == 2 and not crashed:
+            crashed.append(batch_id)
+            batch.limit(5).write.parquet(str(files / "_new-2"))  # what a process that was killed has left
+            crash()
+        write(batch, batch_id)
+
+    assert run(spark, orders, tmp_path, half) == 1
+    assert bodies_in(files) == expected()
+
+
+def test_a_database_counts_every_message_once(spark, orders, tmp_path):
+    write = Crashing(example("spark_sqlite").sums_in(tmp_path / "sums.db"), {1}, {2})
+    assert run(spark, orders, tmp_path, write) == 2
+    with closing(sqlite3.connect(tmp_path / "sums.db")) as connection:
+        sums = dict(connection.execute("select customer, amount from sums"))
+        batches = [row[0] for row in connection.execute("select id from batches order by id")]
+    wanted: Counter[str] = Counter()
+    for number in range(MESSAGES):
+        wanted[f"c{number % 7}"] += number
+    assert sums == dict(wanted)
+    assert batches == sorted(set(write.began))
+
+
+def test_a_crash_inside_the_transaction_leaves_nothing(spark, orders, tmp_path, monkeypatch):
+    module = example("spark_sqlite")
+    connect, crashed = sqlite3.connect, []
+
+    class Connection(sqlite3.Connection):
+        def executemany(self, *arguments: Any) -> Any:
+            done = super().executemany(*arguments)
+            if not crashed:
+                crashed.append(1)
+                crash()
+            return done
+
+    monkeypatch.setattr(module.sqlite3, "connect", lambda path: connect(path, factory=Connection))
+    assert run(spark, orders, tmp_path, module.sums_in(tmp_path / "sums.db")) == 1
+    with closing(connect(tmp_path / "sums.db")) as connection:
+        (total,) = connection.execute("select sum(amount) from sums").fetchone()
+    assert total == sum(range(MESSAGES))

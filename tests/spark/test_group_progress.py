@@ -1,0 +1,156 @@
+"""What a query tells the brokers of itself, in the name of a group. On embedded brokers, without Spark."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pyrocket_consumer.admin import Admin
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.options import parse_source
+from pyrocket_consumer.spark.positions import Positions
+from pyrocket_consumer.spark.progress import GroupProgress
+from pyrocket_consumer.testing import EmbeddedCluster, Gate
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.spark.asking import Checkpoint, running
+
+OPTIONS = {"subscribe": "orders", "startingOffsets": "earliest", "consumerGroup": "app"}
+Q0, Q1 = MessageQueue("orders", "broker-a", 0), MessageQueue("orders", "broker-a", 1)
+
+
+@pytest.fixture
+def embedded() -> Iterator[EmbeddedCluster]:
+    """A broker with two queues of 5 messages, and a group that it knows: the first pull makes it known otherwise."""
+    with EmbeddedCluster() as cluster:
+        cluster.broker("broker-a").create_group("app")
+        cluster.create_topic("orders", queues=2)
+        cluster.send("orders", count=10)
+        yield cluster
+
+
+@pytest.fixture
+def progress(embedded) -> Iterator[GroupProgress]:
+    """Progress that looks at the group whenever it is told a position."""
+    options = {"nameServer": embedded.name_server, "subscribe": "orders"}
+    positions = Positions(parse_source(options, streaming=True))
+    yield GroupProgress(positions.cluster, "app", check_interval_s=0)
+    positions.close()
+
+
+def wait_until(cluster: EmbeddedCluster, offsets: dict[int, int]) -> None:
+    cluster.wait_until(lambda: cluster.committed("app", "orders") == offsets, 30)
+
+
+@pytest.mark.parametrize("release", ["4.0", "4.3"])
+def test_the_group_follows_after_each_batch_and_when_idle(embedded, release):
+    with running(embedded, None, release, **OPTIONS) as run:
+        run.batch()
+        assert run.batch() is None  # idle: only now is the batch before known to be finished
+        wait_until(embedded, {0: 5, 1: 5})
+        embedded.send("orders", count=4)
+        run.batch()
+        run.batch()
+        wait_until(embedded, {0: 7, 1: 7})
+
+
+def test_the_group_stays_behind_what_is_not_finished(embedded):
+    gate_of_commits = embedded.broker("broker-a")
+    with running(embedded, **OPTIONS) as run:
+        run.reader.latestOffset(run.reader.initialOffset(), None)
+        run.reader._progress.flush(30)
+        assert set(embedded.committed("app", "orders").values()) <= {0}
+        assert gate_of_commits.requests(RequestCode.QUERY_CONSUMER_OFFSET)
+
+
+def test_a_run_to_the_end_has_told_it_all_when_it_ends(embedded):
+    with running(embedded, trigger="available", **OPTIONS) as run:
+        run.batch()
+        assert run.batch() is None
+        assert embedded.committed("app", "orders") == {0: 5, 1: 5}
+
+
+def test_a_finished_batch_is_told_at_a_restart(embedded):
+    checkpoint = Checkpoint()
+    with running(embedded, checkpoint, trigger="once", **OPTIONS) as run:
+        run.batch()
+    with running(embedded, checkpoint, trigger="once", **OPTIONS) as run:
+        run.batch()
+        wait_until(embedded, {0: 5, 1: 5})
+
+
+def test_a_group_goes_only_forward(embedded, progress):
+    embedded.broker("broker-a").commit("app", "orders", {0: 4})
+    progress.publish({Q0: 3, Q1: 2})
+    progress.flush(30)
+    assert embedded.committed("app", "orders") == {0: 4, 1: 2}
+
+
+def test_without_a_group_nothing_is_told(embedded):
+    for options in ({"subscribe": "orders"}, {**OPTIONS, "commitOffsets": False}):
+        with running(embedded, **options) as run:
+            run.batch()
+            run.batch()
+            run.reader.commit({"version": 1, "queues": {}})
+    assert embedded.broker("broker-a").requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
+
+
+def test_telling_holds_up_nobody(embedded):
+    gate = Gate()
+    embedded.broker("broker-a").on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None)
+    with running(embedded, **OPTIONS) as run:
+        run.batch()
+        gate.wait_held(timeout_s=30)
+        embedded.send("orders", count=4)
+        assert len(run.batch()) == 4
+        gate.open()
+
+
+def test_a_reset_of_the_group_is_reported_once_and_not_obeyed(embedded, caplog):
+    with caplog.at_level(logging.WARNING, "pyrocket_consumer.spark"), running(embedded, **OPTIONS) as run:
+        run.batch()
+        run.batch()
+        wait_until(embedded, {0: 5, 1: 5})
+        with Admin(name_server=embedded.name_server) as admin:
+            admin.plan_reset("app", "orders", "earliest", model="clustering").execute()
+        deadline = time.monotonic() + 30
+        while "is not where this query put it" not in caplog.text and time.monotonic() < deadline:
+            embedded.send("orders", count=2)
+            assert len(run.batch()) == 2  # what is new, not what the group was set to
+            run.reader._progress.flush(30)
+    warnings = [each for each in caplog.messages if "group=app is not where this query put it" in each]
+    assert len(warnings) == 1
+    assert "orders/broker-a/0 at 0, was 5" in warnings[0]
+    assert "its checkpoint alone decides" in warnings[0]
+
+
+def test_a_reset_while_the_query_is_idle_is_noticed(embedded, progress, caplog):
+    progress.publish({Q0: 5})
+    progress.flush(30)
+    embedded.broker("broker-a").commit("app", "orders", {0: 2})
+    with caplog.at_level(logging.WARNING):
+        progress.publish({Q0: 5})
+        progress.flush(30)
+    assert "orders/broker-a/0 at 2, was 5" in caplog.text
+    assert embedded.committed("app", "orders")[0] == 5
+
+
+def test_a_reset_that_waits_at_the_broker_is_reported(caplog):
+    """From 5.1 on a broker can keep a reset for the next pull of the group, and takes no commits meanwhile."""
+    with EmbeddedCluster(server_side_reset=True) as cluster:
+        cluster.broker("broker-a").create_group("app")
+        cluster.create_topic("orders", queues=1)
+        cluster.send("orders", count=5)
+        positions = Positions(parse_source({"nameServer": cluster.name_server, "subscribe": "orders"}, streaming=True))
+        progress = GroupProgress(positions.cluster, "app", check_interval_s=0)
+        with caplog.at_level(logging.WARNING):
+            progress.publish({Q0: 3})
+            progress.flush(30)
+            with Admin(name_server=cluster.name_server) as admin:
+                admin.plan_reset("app", "orders", "earliest", model="clustering").execute()
+            progress.publish({Q0: 4})
+            progress.flush(30)
+        positions.close()
+    assert "group=app is not where this query put it: orders/broker-a/0 at 0, was 3" in caplog.text

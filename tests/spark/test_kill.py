@@ -1,0 +1,126 @@
+"""A streaming query that is killed again and again delivers every message into files exactly once.
+
+Two kills and 20 000 messages; `make spark-soak` does twenty and 200 000. PYROCKET_SPARK_KILLS, PYROCKET_SPARK_MESSAGES
+and PYROCKET_SPARK_SEED say otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import until
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "docs" / "examples" / "spark_files.py"
+KILLS = int(os.environ.get("PYROCKET_SPARK_KILLS", "2"))
+MESSAGES = int(os.environ.get("PYROCKET_SPARK_MESSAGES", "20000"))
+SEED = int(os.environ.get("PYROCKET_SPARK_SEED", "0")) or random.randrange(1, 1 << 32)
+LIFE_S = 240.0  # in which a life plans its first batch, on a slow machine
+
+
+class Life:
+    """The program, from its start to its end: a process group of its own."""
+
+    def __init__(self, name_server: str, directory: Path, most_per_batch: int, environment: dict[str, str]) -> None:
+        self.log = directory / "log"
+        arguments = [name_server, "orders", str(directory), str(most_per_batch)]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), *arguments],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def check(self) -> None:
+        """Fail if it has ended by itself."""
+        assert self._process.poll() is None, self.log.read_text()[-4000:]
+
+    def kill(self) -> None:
+        """Send SIGKILL to all of it at once: the driver's Python, and Java."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def planned(directory: Path) -> int:
+    """Return how many batches were begun, in all lives."""
+    return sum(1 for path in (directory / "checkpoint" / "offsets").glob("*") if path.name.isdigit())
+
+
+def files(directory: Path) -> list[Path]:
+    return list((directory / "files").glob("batch=*/*.parquet"))
+
+
+def delivered(directory: Path) -> int:
+    return sum(pq.ParquetFile(path).metadata.num_rows for path in files(directory))
+
+
+def settings(environment: dict[str, str], directory: Path) -> dict[str, str]:
+    """Have the program's Spark be a small one: its settings come from a file, as an administrator gives them."""
+    from tests.spark.conftest import SETTINGS
+
+    conf = directory / "conf"
+    conf.mkdir()
+    given = {**SETTINGS, "spark.master": "local[2]", "spark.log.level": "WARN"}
+    (conf / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in given.items()))
+    return {**environment, "SPARK_CONF_DIR": str(conf)}
+
+
+@pytest.mark.timeout(600 + 180 * KILLS)
+def test_every_message_is_in_the_files_exactly_once_whenever_the_query_is_killed(
+    spark_environment: dict[str, str], tmp_path: Path
+) -> None:
+    rng, began = random.Random(SEED), time.monotonic()
+    environment = settings(spark_environment, tmp_path)
+    most_per_batch = max(50, MESSAGES // (5 * KILLS + 5))
+    print(f"seed {SEED}: {MESSAGES} messages, {KILLS} kills, at most {most_per_batch} offsets per batch")
+    with EmbeddedCluster(record_limit=0) as cluster:
+        cluster.create_topic("orders", queues=4)
+        cluster.send("orders", lambda number: b"%d" % number, count=MESSAGES)
+        for number in range(KILLS):
+            before = planned(tmp_path)
+            life = Life(cluster.name_server, tmp_path, most_per_batch, environment)
+
+            def begun(life: Life = life, before: int = before) -> bool:
+                life.check()
+                return planned(tmp_path) > before
+
+            if number % 5 == 4:  # while it starts
+                time.sleep(rng.uniform(0, 5))
+            else:
+                until(begun, f"a batch begun in life {number + 1}; {life.log} tells why", LIFE_S)
+                time.sleep(rng.uniform(0, 1.5))
+            life.kill()
+            print(f"{time.monotonic() - began:6.1f} s  kill {number + 1}: {planned(tmp_path)} batches begun, "
+                  f"{delivered(tmp_path)} messages in files")  # fmt: skip
+        killed_at = delivered(tmp_path)
+        life = Life(cluster.name_server, tmp_path, most_per_batch, environment)
+        try:
+
+            def complete() -> bool:
+                life.check()
+                return delivered(tmp_path) >= MESSAGES
+
+            until(complete, "all messages in the files", LIFE_S + MESSAGES / 200)
+        finally:
+            life.kill()
+    bodies = Counter(int(body) for path in files(tmp_path) for body in bodies_of(path))
+    print(f"{time.monotonic() - began:6.1f} s  {len(bodies)} different messages, {bodies.total()} in all")
+    assert bodies.keys() == set(range(MESSAGES))
+    assert bodies.total() == MESSAGES
+    assert killed_at < MESSAGES, "every message was there before the last kill; the test has shown too little"
+
+
+def bodies_of(path: Path) -> list[Any]:
+    values: list[Any] = pq.ParquetFile(path).read(columns=["body"]).column("body").to_pylist()
+    return values

@@ -1,0 +1,103 @@
+"""Offsets in Spark's checkpoint. No Spark, no broker."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.offsets import SourceOffset, decode_offset, encode_offset, ranges_between
+from pyrocket_consumer.spark.ranges import QueueRange
+
+A0, A1, B0 = MessageQueue("T", "a", 0), MessageQueue("T", "a", 1), MessageQueue("T", "b", 0)
+
+QUEUES = st.builds(MessageQueue, st.sampled_from("TUV"), st.sampled_from("abc"), st.integers(0, 20))
+PLACES = st.dictionaries(QUEUES, st.integers(0, 2**63 - 1))
+OFFSETS = st.builds(SourceOffset, PLACES, PLACES, st.booleans())
+
+
+def test_how_it_is_written():
+    offset = SourceOffset({MessageQueue("T", "a", 10): 5, A1: 98, B0: 7, A0: 120}, {A0: 100})
+    assert json.dumps(encode_offset(offset)) == (
+        '{"version": 1, "queues": {"T": {"a": {"0": 120, "1": 98, "10": 5}, "b": {"0": 7}}}, '
+        '"from": {"T": {"a": {"0": 100}}}}'
+    )
+    assert encode_offset(SourceOffset({A0: 1}, initial=True)) == {
+        "version": 1,
+        "queues": {"T": {"a": {"0": 1}}},
+        "initial": True,
+    }
+
+
+@settings(deadline=None)
+@given(OFFSETS)
+def test_what_is_written_can_be_read(offset):
+    text = json.dumps(encode_offset(offset))
+    again = decode_offset(json.loads(text))
+    assert again == offset
+    assert json.dumps(encode_offset(again)) == text
+
+
+@settings(deadline=None)
+@given(PLACES)
+def test_equal_offsets_are_written_alike(places):
+    other_order = dict(reversed(places.items()))
+    assert json.dumps(encode_offset(SourceOffset(places))) == json.dumps(encode_offset(SourceOffset(other_order)))
+
+
+def test_a_newer_version_is_refused_with_a_sentence():
+    with pytest.raises(ConfigError, match="newer release of pyrocket-consumer: its offsets have version 2, .* up to 1"):
+        decode_offset({"version": 2, "queues": {}})
+
+
+@pytest.mark.parametrize("encoded", [{}, {"version": "1"}, {"version": 0}, [], None, {"partition": 3}])
+def test_what_is_no_offset_is_refused(encoded):
+    with pytest.raises(ConfigError, match="is no offset of this source; use another checkpoint"):
+        decode_offset(encoded)
+
+
+@pytest.mark.parametrize("queues", [5, {"T": 5}, {"T": {"a": 5}}, {"T": {"a": {"x": 5}}}, {"T": {"a": {"0": None}}}])
+def test_damaged_queues_are_refused(queues):
+    with pytest.raises(ConfigError, match="'queues' of an offset in the checkpoint cannot be read"):
+        decode_offset({"version": 1, "queues": queues})
+
+
+def test_a_batch_reads_from_the_offset_before():
+    start, end = SourceOffset({A0: 5, A1: 7}), SourceOffset({A0: 9, A1: 7})
+    assert ranges_between(start, end) == [QueueRange(A0, 5, 9)]
+
+
+def test_the_first_batch_does_not_depend_on_where_it_would_begin_now():
+    end = SourceOffset({A0: 9, A1: 8}, {A0: 5, A1: 7})
+    for place in (0, 6, 20):
+        start = SourceOffset({A0: place, A1: place}, initial=True)
+        assert ranges_between(start, end) == [QueueRange(A0, 5, 9), QueueRange(A1, 7, 8)]
+
+
+def test_an_empty_first_batch_stays_empty():
+    end = SourceOffset({A0: 9}, initial=True)
+    assert ranges_between(SourceOffset({A0: 3}, initial=True), end) == []
+
+
+def test_a_queue_that_appears_later_begins_where_it_was_found():
+    start, end = SourceOffset({A0: 5}, {A0: 1}), SourceOffset({A0: 5, B0: 4}, {B0: 2})
+    assert ranges_between(start, end) == [QueueRange(B0, 2, 4)]
+
+
+def test_nothing_lies_between_an_offset_and_itself():
+    """Before 4.2, Spark asks for this after a restart; the begin of new queues is not to be read again."""
+    offset = SourceOffset({A0: 9}, {A0: 5})
+    assert ranges_between(offset, offset) == []
+
+
+def test_a_start_beyond_the_end_is_empty():
+    assert ranges_between(SourceOffset({A0: 10}), SourceOffset({A0: 9})) == []
+
+
+def test_offsets_of_two_queries_are_refused():
+    with pytest.raises(ConfigError, match="does not say where T/b/0 begins"):
+        ranges_between(SourceOffset({A0: 10}), SourceOffset({B0: 9}))

@@ -1,0 +1,327 @@
+"""The options of the data source: what each means, and what is said when one is wrong. No Spark, no broker."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.options import (
+    DEFAULT_GROUP,
+    EARLIEST,
+    LATEST,
+    NAMES,
+    GivenOffsets,
+    Named,
+    StoredAt,
+    check_options,
+    parse_sink,
+    parse_source,
+)
+
+SERVER = {"nameserver": "127.0.0.1:9876"}
+ORDERS = {**SERVER, "subscribe": "orders"}
+
+
+def given(base: dict[str, str] = ORDERS, **options: str) -> dict[str, str]:
+    """Return options as Spark hands them over: their names in lower case."""
+    return {**base, **{name.lower(): value for name, value in options.items()}}
+
+
+def test_defaults_of_a_read():
+    options = parse_source(ORDERS, streaming=True)
+    assert options.topics == ("orders",)
+    assert (options.pattern, options.assigned, options.start, options.end) == (None, (), None, Named.LATEST)
+    assert options.read.group == DEFAULT_GROUP
+    assert options.read.selector.expression == "*"
+    assert (options.read.pull_batch_size, options.read.pulls_in_flight, options.read.fail_on_data_loss) == (32, 4, True)
+    assert (options.commit_offsets, options.max_offsets, options.min_offsets) == (False, None, None)
+    assert (options.max_delay_s, options.planning_interval_s) == (900, 0.1)
+    assert (options.tasks.min_partitions, options.tasks.max_partitions) == (None, None)
+    assert (options.tasks.min_records, options.tasks.max_records) == (1000, None)
+    assert (options.client.request_timeout_s, options.client.retries) == (10, 5)
+
+
+def test_defaults_of_a_write():
+    options = parse_sink(SERVER)
+    assert (options.topic, options.send_timeout_s, options.send_retries, options.max_in_flight) == (None, 3, 2, 256)
+    assert (options.accept_degraded, options.dedup_properties) == (False, True)
+
+
+def test_names_are_taken_in_any_case():
+    assert (
+        parse_source({"NAMESERVER": "h:1", "Subscribe": "orders", "minPartitions": "3"}, None).tasks.min_partitions == 3
+    )
+
+
+@pytest.mark.parametrize("text", ["a:1;b:2", "a:1,b:2", " a:1 ; b:2 "])
+def test_several_name_servers(text):
+    assert parse_source(given(nameServer=text), None).client.config().name_servers == ("a:1", "b:2")
+
+
+@pytest.mark.parametrize("name", ["subscribe", "topic"])
+def test_topics_are_joined_by_commas(name):
+    assert parse_source(given(SERVER, **{name: "b, a,b"}), None).topics == ("b", "a")
+
+
+def test_assigned_queues():
+    options = parse_source(given(SERVER, assign='{"orders": {"broker-b": [1, 0], "broker-a": [2]}}'), None)
+    assert [str(queue) for queue in options.assigned] == ["orders/broker-a/2", "orders/broker-b/0", "orders/broker-b/1"]
+
+
+@pytest.mark.parametrize("name", ["tags", "subExpression"])
+def test_tags(name):
+    assert parse_source(given(**{name: "a || b"}), None).read.selector.tags == {"a", "b"}
+
+
+def test_a_filter_in_sql():
+    selector = parse_source(given(sqlFilter="a > 1"), None).read.selector
+    assert (selector.expression, selector.expression_type) == ("a > 1", "SQL92")
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"), [("earliest", Named.EARLIEST), ("LATEST", Named.LATEST), ("group", Named.GROUP)]
+)
+def test_starting_places_with_a_name(text, bound):
+    assert parse_source(given(startingOffsets=text, consumerGroup="app"), True).start is bound
+
+
+def test_starting_offsets_for_queues_brokers_and_topics():
+    text = '{"a": {"x": {"0": 23, "1": -2}, "y": -1}, "b": -2}'
+    start = parse_source(given(SERVER, subscribe="a,b", startingOffsets=text), True).start
+    assert isinstance(start, GivenOffsets)
+    queues = [
+        MessageQueue("a", "x", 0),
+        MessageQueue("a", "x", 1),
+        MessageQueue("a", "y", 7),
+        MessageQueue("b", "z", 0),
+    ]
+    assert [start.offset(queue) for queue in queues] == [23, EARLIEST, LATEST, EARLIEST]
+    start.check(queues)
+    with pytest.raises(ConfigError, match="startingOffsets covers all queues .* lacks a/x/2"):
+        start.check([*queues, MessageQueue("a", "x", 2)])
+    with pytest.raises(ConfigError, match="startingOffsets names a/y, of which there is nothing"):
+        start.check([*queues[:2], queues[3]])
+
+
+@pytest.mark.parametrize(
+    ("text", "at_ms"),
+    [
+        ("0", 0),
+        ("1714557600000", 1714557600000),
+        ("2024-05-01T12:00:00+02:00", 1714557600000),
+        ("2024-05-01T10:00:00Z", 1714557600000),
+        ("2024-05-01T10:00:00.000001Z", 1714557600001),
+    ],
+)
+def test_starting_times(text, at_ms):
+    options = parse_source(given(startingTimestamp=text, startingOffsets="earliest"), True)
+    assert options.start == StoredAt(at_ms)
+
+
+def test_endings_of_a_batch():
+    assert parse_source(given(endingOffsets="latest"), False).end is Named.LATEST
+    assert parse_source(given(endingTimestamp="5"), False).end == StoredAt(5)
+    end = parse_source(given(endingOffsets='{"orders": {"b": {"0": 7, "1": -1}}}'), False).end
+    assert isinstance(end, GivenOffsets)
+    assert end.offset(MessageQueue("orders", "b", 1)) == LATEST
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("500ms", 0.5), ("90", 0.09), ("30s", 30), ("15m", 900), ("2 hours", 7200), ("1d", 86400)]
+)
+def test_durations(text, seconds):
+    assert parse_source(given(maxTriggerDelay=text), True).max_delay_s == pytest.approx(seconds)
+
+
+def test_a_group_is_committed_for_unless_told_otherwise():
+    assert parse_source(given(consumerGroup="app"), True).commit_offsets
+    assert parse_source(given(consumerGroup="app"), True).read.group == "app"
+    assert not parse_source(given(consumerGroup="app", commitOffsets="FALSE"), True).commit_offsets
+
+
+def test_names_are_put_into_the_namespace():
+    options = parse_source(given(namespace="ns", consumerGroup="app", startingOffsets='{"orders": -2}'), True)
+    assert (options.topics, options.read.group, options.client.namespace) == (("ns%orders",), "ns%app", "ns")
+    assert isinstance(options.start, GivenOffsets)
+    assert options.start.offset(MessageQueue("ns%orders", "b", 0)) == EARLIEST
+    assert parse_sink(given(SERVER, namespace="ns", topic="orders")).topic == "orders"  # the producer does it
+
+
+WRONG = [
+    # name, value, what the text must say besides the name, other options
+    ("nameServer", "nowhere", "host:port", {}),
+    ("nameServer", "", "empty", {}),
+    ("subscribe", " , ", "names no topic", {}),
+    ("subscribe", "", "empty", {}),
+    ("subscribe", "or ders", "or ders", {}),
+    ("topic", "other", "exclude each other", {}),
+    ("subscribePattern", ".*", "exclude each other", {}),
+    ("assign", '{"orders": {"b": [0]}}', "exclude each other", {}),
+    ("tags", "||", "no tag", {}),
+    ("tags", "a", "sqlFilter exclude each other", {"sqlFilter": "b = 1"}),
+    ("subExpression", "a", "sqlFilter exclude each other", {"sqlFilter": "b = 1"}),
+    ("subExpression", "a", "are the same", {"tags": "a"}),
+    ("sqlFilter", "  ", "empty", {}),
+    ("startingOffsets", "yesterday", "'earliest', 'latest', 'group'", {}),
+    ("startingOffsets", "{", "no JSON", {}),
+    ("startingOffsets", '{"orders": 5}', "5 for orders", {}),
+    ("startingOffsets", '{"orders": {"b": 5}}', "5 for orders/b", {}),
+    ("startingOffsets", '{"orders": {"b": {"0": -3}}}', "-3 for orders/b/0", {}),
+    ("startingOffsets", '{"orders": {"b": {"0": "5"}}}', "'5' for orders/b/0", {}),
+    ("startingOffsets", '{"orders": {"b": {"0": true}}}', "True for orders/b/0", {}),
+    ("startingOffsets", '{"orders": {"b": {"x": 1}}}', "'x' of orders/b", {}),
+    ("startingOffsets", '{"orders": {"b": {"0": 1, "0": 2}}}', "twice", {}),
+    ("startingOffsets", "group", "consumerGroup", {}),
+    ("startingTimestamp", "2024-05-01T12:00:00", "no time zone", {}),
+    ("startingTimestamp", "-5", "out of range", {}),
+    ("startingTimestamp", "1969-12-31T00:00:00Z", "out of range", {}),
+    ("startingTimestamp", "noon", "no time", {}),
+    ("endingOffsets", "earliest", "'latest'", {}),
+    ("endingOffsets", '{"orders": -2}', "-2 for orders", {}),
+    ("endingTimestamp", "2024-05-01T12:00:00", "no time zone", {}),
+    ("consumerGroup", "a b", "a b", {}),
+    ("consumerGroup", "DEFAULT_CONSUMER", "reserved", {}),
+    ("commitOffsets", "true", "consumerGroup", {}),
+    ("commitOffsets", "yes", "true or false", {"consumerGroup": "app"}),
+    ("failOnDataLoss", "1", "true or false", {}),
+    ("maxOffsetsPerTrigger", "0", "at least 1", {}),
+    ("maxOffsetsPerTrigger", "many", "whole number", {}),
+    ("maxOffsetsPerTrigger", "1.5", "whole number", {}),
+    ("minOffsetsPerTrigger", "0", "at least 1", {}),
+    ("minOffsetsPerTrigger", "10", "above maxOffsetsPerTrigger=9", {"maxOffsetsPerTrigger": "9"}),
+    ("maxTriggerDelay", "soon", "15m", {}),
+    ("maxTriggerDelay", "-1s", "15m", {}),
+    ("minPartitions", "0", "at least 1", {}),
+    ("maxPartitions", "0", "at least 1", {}),
+    ("maxPartitions", "3", "below minPartitions=4", {"minPartitions": "4"}),
+    ("minRecordsPerPartition", "-1", "at least 0", {}),
+    ("maxRecordsPerPartition", "0", "at least 1", {}),
+    ("pullBatchSize", "0", "from 1 to 1024", {}),
+    ("pullsInFlight", "0", "from 1 to 1024", {}),
+    ("requestTimeoutMs", "0", "from 10", {}),
+    ("retries", "0", "from 1", {}),
+    ("planningIntervalMs", "-1", "from 0", {}),
+    ("secretKey", "k", "accessKey is missing", {}),
+    ("accessKey", "k", "secretKey is missing", {}),
+    ("tls", "maybe", "true or false", {}),
+    ("tlsCaFile", "ca.pem", "tls=true", {}),
+    ("sendTimeoutMs", "0", "from 10", {}),
+    ("sendRetries", "0", "from 1", {}),
+    ("maxInFlight", "0", "from 1", {}),
+    ("acceptDegraded", "ja", "true or false", {}),
+    ("dedupProperties", "", "empty", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "text", "others"), WRONG, ids=lambda each: str(each)[:40])
+def test_a_wrong_value_is_refused_whatever_the_source_is_for(name, value, text, others):
+    with pytest.raises(ConfigError) as refused:
+        check_options(given(**{**others, name: value}))
+    assert name in str(refused.value)
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no JSON object"),
+        ("{}", "names no queue"),
+        ('{"orders": [0]}', "[0] of topic 'orders'"),
+        ('{"orders": {"b": []}}', "[] of broker 'b'"),
+        ('{"orders": {"b": [-1]}}', "[-1] of broker 'b'"),
+        ('{"orders": {"b": ["0"]}}', "['0'] of broker 'b'"),
+    ],
+)
+def test_a_wrong_assignment_is_refused(text, said):
+    with pytest.raises(ConfigError) as refused:
+        check_options(given(SERVER, assign=text))
+    assert said in str(refused.value)
+    assert "give JSON like" in str(refused.value)
+
+
+def test_a_bad_pattern_is_refused():
+    with pytest.raises(ConfigError, match=r"subscribePattern='\(' is no regular expression"):
+        check_options(given(SERVER, subscribePattern="("))
+
+
+def test_the_name_server_is_required():
+    with pytest.raises(ConfigError, match="nameServer is missing"):
+        check_options({"subscribe": "orders"})
+
+
+def test_a_read_needs_something_to_read():
+    check_options(SERVER)  # a sink may have a column instead
+    with pytest.raises(ConfigError, match="no topic to read: .*subscribe, subscribePattern and assign"):
+        parse_source(SERVER, streaming=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"endingOffsets": "latest"}, "endingOffsets is for batch reads"),
+        ({"endingTimestamp": "5"}, "endingTimestamp is for batch reads"),
+    ],
+)
+def test_what_a_stream_cannot_have(options, text):
+    parse_source(given(**options), streaming=None)
+    with pytest.raises(ConfigError, match=text):
+        parse_source(given(**options), streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"startingOffsets": "latest"}, "startingOffsets='latest' is for streams"),
+        ({"startingOffsets": '{"orders": {"b": {"0": -1}}}'}, "startingOffsets has -1"),
+        ({"startingTimestamp": "6", "endingTimestamp": "5"}, "endingTimestamp is before startingTimestamp"),
+    ],
+)
+def test_what_a_batch_cannot_have(options, text):
+    parse_source(given(**options), streaming=None)
+    with pytest.raises(ConfigError, match=text):
+        parse_source(given(**options), streaming=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("subscribes", "subscribe"), ("nameservers", "nameServer"), ("startingoffset", "startingOffsets")],
+)
+def test_an_unknown_option_gets_the_nearest_name(name, hint):
+    with pytest.raises(ConfigError, match=f"option '{name}' is unknown; did you mean {hint}"):
+        check_options(given(**{name: "x"}))
+
+
+def test_an_unknown_option_that_is_like_none_gets_all_names():
+    with pytest.raises(ConfigError, match="option 'zzz' is unknown; there are nameServer, subscribe"):
+        check_options(given(zzz="x"))
+
+
+def test_options_of_spark_itself_pass():
+    check_options(given(path="x", checkpointLocation="y", queryName="z"))
+
+
+def test_no_text_shows_a_secret():
+    hidden = {"accessKey": "HUSH1", "secretKey": "HUSH2", "securityToken": "HUSH3"}
+    options = parse_source(given(**hidden), streaming=True)
+    assert options.client.config().secret_key == "HUSH2"
+    assert "HUSH" not in repr(options) + repr(parse_sink(given(SERVER, **hidden))) + repr(options.client.config())
+    for alone in ("accessKey", "secretKey"):
+        with pytest.raises(ConfigError) as refused:
+            check_options(given(**{alone: "HUSH"}))
+        assert "HUSH" not in str(refused.value)
+
+
+def test_options_travel():
+    text = json.dumps({"orders": {"b": {"0": 3}}})
+    options = parse_source(given(tls="true", startingOffsets=text), streaming=True)
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert pickle.loads(pickle.dumps(parse_sink(ORDERS))) == parse_sink(ORDERS)
+
+
+def test_every_option_is_known_by_one_name():
+    assert len({name.lower() for name in NAMES}) == len(NAMES)

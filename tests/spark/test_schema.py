@@ -1,0 +1,57 @@
+"""Which columns can be read."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import IntegerType, MapType, StringType, StructField, StructType
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.spark.schema import READ_SCHEMA, arrow_schema, projected
+from pyrocket_consumer.wire.columns import COLUMNS
+
+
+def test_the_schema_is_what_the_documentation_says():
+    assert READ_SCHEMA.simpleString() == (
+        "struct<topic:string,brokerName:string,queueId:int,queueOffset:bigint,msgId:string,tags:string,keys:string,"
+        "body:binary,properties:map<string,string>,flag:int,sysFlag:int,reconsumeTimes:int,"
+        "bornTimestamp:timestamp,storeTimestamp:timestamp,bornHost:string,storeHost:string>"
+    )
+    assert tuple(READ_SCHEMA.names) == COLUMNS
+
+
+def test_all_columns_are_read_when_none_are_asked_for():
+    assert projected(None) == READ_SCHEMA
+    assert projected(READ_SCHEMA) == READ_SCHEMA
+
+
+def test_columns_asked_for_are_read_in_the_order_asked_for():
+    asked = StructType([READ_SCHEMA["body"], READ_SCHEMA["queueOffset"]])
+    assert projected(asked) == asked
+    assert arrow_schema(asked) == pa.schema([("body", pa.binary()), ("queueOffset", pa.int64())])
+
+
+def test_what_is_never_null_may_be_declared_so():
+    asked = StructType([StructField("topic", StringType(), False)])
+    assert arrow_schema(projected(asked)) == pa.schema([pa.field("topic", pa.string(), nullable=False)])
+    values = StructType([StructField("properties", MapType(StringType(), StringType(), False), False)])
+    assert projected(values) == values
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ([], "the schema has no column; name some of topic string, brokerName string, queueId int,"),
+        ([StructField("value", StringType())], "column 'value' is unknown; there are topic string"),
+        ([StructField("Body", StringType())], "column 'Body' is unknown"),
+        ([StructField("body", StringType())], "column 'body' is binary, not string; there are"),
+        ([StructField("queueOffset", IntegerType())], "column 'queueOffset' is bigint, not int"),
+        ([StructField("properties", MapType(StringType(), IntegerType()))], "is map<string,string>, not"),
+        ([StructField("topic", StringType())] * 2, "column 'topic' is named twice"),
+        ([StructField("tags", StringType(), False)], "column 'tags' is null where a message has none"),
+    ],
+)
+def test_anything_else_is_an_error_that_names_the_columns(fields, said):
+    with pytest.raises(ConfigError) as raised:
+        projected(StructType(fields))
+    assert said in str(raised.value)

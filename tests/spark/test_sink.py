@@ -1,0 +1,495 @@
+"""What the sink's writers do with rows, without Spark: they are called as Spark calls them."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    Row,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
+
+from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.spark import worker
+from pyrocket_consumer.spark.options import ClientOptions, SinkOptions
+from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
+from pyrocket_consumer.spark.sink import (
+    StreamArrowWriter,
+    StreamRowWriter,
+    batch_writer,
+    check_overwrite,
+    check_schema,
+    stream_writer,
+)
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, close_connection, delay, rewrite
+from pyrocket_consumer.wire.codes import RequestCode
+
+SEND = RequestCode.SEND_MESSAGE_V2
+MARKS = {"spark_query_id", "spark_batch_id", "spark_partition", "spark_row"}
+
+EVERYTHING = (
+    "topic string, body binary, tags string, keys string, delayLevel int, deliverAt timestamp, "
+    "properties map<string,string>, flag int"
+)
+READ = (
+    "topic string, brokerName string, queueId int, queueOffset long, msgId string, tags string, keys string, "
+    "body binary, properties map<string,string>, flag int, sysFlag int, reconsumeTimes int, "
+    "bornTimestamp timestamp, storeTimestamp timestamp, bornHost string, storeHost string"
+)
+
+
+TYPES: dict[str, DataType] = {
+    "string": StringType(),
+    "binary": BinaryType(),
+    "int": IntegerType(),
+    "long": LongType(),
+    "timestamp": TimestampType(),
+    "timestamp_ntz": TimestampNTZType(),
+    "array<string>": ArrayType(StringType()),
+    "map<string,string>": MapType(StringType(), StringType()),
+    "map<string,int>": MapType(StringType(), IntegerType()),
+}
+
+
+def columns(text: str) -> StructType:
+    """Return the schema that `text` describes as Spark's DDL does, which needs a session for it."""
+    named = (column.split() for column in text.split(", "))
+    return StructType([StructField(name, TYPES[kind]) for name, kind in named])
+
+
+@pytest.fixture(scope="module")
+def module_cluster() -> Iterator[EmbeddedCluster]:
+    with EmbeddedCluster(brokers=2, delay_scale=0.01, auto_create_topics=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def embedded(module_cluster: EmbeddedCluster) -> Iterator[EmbeddedCluster]:
+    yield module_cluster
+    for node in module_cluster.nodes:
+        node.clear_faults()
+        node.forget_requests()
+
+
+@pytest.fixture
+def topic(embedded: EmbeddedCluster, names: Any) -> str:
+    name = str(names.topic())
+    embedded.create_topic(name, queues=2)
+    return name
+
+
+class Sink:
+    """A sink with its options; `write` does what one task of Spark does."""
+
+    def __init__(self, options: SinkOptions) -> None:
+        self.options = options
+
+    def write(self, schema: str, *rows: tuple[Any, ...], kind: Any = batch_writer) -> int:
+        parsed = columns(schema)
+        writer = pickle.loads(pickle.dumps(kind(parsed, self.options)))
+        if kind is StreamRowWriter:
+            handed: Any = [Row(*parsed.fieldNames())(*row) for row in rows]
+        else:
+            handed = batches(parsed, rows)
+        return int(writer.write(iter(handed)).rows)
+
+    def close(self) -> None:
+        def none() -> Producer:
+            return Producer(name_server="127.0.0.1:1")
+
+        worker.kept(Producer, self.options, none).close()
+        worker.forget(Producer, self.options)
+
+
+def batches(schema: StructType, rows: Any, most: int = 10_000) -> list[pa.RecordBatch]:
+    arrow = to_arrow_schema(schema, timezone="Europe/Berlin")
+    found = []
+    for first in range(0, len(rows), most):
+        values = zip(*rows[first : first + most], strict=True)
+        arrays = [pa.array(column, field.type) for column, field in zip(values, arrow, strict=True)]
+        found.append(pa.RecordBatch.from_arrays(arrays, schema=arrow))
+    return found
+
+
+@pytest.fixture
+def sinks(embedded: EmbeddedCluster) -> Iterator[Any]:
+    """`sinks(**options)` makes a sink; its producer, kept for later tasks, is closed at the end."""
+    made: list[Sink] = []
+
+    def make(**options: Any) -> Sink:
+        client = options.pop("client", None) or ClientOptions(name_server=embedded.name_server)
+        made.append(Sink(SinkOptions(client=client, **{"send_timeout_s": 20.0, **options})))
+        return made[-1]
+
+    yield make
+    for sink in made:
+        sink.close()
+
+
+def own(message: Any) -> dict[str, str]:
+    """Return the properties that the row gave."""
+    kept = {"UNIQ_KEY", "TAGS", "KEYS", "MSG_REGION", "TRACE_ON", "CLUSTER", "WAIT", "__SHARDINGKEY"} | MARKS
+    return {name: value for name, value in message.properties.items() if name not in kept}
+
+
+KINDS = [batch_writer, StreamRowWriter, *([StreamArrowWriter] if DataSourceStreamArrowWriter else [])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_becomes_a_message_with_all_it_says(embedded, topic, sinks, kind):
+    row = (topic, b"\x00body", "paid", "o-1  o-2", 0, None, {"region": "eu", "empty": "", "WAIT": "x"}, 7)
+    assert sinks().write(EVERYTHING, row, kind=kind) == 1
+    (message,) = embedded.messages(topic)
+    assert (message.body, message.tags, message.flag) == (b"\x00body", "paid", 7)
+    assert list(message.keys) == ["o-1", "o-2"]
+    assert own(message) == {"region": "eu"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("schema", "value"), [("body string", "grün"), ("body binary", "grün".encode())], ids=["string", "binary"]
+)
+def test_a_body_is_text_or_bytes(embedded, topic, sinks, kind, schema, value):
+    sinks(topic=topic).write(schema, (value,), kind=kind)
+    assert [message.body for message in embedded.messages(topic)] == ["grün".encode()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_may_be_an_array(embedded, topic, sinks, kind):
+    sinks(topic=topic).write("body string, keys array<string>", ("x", ["a", "b"]), ("y", None), ("z", []), kind=kind)
+    assert {m.body: list(m.keys) for m in embedded.messages(topic)} == {b"x": ["a", "b"], b"y": [], b"z": []}
+
+
+def test_the_topic_option_wins_over_the_column(embedded, topic, sinks):
+    sinks(topic=topic).write("body string, topic string", ("x", "elsewhere"), ("y", None))
+    assert len(embedded.messages(topic)) == 2
+
+
+def test_rows_of_several_topics(embedded, names, sinks):
+    topics = [names.topic(), names.topic()]
+    for name in topics:
+        embedded.create_topic(name)
+    sinks().write("body string, topic string", *[(f"{n}", topics[n % 2]) for n in range(10)])
+    assert [len(embedded.messages(name)) for name in topics] == [5, 5]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pinned_row_goes_to_its_queue(embedded, topic, sinks, kind):
+    rows = [("x", "broker-b", 1)] * 3 + [("y", None, None)]
+    sinks(topic=topic).write("body string, brokerName string, queueId int", *rows, kind=kind)
+    assert [m.body for m in embedded.broker("broker-b").messages(topic, 1)].count(b"x") == 3
+
+
+def test_rows_with_one_sharding_key_are_in_one_queue_in_order(embedded, topic, sinks):
+    rows = [(f"{key}-{number}", key) for number in range(50) for key in "abc"]
+    sinks(topic=topic, max_in_flight=16).write("body string, shardingKey string", *rows)
+    for key in "abc":
+        found = [m for m in embedded.messages(topic) if m.body.startswith(key.encode())]
+        assert [m.body for m in found] == [f"{key}-{number}".encode() for number in range(50)]
+        assert len({m.queue for m in found}) == 1
+
+
+def test_a_row_may_wait_at_the_broker(embedded, topic, sinks):
+    at = datetime.now(UTC) + timedelta(seconds=0.3)
+    sinks(topic=topic).write("body string, delayLevel int, deliverAt timestamp", ("a", 1, None), ("b", None, at))
+    assert embedded.wait_until(lambda: len(embedded.messages(topic)) == 2, 30)
+    (timed,) = [m for m in embedded.messages(topic) if m.body == b"b"]
+    assert abs(timed.stored_at_ms - at.timestamp() * 1000) < 10_000
+
+
+def test_the_time_of_a_row_is_local_where_spark_hands_it_over_so(embedded, topic, sinks):
+    """PySpark makes rows with local times without a zone."""
+    at = datetime.now() + timedelta(seconds=0.3)
+    sinks(topic=topic).write("body string, deliverAt timestamp", ("b", at), kind=StreamRowWriter)
+    assert embedded.wait_until(lambda: len(embedded.messages(topic)) == 1, 30)
+
+
+def test_a_frame_that_was_read_can_be_written(embedded, topic, sinks, names):
+    embedded.send(topic, b"x", tags="t", keys=["k1", "k2"], properties={"a": "b"}, queue_id=1)
+    (read,) = embedded.messages(topic)
+    copy = names.topic()
+    embedded.create_topic(copy, queues=2)
+    now = datetime.now(UTC)
+    row = (
+        topic, read.queue.broker_name, read.queue.queue_id, read.queue_offset, read.message_id, read.tags,
+        " ".join(read.keys), read.body, dict(read.properties), 0, 0, 0, now, now, "h", "h",
+    )  # fmt: skip
+    sinks(topic=copy).write(READ, row)
+    (written,) = embedded.messages(copy)
+    assert (written.body, written.tags, list(written.keys), own(written)) == (b"x", "t", ["k1", "k2"], {"a": "b"})
+    assert (written.queue.broker_name, written.queue.queue_id) == (read.queue.broker_name, 1)
+    assert written.message_id != read.message_id
+
+
+# --- marks of duplicates
+
+
+def test_every_message_tells_which_row_it_was(embedded, topic, sinks):
+    sinks(topic=topic).write("body string", *[(f"{n}",) for n in range(3000)])
+    found = embedded.messages(topic)
+    assert {m.properties["spark_row"]: m.body.decode() for m in found} == {str(n): str(n) for n in range(3000)}
+    assert {(m.properties["spark_batch_id"], m.properties["spark_partition"]) for m in found} == {("0", "0")}
+    assert len({m.properties["spark_query_id"] for m in found}) == 1
+
+
+def test_a_task_that_runs_again_gives_the_same_marks_and_another_write_gives_others(embedded, topic, sinks):
+    schema, sink = columns("body string"), sinks(topic=topic)
+    writer = batch_writer(schema, sink.options)
+    for task in (writer, pickle.loads(pickle.dumps(writer)), batch_writer(schema, sink.options)):
+        task.write(iter(batches(schema, [("x",)])))
+    marks = [m.properties["spark_query_id"] for m in embedded.messages(topic)]
+    assert len(marks) == 3 and len(set(marks)) == 2
+
+
+def test_marks_can_be_left_out(embedded, topic, sinks):
+    sinks(topic=topic, dedup_properties=False).write("body string", ("x",))
+    (message,) = embedded.messages(topic)
+    assert not MARKS & set(message.properties)
+
+
+# --- acknowledgement
+
+
+def test_a_task_ends_only_when_every_send_was_acknowledged(embedded, topic, sinks):
+    gates = [Gate(answers=True), Gate(answers=True)]
+    for broker, gate in zip(embedded.brokers, gates, strict=True):
+        broker.on(SEND, gate, times=None)
+    sink, done = sinks(topic=topic), threading.Event()
+    task = threading.Thread(target=lambda: (sink.write("body string", *[("x",)] * 8), done.set()))
+    task.start()
+    for gate in gates:
+        gate.wait_held(4, 30)
+    assert len(embedded.messages(topic)) == 8
+    gates[0].open()
+    assert not done.wait(0.2)
+    gates[1].open()
+    assert done.wait(30)
+    task.join()
+
+
+def test_no_more_than_max_in_flight_are_unacknowledged(embedded, topic, sinks):
+    gates = [Gate(), Gate()]
+    for broker, gate in zip(embedded.brokers, gates, strict=True):
+        broker.on(SEND, gate, times=None)
+    sink = sinks(topic=topic, max_in_flight=4)
+    task = threading.Thread(target=lambda: sink.write("body string", *[("x",)] * 20))
+    task.start()
+    for gate in gates:
+        gate.wait_held(2, 30)
+    assert not threading.Event().wait(0.2)  # time in which a fifth would come
+    assert sum(len(gate.wait_held(2)) for gate in gates) == 4
+    for gate in gates:
+        gate.open()
+    task.join(30)
+    assert len(embedded.messages(topic)) == 20
+
+
+def test_rows_in_order_are_under_way_one_at_a_time_and_none_passes_one_that_failed(embedded, topic, sinks):
+    for broker in embedded.brokers:
+        broker.on(SEND, answer(2, "busy"), when=lambda command: command.body == b"3")
+    with pytest.raises(RocketError, match=r"row 3 of partition 0.*busy"):
+        sinks(topic=topic).write("body string, shardingKey string", *[(str(n), "k") for n in range(10)])
+    assert [m.body for m in embedded.messages(topic)] == [b"0", b"1", b"2"]
+
+
+def test_each_row_in_order_has_the_whole_timeout(embedded, topic, sinks):
+    """Together they take longer than the timeout of one."""
+    for broker in embedded.brokers:
+        broker.on(SEND, delay(0.25), times=None)
+    rows = [(str(n), "k") for n in range(10)]
+    assert sinks(topic=topic, send_timeout_s=2.0).write("body string, shardingKey string", *rows) == 10
+
+
+# --- failures
+
+
+def test_another_broker_takes_what_one_refuses(embedded, topic, sinks):
+    embedded.broker("broker-a").on(SEND, answer(14, "not now"), times=None)
+    assert sinks(topic=topic).write("body string", *[("x",)] * 10) == 10
+    assert len(embedded.broker("broker-b").messages(topic)) == 10
+
+
+def test_after_all_retries_the_task_fails_naming_the_row(embedded, topic, sinks):
+    for broker in embedded.brokers:
+        broker.on(SEND, answer(2, "busy"), times=None)
+    with pytest.raises(RocketError, match=rf"row 0 of partition 0.*{topic}.*busy"):
+        sinks(topic=topic, send_retries=1).write("body string", ("x",))
+    assert sum(len(broker.requests(SEND)) for broker in embedded.brokers) == 2
+
+
+@pytest.mark.parametrize(
+    ("schema", "rest"), [("brokerName string, queueId int", ("broker-a", 0)), ("shardingKey string", ("k",))]
+)
+def test_rows_in_order_are_tried_once(embedded, topic, sinks, schema, rest):
+    for broker in embedded.brokers:
+        broker.on(SEND, answer(2, "busy"), times=None)
+    with pytest.raises(RocketError, match=r"row 0 of partition 0.*busy"):
+        sinks(topic=topic, send_retries=5).write(f"body string, {schema}", ("x", *rest))
+    assert sum(len(broker.requests(SEND)) for broker in embedded.brokers) == 1
+
+
+def degraded(command):
+    command.code = 12
+    return command
+
+
+def test_degraded_answers_fail_the_task(embedded, topic, sinks):
+    for broker in embedded.brokers:
+        broker.on(SEND, rewrite(degraded), times=None)
+    with pytest.raises(RocketError, match=r"row 0 of partition 0.*FLUSH_SLAVE_TIMEOUT"):
+        sinks(topic=topic).write("body string", ("x",))
+
+
+def test_degraded_answers_count_where_they_are_accepted(embedded, topic, sinks):
+    for broker in embedded.brokers:
+        broker.on(SEND, rewrite(degraded), times=None)
+    assert sinks(topic=topic, accept_degraded=True).write("body string", ("x",)) == 1
+    assert len(embedded.messages(topic)) == 1
+
+
+def test_after_a_failed_task_the_next_one_starts_afresh(embedded, topic, sinks):
+    sink = sinks(topic=topic, send_retries=0)
+    for broker in embedded.brokers:
+        broker.on(SEND, close_connection, times=None)
+    with pytest.raises(RocketError):
+        sink.write("body string", ("x",))
+    for broker in embedded.brokers:
+        broker.clear_faults()
+    assert sink.write("body string", ("y",)) == 1
+
+
+def test_a_task_keeps_its_connections_for_the_next(embedded, topic, sinks):
+    sink = sinks(topic=topic)
+    sink.write("body string", *[("x",)] * 4)
+    before = [broker.connections for broker in embedded.brokers]
+    sink.write("body string", *[("x",)] * 4)
+    assert [broker.connections for broker in embedded.brokers] == before
+
+
+def test_without_rows_nothing_is_connected(sinks):
+    nowhere = ClientOptions(name_server="127.0.0.1:1")
+    for kind in (batch_writer, stream_writer):
+        assert sinks(client=nowhere, topic="t").write("body string", kind=kind) == 0
+
+
+def test_without_a_name_server_a_task_fails(sinks):
+    nowhere = ClientOptions(name_server="127.0.0.1:1", retries=1)
+    with pytest.raises(ConnectError, match="127.0.0.1:1"):
+        sinks(client=nowhere, topic="t").write("body string", ("x",))
+
+
+def test_a_topic_that_does_not_exist_is_named(embedded, sinks):
+    with pytest.raises(RocketError, match="row 0 of partition 0.*no-such-topic"):
+        sinks(topic="no-such-topic").write("body string", ("x",))
+
+
+@pytest.mark.parametrize(
+    ("schema", "row", "reason"),
+    [
+        ("body string", (None,), "body is null"),
+        ("body binary", (None,), "body is null"),
+        ("body string", ("",), "body is empty"),
+        ("body string, brokerName string, queueId int", ("x", "broker-a", None), "give both"),
+        ("body string, brokerName string, queueId int", ("x", None, 1), "give both"),
+        ("body string, brokerName string, queueId int, shardingKey string", ("x", "broker-a", 1, "k"), "one of them"),
+        ("body string, brokerName string, queueId int", ("x", "broker-z", 1), "not a queue that can be written"),
+        ("body string, shardingKey string", ("x", ""), "sharding_key is empty"),
+        ("body string, delayLevel int", ("x", 19), "delay_level=19"),
+        ("body string, tags string", ("x", "a || b"), "one tag"),
+        ("body string, keys array<string>", ("x", ["a b"]), "white space"),
+        ("body string, properties map<string,string>", ("x", {"a": None}), "property 'a'"),
+    ],
+)
+@pytest.mark.parametrize("kind", [batch_writer, StreamRowWriter])
+def test_a_row_that_cannot_be_a_message_is_named(embedded, topic, sinks, kind, schema, row, reason):
+    good = ("good", *[None] * (len(row) - 1))
+    with pytest.raises(RocketError, match=rf"row 2 of partition 0: .*{reason}"):
+        sinks(topic=topic).write(schema, good, good, row, kind=kind)
+
+
+def test_a_null_topic_is_named(embedded, topic, sinks):
+    with pytest.raises(ConfigError, match="row 1 of partition 0: topic is null"):
+        sinks().write("body string, topic string", ("x", topic), ("x", None))
+
+
+def test_secrets_are_in_no_text(sinks):
+    client = ClientOptions(name_server="127.0.0.1:1", access_key="user", secret_key="hidden", retries=0)
+    sink = sinks(client=client, topic="t")
+    assert "hidden" not in repr(sink.options)
+    with pytest.raises(ConnectError) as raised:
+        sink.write("body string", ("x",))
+    assert "hidden" not in repr(raised.value)
+
+
+def test_commit_and_abort_never_raise(sinks):
+    writer = batch_writer(columns("body string"), sinks(topic="t").options)
+    stream = stream_writer(columns("body string"), sinks(topic="t").options)
+    for messages in ([], [None], None):
+        writer.commit(messages)
+        writer.abort(messages)
+        stream.commit(messages, batchId=1)
+        stream.abort(messages, batchId=1)
+
+
+# --- schemas
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ("value string", "no column 'value'"),
+        ("body string, shardingkey string", "did you mean 'shardingKey'"),
+        ("tags string", "needs a column 'body'"),
+        ("body int", "column 'body' is int; .* string or binary"),
+        ("body string, body string", "2 times"),
+        ("body string, keys map<string,string>", "array<string>"),
+        ("body string, deliverAt timestamp_ntz", "takes timestamp"),
+        ("body string, properties map<string,int>", "map<string,string>"),
+        ("body string, queueId int", "needs 'brokerName'"),
+        ("body string, brokerName string", "needs 'queueId'"),
+    ],
+)
+def test_a_wrong_schema_is_told(schema, reason):
+    options = SinkOptions(client=ClientOptions(name_server="127.0.0.1:1"), topic="t")
+    for check in (check_schema, batch_writer, stream_writer):
+        with pytest.raises(ConfigError, match=reason):
+            check(columns(schema), options)
+
+
+def test_a_topic_is_needed():
+    options = SinkOptions(client=ClientOptions(name_server="127.0.0.1:1"))
+    with pytest.raises(ConfigError, match="option topic"):
+        check_schema(columns("body string"), options)
+
+
+def test_overwriting_is_refused():
+    check_overwrite(False)
+    with pytest.raises(ConfigError, match="append"):
+        check_overwrite(True)
+
+
+def test_queues_are_named_by_the_row(embedded, topic, sinks):
+    rows = [(f"{n}", f"broker-{'ab'[n % 2]}", n // 2 % 2) for n in range(8)]
+    sinks(topic=topic).write("body string, brokerName string, queueId long", *rows)
+    for n in range(8):
+        queue = MessageQueue(topic, f"broker-{'ab'[n % 2]}", n // 2 % 2)
+        assert str(n).encode() in [m.body for m in embedded.messages(topic) if m.queue == queue]

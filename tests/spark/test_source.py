@@ -1,0 +1,279 @@
+"""The source under a real Spark: what only Spark shows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyspark
+import pytest
+from pyspark.errors import StreamingQueryException
+
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.spark import recorded
+from tests.spark.asking import flat
+
+RELEASE = tuple(map(int, pyspark.__version__.split(".")[:2]))
+
+
+@pytest.fixture
+def embedded() -> Iterator[EmbeddedCluster]:
+    """Two brokers with two queues each, and 10 messages in each queue."""
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic("orders", queues=2)
+        cluster.send("orders", lambda number: b"%d" % number, count=40)
+        yield cluster
+
+
+def reading(reader: Any, cluster: EmbeddedCluster, *, format: str = "rocketmq", **options: object) -> Any:  # noqa: A002
+    """Return a DataFrameReader or DataStreamReader for the topic, set up as a user does."""
+    settings = {"nameServer": cluster.name_server, "subscribe": "orders", "planningIntervalMs": 10, **options}
+    reader = reader.format(format)
+    for name, value in settings.items():
+        if value is not None:
+            reader = reader.option(name, value)
+    return reader
+
+
+class Query:
+    """A streaming query that writes files, and its checkpoint; it can be started again and again."""
+
+    def __init__(self, spark: Any, folder: Path, cluster: EmbeddedCluster, **options: object) -> None:
+        self.spark, self.cluster, self.options = spark, cluster, {"startingOffsets": "earliest", **options}
+        self.checkpoint, self.output = folder / "checkpoint", folder / "output"
+
+    def run(self, change: Callable[[Any], Any] = lambda frame: frame, **options: object) -> Any:
+        """Read what there is, and stop; return the query."""
+        query = self.start(change, {"availableNow": True}, **options)
+        with contextlib.suppress(StreamingQueryException):  # it is the query's, too
+            query.awaitTermination(120)
+        assert not query.isActive
+        return query
+
+    def catch_up(self, **options: object) -> None:
+        """Read what there is; before 4.2 a run is a single batch, and one that is repeated counts."""
+        for _ in range(1 if RELEASE >= (4, 2) else 2):
+            assert self.run(**options).exception() is None
+
+    def start(self, change: Any = lambda frame: frame, trigger: Any = None, **options: object) -> Any:
+        stream = reading(self.spark.readStream, self.cluster, **{**self.options, **options}).load()
+        writer = change(stream.select("brokerName", "queueId", "queueOffset", "body")).writeStream
+        writer = writer.format("parquet").option("path", str(self.output))
+        writer = writer.option("checkpointLocation", str(self.checkpoint))
+        return writer.trigger(**(trigger or {"processingTime": "0 seconds"})).start()
+
+    def rows(self) -> list[tuple[str, int, int]]:
+        found = self.spark.read.parquet(str(self.output)).collect()
+        return sorted((row.brokerName, row.queueId, row.queueOffset) for row in found)
+
+    def planned(self) -> list[dict[str, Any]]:
+        """Return the end of each batch, as it is in the checkpoint."""
+        numbers = sorted(int(path.name) for path in (self.checkpoint / "offsets").iterdir() if path.name.isdigit())
+        texts = [(self.checkpoint / "offsets" / str(number)).read_text().splitlines()[-1] for number in numbers]
+        return [json.loads(text) for text in texts]
+
+    def finished(self) -> int:
+        folder = self.checkpoint / "commits"
+        return sum(path.name.isdigit() for path in folder.iterdir()) if folder.exists() else 0
+
+
+def each_once(high: int, low: int = 0) -> list[tuple[str, int, int]]:
+    return [(b, q, offset) for b in ("broker-a", "broker-b") for q in (0, 1) for offset in range(low, high)]
+
+
+def fail_in_read(frame: Any) -> Any:
+    """Make every task that has read a message fail."""
+    from pyspark.sql import functions as f
+
+    return frame.where(f.raise_error("the task crashed").isNull())
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition waited for did not come true"
+        time.sleep(0.02)
+
+
+@pytest.mark.spark_versions
+def test_a_crash_in_any_batch_is_repeated_exactly_and_restarts_make_no_batch(spark, embedded, tmp_path):
+    """Batch 0 and a later one crash while they read; the place a new query would begin at moves in between."""
+    query = Query(spark, tmp_path, embedded)
+    crashed = query.run(fail_in_read)
+    assert "the task crashed" in str(crashed.exception())
+    assert (len(query.planned()), query.finished()) == (1, 0)
+    embedded.send("orders", count=8)
+    query.catch_up(startingOffsets="latest")  # what the options say is for new queries
+    assert query.rows() == each_once(12)
+    assert flat(query.planned()[0]) == dict.fromkeys(flat(query.planned()[0]), 10)
+
+    embedded.send("orders", count=4)
+    batches = len(query.planned())
+    assert query.run(fail_in_read).exception() is not None
+    embedded.send("orders", count=4)
+    query.catch_up()
+    assert query.rows() == each_once(14)
+    assert flat(query.planned()[batches]) == dict.fromkeys(flat(query.planned()[0]), 13)
+
+    batches = len(query.planned())
+    assert query.run().exception() is None
+    assert len(query.planned()) == batches
+
+
+@pytest.mark.spark_versions
+def test_the_order_in_which_spark_calls(spark, embedded, tmp_path):
+    """What the reader relies on; tests without Spark imitate it (tests/spark/asking.py)."""
+    spark.dataSource.register(recorded.RecordedSource)
+    file = tmp_path / "calls"
+    query = Query(spark, tmp_path, embedded, format="recorded", path=str(file))
+
+    def run() -> list[str]:
+        file.unlink(missing_ok=True)
+        started = query.start(trigger={"processingTime": "100 milliseconds"})
+        batches = query.finished()
+        embedded.send("orders", count=4)
+        wait_until(lambda: query.finished() > batches or started.exception())
+        embedded.send("orders", count=4)
+        wait_until(lambda: query.finished() > batches + 1 or started.exception())
+        started.stop()
+        assert started.exception() is None
+        return recorded.calls(file)
+
+    first, again = run(), run()
+    if RELEASE < (4, 2):
+        assert first[:3] == ["latestOffset", "initialOffset", "partitions"]
+        assert again[0] == "partitions: none"
+        later = ["latestOffset", "commit", "partitions"]
+    else:
+        assert first[:3] == ["initialOffset", "latestOffset", "reportLatestOffset"]
+        assert first[3:5] == ["initialOffset", "partitions"]
+        assert not again[0].startswith("initialOffset")
+        later = ["latestOffset", "reportLatestOffset", "commit", "partitions"]
+    working = [call for call in first[3:] if "nothing new" not in call]
+    assert " ".join(later) in " ".join(working)
+
+
+def test_a_run_to_the_end_is_in_several_batches_and_ends_while_messages_arrive(spark, embedded, tmp_path):
+    query = Query(spark, tmp_path, embedded, maxOffsetsPerTrigger=15)
+    stopped = threading.Event()
+
+    def send() -> None:
+        while not stopped.wait(0.05):
+            embedded.send("orders", count=4)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        ended = query.run()
+    finally:
+        stopped.set()
+        sender.join()
+    assert ended.exception() is None
+    assert len(query.planned()) >= 3
+    high = flat(query.planned()[-1])
+    rows = query.rows()
+    assert len(rows) == len(set(rows)) == sum(high.values())
+    assert all(offset < high[f"orders/{broker}/{queue_id}"] for broker, queue_id, offset in rows)
+
+
+@pytest.mark.spark_versions
+def test_a_query_follows_new_messages_and_its_group_follows_it(spark, embedded, tmp_path):
+    query = Query(spark, tmp_path, embedded, consumerGroup="app")
+    started = query.start()
+
+    def committed() -> set[int]:
+        return {
+            offset for name in ("broker-a", "broker-b") for offset in embedded.committed("app", "orders", name).values()
+        }
+
+    embedded.wait_until(lambda: committed() == {10}, 120)  # also of the last batch, when the query is idle
+    embedded.send("orders", count=4)
+    embedded.wait_until(lambda: committed() == {11}, 120)
+    began = time.monotonic()
+    started.stop()
+    assert time.monotonic() - began < 30
+    assert started.exception() is None
+    assert query.rows() == each_once(11)
+    source = started.recentProgress[-1]["sources"][0]
+    assert "HUSH" not in json.dumps(started.recentProgress, default=str)
+    assert source["endOffset"] is not None
+
+
+def test_a_projection_reads_only_what_is_named(spark, embedded):
+    frame = reading(spark.read, embedded).schema("queueOffset long, body binary").load()
+    assert frame.columns == ["queueOffset", "body"]
+    assert sorted(int(bytes(row.body)) for row in frame.collect()) == list(range(40))
+
+
+def test_a_wrong_projection_lists_the_columns(spark, embedded):
+    frame = reading(spark.read, embedded).schema("offset long").load()
+    with pytest.raises(Exception, match="column 'offset' is unknown; there are topic string, brokerName string"):
+        frame.collect()
+
+
+def test_a_table_is_the_same_for_all_actions(spark, embedded):
+    frame = reading(spark.read, embedded).load()
+    assert frame.count() == 40
+    embedded.send("orders", count=4)
+    assert frame.count() == 40
+    assert reading(spark.read, embedded).load().count() == 44
+
+
+def test_a_view_can_be_queried(spark, embedded):
+    reading(spark.read, embedded).load().createOrReplaceTempView("orders_view")
+    found = spark.sql("select brokerName, queueId, count(*) as n from orders_view group by all order by all").collect()
+    assert [tuple(row) for row in found] == [(b, q, 10) for b in ("broker-a", "broker-b") for q in (0, 1)]
+    spark.catalog.dropTempView("orders_view")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nameServer": None}, "nameServer is missing"),
+        ({"subscribe": None}, "no topic to read: give one of the options subscribe, subscribePattern and assign"),
+        ({"startingOffset": "latest"}, "option 'startingoffset' is unknown; did you mean startingOffsets?"),
+        ({"commitOffsets": True}, "commitOffsets=true needs a group"),
+    ],
+)
+def test_wrong_options_are_told_by_load(spark, embedded, options, text):
+    with pytest.raises(Exception, match="PYTHON_DATA_SOURCE_ERROR") as refused:
+        reading(spark.readStream, embedded, **options).load()
+    assert text in str(refused.value)
+
+
+def test_what_a_stream_cannot_have_is_told_without_a_second_error(spark, embedded, tmp_path):
+    ended = None
+    with contextlib.suppress(Exception):  # awaitTermination raises it, too
+        query = Query(spark, tmp_path, embedded, endingOffsets="latest")
+        ended = query.start()
+        ended.awaitTermination(60)
+    assert ended is not None
+    assert "endingOffsets is for batch reads" in str(ended.exception())
+    assert "UnboundLocalError" not in str(ended.exception())
+
+
+def test_plans_and_progress_show_no_secret(spark, tmp_path):
+    with EmbeddedCluster(account=("HUSH-access", "HUSH-secret")) as cluster:
+        cluster.create_topic("orders", queues=1)
+        cluster.send("orders", count=3)
+        secrets = {"accessKey": "HUSH-access", "secretKey": "HUSH-secret"}
+        frame = reading(spark.read, cluster, **secrets).load()
+        assert frame.count() == 3
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            for mode in ("extended", "formatted", "codegen", "cost"):
+                frame.explain(mode=mode)
+        query = Query(spark, tmp_path, cluster, **secrets)
+        ended = query.run()
+        with contextlib.redirect_stdout(shown):
+            ended.explain(extended=True)
+        assert query.rows() == [("broker-a", 0, 0), ("broker-a", 0, 1), ("broker-a", 0, 2)]
+        texts = shown.getvalue() + str(ended.recentProgress) + (tmp_path / "checkpoint/offsets/0").read_text()
+        assert len(shown.getvalue()) > 1000
+        assert "HUSH" not in texts

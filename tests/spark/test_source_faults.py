@@ -1,0 +1,312 @@
+"""Brokers that fail, lie and come back, under a stream's reader: it never goes back, and the other queues go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from pyrocket_consumer.errors import ConnectError, PermissionDenied
+from pyrocket_consumer.spark.data_loss import DataLoss
+from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from tests.spark.asking import Checkpoint, data_source, read_batch, running
+
+MAX, MIN = RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET
+FROM_FIRST = {"subscribe": "orders", "startingOffsets": "earliest"}
+
+
+@pytest.fixture
+def embedded() -> Iterator[EmbeddedCluster]:
+    """Two brokers with a queue each, and 10 messages in each queue."""
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic("orders", queues=1)
+        cluster.send("orders", count=20)
+        yield cluster
+
+
+def places(run) -> list[int]:
+    return list(run.place().values())
+
+
+def until_a_batch(run, count: int):
+    """Return what batches read until there are `count` messages."""
+    found = []
+    while len(found) < count:
+        found += run.batch() or []
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_a_broker_that_is_away_keeps_its_queues_while_the_others_go_on(embedded, caplog):
+    with caplog.at_level(logging.WARNING), running(embedded, **FROM_FIRST) as run:
+        run.batch()
+        embedded.send("orders", count=3, broker_name="broker-b")
+        embedded.broker("broker-b").stop()
+        embedded.send("orders", count=4, broker_name="broker-a")
+        assert {queue.broker_name for queue, _ in run.batch()} == {"broker-a"}
+        assert places(run) == [14, 10]
+        assert run.batch() is None
+        assert caplog.text.count("queues cannot be asked now: orders/broker-b/0") == 1
+        embedded.broker("broker-b").start()
+        assert {queue.broker_name for queue, _ in until_a_batch(run, 3)} == {"broker-b"}
+        assert places(run) == [14, 13]
+
+
+@pytest.mark.timeout(60)
+def test_a_restart_while_a_broker_is_away_keeps_its_queues(embedded):
+    checkpoint = Checkpoint()
+    with running(embedded, checkpoint, **FROM_FIRST) as run:
+        run.batch()
+    embedded.broker("broker-b").stop()
+    embedded.send("orders", count=4, broker_name="broker-a")
+    with running(embedded, checkpoint, **FROM_FIRST) as run:
+        assert len(run.batch()) == 4
+        assert places(run) == [14, 10]
+        embedded.broker("broker-b").start()
+        embedded.send("orders", count=2, broker_name="broker-b")
+        run.reader._asking.forget_discovery()
+        assert len(until_a_batch(run, 2)) == 2
+
+
+def test_a_broker_that_is_silent_does_not_hold_up_every_batch(embedded):
+    with running(embedded, requestTimeoutMs=300, **FROM_FIRST) as run:
+        run.batch()
+        embedded.broker("broker-b").on(MAX, drop, times=None)
+        for _ in range(8):
+            run.batch()
+        # It is tried again after pauses that grow, and not by each of the eight looks.
+        assert len(embedded.broker("broker-b").requests(MAX)) < 8
+
+
+@pytest.mark.timeout(60)
+def test_no_name_server_leaves_what_is_known(embedded):
+    with running(embedded, **FROM_FIRST) as run:
+        run.batch()
+        embedded.stop_name_server()
+        run.reader._asking.forget_discovery()
+        embedded.send("orders", count=4)
+        assert len(run.batch()) == 4
+        embedded.start_name_server()
+
+
+def test_connections_that_end_are_no_trouble(embedded):
+    with running(embedded, **FROM_FIRST) as run:
+        run.batch()
+        for broker in embedded.brokers:
+            broker.close_connections()
+            broker.on(MAX, close_connection)
+        embedded.send("orders", count=4)
+        assert len(until_a_batch(run, 4)) == 4
+
+
+def test_a_busy_broker_is_asked_again_for_where_to_begin(embedded):
+    embedded.broker("broker-a").on(MIN, answer(ResponseCode.SYSTEM_BUSY), times=1)
+    embedded.broker("broker-b").on(MIN, close_connection, times=1)
+    with running(embedded, **FROM_FIRST) as run:
+        assert len(run.batch()) == 20
+
+
+def test_a_broker_that_starts_answers_0_for_a_while_and_nothing_goes_back(embedded):
+    with running(embedded, **FROM_FIRST) as run:
+        run.batch()
+        embedded.broker("broker-a").on(MAX, answer(0, fields={"offset": "0"}), times=2)
+        embedded.send("orders", count=2)
+        assert len(run.batch()) == 2
+        assert places(run) == [11, 11]
+
+
+def test_a_queue_that_ends_too_early_for_long_is_data_loss(embedded):
+    with running(embedded, requestTimeoutMs=300, **FROM_FIRST) as run:
+        run.batch()
+        embedded.broker("broker-a").truncate("orders", 0, 4)
+        with pytest.raises(
+            DataLoss, match=r"orders/broker-a/0: wanted offsets from 10 on, available up to 4; .*failOnDataLoss"
+        ):
+            run.batch()
+
+
+def test_without_that_failing_the_position_stays_and_one_warning_is_given(embedded, caplog):
+    with (
+        caplog.at_level(logging.WARNING),
+        running(embedded, requestTimeoutMs=300, failOnDataLoss=False, **FROM_FIRST) as run,
+    ):
+        run.batch()
+        embedded.broker("broker-a").truncate("orders", 0, 4)
+        for _ in range(3):
+            assert run.batch() is None
+        embedded.send("orders", count=3, broker_name="broker-b")
+        assert len(run.batch()) == 3
+        assert places(run) == [10, 13]
+        embedded.send("orders", count=8, broker_name="broker-a")
+        assert [offset for _, offset in run.batch()] == [10, 11]
+    assert caplog.text.count("wanted offsets from 10 on, available up to 4") == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_topic_that_is_deleted_after_it_was_read_keeps_its_place(embedded, caplog):
+    embedded.create_topic("others", queues=1)
+    with (
+        caplog.at_level(logging.WARNING),
+        running(embedded, subscribe="orders,others", startingOffsets="earliest") as run,
+    ):
+        run.batch()
+        embedded.delete_topic("others")
+        embedded.delete_topic("orders")
+        run.reader._asking.forget_discovery()
+        assert run.batch() is None
+        assert run.batch() is None
+        assert places(run) == [10, 10, 0, 0]
+    assert caplog.text.count("no route names it") == 4
+
+
+def test_a_topic_that_is_deleted_with_unread_messages_is_data_loss(embedded):
+    with running(embedded, requestTimeoutMs=300, maxOffsetsPerTrigger=4, **FROM_FIRST) as run:
+        run.batch()
+        embedded.delete_topic("orders")
+        run.reader._asking.forget_discovery()
+        with pytest.raises(DataLoss, match=r"orders/broker-a/0: wanted offsets from 2 up to 10, available nothing"):
+            run.batch()
+
+
+def test_a_topic_that_is_made_anew_is_data_loss_and_never_read_as_if_it_were_the_old(embedded):
+    with running(embedded, requestTimeoutMs=300, **FROM_FIRST) as run:
+        run.batch()
+        embedded.delete_topic("orders")
+        embedded.create_topic("orders", queues=1)
+        embedded.send("orders", count=2)
+        run.reader._asking.forget_discovery()
+        with pytest.raises(DataLoss, match="made anew"):
+            run.batch()
+
+
+def test_a_broker_that_refuses_to_say_ends_the_query(embedded):
+    with running(embedded, **FROM_FIRST) as run:
+        run.batch()
+        embedded.broker("broker-a").on(MAX, answer(ResponseCode.NO_PERMISSION, "not you"), times=None)
+        with pytest.raises(PermissionDenied, match="not you"):
+            run.batch()
+
+
+def test_commit_is_never_an_error(embedded):
+    with running(embedded, consumerGroup="app", **FROM_FIRST) as run:
+        run.batch()
+        for broker in embedded.brokers:
+            broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, close_connection, times=None)
+            broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(ResponseCode.SYSTEM_ERROR), times=None)
+        run.reader.commit({"version": 1, "queues": {"orders": {"broker-a": {"0": 10}}}})
+        run.reader.commit({"nonsense": True})
+        embedded.send("orders", count=2)
+        assert len(run.batch()) == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_run_to_the_end_goes_on_without_a_broker_that_does_not_answer(embedded, caplog):
+    checkpoint = Checkpoint()
+    with running(embedded, checkpoint, **FROM_FIRST) as run:
+        run.batch()
+    embedded.send("orders", count=8)
+    embedded.broker("broker-b").stop(keep_route=True)
+    with caplog.at_level(logging.WARNING), running(embedded, checkpoint, trigger="available", **FROM_FIRST) as run:
+        assert len(run.batch()) == 4
+        assert run.batch() is None
+    assert "broker-b do not answer; what they have is left to the next run" in caplog.text
+
+
+@pytest.mark.timeout(60)
+def test_a_new_query_needs_every_broker_that_is_named(embedded):
+    """Else it could not tell, of the queues that come later, what was sent before it began."""
+    embedded.broker("broker-b").stop(keep_route=True)
+    reader = data_source(embedded, subscribe="orders").streamReader(None)
+    with pytest.raises(ConnectError, match="cannot connect"):
+        reader.initialOffset()
+    reader.stop()
+
+
+@pytest.mark.timeout(60)
+def test_nobody_there_is_an_error_after_some_attempts(embedded):
+    reader = data_source(embedded, subscribe="orders").streamReader(None)
+    embedded.stop_name_server()
+    with pytest.raises(ConnectError):
+        reader.initialOffset()
+    reader.stop()
+
+
+# --- batches
+
+
+def test_a_batch_reads_what_there_is(embedded):
+    assert len(read_batch(embedded, subscribe="orders")) == 20
+    offsets = '{"orders": {"broker-a": {"0": 2}, "broker-b": {"0": 9}}}'
+    ends = '{"orders": {"broker-a": {"0": 5}, "broker-b": -1}}'
+    found = read_batch(embedded, subscribe="orders", startingOffsets=offsets, endingOffsets=ends)
+    assert [(queue.broker_name, offset) for queue, offset in found] == [
+        ("broker-a", 2), ("broker-a", 3), ("broker-a", 4), ("broker-b", 9),
+    ]  # fmt: skip
+
+
+def test_a_batch_between_two_times():
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("orders", queues=1)
+        for at_ms in (1000, 2000, 3000, 4000):
+            cluster.send("orders", stored_at_ms=at_ms)
+        found = read_batch(cluster, subscribe="orders", startingTimestamp=1500, endingTimestamp=4000)
+        assert [offset for _, offset in found] == [1, 2]
+        assert read_batch(cluster, subscribe="orders", startingTimestamp=2500, endingTimestamp=2600) == []
+        assert read_batch(cluster, subscribe="orders", startingTimestamp=9000) == []
+
+
+def test_a_batch_that_ends_before_it_starts_is_refused(embedded):
+    low = '{"orders": {"broker-a": {"0": 2}, "broker-b": {"0": 2}}}'
+    high = '{"orders": {"broker-a": {"0": 4}, "broker-b": {"0": 2}}}'
+    with pytest.raises(ValueError, match="orders/broker-a/0 would end at offset 2, before it starts at 4"):
+        read_batch(embedded, subscribe="orders", startingOffsets=high, endingOffsets=low)
+
+
+def test_a_batch_that_begins_with_expired_messages_is_data_loss(embedded, caplog):
+    embedded.broker("broker-a").delete_before("orders", 0, 4)
+    offsets = '{"orders": {"broker-a": {"0": 2}, "broker-b": {"0": 9}}}'
+    options = {"subscribe": "orders", "startingOffsets": offsets}
+    with pytest.raises(DataLoss, match="orders/broker-a/0: wanted offsets from 2 up to 10, available 4 up to 10"):
+        read_batch(embedded, **options)
+    with caplog.at_level(logging.WARNING):
+        assert len(read_batch(embedded, failOnDataLoss=False, **options)) == 7
+    assert "wanted offsets from 2 up to 10" in caplog.text
+    assert len(read_batch(embedded, subscribe="orders")) == 16  # what has expired was not asked for
+
+
+@pytest.mark.parametrize("edge", ["startingOffsets", "endingOffsets"])
+def test_a_batch_beyond_the_end_is_data_loss(embedded, edge):
+    options = {
+        "subscribe": "orders",
+        "requestTimeoutMs": 300,
+        edge: '{"orders": {"broker-a": {"0": 12}, "broker-b": {"0": 9}}}',
+    }
+    with pytest.raises(DataLoss, match="orders/broker-a/0: .* the broker has no more"):
+        read_batch(embedded, **options)
+    found = read_batch(embedded, failOnDataLoss=False, **options)
+    assert len(found) == (1 if edge == "startingOffsets" else 19)
+
+
+def test_a_batch_of_nothing_has_one_empty_task(embedded, caplog):
+    embedded.create_topic("empty", queues=2)
+    reader = data_source(embedded, subscribe="empty").reader(None)
+    assert [partition.ranges for partition in reader.partitions()] == [()]
+    assert read_batch(embedded, subscribe="empty") == []
+    with caplog.at_level(logging.WARNING):
+        assert read_batch(embedded, subscribePattern="no-such-.*") == []
+    assert "no topic matches subscribePattern='no-such-.*'" in caplog.text
+
+
+def test_limits_of_streams_are_ignored_with_a_warning(embedded, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert len(read_batch(embedded, subscribe="orders", maxOffsetsPerTrigger=3)) == 20
+    assert "maxOffsetsPerTrigger and minOffsetsPerTrigger are for streams" in caplog.text
+
+
+def test_a_batch_from_where_a_group_is(embedded):
+    embedded.broker("broker-a").commit("app", "orders", {0: 7})
+    found = read_batch(embedded, subscribe="orders", startingOffsets="group", consumerGroup="app")
+    assert len(found) == 13
+    assert embedded.committed("app", "orders") == {0: 7}  # a batch has no progress

@@ -1,0 +1,477 @@
+"""A stream's reader keeps the rules of Spark's checkpoint. Asked as Spark asks, on embedded brokers, without Spark."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from pyrocket_consumer.errors import ConfigError, RouteNotFound
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.data_loss import DataLoss
+from pyrocket_consumer.spark.source import RefusedStreamReader
+from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.spark.asking import Checkpoint, CrashError, data_source, flat, rows, running
+
+RELEASES = ("4.0", "4.3")
+QUEUES = [MessageQueue("orders", broker, queue_id) for broker in ("broker-a", "broker-b") for queue_id in (0, 1)]
+
+
+@pytest.fixture
+def embedded() -> Iterator[EmbeddedCluster]:
+    """Two brokers with two queues each, and 5 messages in each queue."""
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic("orders", queues=2)
+        cluster.send("orders", count=20)
+        yield cluster
+
+
+def all_of(queue_rows: object, low: int, high: int) -> bool:
+    return sorted(queue_rows) == [(queue, offset) for queue in QUEUES for offset in range(low, high)]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_batches_follow_each_other_without_gap_or_overlap(embedded, release):
+    with running(embedded, release=release, subscribe="orders", startingOffsets="earliest") as run:
+        assert all_of(run.batch(), 0, 5)
+        assert run.batch() is None
+        embedded.send("orders", count=12)
+        assert all_of(run.batch(), 5, 8)
+        assert run.batch() is None
+
+
+def test_a_stream_begins_at_the_end_by_itself(embedded):
+    with running(embedded, subscribe="orders") as run:
+        assert run.batch() == []  # Spark runs the first batch, even if there is nothing
+        assert run.batch() is None
+        embedded.send("orders", count=4)
+        assert all_of(run.batch(), 5, 6)
+
+
+def test_what_is_asked_twice_is_answered_alike(embedded):
+    reader = data_source(embedded, subscribe="orders").streamReader(None)
+    first = json.dumps(reader.initialOffset())
+    embedded.send("orders", count=4)
+    latest = reader.latestOffset(json.loads(first), reader.getDefaultReadLimit())
+    assert json.dumps(reader.initialOffset()) == first
+    assert flat(latest, "from") == flat(json.loads(first))
+    reader.stop()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_crash_in_the_first_batch_reads_the_same_range_again(embedded, release):
+    checkpoint = Checkpoint()
+    options = {"subscribe": "orders", "startingOffsets": "earliest"}
+    with running(embedded, checkpoint, release, **options) as run, pytest.raises(CrashError):
+        run.batch(crash=True)
+    embedded.send("orders", count=8)
+    with running(embedded, checkpoint, release, subscribe="orders", startingOffsets="latest") as run:
+        assert all_of(run.batch(), 0, 5)
+        assert all_of(run.batch(), 5, 7)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_an_empty_first_batch_that_crashed_is_empty_again(embedded, release):
+    checkpoint = Checkpoint()
+    with running(embedded, checkpoint, release, subscribe="orders") as run, pytest.raises(CrashError):
+        run.batch(crash=True)
+    embedded.send("orders", count=8)
+    with running(embedded, checkpoint, release, subscribe="orders", startingOffsets="earliest") as run:
+        assert run.batch() == []
+        assert all_of(run.batch(), 5, 7)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_crash_in_a_later_batch_reads_the_same_range_again(embedded, release):
+    checkpoint = Checkpoint()
+    options = {"subscribe": "orders", "startingOffsets": "earliest"}
+    with running(embedded, checkpoint, release, **options) as run:
+        run.batch()
+        embedded.send("orders", count=4)
+        with pytest.raises(CrashError):
+            run.batch(crash=True)
+    embedded.send("orders", count=4)
+    for _ in range(2):  # it may crash again
+        with running(embedded, checkpoint, release, **options) as run, pytest.raises(CrashError):
+            run.batch(crash=True)
+    with running(embedded, checkpoint, release, **options) as run:
+        assert all_of(run.batch(), 5, 6)
+        assert all_of(run.batch(), 6, 7)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_restart_with_nothing_new_makes_no_batch(embedded, release):
+    checkpoint = Checkpoint()
+    for _ in range(3):
+        with running(embedded, checkpoint, release, subscribe="orders", startingOffsets="earliest") as run:
+            run.batch()
+            assert run.batch() is None
+    assert len(checkpoint.ends) == 1
+
+
+def test_a_checkpoint_is_stronger_than_the_options(embedded):
+    checkpoint = Checkpoint()
+    with running(embedded, checkpoint, subscribe="orders", startingOffsets="earliest") as run:
+        run.batch()
+    with running(embedded, checkpoint, subscribe="orders", startingOffsets="earliest") as run:
+        assert run.batch() is None
+
+
+def test_a_checkpoint_of_a_newer_release_is_refused_with_a_sentence(embedded):
+    reader = data_source(embedded, subscribe="orders").streamReader(None)
+    newer = {"version": 2, "queues": {}}
+    for ask in (lambda: reader.latestOffset(newer, None), lambda: reader.partitions(newer, newer)):
+        with pytest.raises(ConfigError, match="written by a newer release of pyrocket-consumer"):
+            ask()
+    reader.commit(newer)  # says so in the log only
+    reader.stop()
+
+
+# --- where it begins
+
+
+def begin(cluster: EmbeddedCluster, **options: object) -> dict[str, int]:
+    reader = data_source(cluster, subscribe="orders", **options).streamReader(None)
+    try:
+        return flat(reader.initialOffset())
+    finally:
+        reader.stop()
+
+
+def test_it_begins_where_the_group_is(embedded):
+    embedded.broker("broker-a").commit("app", "orders", {0: 3, 1: 0})
+    embedded.broker("broker-b").commit("app", "orders", {1: 5})
+    places = begin(embedded, startingOffsets="group", consumerGroup="app")
+    assert list(places.values()) == [3, 0, 0, 5]  # where the group has none, at the oldest message
+
+
+def test_it_begins_at_given_offsets(embedded):
+    text = '{"orders": {"broker-a": {"0": 2, "1": -1}, "broker-b": -2}}'
+    assert list(begin(embedded, startingOffsets=text).values()) == [2, 5, 0, 0]
+
+
+def test_given_offsets_must_cover_every_queue(embedded):
+    with pytest.raises(
+        ConfigError, match="startingOffsets covers all queues .* lacks orders/broker-b/0, orders/broker-b/1"
+    ):
+        begin(embedded, startingOffsets='{"orders": {"broker-a": -2}}')
+    with pytest.raises(ConfigError, match="startingOffsets names orders/broker-c"):
+        begin(embedded, startingOffsets='{"orders": {"broker-a": -2, "broker-b": -2, "broker-c": -2}}')
+
+
+@pytest.mark.parametrize("version", ["5.5.0", "4.9.7"])
+def test_it_begins_at_a_time(version):
+    """Brokers before 5.1.1 answer the nearest message, so messages are looked at."""
+    with EmbeddedCluster(version=version) as cluster:
+        cluster.create_topic("orders", queues=1)
+        for at_ms in (1000, 2000, 2000, 5000):
+            cluster.send("orders", stored_at_ms=at_ms)
+        found = [
+            *(next(iter(begin(cluster, startingTimestamp=at).values())) for at in (0, 1000, 1001, 2001, 4999, 5001))
+        ]
+        assert found == [0, 0, 1, 3, 3, 4]
+
+
+def test_it_reads_assigned_queues_only(embedded):
+    with running(embedded, assign='{"orders": {"broker-b": [1]}}', startingOffsets="earliest") as run:
+        assert run.batch() == [(QUEUES[3], offset) for offset in range(5)]
+
+
+def test_an_assigned_queue_must_exist(embedded):
+    reader = data_source(embedded, assign='{"orders": {"broker-b": [1, 2]}}').streamReader(None)
+    with pytest.raises(
+        ConfigError, match="assign names orders/broker-b/2; there are orders/broker-a/0, .*orders/broker-b/1"
+    ):
+        reader.initialOffset()
+    reader.stop()
+
+
+def test_a_topic_must_exist(embedded):
+    reader = data_source(embedded, subscribe="nowhere").streamReader(None)
+    with pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"):
+        reader.initialOffset()
+    reader.stop()
+
+
+def test_a_pattern_matches_whole_names_and_no_system_topics(embedded):
+    for name in ("orders-2", "more-orders", "%RETRY%orders", "%DLQ%orders"):
+        embedded.create_topic(name, queues=1)
+    reader = data_source(embedded, subscribePattern="orders.*|.*RETRY.*|.*DLQ.*|RMQ.*|rmq.*|SCHEDULE.*").streamReader(
+        None
+    )
+    assert {name.split("/")[0] for name in flat(reader.initialOffset())} == {"orders", "orders-2"}
+    reader.stop()
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"subscribe": "mine"}, {"subscribePattern": "mi.."}, {"assign": '{"mine": {"broker-a": [0]}}'}]
+)
+def test_a_namespace_is_in_front_of_names_at_the_brokers_only(embedded, chosen):
+    for name in ("mine", "ns%mine", "other%mine"):
+        embedded.create_topic(name, queues=1, brokers=["broker-a"])
+    embedded.send("ns%mine", count=3, broker_name="broker-a")
+    options = {"namespace": "ns", "startingOffsets": '{"mine": -2}', "consumerGroup": "app", **chosen}
+    with running(embedded, **options) as run:
+        found = run.batch()
+        assert run.batch() is None
+        assert run.place() == {"ns%mine/broker-a/0": 3}
+        embedded.wait_until(lambda: embedded.committed("ns%app", "ns%mine") == {0: 3}, 30)
+    assert [(queue.topic, offset) for queue, offset in found] == [("mine", 0), ("mine", 1), ("mine", 2)]
+
+
+def test_a_filter_in_sql_is_shown_to_the_broker_first(embedded):
+    reader = data_source(embedded, subscribe="orders", sqlFilter="a > 1").streamReader(None)
+    with pytest.raises(
+        ConfigError, match=r"sqlFilter='a > 1' is refused by broker broker-\w: .*filter message by SQL92"
+    ):
+        reader.initialOffset()
+    reader.stop()
+
+
+def test_wrong_options_are_told_at_the_first_call(embedded):
+    """An error of `streamReader()` itself comes with a second one, of Spark's."""
+    reader = data_source(embedded, subscribe="orders", endingOffsets="latest").streamReader(None)
+    assert isinstance(reader, RefusedStreamReader)
+    for ask in (reader.getDefaultReadLimit, reader.initialOffset, reader.latestOffset):
+        with pytest.raises(ConfigError, match="endingOffsets is for batch reads"):
+            ask()
+
+
+# --- queues that come and go
+
+
+def test_a_new_queue_is_read_from_its_first_message_and_can_be_repeated(embedded):
+    checkpoint = Checkpoint()
+    with running(embedded, checkpoint, subscribePattern="orders.*") as run:
+        run.batch()
+        embedded.create_topic("orders-2", queues=1)
+        embedded.send("orders-2", count=7)
+        run.reader._asking.forget_discovery()  # which comes every few seconds
+        with pytest.raises(CrashError):
+            run.batch(crash=True)
+        begins = run.place("from")
+        assert (begins["orders-2/broker-a/0"], begins["orders-2/broker-b/0"]) == (0, 0)
+    with running(embedded, checkpoint, subscribePattern="orders.*") as run:
+        assert len(run.batch()) == 7
+        assert run.batch() is None
+
+
+def test_a_new_queue_without_messages_makes_no_batch(embedded):
+    with running(embedded, subscribePattern="orders.*") as run:
+        run.batch()
+        embedded.create_topic("orders-2", queues=1)
+        run.reader._asking.forget_discovery()
+        assert run.batch() is None
+
+
+def test_a_topic_that_is_no_longer_chosen_keeps_its_place(embedded, caplog):
+    embedded.create_topic("others", queues=1)
+    embedded.send("others", count=4)
+    checkpoint = Checkpoint()
+    with running(embedded, checkpoint, subscribe="orders,others", startingOffsets="earliest") as run:
+        assert len(run.batch()) == 24
+    embedded.send("others", count=4)
+    embedded.send("orders", count=4)
+    with caplog.at_level(logging.WARNING), running(embedded, checkpoint, subscribe="orders") as run:
+        assert {queue.topic for queue, _ in run.batch()} == {"orders"}
+        assert sum(place for name, place in run.place().items() if name.startswith("others")) == 4
+    assert "the options do not choose it any more" in caplog.text
+
+
+# --- limits
+
+
+def test_a_cap_is_spread_over_queues_in_proportion(embedded):
+    embedded.send("orders", count=85, queue_id=0, broker_name="broker-a")  # 90, 5, 5, 5
+    with running(embedded, subscribe="orders", startingOffsets="earliest", maxOffsetsPerTrigger=21) as run:
+        found = run.batch()
+        assert [sum(queue == each for queue, _ in found) for each in QUEUES] == [18, 1, 1, 1]
+        everything = list(found)
+        while (found := run.batch()) is not None:
+            assert len(found) <= 21
+            everything += found
+    assert len(everything) == len(set(everything)) == 105
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_cap_holds_on_every_release(embedded, release):
+    with running(
+        embedded, None, release, subscribe="orders", startingOffsets="earliest", maxOffsetsPerTrigger=8
+    ) as run:
+        assert [len(run.batch()) for _ in range(3)] == [8, 8, 4]
+
+
+def test_once_reads_everything_whatever_the_limits(embedded):
+    limits = {"maxOffsetsPerTrigger": 8, "minOffsetsPerTrigger": 8}
+    with running(embedded, trigger="once", subscribe="orders", startingOffsets="earliest", **limits) as run:
+        assert len(run.batch()) == 20
+    with running(
+        embedded, trigger="once", subscribe="orders", startingOffsets="earliest", minOffsetsPerTrigger=99
+    ) as run:
+        assert len(run.batch()) == 20
+
+
+def test_a_batch_waits_for_enough(embedded):
+    options = {"subscribe": "orders", "minOffsetsPerTrigger": 6, "maxTriggerDelay": "1h"}
+    with running(embedded, **options) as run:
+        run.batch()
+        embedded.send("orders", count=4)
+        assert run.batch() is None
+        embedded.send("orders", count=4)
+        assert all_of(run.batch(), 5, 7)
+
+
+def test_a_batch_waits_no_longer_than_it_is_told(embedded):
+    with running(embedded, subscribe="orders", minOffsetsPerTrigger=1000, maxTriggerDelay="200ms") as run:
+        run.batch()
+        embedded.send("orders", count=4)
+        batches = iter(run.batch, object())
+        assert all_of(next(found for found in batches if found is not None), 5, 6)
+
+
+def test_with_an_old_spark_the_first_batch_waits_for_nothing(embedded):
+    """There, a run of a single batch cannot be told from others."""
+    options = {"startingOffsets": "earliest", "minOffsetsPerTrigger": 1000, "maxTriggerDelay": "1h"}
+    with running(embedded, None, "4.0", subscribe="orders", **options) as run:
+        assert all_of(run.batch(), 0, 5)
+        embedded.send("orders", count=4)
+        assert run.batch() is None
+
+
+# --- AvailableNow
+
+
+def test_a_run_to_the_end_ends_while_messages_still_arrive(embedded):
+    options = {"subscribe": "orders", "startingOffsets": "earliest", "maxOffsetsPerTrigger": 6}
+    checkpoint, batches = Checkpoint(), []
+    with running(embedded, checkpoint, trigger="available", **options) as run:
+        while (found := run.batch()) is not None:
+            batches.append(found)
+            embedded.send("orders", count=4)
+        assert all_of([row for batch in batches for row in batch], 0, 5)
+    with running(embedded, checkpoint, trigger="available", **options) as run:
+        later = []
+        while (found := run.batch()) is not None:
+            later += found
+        assert all_of(later, 5, 5 + len(batches))
+
+
+def test_a_run_to_the_end_leaves_later_queues_to_the_next(embedded):
+    options = {"subscribePattern": "orders.*", "startingOffsets": "earliest"}
+    checkpoint = Checkpoint()
+    with running(embedded, checkpoint, trigger="available", **options) as run:
+        embedded.create_topic("orders-2", queues=1)
+        embedded.send("orders-2", count=3)
+        run.reader.initialOffset()
+        run.reader._asking.forget_discovery()
+        found = run.batch()
+    assert {queue.topic for queue, _ in found} == {"orders"}
+
+
+def test_a_run_to_the_end_ends_although_a_queue_shrank(embedded):
+    options = {"subscribe": "orders", "startingOffsets": "earliest", "maxOffsetsPerTrigger": 4, "failOnDataLoss": False}
+    with running(embedded, trigger="available", **options) as run:
+        found = list(run.batch())
+        for broker in embedded.brokers:
+            for queue_id in (0, 1):
+                broker.truncate("orders", queue_id, 3)
+        for _ in range(10):
+            batch = run.batch()
+            if batch is None:
+                break
+            found += batch
+        else:
+            pytest.fail("the run does not end")
+    assert all_of(found, 0, 3)
+
+
+def test_a_run_to_the_end_waits_for_no_minimum(embedded):
+    options = {"startingOffsets": "earliest", "minOffsetsPerTrigger": 1000}
+    with running(embedded, trigger="available", subscribe="orders", **options) as run:
+        assert all_of(run.batch(), 0, 5)
+        assert run.batch() is None
+
+
+# --- tasks
+
+
+def test_tags_leave_gaps_at_the_edges_of_ranges_and_nothing_is_missed(embedded):
+    """Ranges end and begin at messages that the broker leaves out."""
+    embedded.create_topic("tagged", queues=1, brokers=["broker-a"])
+    for number in range(40):
+        embedded.send("tagged", tags="b" if number % 4 == 2 else "a", broker_name="broker-a")
+    options = {"subscribe": "tagged", "tags": "b", "startingOffsets": "earliest", "maxOffsetsPerTrigger": 5}
+    found = []
+    with running(embedded, **options) as run:
+        while (batch := run.batch()) is not None:
+            found += [offset for _, offset in batch]
+    assert found == list(range(2, 40, 4))
+
+
+def test_ranges_are_planned_as_the_options_say(embedded):
+    reader = data_source(embedded, subscribe="orders", startingOffsets="earliest", minPartitions=8).streamReader(None)
+    end = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
+    partitions = reader.partitions(reader.initialOffset(), end)
+    assert len(partitions) == 8
+    reader.stop()
+
+
+def test_what_is_read_of_a_planned_batch_does_not_depend_on_the_planner(embedded):
+    reader = data_source(embedded, subscribe="orders", startingOffsets="earliest").streamReader(
+        data_source(embedded, subscribe="orders").schema()
+    )
+    end = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
+    partitions = reader.partitions(reader.initialOffset(), end)
+    reader.stop()
+    assert all_of(rows(reader, partitions), 0, 5)
+
+
+def test_what_is_reported_as_latest_is_beyond_the_cap(embedded):
+    with running(embedded, subscribe="orders", startingOffsets="earliest", maxOffsetsPerTrigger=4) as run:
+        run.batch()
+        assert list(flat(run.reader.reportLatestOffset()).values()) == [5, 5, 5, 5]
+        assert list(run.place().values()) == [1, 1, 1, 1]
+
+
+def test_brokers_are_asked_no_more_often_than_told(embedded):
+    with running(embedded, subscribe="orders", planningIntervalMs=400) as run:
+        run.batch()
+        broker = embedded.broker("broker-a")
+        broker.forget_requests()
+        assert run.batch() is None
+        assert run.batch() is None
+        asked = [each.at_s for each in broker.requests(RequestCode.GET_MAX_OFFSET)]
+        assert len(asked) == 4  # two looks at two queues
+        assert asked[2] - asked[1] >= 0.35
+
+
+def test_nothing_between_is_nothing_to_do(embedded):
+    with running(embedded, subscribe="orders", startingOffsets="earliest") as run:
+        start = run.reader.initialOffset()
+        assert run.reader.partitions(start, start) == []
+
+
+def test_expired_messages_are_data_loss(embedded):
+    with running(embedded, subscribe="orders", startingOffsets="earliest") as run:
+        run.reader.initialOffset()
+        embedded.broker("broker-a").delete_before("orders", 1, 3)
+        with pytest.raises(
+            DataLoss, match=r"orders/broker-a/1: wanted offsets from 0 up to 5, available from 3 on"
+        ) as loss:
+            run.batch()
+    assert "failOnDataLoss" in str(loss.value)
+
+
+def test_without_that_failing_the_query_goes_on_with_what_there_is(embedded, caplog):
+    options = {"subscribe": "orders", "startingOffsets": "earliest", "failOnDataLoss": False}
+    with caplog.at_level(logging.WARNING), running(embedded, **options) as run:
+        run.reader.initialOffset()
+        embedded.broker("broker-a").delete_before("orders", 1, 3)
+        found = run.batch()
+        assert [offset for queue, offset in found if queue == QUEUES[1]] == [3, 4]
+        assert len(found) == 17
+        assert run.batch() is None
+    assert caplog.text.count("wanted offsets from 0 up to 5, available from 3 on") == 1

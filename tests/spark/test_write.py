@@ -1,0 +1,137 @@
+"""The sink inside Spark: what only a real query shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import PySparkException
+
+from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import numbered
+
+SEND = RequestCode.SEND_MESSAGE_V2
+MARKS = ("spark_query_id", "spark_batch_id", "spark_partition", "spark_row")
+
+
+@pytest.fixture
+def embedded():
+    with EmbeddedCluster() as cluster:
+        yield cluster
+
+
+def stream(spark: Any, cluster: Any, topic: str, **options: Any) -> Any:
+    reader = spark.readStream.format("rocketmq").option("nameServer", cluster.name_server).option("subscribe", topic)
+    return reader.options(startingOffsets="earliest", **options).load()
+
+
+def copy(frame: Any, cluster: Any, topic: str, checkpoint: Path) -> Any:
+    """Write all that `frame` has now to a topic; returns the query, which has ended."""
+    writer = frame.writeStream.format("rocketmq").option("nameServer", cluster.name_server).option("topic", topic)
+    query = writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+    query.awaitTermination()
+    return query
+
+
+def marks(message: Any) -> tuple[str, ...]:
+    return tuple(message.properties[name] for name in MARKS)
+
+
+@pytest.mark.versions("5.5.0", "4.9.7")
+def test_messages_go_through_a_stream_into_a_topic_and_are_read_back(spark, cluster, names, tmp_path):
+    first, second = names.topic("first"), names.topic("second")
+    for topic in (first, second):
+        cluster.create_topic(topic, queues=2)
+    for queue_id in range(2):
+        cluster.send(first, b"order", count=20, tags="paid", keys=["k1", "k2"], properties={"region": "eu"},
+                     queue_id=queue_id)  # fmt: skip
+    orders = stream(spark, cluster, first, tags="paid || open").drop("brokerName", "queueId")
+    query = copy(orders, cluster, second, tmp_path / "checkpoint")
+    read = spark.read.format("rocketmq").option("nameServer", cluster.name_server).option("subscribe", second).load()
+    rows = read.collect()
+    assert [bytes(row["body"]) for row in rows] == [b"order"] * 40
+    assert {(row["tags"], row["keys"], row["properties"]["region"]) for row in rows} == {("paid", "k1 k2", "eu")}
+    told = {tuple(row["properties"][name] for name in MARKS) for row in rows}
+    assert len(told) == 40
+    assert {each[0] for each in told} == {str(query.id)}
+    copy(orders, cluster, second, tmp_path / "checkpoint")
+    assert read.count() == 40, "the query went on where it was: there was nothing new"
+
+
+@pytest.mark.spark_versions
+def test_a_batch_that_runs_again_marks_its_duplicates(spark, embedded, tmp_path):
+    for topic in ("first", "second"):
+        embedded.create_topic(topic, queues=2)
+    embedded.send("first", lambda number: b"m%d" % number, count=30)
+    orders = stream(spark, embedded, "first").select("body")
+    copy(orders, embedded, "second", tmp_path)
+    once = {marks(message): message.body for message in embedded.messages("second")}
+    assert sorted(once.values()) == sorted(numbered(30))
+    for name in ("0", ".0.crc"):
+        (tmp_path / "commits" / name).unlink()  # as if the driver had died before it knew
+    copy(orders, embedded, "second", tmp_path)
+    again = embedded.messages("second")
+    assert len(again) == 60
+    assert {marks(message): message.body for message in again} == once
+
+
+def test_rows_with_a_key_stay_in_order_through_a_stream(spark, embedded, tmp_path):
+    for topic in ("first", "second"):
+        embedded.create_topic(topic, queues=1)
+    embedded.send("first", lambda number: b"%d" % number, count=100)
+    orders = stream(spark, embedded, "first").selectExpr("body", "string(int(string(body)) % 3) AS shardingKey")
+    copy(orders, embedded, "second", tmp_path)
+    for key in range(3):
+        found = [int(message.body) for message in embedded.messages("second") if int(message.body) % 3 == key]
+        assert found == [number for number in range(100) if number % 3 == key]
+
+
+def batch(spark: Any, cluster: EmbeddedCluster, sql: str, mode: str = "append", **options: Any) -> None:
+    writer = spark.sql(sql).write.format("rocketmq").mode(mode).option("nameServer", cluster.name_server)
+    writer.options(**options).save()
+
+
+@pytest.mark.parametrize(
+    ("sql", "options", "text"),
+    [
+        ("SELECT 'x' AS value", {"topic": "orders"}, "no column 'value'"),
+        ("SELECT 'x' AS body", {}, "set the option topic"),
+        ("SELECT 'x' AS body", {"topic": "orders", "mode": "overwrite"}, 'use mode("append")'),
+        ("SELECT 'x' AS body", {"topic": "orders", "maxInFlight": "0"}, "maxInFlight='0'"),
+        ("SELECT 'x' AS body", {"topic": "orders", "sendTimeout": "1"}, "did you mean sendTimeoutMs"),
+        ("SELECT cast(null AS string) AS body", {"topic": "orders"}, "row 0 of partition 0: body is null"),
+        ("SELECT 'x' AS body", {"topic": "no-such-topic"}, "no-such-topic"),
+    ],
+)
+def test_what_is_wrong_is_told(spark, embedded, sql, options, text):
+    embedded.create_topic("orders")
+    with pytest.raises(PySparkException) as raised:
+        batch(spark, embedded, sql, **options)
+    assert text in str(raised.value)
+    assert not embedded.messages("orders")
+
+
+def test_a_query_ends_with_the_sentence_of_the_row(spark, embedded, tmp_path):
+    embedded.create_topic("first")
+    embedded.send("first", b"x")
+    with pytest.raises(PySparkException) as raised:
+        copy(stream(spark, embedded, "first").selectExpr("nullif(body, body) AS body"), embedded, "second", tmp_path)
+    assert "body is null; filter such rows out" in str(raised.value)
+
+
+def test_without_rows_nothing_is_sent(spark, embedded):
+    embedded.create_topic("orders")
+    batch(spark, embedded, "SELECT 'x' AS body WHERE false", topic="orders")
+    assert not embedded.broker("broker-a").connections
+    assert not embedded.broker("broker-a").requests(SEND)
+
+
+def test_tasks_keep_their_connections(spark, embedded):
+    embedded.create_topic("orders")
+    broker = embedded.broker("broker-a")
+    for _ in range(6):
+        batch(spark, embedded, "SELECT 'x' AS body", topic="orders")
+    assert len(embedded.messages("orders")) == 6
+    assert len(broker.connections) <= 2, "one for each worker process"
