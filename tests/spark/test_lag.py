@@ -29,7 +29,9 @@ def source(end, latest):
 
 
 @pytest.mark.parametrize(
-    "written", [json.dumps, lambda found: json.dumps(found, indent=2), str, lambda found: found], ids=str
+    "written",
+    [json.dumps, lambda found: json.dumps(found, indent=2), str, lambda found: found],
+    ids=["json", "indented", "python", "dict"],
 )
 def test_the_distance_of_each_queue_counts(written):
     found = lag(progress(source(written(END), written(LATEST))))
