@@ -4,34 +4,58 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-T = TypeVar("T")
+IDLE_S = 60.0
+"""What no task has asked for in this time is closed when the next task asks for something else."""
+
+
+class Closable(Protocol):
+    """What can be kept."""
+
+    def close(self) -> None:
+        """Disconnect."""
+
+
+T = TypeVar("T", bound=Closable)
 
 _lock = threading.Lock()
-_kept: dict[Hashable, object] = {}
+_kept: dict[Hashable, Closable] = {}
+_asked_at: dict[Hashable, float] = {}
 _pid = os.getpid()
 
 
-def kept(kind: type[T], key: Hashable, make: Callable[[], T]) -> T:
+def kept(kind: type[T], key: Hashable, make: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> T:
     """Return this process's `kind` for `key`, made by the first task that asks.
 
-    Workers are forked from a daemon; what its parent kept is not ours. Nothing here is closed: Spark ends a worker
-    that has had no task for a minute, and its threads are daemons.
+    A worker has one task at a time. Workers are forked from a daemon; what its parent kept is not ours. At the end
+    nothing is closed: Spark ends a worker that has had no task for a minute, and its threads are daemons.
     """
     global _pid
     with _lock:
         if _pid != os.getpid():
             _kept.clear()
             _pid = os.getpid()
+        now = _asked_at[kind, key] = clock()
+        for each in [each for each in _kept if now - _asked_at[each] > IDLE_S]:
+            threading.Thread(target=_kept.pop(each).close, name="pyrocket-close", daemon=True).start()
         found = _kept.get((kind, key))
         if not isinstance(found, kind):
             found = _kept[kind, key] = make()
         return found
 
 
-def forget(kind: type[object], key: Hashable) -> None:
+def forget(kind: type[Closable], key: Hashable) -> None:
     """Make the next task start afresh, after what is kept proved broken."""
     with _lock:
         _kept.pop((kind, key), None)
+
+
+def close_all() -> None:
+    """Disconnect everything, for instance at the end of a notebook that has read without Spark."""
+    with _lock:
+        for each in _kept.values():
+            each.close()
+        _kept.clear()

@@ -71,6 +71,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(left_out)
 
 
+@pytest.fixture(autouse=True)
+def connections_end() -> Iterator[None]:
+    """What a worker keeps between tasks is closed, so that no test leaves threads to the next."""
+    yield
+    if "pyrocket_consumer.spark.worker" in sys.modules:
+        sys.modules["pyrocket_consumer.spark.worker"].close_all()
+
+
 @pytest.fixture(scope="session")
 def spark_environment() -> Iterator[dict[str, str]]:
     """The environment in which Spark finds this interpreter and these sources; that of this process, too."""

@@ -1,6 +1,6 @@
 """A streaming query that is killed again and again delivers every message into files exactly once.
 
-Two kills and 20 000 messages; `make spark-soak` does twenty and 200 000. PYROCKET_SPARK_KILLS, PYROCKET_SPARK_MESSAGES
+One kill and 10 000 messages; `make spark-soak` does twenty and 200 000. PYROCKET_SPARK_KILLS, PYROCKET_SPARK_MESSAGES
 and PYROCKET_SPARK_SEED say otherwise.
 """
 
@@ -24,8 +24,8 @@ from tests.consuming import until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "docs" / "examples" / "spark_files.py"
-KILLS = int(os.environ.get("PYROCKET_SPARK_KILLS", "2"))
-MESSAGES = int(os.environ.get("PYROCKET_SPARK_MESSAGES", "20000"))
+KILLS = int(os.environ.get("PYROCKET_SPARK_KILLS", "1"))
+MESSAGES = int(os.environ.get("PYROCKET_SPARK_MESSAGES", "10000"))
 SEED = int(os.environ.get("PYROCKET_SPARK_SEED", "0")) or random.randrange(1, 1 << 32)
 LIFE_S = 240.0  # in which a life plans its first batch, on a slow machine
 

@@ -10,10 +10,9 @@ import time
 import pyarrow as pa
 import pytest
 
-from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
-from pyrocket_consumer.spark import read, worker
+from pyrocket_consumer.spark import read
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import ClientOptions, ReadOptions
 from pyrocket_consumer.spark.ranges import QueueRange
@@ -64,16 +63,6 @@ def topic(embedded, names):
     topic = names.topic()
     embedded.create_topic(topic, queues=4)
     return topic
-
-
-@pytest.fixture(autouse=True)
-def connections_end():
-    """What a worker keeps for good is closed, so that no test leaves threads to the next."""
-    yield
-    for each in list(worker._kept.values()):
-        if isinstance(each, Cluster):
-            each.close()
-    worker._kept.clear()
 
 
 def wanted(topic, begin, end, queue_id=0, broker_name="broker-a"):
