@@ -12,7 +12,7 @@ RUN := .venv/bin
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help test check wheel demo spark-demo bench soak spark-soak clean
+.PHONY: help test check wheel demo spark-demo bench soak spark-soak spark-versions clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -53,6 +53,16 @@ soak: .venv/.test  ## hours of faults: 10 000 simulated worlds, 100 000 crash po
 spark-soak: .venv/.test  ## a streaming query killed twenty times: 200 000 messages into files, each exactly once
 	@.ci/install-java
 	PYROCKET_SPARK_KILLS=20 PYROCKET_SPARK_MESSAGES=200000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_kill.py
+
+spark-versions: .venv/.test  ## the Spark tests with Spark Connect, and with PySpark 4.0 and 4.1
+	@.ci/install-java
+	$(RUN)/python -m pip install --quiet 'pyspark[connect]'
+	CI=true $(RUN)/python -m pytest -q --real=none -m spark_connect tests/spark
+	for version in 4.0 4.1; do \
+	    $(PYTHON) -m venv .venv/spark-$$version && \
+	    .venv/spark-$$version/bin/python -m pip install --quiet --editable '.[test]' "pyspark==$$version.*" && \
+	    CI=true .venv/spark-$$version/bin/python -m pytest -q --real=none -m spark_versions tests/spark || exit 1; \
+	done
 
 clean:  ## removes the virtual environment and what was built
 	rm -rf .venv build dist *.egg-info
