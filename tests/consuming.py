@@ -11,7 +11,7 @@ from typing import Any
 
 from pyrocket_consumer import ConsumerEvent, Message, MessageQueue, PushConsumer
 
-WAIT_S = 60.0
+WAIT_S = 30.0
 
 QUICK = {
     "consume_from": "first",

@@ -54,8 +54,8 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def ended(self, timeout_s: float = WAIT_S) -> int:
-        """Wait for the end and all output; returns the exit code."""
+    def ended(self, timeout_s: float = 60.0) -> int:
+        """Wait for the end and all output; returns the exit code. A close may take its 30 s and 15 s for the calls."""
         code = self.process.wait(timeout_s)
         for reader in self._readers:
             reader.join(timeout_s)
