@@ -63,17 +63,23 @@ class LosesItsPull(NaiveMember):
 def no_answer_ends_a_queue(cluster: Any, names: Any, member: Kind) -> None:
     topic, group = names.topic(), names.group()
     cluster.create_topic(topic, queues=1)
-    broker = cluster.broker("broker-a")
-    with member(cluster, topic, group, call_timeout_s=0.5) as consumer:
-        for number, (what, trouble) in enumerate(BAD_ANSWERS.items()):
-            broker.on(PULL, trouble, when=of(topic, queueOffset=number))
-            fill(cluster, topic, 1, start=number)
+    fill(cluster, topic, len(BAD_ANSWERS))
+    shown: list[str] = []
+
+    def showing(what: str, trouble: Fault) -> Fault:
+        return lambda exchange: (shown.append(what), trouble(exchange))[1]
+
+    for number, (what, trouble) in enumerate(BAD_ANSWERS.items()):
+        cluster.broker("broker-a").on(PULL, showing(what, trouble), when=of(topic, queueOffset=number))
+    with member(cluster, topic, group, call_timeout_s=0.5, pull_batch_size=1) as consumer:
+        for number, what in enumerate(BAD_ANSWERS):
             until(
                 lambda number=number: len(consumer.seen.messages) > number,
                 f"the queue goes on after: {what}",
                 patience_s(member),
             )
         assert consumer.seen.bodies == numbered(len(BAD_ANSWERS))
+    assert shown == list(BAD_ANSWERS)
 
 
 def test_h36_no_answer_ends_the_pulling_of_a_queue(embedded, names):
