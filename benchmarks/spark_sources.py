@@ -16,6 +16,7 @@ from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.spark.schema import arrow_schema, projected
 from pyrocket_consumer.wire.columns import PulledRecords, record_batches
+from pyrocket_consumer.wire.frame import Extent
 from pyrocket_consumer.wire.message import Message
 
 _ready: dict[str, pa.RecordBatch] = {}
@@ -48,7 +49,8 @@ class _ReadyReader(DataSourceReader):
         columns = arrow_schema(self._schema)
         key = f"{self._records} {columns.names}"
         if key not in _ready:
-            answer = PulledRecords(MessageQueue("t", "broker-a", 0), Path(self._records).read_bytes(), 0, 1 << 60)
+            records = Extent.whole(Path(self._records).read_bytes())
+            answer = PulledRecords(MessageQueue("t", "broker-a", 0), records, 0, 1 << 60)
             (_ready[key],) = record_batches([answer], columns)
         batch, left = _ready[key], self._messages
         while left > 0:

@@ -8,12 +8,12 @@ import logging
 import os
 import random
 import ssl
-from collections.abc import Awaitable, Callable, Container, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Container, Coroutine
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from pyrocket_consumer.cluster.answers import check_answer
+from pyrocket_consumer.cluster.answers import check_answer, refusal
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.heartbeat import Heartbeats
 from pyrocket_consumer.cluster.name_servers import NameServers
@@ -28,8 +28,9 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import MASTER_ID, TopicRoute
-from pyrocket_consumer.net.connection import Connection
+from pyrocket_consumer.net.connection import Connection, Sign
 from pyrocket_consumer.net.connections import Connections
+from pyrocket_consumer.net.direct import DirectConnection, open_direct
 from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.wire.acl import sign
 from pyrocket_consumer.wire.bodies import ConsumerData, decode_route
@@ -127,7 +128,7 @@ class Cluster:
             on_request=self._answer_request,
             on_lost=self._connection_lost,
             tls=self._tls,
-            sign=self._sign if self.config.access_key is not None else None,
+            sign=self._signer,
             rng=self._random,
         )
         if self._owns_io:
@@ -245,21 +246,50 @@ class Cluster:
         command = request(header, body, code=code)
         return await self._send(address, command, timeout_s or self.config.call_timeout_s, accept)
 
+    async def call_each(
+        self, address: str, commands: Collection[RemotingCommand]
+    ) -> list[RemotingCommand | RocketError]:
+        """Return the answers of the server at `address` to requests that are sent all at once, in their order.
+
+        In the place of an answer is the error that `call` would raise. For very many small questions: it takes a
+        third of the time of a `call` for each.
+
+        Raises:
+            ConnectError: there is no connection. Nothing was sent.
+        """
+        connection, timeout_s = await self._connected(address, self.config.call_timeout_s)
+        answers = await connection.call_each(commands, timeout_s)
+        late = sum(isinstance(answer, RequestTimeout) for answer in answers)
+        if not self._is_member(address):
+            if late < len(answers):
+                self._unanswered.pop(address, None)
+            if late:
+                self._not_answered(connection, late)
+        return [_judged(answer, address) for answer in answers]
+
     async def _send(
         self, address: str, command: RemotingCommand, timeout_s: float, accept: Container[int]
     ) -> RemotingCommand:
-        connection = self._open().peek(address)
-        if connection is None:
-            deadline = self.loop.time() + timeout_s
-            try:
-                async with asyncio.timeout_at(deadline):
-                    connection = await self._open().get(address)
-            except TimeoutError as error:
-                raise ConnectError(address, f"no connection within {timeout_s:g} s") from error
-            timeout_s = max(deadline - self.loop.time(), 0.001)
-        is_member = self._heartbeats.needed and address in self._members()
+        connection, timeout_s = await self._connected(address, timeout_s)
+        is_member = self._is_member(address)
         answer = await (connection.call(command, timeout_s) if is_member else self._ask(connection, command, timeout_s))
         return check_answer(answer, address, accept)
+
+    async def _connected(self, address: str, timeout_s: float) -> tuple[Connection, float]:
+        """Return an open connection, and what it has left of `timeout_s`."""
+        connection = self._open().peek(address)
+        if connection is not None:
+            return connection, timeout_s
+        deadline = self.loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                connection = await self._open().get(address)
+        except TimeoutError as error:
+            raise ConnectError(address, f"no connection within {timeout_s:g} s") from error
+        return connection, max(deadline - self.loop.time(), 0.001)
+
+    def _is_member(self, address: str) -> bool:
+        return self._heartbeats.needed and address in self._members()
 
     async def _ask(self, connection: Connection, command: RemotingCommand, timeout_s: float) -> RemotingCommand:
         """Return the answer; close a connection on which several in a row did not come.
@@ -271,12 +301,16 @@ class Cluster:
         try:
             answer = await connection.call(command, timeout_s)
         except RequestTimeout:
-            self._unanswered[address] = self._unanswered.get(address, 0) + 1
-            if self._unanswered[address] >= _DEAD_AFTER:
-                connection.close(f"{_DEAD_AFTER} calls in a row were not answered")
+            self._not_answered(connection, 1)
             raise
         self._unanswered.pop(address, None)
         return answer
+
+    def _not_answered(self, connection: Connection, calls: int) -> None:
+        address = connection.address
+        self._unanswered[address] = self._unanswered.get(address, 0) + calls
+        if self._unanswered[address] >= _DEAD_AFTER:
+            connection.close(f"{_DEAD_AFTER} calls in a row were not answered")
 
     async def oneway(self, address: str, header: Header, body: bytes = b"") -> None:
         """Send a request that wants no answer.
@@ -312,6 +346,20 @@ class Cluster:
             ConnectError: there is none to be had.
         """
         return await self._open().get(address)
+
+    async def open_direct(self, address: str) -> DirectConnection:
+        """Return a new connection to `address`, which the caller waits on and closes itself, in a thread of its own.
+
+        Raises:
+            ConnectError: there is none to be had.
+        """
+        return await open_direct(
+            self.loop, address, timeout_s=self.config.connect_timeout_s, tls=self._tls, sign=self._signer
+        )
+
+    @property
+    def _signer(self) -> Sign | None:
+        return self._sign if self.config.access_key is not None else None
 
     def _open(self) -> Connections:
         if self._connections is None or self.state is not ClusterState.RUNNING:
@@ -576,6 +624,14 @@ class Cluster:
         log.error("client_id=%s failed: %s", self.client_id, what, exc_info=error)
         for hook in self._failure_hooks:
             hook(error)
+
+
+def _judged(answer: RemotingCommand | Exception, address: str) -> RemotingCommand | RocketError:
+    if isinstance(answer, RemotingCommand):
+        return answer if answer.code == ResponseCode.SUCCESS else refusal(answer, address)
+    if isinstance(answer, RocketError):
+        return answer
+    raise answer
 
 
 def tls_context(tls: bool | ssl.SSLContext) -> ssl.SSLContext | None:

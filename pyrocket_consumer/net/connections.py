@@ -6,6 +6,8 @@ import asyncio
 import logging
 import random
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pyrocket_consumer.config import parse_address
@@ -110,23 +112,14 @@ class Connections:
 
     async def _connect(self, address: str) -> Connection:
         host, port = parse_address(address)
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: Connection(self._loop, address, self._on_request, self._lost, self._sign),
-                    host,
-                    port,
-                    ssl=self._tls,
-                    server_hostname=host if self._tls else None,
-                )
-        except TimeoutError as error:
-            raise ConnectError(address, f"no answer within {self._connect_timeout_s:g} s") from error
-        except ssl.SSLError as error:
-            raise ConnectError(address, f"TLS: {error}") from error
-        except OSError as error:
-            raise ConnectError(address, error.strerror or str(error)) from error
-        except UnicodeError as error:
-            raise ConnectError(address, f"{host!r} is no host name: {error}") from error
+        async with connecting(address, self._connect_timeout_s):
+            _, connection = await self._loop.create_connection(
+                lambda: Connection(self._loop, address, self._on_request, self._lost, self._sign),
+                host,
+                port,
+                ssl=self._tls,
+                server_hostname=host if self._tls else None,
+            )
         return connection
 
     def _lost(self, connection: Connection, reason: str) -> None:
@@ -158,3 +151,19 @@ class Connections:
             for connection in connections:
                 connection.abort()
         await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def connecting(address: str, timeout_s: float) -> AsyncIterator[None]:
+    """Around an attempt to connect to `address`: give it `timeout_s`, and make of any failure a ConnectError."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise ConnectError(address, f"no answer within {timeout_s:g} s") from error
+    except ssl.SSLError as error:
+        raise ConnectError(address, f"TLS: {error}") from error
+    except OSError as error:
+        raise ConnectError(address, error.strerror or str(error)) from error
+    except UnicodeError as error:
+        raise ConnectError(address, f"{address!r} has no host name: {error}") from error

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import pyarrow.compute as pc
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.compression import decompress
+from pyrocket_consumer.wire.frame import Extent
 from pyrocket_consumer.wire.ids import decode_host
 from pyrocket_consumer.wire.message import Message, decode_messages
 from pyrocket_consumer.wire.properties import PropertyName
@@ -52,13 +54,13 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class PulledRecords:
-    """The body of a pull's answer, and which of its messages count: those with offsets from `begin` to before `end`.
+    """Where the body of a pull's answer is, and which of its messages count: those from offset `begin` to before `end`.
 
     `queue` is what the rows shall name.
     """
 
     queue: MessageQueue
-    records: bytes
+    records: Extent
     begin: int
     end: int
 
@@ -68,6 +70,7 @@ def record_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the messages in `pulled` as rows of `columns`, in order; only those with one of `tags`, if there are any.
 
+    Of records in a bytearray the last byte must belong to none: it is written to. No batch refers to any records.
     It is one batch, unless packed bodies are very long, and none when no message is left. Columns have the names of
     the Spark source, see `COLUMNS`; only those asked for are made. A time that is no date is null.
 
@@ -127,7 +130,7 @@ class _Rows:
         self._messages = [
             message
             for answer in pulled
-            for message in decode_messages(answer.records, answer.queue)
+            for message in decode_messages(bytes(answer.records), answer.queue)
             if answer.begin <= message.queue_offset < answer.end
         ]
 
@@ -176,15 +179,15 @@ def _runs(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 class _Columnar:
-    """Where each part of each record is, in all answers joined."""
+    """Where each part of each record is, in one piece of memory that holds all answers."""
 
     def __init__(self, pulled: Sequence[PulledRecords]) -> None:
         """Raises _IrregularError: an inner batch, a record that is damaged, or too few records."""
-        counts, starts = _record_starts(pulled)
+        self._pulled = pulled
+        self._data, extents = _together([each.records for each in pulled])
+        counts, starts = _record_starts(self._data, extents)
         if len(starts) < FEW_RECORDS:
             raise _IrregularError
-        self._pulled = pulled
-        self._data = b"".join([*(each.records for each in pulled), _ITEM_END])  # see _texts
         self._bytes = np.frombuffer(self._data, np.uint8)
         self._starts = np.array(starts, np.int64)
         self._answer = np.repeat(np.arange(len(pulled)), counts)
@@ -251,7 +254,7 @@ class _Columnar:
     def _unpacked_bodies(self) -> Iterator[bytes]:
         parts = (each.tolist() for each in (self._body, self._body_end, self._flags))
         for start, end, flag in zip(*parts, strict=True):
-            yield decompress(self._data[start:end], flag)
+            yield decompress(bytes(self._data[start:end]), flag)
 
     # --- columns; each takes the Arrow type wanted
 
@@ -369,7 +372,7 @@ _MAKERS: dict[str, Callable[[_Columnar, pa.DataType], pa.Array]] = {
 class _Properties:
     """The items of all properties texts: which row has which, and where names and values are."""
 
-    def __init__(self, data: bytes, starts: Numbers, ends: Numbers) -> None:
+    def __init__(self, data: bytes | bytearray, starts: Numbers, ends: Numbers) -> None:
         """Raises _IrregularError: the text is not UTF-8, or there are very many different names."""
         self._rows = len(starts)
         self._text, first_bytes = _texts(data, starts, ends)
@@ -460,27 +463,44 @@ class _Properties:
         return pa.MapArray.from_arrays(pa.array(self._first, pa.int32()), self._keys, values, type=kind)
 
 
-def _record_starts(pulled: Sequence[PulledRecords]) -> tuple[list[int], list[int]]:
-    """Return how many records each answer has, and where they start when all are joined.
+def _together(extents: Sequence[Extent]) -> tuple[bytes | bytearray, Sequence[Extent]]:
+    """Return data that holds all of `extents`, and where each is in it. It ends with the end of an item: see _texts.
+
+    What was received into one buffer, in this order, is left there: to copy it costs more than to read it.
+    """
+    data = extents[0].data if extents else b""
+    if (
+        isinstance(data, bytearray)
+        and all(each.data is data for each in extents)
+        and all(one.stop <= other.start for one, other in pairwise(extents))
+    ):
+        data[-1:] = _ITEM_END
+        return data, extents
+    ends = list(accumulate(map(len, extents), initial=0))
+    joined = b"".join([*map(bytes, extents), _ITEM_END])
+    return joined, [Extent(joined, *places) for places in pairwise(ends)]
+
+
+def _record_starts(data: bytes | bytearray, extents: Sequence[Extent]) -> tuple[list[int], list[int]]:
+    """Return how many records each answer has, and where each record starts.
 
     Raises:
         _IrregularError: an answer is no sequence of records.
     """
-    counts, starts, base = list[int](), list[int](), 0
+    counts, starts = list[int](), list[int]()
     add, length_at = starts.append, _LENGTH.unpack_from
-    for answer in pulled:
-        data, place, before = answer.records, 0, len(starts)
-        last = len(data) - _SHORTEST_RECORD
+    for extent in extents:
+        place, before = extent.start, len(starts)
+        last = extent.stop - _SHORTEST_RECORD
         while place <= last:
-            add(base + place)
+            add(place)
             size = length_at(data, place)[0]
             if size < _SHORTEST_RECORD:
                 raise _IrregularError
             place += size
-        if place != len(data):
+        if place != extent.stop:
             raise _IrregularError
         counts.append(len(starts) - before)
-        base += place
     return counts, starts
 
 
@@ -495,7 +515,7 @@ def _following(ends: Numbers) -> Numbers:
     return starts
 
 
-def _texts(data: bytes, starts: Numbers, ends: Numbers) -> tuple[bytes | pa.Buffer, Numbers]:
+def _texts(data: bytes | bytearray, starts: Numbers, ends: Numbers) -> tuple[bytes | pa.Buffer, Numbers]:
     """Return the properties texts joined, each item with its end, and where each row's begins.
 
     There is one beginning more than rows: the end. Brokers may leave the last end of a text out; one stands behind
@@ -527,7 +547,7 @@ def _texts(data: bytes, starts: Numbers, ends: Numbers) -> tuple[bytes | pa.Buff
     return text, begins
 
 
-def _slices(data: bytes | pa.Buffer, starts: Numbers, ends: Numbers, kind: pa.DataType) -> pa.Array:
+def _slices(data: bytes | bytearray | pa.Buffer, starts: Numbers, ends: Numbers, kind: pa.DataType) -> pa.Array:
     """Return the bytes or text from each start to its end; they are in order, and do not overlap.
 
     Arrow copies them: of an array over all of `data`, whose rows are these and what is between them, every other one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import orjson
@@ -115,20 +116,22 @@ def decode_command(frame: bytes) -> RemotingCommand:
     length, word = _PREFIX.unpack_from(frame)
     if length + 4 != len(frame):
         raise ProtocolError(f"frame says {length} bytes follow, {len(frame) - 4} do")
+    _check_prefix(length, word)
     return _decode(memoryview(frame), 4, length, word)
 
 
 def _decode(data: memoryview, start: int, length: int, word: int) -> RemotingCommand:
     """Decode the frame whose header word stands at `start`; `length` counts from there."""
-    header_type, header_end = word >> 24, start + 4 + (word & 0xFFFFFF)
-    end = start + length
-    if header_end > end:
-        raise ProtocolError(f"header of {word & 0xFFFFFF} bytes in a frame of {length}")
-    body = bytes(data[header_end:end]) if header_end < end else b""
+    body_start, end = start + 4 + (word & 0xFFFFFF), start + length
+    body = bytes(data[body_start:end]) if body_start < end else b""
+    return _decode_header(data[start + 4 : body_start], word >> 24, body)
+
+
+def _decode_header(header: memoryview, header_type: int, body: bytes = b"") -> RemotingCommand:
     if header_type == JSON_HEADER:
-        return _decode_json_header(data[start + 4 : header_end], body)
+        return _decode_json_header(header, body)
     if header_type == BINARY_HEADER:
-        return _decode_binary_header(bytes(data[start + 4 : header_end]), body)
+        return _decode_binary_header(bytes(header), body)
     raise ProtocolError(f"header type {header_type} is unknown; 0 (JSON) and 1 (ROCKETMQ) are known")
 
 
@@ -255,13 +258,114 @@ class FrameBuffer:
         unpack, size = _PREFIX.unpack_from, _PREFIX.size
         while end - start >= size:
             length, word = unpack(view, start)
-            if not 4 <= length <= MAX_FRAME_BYTES - 4:
-                raise ProtocolError(f"frame of {length} bytes; 4 to {MAX_FRAME_BYTES - 4} are allowed")
-            if 4 + (word & 0xFFFFFF) > length:
-                raise ProtocolError(f"header of {word & 0xFFFFFF} bytes in a frame of {length}")
+            _check_prefix(length, word)
             if end - start < 4 + length:
                 break
             commands.append(_decode(view, start + 4, length, word))
             start += 4 + length
         self._start = start
         return commands
+
+
+@dataclass(slots=True)
+class Extent:
+    """Bytes that are left where they came: `data` from `start` to before `stop`. Whoever owns `data` may move them."""
+
+    data: bytes | bytearray
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, data: bytes) -> Extent:
+        """Return all of `data`."""
+        return cls(data, 0, len(data))
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __bytes__(self) -> bytes:
+        return bytes(memoryview(self.data)[self.start : self.stop])
+
+
+class InPlaceFrames:
+    """Cuts a byte stream into commands like `FrameBuffer`, and leaves their bodies where they were received.
+
+    That saves copying much that is read once and soon. A body stays until the next `reuse()`, which keeps those that
+    are still wanted. The last byte of `data` is never received into: it is free for whoever reads the bodies.
+    """
+
+    __slots__ = ("data", "_view", "_start", "_end")
+
+    INITIAL_BYTES = 4 * 1024 * 1024
+    LEAST_BYTES = 256 * 1024  # of space
+
+    def __init__(self) -> None:
+        self.data = bytearray(self.INITIAL_BYTES)
+        self._view = memoryview(self.data)
+        self._start = self._end = 0  # of what is no complete frame yet
+
+    def _renew(self, size: int) -> None:
+        """Receive into another buffer from now on. Bodies that were handed out keep the old one."""
+        tail = bytes(self._view[self._start : self._end])
+        self.data = bytearray(size)
+        self._view = memoryview(self.data)
+        self._view[: len(tail)] = tail
+        self._start, self._end = 0, len(tail)
+
+    def space(self) -> memoryview:
+        """Return room to receive into; never empty."""
+        if len(self.data) - 1 - self._end < self.LEAST_BYTES:
+            held = self._end - self._start
+            wanted = held + self.LEAST_BYTES
+            if held >= 4:  # the length was checked when it was first seen
+                frame = 4 + int.from_bytes(self._view[self._start : self._start + 4])
+                wanted = max(wanted, min(frame, 2 * len(self.data)))  # believed only as far as bytes have come
+            self._renew(max(wanted + self.LEAST_BYTES, self.INITIAL_BYTES))
+        return self._view[self._end : -1]
+
+    def received(self, count: int) -> list[tuple[RemotingCommand, Extent]]:
+        """Take note of `count` bytes written into `space()`, and return the commands that are complete now.
+
+        Each has an empty `body`; where its body is stands beside it.
+
+        Raises:
+            ProtocolError: the stream is not one of frames. It cannot be followed any further.
+        """
+        self._end += count
+        found = []
+        view, start, end = self._view, self._start, self._end
+        unpack, size = _PREFIX.unpack_from, _PREFIX.size
+        while end - start >= size:
+            length, word = unpack(view, start)
+            _check_prefix(length, word)
+            stop = start + 4 + length
+            if stop > end:
+                break
+            body = start + size + (word & 0xFFFFFF)
+            found.append((_decode_header(view[start + size : body], word >> 24), Extent(self.data, body, stop)))
+            start = stop
+        self._start = start
+        return found
+
+    def reuse(self, wanted: Iterable[Extent]) -> None:
+        """Receive over what was handed out, but for the bodies that are still `wanted`: they are moved."""
+        view, place = self._view, 0
+        for extent in sorted((each for each in wanted if each.data is self.data), key=lambda each: each.start):
+            size = len(extent)
+            if extent.start != place:
+                view[place : place + size] = view[extent.start : extent.stop]
+                extent.start, extent.stop = place, place + size
+            place += size
+        tail = self._end - self._start
+        if self._start != place:
+            view[place : place + tail] = view[self._start : self._end]
+            self._start, self._end = place, place + tail
+        if not place and len(self.data) > 2 * self.INITIAL_BYTES and tail < self.LEAST_BYTES:
+            self._renew(self.INITIAL_BYTES)  # large frames have passed: give their room back
+
+
+def _check_prefix(length: int, word: int) -> None:
+    if not 4 <= length <= MAX_FRAME_BYTES - 4:
+        raise ProtocolError(f"frame of {length} bytes; 4 to {MAX_FRAME_BYTES - 4} are allowed")
+    if 4 + (word & 0xFFFFFF) > length:
+        raise ProtocolError(f"header of {word & 0xFFFFFF} bytes in a frame of {length}")

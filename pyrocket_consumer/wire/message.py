@@ -60,6 +60,8 @@ _UNUSUAL = _HOSTS_V6 | _UNPACK
 _U16 = struct.Struct(">H")
 _BATCH_ITEM = struct.Struct(">IIIiI")  # item size, magic 0, CRC 0, flag, body length
 
+_LAST_OFFSET = 2**63 - 1
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -384,6 +386,8 @@ def _unpack(batch: Message) -> Iterator[bytes]:
     for number, item in enumerate(_batch_items(body)):
         length = item.properties - item.body
         size = fixed.size + len(topic) + item.end - item.body
+        if fields[5] + number > _LAST_OFFSET:
+            raise ProtocolError(f"item {number} of the batch at offset {fields[5]}: there are no higher offsets")
         head = fixed.pack(size, fields[1], 0, fields[3], item.flag, fields[5] + number, *fields[6:14], length)
         yield b"".join((head, body[item.body : item.properties], topic, body[item.properties : item.end]))
 

@@ -1,4 +1,5 @@
 import struct
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ from pyrocket_consumer.wire import columns
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.columns import COLUMNS, FEW_RECORDS, PulledRecords, record_batches
 from pyrocket_consumer.wire.compression import Compression, compress
-from pyrocket_consumer.wire.frame import decode_command
+from pyrocket_consumer.wire.frame import Extent, decode_command
 from pyrocket_consumer.wire.message import BatchItem, StoredMessage, decode_messages, encode_batch, encode_message
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests import golden
@@ -39,7 +40,7 @@ def schema(*names):
 
 
 def pulled(records, queue=QUEUE, begin=EVERY[0], end=EVERY[1]):
-    return PulledRecords(queue, records, begin, end)
+    return PulledRecords(queue, Extent.whole(records), begin, end)
 
 
 def table(answers, wanted=ALL, tags=frozenset()):
@@ -84,7 +85,7 @@ def expected(answers, tags=frozenset()):
     return [
         row(message)
         for answer in answers
-        for message in decode_messages(answer.records, answer.queue)
+        for message in decode_messages(bytes(answer.records), answer.queue)
         if answer.begin <= message.queue_offset < answer.end and (not tags or message.tags in tags)
     ]
 
@@ -105,6 +106,28 @@ def assert_same(answers, tags=frozenset()):
             table(answers, ALL, tags)
     else:
         assert rows(table(answers, ALL, tags)) == wanted
+    assert_same_in_place(answers, tags)
+    assert_same_in_place(answers[::-1], tags, backwards=True)
+
+
+def assert_same_in_place(answers, tags, *, backwards=False):
+    """The same answers, as they are received: in one buffer, with other bytes between; in their order, or not."""
+    buffer, received = bytearray(b"\xff" * 7), []
+    for answer in answers:
+        start = len(buffer)
+        buffer += bytes(answer.records) + b"\xff" * 9
+        received.append(replace(answer, records=Extent(buffer, start, len(buffer) - 9)))
+    if backwards:
+        answers, received = answers[::-1], received[::-1]
+    try:
+        wanted = expected(answers, tags)
+    except ProtocolError:
+        with pytest.raises(ProtocolError):
+            table(received, ALL, tags)
+    else:
+        found = table(received, ALL, tags)
+        buffer[:] = bytes(len(buffer))  # the next answers are received over these
+        assert rows(found) == wanted
 
 
 # ---- records to read
@@ -162,7 +185,7 @@ def answers(*kinds):
     answer = st.builds(
         PulledRecords,
         queue=queues,
-        records=st.lists(records(*kinds), max_size=4).map(b"".join),
+        records=st.lists(records(*kinds), max_size=4).map(b"".join).map(Extent.whole),
         begin=st.one_of(st.just(EVERY[0]), i64),
         end=st.just(EVERY[1]),
     )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 import tracemalloc
 from dataclasses import replace
@@ -12,7 +13,9 @@ from pyrocket_consumer.wire.frame import (
     BINARY_HEADER,
     JSON_HEADER,
     MAX_FRAME_BYTES,
+    Extent,
     FrameBuffer,
+    InPlaceFrames,
     RemotingCommand,
     decode_command,
     encode_command,
@@ -134,6 +137,57 @@ def feed(buffer: FrameBuffer, data: bytes) -> list[RemotingCommand]:
         commands += buffer.received(count)
         data = data[count:]
     return commands
+
+
+@pytest.mark.parametrize("version", golden.VERSIONS)
+@pytest.mark.parametrize("piece_bytes", [7, 4096, 300_000])
+def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
+    frames = list(golden.frames(version).values())
+    stream = b"".join(frames[:40] if piece_bytes < 10 else frames * 40)
+    buffer, chance = InPlaceFrames(), random.Random(piece_bytes)
+    commands, wanted = [], []
+    for start in range(0, len(stream), piece_bytes):
+        wanted += put(buffer, stream[start : start + piece_bytes])
+        if chance.random() < 0.3:  # some are read and given back, others wait for their turn
+            chance.shuffle(wanted)
+            done = [wanted.pop() for _ in range(chance.randrange(len(wanted) + 1))]
+            commands += [replace(command, body=bytes(extent)) for command, extent in done]
+            buffer.reuse(extent for _, extent in wanted)
+    commands += [replace(command, body=bytes(extent)) for command, extent in wanted]
+    expected = [decode_command(frame) for frame in (frames[:40] if piece_bytes < 10 else frames * 40)]
+    assert sorted(commands, key=repr) == sorted(expected, key=repr)
+
+
+def put(buffer: InPlaceFrames, data: bytes) -> list[tuple[RemotingCommand, Extent]]:
+    found = []
+    while data:
+        space = buffer.space()
+        count = min(len(space), len(data))
+        space[:count] = data[:count]
+        found += buffer.received(count)
+        data = data[count:]
+    return found
+
+
+def test_a_buffer_for_frames_in_place_grows_for_a_large_one_and_gives_the_room_back():
+    buffer = InPlaceFrames()
+    command = RemotingCommand(11, {}, b"x" * (MAX_FRAME_BYTES - 200))
+    ((found, extent), (after, _)) = put(buffer, encode_command(command) + JSON_RESPONSE)
+    assert (found.code, bytes(extent), after) == (11, command.body, decode_command(JSON_RESPONSE))
+    assert len(buffer.data) > MAX_FRAME_BYTES
+    buffer.reuse(())
+    assert len(buffer.data) == InPlaceFrames.INITIAL_BYTES
+
+
+def test_the_last_byte_of_a_buffer_is_never_received_into():
+    buffer = InPlaceFrames()
+    for _ in range(3):
+        space = buffer.space()
+        buffer.data[-1] = 7
+        space[:] = bytes(len(space))
+        assert buffer.data[-1] == 7
+        with pytest.raises(ProtocolError):
+            buffer.received(len(space))
 
 
 def test_a_frame_of_the_largest_size_passes():

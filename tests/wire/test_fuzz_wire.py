@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.wire import bodies, fastjson
 from pyrocket_consumer.wire import command as headers
-from pyrocket_consumer.wire.frame import FrameBuffer, RemotingCommand, decode_command, encode_command
+from pyrocket_consumer.wire.frame import FrameBuffer, InPlaceFrames, RemotingCommand, decode_command, encode_command
 from tests import golden
 
 Decoder = Callable[[bytes], object]
@@ -136,7 +137,10 @@ def test_any_lengths_in_a_binary_header(fixed, lengths, rest):
 @FUZZ
 def test_any_commands_in_any_pieces_come_out_whole(commands, header_type, pieces):
     stream = b"".join(encode_command(command, header_type) for command in commands)
-    assert fed(FrameBuffer(), stream, pieces) == [replace(command, header_type=header_type) for command in commands]
+    expected = [replace(command, header_type=header_type) for command in commands]
+    assert fed(FrameBuffer(), stream, pieces) == expected
+    in_place = fed(InPlaceFrames(), stream, pieces)
+    assert [replace(command, body=bytes(extent)) for command, extent in in_place] == expected
 
 
 @given(st.lists(st.binary(max_size=40) | damaged(FRAMES), max_size=4), st.lists(st.integers(1, 5000), min_size=1))
@@ -145,9 +149,10 @@ def test_any_commands_in_any_pieces_come_out_whole(commands, header_type, pieces
 @example([struct.pack(">iI", 2**31 - 1, 2**24 - 1)], [3])
 def test_any_stream_in_any_pieces(parts, pieces):
     value_or_protocol_error(lambda stream: fed(FrameBuffer(), stream, pieces), b"".join(parts))
+    value_or_protocol_error(lambda stream: fed(InPlaceFrames(), stream, pieces), b"".join(parts))
 
 
-def fed(buffer: FrameBuffer, stream: bytes, pieces: list[int]) -> list[RemotingCommand]:
+def fed(buffer: Any, stream: bytes, pieces: list[int]) -> list[Any]:
     commands = []
     place = turn = 0
     while place < len(stream):

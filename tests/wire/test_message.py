@@ -419,6 +419,12 @@ def test_an_inner_batch_of_an_ipv6_broker_with_a_long_topic_is_unpacked():
     assert two.store_host == "[2001:db8::1]:10911"
 
 
+def test_an_inner_batch_behind_the_last_offset_is_damaged():
+    stored = StoredMessage("orders", TWO_ITEMS, sys_flag=0xC0, queue_offset=2**63 - 1)
+    with pytest.raises(ProtocolError, match="item 1 of the batch at offset 9223372036854775807"):
+        decode_messages(encode_message(stored))
+
+
 @pytest.mark.parametrize("sys_flag", [SysFlag.NEED_UNWRAP, SysFlag.INNER_BATCH])
 def test_a_record_with_one_of_the_two_bits_is_left_as_it_is(sys_flag):
     (message,) = decode_messages(stored_batch(sys_flag=sys_flag))
