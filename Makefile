@@ -1,6 +1,7 @@
 # `make` alone lists what there is. PYTHON=python3.12 chooses another interpreter for the virtual environment.
 PYTHON ?= python3
 BENCH ?= consume
+SPARK ?= 4.0 4.1
 RUN := .venv/bin
 
 # Adds an extra to the virtual environment, once per change of the metadata.
@@ -12,11 +13,11 @@ RUN := .venv/bin
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help test check wheel demo spark-demo bench soak spark-soak spark-versions clean
+.PHONY: help test check wheel demo spark-demo bench soak spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 test: .venv/.test  ## all tests; real brokers too where Java and Maven are (ARGS='-k offsets --real=all')
 	@.ci/install-java
@@ -54,15 +55,18 @@ spark-soak: .venv/.test  ## a streaming query killed twenty times: 200 000 messa
 	@.ci/install-java
 	PYROCKET_SPARK_KILLS=20 PYROCKET_SPARK_MESSAGES=200000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_kill.py
 
-spark-versions: .venv/.test  ## the Spark tests with Spark Connect, and with PySpark 4.0 and 4.1
+spark-versions: .venv/.test  ## the Spark tests with older releases: make spark-versions SPARK="4.0 4.1"
 	@.ci/install-java
-	$(RUN)/python -m pip install --quiet 'pyspark[connect]'
-	CI=true $(RUN)/python -m pytest -q --real=none -m spark_connect tests/spark
-	for version in 4.0 4.1; do \
+	for version in $(SPARK); do \
 	    $(PYTHON) -m venv .venv/spark-$$version && \
 	    .venv/spark-$$version/bin/python -m pip install --quiet --editable '.[test]' "pyspark==$$version.*" && \
 	    CI=true .venv/spark-$$version/bin/python -m pytest -q --real=none -m spark_versions tests/spark || exit 1; \
 	done
+
+spark-connect: .venv/.test  ## the Spark tests with Spark Connect
+	@.ci/install-java
+	$(RUN)/python -m pip install --quiet 'pyspark[connect]'
+	CI=true $(RUN)/python -m pytest -q --real=none -m spark_connect tests/spark
 
 clean:  ## removes the virtual environment and what was built
 	rm -rf .venv build dist *.egg-info
