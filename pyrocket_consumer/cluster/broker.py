@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container
 from typing import TYPE_CHECKING, TypeVar
 
-from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError
+from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
 from pyrocket_consumer.wire.bodies import (
     LockRequest,
@@ -30,6 +30,7 @@ from pyrocket_consumer.wire.command import (
     UnlockBatchHeader,
     UpdateConsumerOffsetHeader,
     ViewMessageHeader,
+    request,
 )
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.message import Message, decode_messages
@@ -224,6 +225,18 @@ class Broker:
         """Return the offset of the oldest message of `queue`; 0 for a queue the broker does not have."""
         return await self._offset(GetMinOffsetHeader(queue.topic, queue.queue_id, self.name), queue)
 
+    async def max_offsets(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int | RocketError]:
+        """Return for each queue what `max_offset` does, or the error it raises. All are asked at once: give a few.
+
+        Raises:
+            ConnectError: nothing was asked.
+        """
+        return await self._offsets(lambda topic: GetMaxOffsetHeader(topic, 0, None, self.name), queues)
+
+    async def min_offsets(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int | RocketError]:
+        """Return for each queue what `min_offset` does, or the error it raises; see `max_offsets`."""
+        return await self._offsets(lambda topic: GetMinOffsetHeader(topic, 0, self.name), queues)
+
     async def search_offset(self, queue: MessageQueue, timestamp_ms: int, *, group: str | None = None) -> int:
         """Return the offset of the first message stored at or after `timestamp_ms`, by the broker's clock.
 
@@ -254,6 +267,22 @@ class Broker:
             else:
                 high = middle
         return low
+
+    async def _offsets(
+        self, header: Callable[[str], Header], queues: Collection[MessageQueue]
+    ) -> dict[MessageQueue, int | RocketError]:
+        """Ask for queues with requests that differ in topic and queue only."""
+        if not queues:
+            return {}
+        prepared = {topic: request(header(topic)) for topic in {queue.topic for queue in queues}}
+        commands = [
+            RemotingCommand(same.code, {**same.fields, "queueId": str(queue.queue_id)})
+            for queue in queues
+            for same in (prepared[queue.topic],)
+        ]
+        address = await self._address(next(iter(queues)).topic)
+        answers = await self._cluster.call_each(address, commands)
+        return {queue: _offset_in(answer) for queue, answer in zip(queues, answers, strict=True)}
 
     async def _offset(self, header: Header, queue: MessageQueue) -> int:
         answer = await self._call(header, queue.topic)
@@ -312,6 +341,18 @@ class Broker:
 
     def _known_address(self, broker_id: int, any_id: bool = False) -> str | None:
         return self._cluster.address(self.name, broker_id, only_this=not any_id)
+
+
+def _offset_in(answer: RemotingCommand | RocketError) -> int | RocketError:
+    if isinstance(answer, RocketError):
+        return answer
+    try:
+        return int(answer.fields["offset"])
+    except (KeyError, ValueError):
+        try:
+            return OffsetResponseHeader.from_fields(answer.fields).offset  # takes longer, and says what is wrong
+        except ProtocolError as error:
+            return error
 
 
 def read_pull_answer(answer: RemotingCommand) -> PullAnswer:

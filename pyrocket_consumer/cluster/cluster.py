@@ -251,20 +251,19 @@ class Cluster:
     ) -> list[RemotingCommand | RocketError]:
         """Return the answers of the server at `address` to requests that are sent all at once, in their order.
 
-        In the place of an answer is the error that `call` would raise. For very many small questions: it takes a
-        third of the time of a `call` for each.
+        In the place of an answer is the error that `call` would raise. For thousands of small questions: it takes
+        less than half the time of a `call` for each.
 
         Raises:
             ConnectError: there is no connection. Nothing was sent.
         """
         connection, timeout_s = await self._connected(address, self.config.call_timeout_s)
         answers = await connection.call_each(commands, timeout_s)
-        late = sum(isinstance(answer, RequestTimeout) for answer in answers)
         if not self._is_member(address):
-            if late < len(answers):
+            if not all(isinstance(answer, RequestTimeout) for answer in answers):
                 self._unanswered.pop(address, None)
-            if late:
-                self._not_answered(connection, late)
+            elif answers:
+                self._not_answered(connection, len(answers))
         return [_judged(answer, address) for answer in answers]
 
     async def _send(

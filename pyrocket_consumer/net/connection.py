@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import cast
 
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
@@ -77,6 +78,28 @@ class Connection(asyncio.BufferedProtocol):
                 future.set_result(answer)
 
         self.send(lambda opaque: self.encode(command, opaque), on_answer, timeout_s, request_name(command.code))
+        return future
+
+    def call_each(
+        self, commands: Collection[RemotingCommand], timeout_s: float
+    ) -> asyncio.Future[list[RemotingCommand | Exception]]:
+        """Send requests; the future gets the answer of each, in their order, or the error that took its place.
+
+        What `call` does for each of them, but whoever waits is woken once.
+        """
+        future: asyncio.Future[list[RemotingCommand | Exception]] = self._loop.create_future()
+        answers: dict[int, RemotingCommand | Exception] = {}
+
+        def on_answer(number: int, answer: RemotingCommand | Exception) -> None:
+            answers[number] = answer
+            if len(answers) == len(commands) and not future.done():
+                future.set_result([answers[each] for each in range(len(answers))])
+
+        for number, command in enumerate(commands):
+            what = request_name(command.code)
+            self.send(partial(self.encode, command), partial(on_answer, number), timeout_s, what)
+        if not commands:
+            future.set_result([])
         return future
 
     def oneway(self, command: RemotingCommand) -> None:

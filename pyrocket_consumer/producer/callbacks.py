@@ -1,4 +1,4 @@
-"""Futures whose callbacks stay off the I/O thread."""
+"""Who waits for the outcome of a send: a future whose callbacks stay off the I/O thread, or less."""
 
 from __future__ import annotations
 
@@ -7,12 +7,41 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 log = logging.getLogger("pyrocket_consumer.producer")
 
 T = TypeVar("T")
 K = TypeVar("K")
+
+
+class Waiting(Protocol):
+    """Is told what became of a send: once, by the I/O thread. Must not block."""
+
+    def set_result(self, result: Any, /) -> None:
+        """Take the result."""
+
+    def set_exception(self, error: BaseException, /) -> None:
+        """Take the reason why there is none."""
+
+
+class Told(Generic[K]):
+    """Puts `key` into a queue when its send has ended, with the error if it has failed.
+
+    For callers with thousands of sends under way: it costs a tenth of a future.
+    """
+
+    __slots__ = ("_done", "_key")
+
+    def __init__(self, done: queue.SimpleQueue[tuple[K, BaseException | None]], key: K) -> None:
+        self._done = done
+        self._key = key
+
+    def set_result(self, result: Any) -> None:
+        self._done.put((self._key, None))
+
+    def set_exception(self, error: BaseException) -> None:
+        self._done.put((self._key, error))
 
 
 class CallbackThread:
@@ -73,11 +102,3 @@ class SendFuture(Future[T]):
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
         """Have `fn(future)` called on the callback thread when the result is there."""
         super().add_done_callback(lambda done: self._callback_thread.call(lambda: fn(done)))
-
-    def tell(self, done: queue.SimpleQueue[tuple[K, Future[T]]], key: K) -> None:
-        """Put `key` and this future into `done` when the result is there.
-
-        Cheaper than a callback: no user code runs, so no other thread has to wake.
-        """
-        # Without naming self: a future that its own callback refers to is left to the garbage collector.
-        super().add_done_callback(lambda future: done.put((key, future)))

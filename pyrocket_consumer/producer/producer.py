@@ -20,7 +20,7 @@ from pyrocket_consumer.config import ProducerConfig, check_range
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.producer.batch import BatchMessage, cut
-from pyrocket_consumer.producer.callbacks import CallbackThread, SendFuture
+from pyrocket_consumer.producer.callbacks import CallbackThread, SendFuture, Waiting
 from pyrocket_consumer.producer.outbox import Outbox
 from pyrocket_consumer.producer.outgoing import (
     OutgoingMessage,
@@ -261,8 +261,38 @@ class Producer:
             SendError: there was no room within `timeout_s`.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
-        sending = self._sending(topic, message, queue, sharding_key, timeout_s, check_delivery(delay_level, deliver_at))
-        return self._hand_over(sending)
+        future: SendFuture[SendResult] = SendFuture(self._callbacks)
+        self.hand_over(
+            topic,
+            message,
+            future,
+            queue=queue,
+            sharding_key=sharding_key,
+            delay_level=delay_level,
+            deliver_at=deliver_at,
+            timeout_s=timeout_s,
+        )
+        return future
+
+    def hand_over(
+        self,
+        topic: str,
+        message: OutgoingMessage,
+        waiting: Waiting,
+        *,
+        queue: MessageQueue | None = None,
+        sharding_key: str | None = None,
+        delay_level: int = 0,
+        deliver_at: datetime | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Do what `send_async` does, and tell `waiting` the outcome instead of a future.
+
+        Raises:
+            ConfigError, ConnectError, ConsumerClosed, SendError: as for `send_async`; `waiting` is told nothing then.
+        """
+        more = check_delivery(delay_level, deliver_at)
+        self._hand_over(self._sending(topic, message, waiting, queue, sharding_key, timeout_s, more))
 
     def send_oneway(
         self,
@@ -287,9 +317,11 @@ class Producer:
             ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`; nothing was sent.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
-        sending = self._sending(topic, message, queue, sharding_key, timeout_s, check_delivery(delay_level, deliver_at))
+        more, future = check_delivery(delay_level, deliver_at), SendFuture[None](self._callbacks)
+        sending = self._sending(topic, message, future, queue, sharding_key, timeout_s, more)
         sending.is_oneway = True
-        wait_for(self._hand_over(sending), sending.timeout_s)
+        self._hand_over(sending)
+        wait_for(future, sending.timeout_s)
 
     def send_batch(
         self,
@@ -319,14 +351,14 @@ class Producer:
         ready = [self._batch_message(topic, each, sharding_key) for each in messages]
         results: list[SendResult] = []
         for part in list(cut(ready, self.config.max_message_bytes)):
-            timeout = self._timeout_s(timeout_s)
+            timeout, future = self._timeout_s(timeout_s), SendFuture[list[SendResult]](self._callbacks)
             sending = Sending(
                 topic=name,
                 shown_topic=topic,
                 body=encode_batch(item for item, _ in part),
                 properties="",
                 message_ids=tuple(message_id for _, message_id in part),
-                future=SendFuture(self._callbacks),
+                waiting=future,
                 timeout_s=timeout,
                 born_at_ms=time.time_ns() // 1_000_000,
                 is_batch=True,
@@ -334,13 +366,15 @@ class Producer:
                 sharding_key=sharding_key,
             )
             try:
-                results += wait_for(self._hand_over(sending), timeout)
+                self._hand_over(sending)
+                stored = wait_for(future, timeout)
             except SendError as error:
                 raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
             except RocketError as error:
                 if not results:
                     raise
                 raise SendError(topic, (str(error),), len(results)) from error
+            results += stored
         return results
 
     def _batch_message(self, topic: str, message: bytes | OutgoingMessage, sharding_key: str | None) -> BatchMessage:
@@ -356,6 +390,7 @@ class Producer:
         self,
         topic: str,
         message: OutgoingMessage,
+        waiting: Waiting,
         queue: MessageQueue | None,
         sharding_key: str | None,
         timeout_s: float | None,
@@ -378,7 +413,7 @@ class Producer:
             body=body,
             properties=properties,
             message_ids=(message_id,),
-            future=SendFuture(self._callbacks),
+            waiting=waiting,
             timeout_s=timeout,
             born_at_ms=time.time_ns() // 1_000_000,
             sys_flag=sys_flag | more_flags,
@@ -443,7 +478,7 @@ class Producer:
         running.cluster.check_usable()
         return running
 
-    def _hand_over(self, sending: Sending) -> SendFuture[Any]:
+    def _hand_over(self, sending: Sending) -> None:
         running = self._usable()
         sending.deadline = running.cluster.loop.time() + sending.timeout_s
         if not running.outbox.put(sending, sending.timeout_s):
@@ -455,7 +490,6 @@ class Producer:
                     f"or max_in_flight_bytes={self.config.max_in_flight_bytes}",
                 ),
             )
-        return sending.future
 
 
 def wait_for(future: Future[T], timeout_s: float) -> T:

@@ -98,7 +98,7 @@ class Sender:
         self._lanes: dict[tuple[str, MessageQueue | str], deque[Sending]] = {}
 
     def begin(self, sending: Sending) -> None:
-        """Take a message on its way; its future gets the outcome by the deadline."""
+        """Take a message on its way; whoever waits is told the outcome by the deadline."""
         self._unfinished.add(sending)
         if (lane := sending.lane) is not None:
             if (before := self._lanes.get(lane)) is not None:
@@ -374,9 +374,9 @@ class Sender:
                 self._cluster.loop.call_soon(self._start_next, lane)
             self._on_finished(sending)
             if isinstance(outcome, BaseException):
-                sending.future.set_exception(outcome)
+                sending.waiting.set_exception(outcome)
             else:
-                sending.future.set_result(outcome)
+                sending.waiting.set_result(outcome)
 
     def abandon(self) -> int:
         """Give every message that is still on its way up, and return how many there were."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from asyncio import TimerHandle
 from dataclasses import dataclass
-from typing import Any
 
 from pyrocket_consumer.errors import SendError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.producer.callbacks import SendFuture
+from pyrocket_consumer.producer.callbacks import Waiting
 from pyrocket_consumer.producer.result import SendResult, SendStatus
 from pyrocket_consumer.wire.command import SendMessageResponseHeader
 from pyrocket_consumer.wire.frame import RemotingCommand
@@ -27,7 +26,7 @@ class Sending:
     body: bytes
     properties: str
     message_ids: tuple[str, ...]
-    future: SendFuture[Any]
+    waiting: Waiting
     timeout_s: float
     born_at_ms: int
     deadline: float = 0.0  # by the loop's clock; set when it is handed over

@@ -12,6 +12,7 @@ from typing import Any
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.errors import ConfigError, RocketError
+from pyrocket_consumer.producer.callbacks import SendFuture
 from pyrocket_consumer.producer.outgoing import OutgoingMessage
 from pyrocket_consumer.producer.producer import Producer, wait_for
 from pyrocket_consumer.producer.result import SendResult
@@ -124,8 +125,10 @@ class TransactionProducer(Producer):
         if not callable(run):
             raise ConfigError(f"run={run!r} is not callable; pass a function of one SendResult")
         half = {PropertyName.TRANSACTION_PREPARED: "true", PropertyName.PRODUCER_GROUP: self._group}
-        sending = self._sending(message.topic, message, None, None, timeout_s, half, int(SysFlag.TRANSACTION_PREPARED))
-        sent: SendResult = wait_for(self._hand_over(sending), sending.timeout_s)
+        future, flag = SendFuture[SendResult](self._callbacks), int(SysFlag.TRANSACTION_PREPARED)
+        sending = self._sending(message.topic, message, future, None, None, timeout_s, half, flag)
+        self._hand_over(sending)
+        sent = wait_for(future, sending.timeout_s)
         state = _checked(run(sent), sent.message_id)
         cluster = self._usable().cluster
         _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)

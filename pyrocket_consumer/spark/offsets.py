@@ -17,7 +17,7 @@ from typing import Any
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.spark.ranges import QueueRange, in_order
 
 VERSION = 1
 
@@ -69,7 +69,8 @@ def ranges_between(start: SourceOffset, end: SourceOffset) -> list[QueueRange]:
     if start == end or end.initial:
         return []
     ranges = []
-    for queue, stop in sorted(end.queues.items()):
+    for queue in sorted(end.queues, key=in_order):
+        stop = end.queues[queue]
         begin = end.begins.get(queue, start.queues.get(queue))
         if begin is None:
             raise ConfigError(f"the checkpoint does not say where {queue} begins; use another checkpoint")
@@ -80,7 +81,7 @@ def ranges_between(start: SourceOffset, end: SourceOffset) -> list[QueueRange]:
 
 def _nested(offsets: Mapping[MessageQueue, int]) -> dict[str, dict[str, dict[str, int]]]:
     nested: dict[str, dict[str, dict[str, int]]] = {}
-    for queue in sorted(offsets):
+    for queue in sorted(offsets, key=in_order):
         nested.setdefault(queue.topic, {}).setdefault(queue.broker_name, {})[str(queue.queue_id)] = offsets[queue]
     return nested
 

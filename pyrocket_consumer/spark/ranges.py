@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from pyrocket_consumer.model import MessageQueue
+
+in_order = attrgetter("topic", "broker_name", "queue_id")
+"""The key to sort queues by: in the order they have by themselves, and much quicker where there are thousands."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -8,9 +8,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, fields
-from typing import Any
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -25,6 +23,7 @@ from pyspark.sql.types import Row, StructType
 from pyrocket_consumer.config import ClientConfig, ProducerConfig
 from pyrocket_consumer.errors import ConfigError, ConnectError, RequestTimeout, RocketError
 from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.producer.callbacks import Told
 from pyrocket_consumer.spark import worker
 from pyrocket_consumer.spark.options import DEFAULT_GROUP, SinkOptions
 from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
@@ -215,17 +214,18 @@ class _Sends:
         self._max_rows = options.max_in_flight
         self._longest_s = options.send_timeout_s + _GRACE_S
         self._place = reader.place
-        self._done: queue.SimpleQueue[tuple[SinkRow, Future[Any]]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[SinkRow, BaseException | None]] = queue.SimpleQueue()
         self._lanes: dict[tuple[str, object], deque[SinkRow]] = {}
         self._rows = self._bytes = 0
         self.acknowledged = 0
 
     def add(self, row: SinkRow) -> None:
         """Send a row, now or when the one before it in its lane is stored; wait for room first."""
-        while self._rows >= self._max_rows or (self._rows and self._bytes + len(row.body) > MAX_BYTES_IN_FLIGHT):
+        size = len(row.message.body)
+        while self._rows >= self._max_rows or (self._rows and self._bytes + size > MAX_BYTES_IN_FLIGHT):
             self._wait_for_one()
         self._rows += 1
-        self._bytes += len(row.body)
+        self._bytes += size
         if (lane := row.lane) is not None:
             if (waiting := self._lanes.get(lane)) is not None:
                 waiting.append(row)
@@ -235,33 +235,27 @@ class _Sends:
 
     def _hand_over(self, row: SinkRow) -> None:
         try:
-            future = self._producer.send_async(
+            self._producer.hand_over(
                 row.topic,
-                row.body,
-                tags=row.tags,
-                keys=row.keys,
-                properties=row.properties,
+                row.message,
+                Told(self._done, row),
                 queue=row.queue,
                 sharding_key=row.sharding_key,
                 delay_level=row.delay_level,
                 deliver_at=row.deliver_at,
-                flag=row.flag,
             )
         except ConfigError as error:
             raise ConfigError(f"{self._place(row.number)}: {error}") from None
-        future.tell(self._done, row)
 
     def _wait_for_one(self) -> None:
         try:
-            row, future = self._done.get(timeout=self._longest_s)
-        except queue.Empty as error:
-            raise RequestTimeout("a send", "the I/O thread", self._longest_s) from error
-        try:
-            future.result()
-        except RocketError as error:
+            row, error = self._done.get(timeout=self._longest_s)
+        except queue.Empty as empty:
+            raise RequestTimeout("a send", "the I/O thread", self._longest_s) from empty
+        if error is not None:
             raise self._failure(row, error) from error
         self._rows -= 1
-        self._bytes -= len(row.body)
+        self._bytes -= len(row.message.body)
         self.acknowledged += 1
         if (lane := row.lane) is not None:
             if waiting := self._lanes[lane]:
@@ -269,7 +263,7 @@ class _Sends:
             else:
                 del self._lanes[lane]
 
-    def _failure(self, row: SinkRow, error: RocketError) -> RocketError:
+    def _failure(self, row: SinkRow, error: BaseException) -> RocketError:
         text = f"{self._place(row.number)}: {error}"
         return ConfigError(text) if isinstance(error, ConfigError) else RocketError(text)
 

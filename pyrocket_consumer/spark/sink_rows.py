@@ -29,7 +29,7 @@ from pyspark.sql.types import (
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.producer import RESERVED_PROPERTIES
+from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage
 from pyrocket_consumer.spark.options import SinkOptions
 
 QUERY_ID, BATCH_ID, PARTITION, ROW = "spark_query_id", "spark_batch_id", "spark_partition", "spark_row"
@@ -75,20 +75,12 @@ class SinkRow:
 
     number: int
     topic: str
-    body: bytes
-    tags: str | None
-    keys: Sequence[str]
-    properties: Mapping[str, str] | None
+    message: OutgoingMessage
     queue: MessageQueue | None
     sharding_key: str | None
     delay_level: int
     deliver_at: datetime | None
-    flag: int
-
-    @property
-    def lane(self) -> tuple[str, object] | None:
-        pin = self.queue or self.sharding_key
-        return None if pin is None else (self.topic, pin)
+    lane: tuple[str, object] | None
 
 
 def check_schema(schema: StructType, options: SinkOptions) -> None:
@@ -205,18 +197,26 @@ class RowReader:
                         "give both for a queue of your choice, or neither"
                     )
                 queue = MessageQueue(topic, broker_name, queue_id)
+            try:
+                message = OutgoingMessage(
+                    body if type(body) is bytes else _bytes(body),
+                    tags or None,
+                    () if not keys else keys.split() if isinstance(keys, str) else [key for key in keys if key],
+                    self._properties(given, number),
+                    flag or 0,
+                )
+            except ConfigError as error:
+                raise ConfigError(f"{self.place(number)}: {error}") from None
+            pin = queue or sharding_key
             yield SinkRow(
                 number,
                 topic,
-                body if type(body) is bytes else _bytes(body),
-                tags or None,
-                () if not keys else keys.split() if isinstance(keys, str) else [key for key in keys if key],
-                self._properties(given, number),
+                message,
                 queue,
                 sharding_key,
                 delay_level or 0,
                 deliver_at if deliver_at is None or deliver_at.tzinfo is not None else deliver_at.astimezone(UTC),
-                flag or 0,
+                None if pin is None else (topic, pin),
             )
 
     def place(self, number: int) -> str:

@@ -30,7 +30,7 @@ from pyrocket_consumer.spark.pyspark_names import (
     ReadMinRows,
     SupportsTriggerAvailableNow,
 )
-from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.spark.ranges import QueueRange, in_order
 from pyrocket_consumer.spark.read import read_ranges
 from pyrocket_consumer.spark.schema import arrow_schema
 
@@ -92,13 +92,15 @@ class BatchReader(DataSourceReader):
         queues = positions.discover()
         if not queues:
             log.warning("there is no queue to read: no topic matches subscribePattern=%r", self._options.pattern)
+        start, end = self._options.start or Named.EARLIEST, self._options.end
         oldest = positions.begins(queues)  # before the rest: it only grows
-        starts = positions.resolve(self._options.start or Named.EARLIEST, queues)
-        stops = positions.resolve(self._options.end, queues)
+        starts = oldest if start is Named.EARLIEST else positions.resolve(start, queues)
+        given = None if end is Named.LATEST else positions.resolve(end, queues)
         ends = positions.ends(queues)
-        asked = [queue for queue in queues if max(starts[queue], stops[queue]) > ends[queue]]
+        asked = [queue for queue in queues if max(starts[queue], given[queue] if given else 0) > ends[queue]]
         ends |= _after_patience(self._options, asked, starts, positions)
-        wanted = [QueueRange(queue, starts[queue], stops[queue]) for queue in sorted(queues)]
+        stops = ends if given is None else given  # the latest, too, is where the queues end after patience
+        wanted = [QueueRange(queue, starts[queue], stops[queue]) for queue in sorted(queues, key=in_order)]
         return [self._what_is_there(each, oldest[each.queue], ends[each.queue]) for each in wanted]
 
     def _what_is_there(self, wanted: QueueRange, oldest: int, end: int) -> QueueRange:

@@ -21,7 +21,7 @@ def test_a_call_gets_its_answer_whatever_the_code():
     async def scenario():
         async with connected() as (connection, peer):
             for code in (0, 1, 21, 999):
-                answer = connection.call(command(), 5)
+                answer = connection.call(command(), 30)
                 peer.answer(await peer.next(), code, b"body")
                 assert ((await answer).code, (await answer).body) == (code, b"body")
 
@@ -42,16 +42,51 @@ def test_many_calls_at_once_are_answered_in_any_order():
     run(scenario())
 
 
+def test_requests_sent_together_get_each_its_answer_or_the_error_in_its_place():
+    async def scenario():
+        async with connected() as (connection, peer):
+            answers = connection.call_each([command(n=str(number)) for number in range(3)], 5)
+            asked = [await peer.next() for _ in range(3)]
+            peer.answer(asked[2], body=b"third")
+            peer.answer(asked[0], 21, body=b"first")
+            await until(lambda: connection.waiting == 1)
+            peer.reset()
+            first, second, third = await answers
+            assert (first.code, first.body, third.body) == (21, b"first", b"third")
+            assert isinstance(second, ConnectionLost)
+            assert all(isinstance(each, ConnectionLost) for each in await connection.call_each([command()] * 2, 5))
+            assert await connection.call_each([], 5) == []
+
+    run(scenario())
+
+
+def test_requests_sent_together_end_at_their_deadline():
+    async def scenario():
+        async with connected() as (connection, peer):
+            answers = connection.call_each([command(11), command(12)], 0.05)
+            peer.answer(await peer.next(), body=b"in time")
+            first, second = await answers
+            assert (first.body, type(second)) == (b"in time", RequestTimeout)
+            given_up = connection.call_each([command(), command()], 5)
+            given_up.cancel()
+            await peer.next()
+            for _ in range(2):
+                peer.answer(await peer.next())
+            await until(lambda: connection.waiting == 0)
+
+    run(scenario())
+
+
 def test_answers_nobody_waits_for_are_ignored():
     async def scenario():
         async with connected() as (connection, peer):
             for stray in (0, -1, 12345, 2**31 - 1):
                 peer.send(encode_command(RemotingCommand(0, flag=1, opaque=stray, body=b"stray")))
-            first = connection.call(command(), 5)
+            first = connection.call(command(), 30)
             asked = await peer.next()
             peer.answer(asked, body=b"first")
             peer.answer(asked, body=b"again")
-            second = connection.call(command(), 5)
+            second = connection.call(command(), 30)
             peer.answer(await peer.next(), body=b"second")
             assert ((await first).body, (await second).body) == (b"first", b"second")
 
@@ -64,7 +99,7 @@ def test_a_late_answer_is_ignored_and_the_connection_goes_on():
             with pytest.raises(RequestTimeout, match="PULL_MESSAGE was not answered by 127.0.0.1:.* within 0.05 s"):
                 await connection.call(command(11), 0.05)
             peer.answer(await peer.next(), body=b"late")
-            answer = connection.call(command(), 5)
+            answer = connection.call(command(), 30)
             peer.answer(await peer.next(), body=b"new")
             assert (await answer).body == b"new"
 
@@ -92,7 +127,7 @@ def test_a_late_answer_reaches_whoever_asked_for_it_once():
             for each in (asked[0], asked[0], asked[1]):
                 peer.answer(each, body=b"late")
             await until(lambda: late)
-            answer = connection.call(command(), 5)
+            answer = connection.call(command(), 30)
             peer.answer(await peer.next(), body=b"new")
             assert (await answer).body == b"new"
             assert (late, len(told)) == ([b"late"], 3)
@@ -174,7 +209,7 @@ def test_bytes_that_are_no_frame_end_the_connection_and_every_call_with_the_same
     async def scenario():
         lost = Lost()
         async with connected(on_lost=lost) as (connection, peer):
-            calls = [connection.call(command(), 5) for _ in range(3)]
+            calls = [connection.call(command(), 30) for _ in range(3)]
             await peer.next()
             peer.send(BAD_FRAMES[what])
             errors = await asyncio.gather(*calls, return_exceptions=True)
@@ -185,7 +220,7 @@ def test_bytes_that_are_no_frame_end_the_connection_and_every_call_with_the_same
             assert "bad frame" in lost.reasons[0]
             await peer.rest()
             with pytest.raises(ConnectionLost, match="bad frame"):
-                await connection.call(command(), 5)
+                await connection.call(command(), 30)
 
     run(scenario())
 
@@ -197,7 +232,7 @@ def test_an_answer_cut_anywhere_is_a_lost_connection():
         for cut in range(whole):
             lost = Lost()
             async with connected(on_lost=lost) as (connection, peer):
-                call = connection.call(command(), 5)
+                call = connection.call(command(), 30)
                 asked = await peer.next()
                 peer.send(encode_command(asked.answer(0, None, {"offset": "5"}, b"body"))[:cut])
                 peer.close()
@@ -211,7 +246,7 @@ def test_an_answer_cut_anywhere_is_a_lost_connection():
 def test_a_reset_connection_says_so():
     async def scenario():
         async with connected() as (connection, peer):
-            call = connection.call(command(), 5)
+            call = connection.call(command(), 30)
             await peer.next()
             peer.reset()
             with pytest.raises(ConnectionLost, match="(?i)reset"):
@@ -223,7 +258,7 @@ def test_a_reset_connection_says_so():
 def test_answers_may_come_byte_by_byte():
     async def scenario():
         async with connected() as (connection, peer):
-            calls = [connection.call(command(), 5) for _ in range(3)]
+            calls = [connection.call(command(), 30) for _ in range(3)]
             asked = [await peer.next() for _ in calls]
             await peer.send_slowly(b"".join(encode_command(each.answer(body=b"x" * 40)) for each in asked))
             assert [(await call).body for call in calls] == [b"x" * 40] * 3
@@ -248,7 +283,7 @@ def test_a_request_no_server_would_take_is_refused_and_nothing_of_it_is_sent():
             with pytest.raises(ProtocolError, match="servers take at most"):
                 await connection.call(RemotingCommand(10, body=b"x" * MAX_FRAME_BYTES), 5)
             assert connection.waiting == 0
-            call = connection.call(command(77), 5)
+            call = connection.call(command(77), 30)
             asked = await peer.next()
             assert asked.code == 77
             peer.answer(asked)
@@ -275,7 +310,7 @@ def test_what_was_said_before_closing_still_goes_out():
     async def scenario():
         lost = Lost()
         async with connected(on_lost=lost) as (connection, peer):
-            call = connection.call(command(34), 5)
+            call = connection.call(command(34), 30)
             connection.oneway(command(35))
             connection.close("over")
             connection.close("again")
@@ -285,7 +320,7 @@ def test_what_was_said_before_closing_still_goes_out():
             assert await peer.rest() == b""
             assert lost.reasons == ["over"]
             with pytest.raises(ConnectionLost, match="over"):
-                await connection.call(command(), 5)
+                await connection.call(command(), 30)
 
     run(scenario())
 
@@ -322,7 +357,7 @@ def test_a_callback_is_called_exactly_once_however_the_call_ends(end):
                 ask(0.05)
                 assert told == [], "a caller is never called back before its call has returned"
             else:
-                ask(0.05 if end == "timeout" else 5)
+                ask(0.05 if end == "timeout" else 30)
                 asked = await peer.next()
                 if end == "answer":
                     peer.answer(asked)
@@ -382,7 +417,7 @@ def test_a_callback_that_raises_is_told_to_the_loop_and_harms_no_other():
             for on_answer in (bad, bad_rest):
                 pull = command()
                 connection.send(lambda opaque, pull=pull: connection.encode(pull, opaque), on_answer, 5)
-            good = connection.call(command(), 5)
+            good = connection.call(command(), 30)
             asked = [await peer.next() for _ in range(3)]
             peer.send(b"".join(encode_command(each.answer()) for each in asked))
             assert (await good).code == 0
@@ -406,7 +441,7 @@ def test_requests_of_the_server_are_answered_while_a_call_waits():
             return asked.answer(3, f" request type {asked.code} not supported")
 
         async with connected(on_request=on_request) as (connection, peer):
-            call = connection.call(command(), 5)
+            call = connection.call(command(), 30)
             ours = await peer.next()
             peer.send(encode_command(RemotingCommand(65000, opaque=ours.opaque)))
             answer = await peer.next()
@@ -495,7 +530,7 @@ def test_every_request_is_signed_once_as_the_last_step_and_no_answer_is():
 
         async with connected(sign=sign, on_request=on_request) as (connection, peer):
             assert connection.signs
-            call = connection.call(command(11, a="1"), 5)
+            call = connection.call(command(11, a="1"), 30)
             connection.oneway(command(15, b="2"))
             first, second = await peer.next(), await peer.next()
             assert first.fields == {"a": "1", "Signature": "of ['a']"}

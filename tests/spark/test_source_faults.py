@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from pyrocket_consumer.errors import ConnectError, PermissionDenied
+from pyrocket_consumer.errors import ConnectError, PermissionDenied, RequestTimeout
 from pyrocket_consumer.spark.data_loss import DataLoss
+from pyrocket_consumer.spark.positions import CALLS_AT_ONCE
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.spark.asking import Checkpoint, data_source, read_batch, running
@@ -310,3 +311,27 @@ def test_a_batch_from_where_a_group_is(embedded):
     found = read_batch(embedded, subscribe="orders", startingOffsets="group", consumerGroup="app")
     assert len(found) == 13
     assert embedded.committed("app", "orders") == {0: 7}  # a batch has no progress
+
+
+def test_a_batch_waits_for_a_broker_that_answers_0_while_it_starts_and_reads_up_to_its_end(embedded):
+    offsets = '{"orders": {"broker-a": {"0": 2}, "broker-b": {"0": 9}}}'
+    embedded.broker("broker-a").on(MAX, answer(0, fields={"offset": "0"}), times=3)
+    assert len(read_batch(embedded, subscribe="orders", startingOffsets=offsets)) == 9
+
+
+def test_of_many_queues_only_those_are_asked_again_that_were_refused(embedded):
+    embedded.create_topic("many", queues=100)
+    embedded.send("many", count=200)
+    broker = embedded.broker("broker-a")
+    broker.on(MIN, answer(ResponseCode.SYSTEM_BUSY), times=3)
+    assert len(read_batch(embedded, subscribe="many")) == 200
+    assert (len(broker.requests(MIN)), len(broker.requests(MAX))) == (103, 100)
+
+
+def test_a_silent_broker_is_not_asked_for_all_of_its_queues(embedded):
+    embedded.create_topic("many", queues=300)
+    broker = embedded.broker("broker-a")
+    broker.on(MIN, drop, times=None)
+    with pytest.raises(RequestTimeout):
+        read_batch(embedded, subscribe="many", requestTimeoutMs=200, retries=1)
+    assert len(broker.requests(MIN)) <= 2 * CALLS_AT_ONCE
