@@ -21,6 +21,7 @@ DEFAULT_MAX_RECONSUME_TIMES = 16
 MAX_TOPIC_CHARACTERS = 127
 MAX_GROUP_CHARACTERS = 120  # 255 before broker 5.5.0; its %RETRY% topic must stay within 127
 _NAME = re.compile(r"[%|a-zA-Z0-9_-]+")
+_NO_NAME_SERVER = "no name server: pass name_server='host:9876' (pyrocket: -n host:9876), or set NAMESRV_ADDR"
 _ADDRESS = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
 
 Allocation = str | Callable[[str, str, "Sequence[MessageQueue]", Sequence[str]], "Sequence[MessageQueue]"]
@@ -69,11 +70,11 @@ def parse_name_servers(text: str | Sequence[str] | None) -> tuple[str, ...]:
     if text is None:
         text = os.environ.get("NAMESRV_ADDR", "")
         if not text.strip():
-            raise ConfigError("no name server: pass name_server='host:9876' or set NAMESRV_ADDR")
+            raise ConfigError(_NO_NAME_SERVER)
     parts = text.replace(",", ";").split(";") if isinstance(text, str) else list(text)
     addresses = tuple(part.strip() for part in parts if part.strip())
     if not addresses:
-        raise ConfigError("no name server: pass name_server='host:9876' or set NAMESRV_ADDR")
+        raise ConfigError(_NO_NAME_SERVER)
     for address in addresses:
         parse_address(address, "name_server")
     return addresses
@@ -87,7 +88,9 @@ def parse_address(address: str, what: str = "address") -> tuple[str, int]:
     """
     found = _ADDRESS.fullmatch(address)
     if not found or not 0 < int(found["port"]) < 65536:
-        raise ConfigError(f"{what} {address!r} is not host:port (for example 127.0.0.1:9876)")
+        raise ConfigError(
+            f"{what} {address!r} is not host:port with a port from 1 to 65535 (for example 127.0.0.1:9876)"
+        )
     return found["host"].strip("[]"), int(found["port"])
 
 

@@ -41,7 +41,7 @@ class RequestTimeout(RocketError):
         self.what, self.address, self.timeout_s = what, address, timeout_s
 
     def __str__(self) -> str:
-        return f"{self.what} was not answered by {self.address} within {self.timeout_s:g} s"
+        return f"{self.what} was not answered by {self.address} within {self.timeout_s:.3g} s"
 
 
 class ProtocolError(RocketError):
@@ -103,7 +103,10 @@ class OffsetStoreCorrupt(OffsetStoreError):
 
 
 class OffsetStoreUnwritable(OffsetStoreError):
-    """The store's directory cannot be written: full, read-only or not ours. Memory keeps the offsets meanwhile."""
+    """The store's directory cannot be written: full, read-only or not ours.
+
+    At a start nothing was started; later, memory keeps the offsets meanwhile.
+    """
 
 
 class ConsumerClosed(RocketError):

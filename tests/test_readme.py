@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import until
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
@@ -52,6 +53,16 @@ def run(block: str, cluster: EmbeddedCluster, directory: Path) -> subprocess.Pop
     )
 
 
+def takes_sigterm(process: subprocess.Popen[str]) -> bool:
+    """Whether the process has a handler for SIGTERM, as it has while it joins a consumer; always where /proc is not."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+    (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=title)
 def test_a_python_block_runs(block, orders, tmp_path):
     endless = "consumer.join()" in block
@@ -59,6 +70,7 @@ def test_a_python_block_runs(block, orders, tmp_path):
     if endless:
         assert process.stdout is not None
         assert "b'an order'" in process.stdout.readline(), process.stderr.read()
+        until(lambda: takes_sigterm(process), "join has begun")
         process.send_signal(signal.SIGTERM)
     printed, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")

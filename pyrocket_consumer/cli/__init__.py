@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from pyrocket_consumer import __version__
 from pyrocket_consumer.cli import broker, consume, demo, offsets, produce
-from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.errors import RequestTimeout, RocketError
 
+_NO_ANSWER = "; it is busy or not well, or something else listens there"
 OK, ERROR, USAGE, FAILED_CHECK = 0, 1, 2, 3
 
 
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except RocketError as error:
-        print(f"pyrocket: {error}", *getattr(error, "__notes__", ()), sep="\n  ", file=sys.stderr)
+        remedy = _NO_ANSWER if isinstance(error, RequestTimeout) else ""
+        print(f"pyrocket: {error}{remedy}", *getattr(error, "__notes__", ()), sep="\n  ", file=sys.stderr)
         return ERROR
     except KeyboardInterrupt:
         return ERROR

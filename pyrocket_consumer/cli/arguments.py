@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 
@@ -35,6 +36,17 @@ def add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="for people or for machines"
     )
+
+
+def seconds(text: str) -> float:
+    """Parse a duration."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
+    return number
 
 
 def positive(text: str) -> int:

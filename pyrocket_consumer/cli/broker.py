@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import threading
+from contextlib import closing
 
 from pyrocket_consumer.cli.arguments import add_command, positive
+from pyrocket_consumer.config import check_topic
+from pyrocket_consumer.errors import ConfigError, RocketError
 
 _EXAMPLES = """\
   pyrocket broker --topic orders:4                      # prints the name server's address; Ctrl-C ends it
+  pyrocket broker --port 9876 --topic orders
   pyrocket broker --brokers 2 --topic orders --topic payments:8
 """
 
@@ -19,18 +23,47 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         commands, "broker", "run a name server and brokers in memory on this host, for tests only", _EXAMPLES, run
     )
     command.add_argument("--brokers", type=positive, default=1, help="how many brokers (default: 1)")
+    command.add_argument("--port", type=_port, default=0, help="the name server's port (default: one that is free)")
     command.add_argument(
-        "--topic", action="append", default=[], metavar="NAME[:QUEUES]", help="create a topic (4 queues); repeatable"
-    )
+        "--topic", action="append", default=[], type=_topic, metavar="NAME[:QUEUES]",
+        help="create a topic (4 queues); repeatable",
+    )  # fmt: skip
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isdecimal() else 0
+    if not 1 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return port
+
+
+def _topic(text: str) -> tuple[str, int]:
+    from pyrocket_consumer.admin.topics import MAX_QUEUES
+
+    name, _, queues = text.partition(":")
+    try:
+        check_topic(name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    count = 4 if text == name else int(queues) if queues.isdecimal() else 0
+    if not 1 <= count <= MAX_QUEUES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not such as orders or orders:4, with 1 to {MAX_QUEUES} queues")
+    return name, count
 
 
 def run(options: argparse.Namespace) -> int:
     from pyrocket_consumer.testing import EmbeddedCluster
 
-    with EmbeddedCluster(brokers=options.brokers) as cluster:
-        for topic in options.topic:
-            name, _, queues = topic.partition(":")
-            cluster.create_topic(name, queues=int(queues) if queues.isdigit() else 4)
+    cluster = EmbeddedCluster(brokers=options.brokers, port=options.port)
+    try:
+        cluster.start()
+    except OSError as error:
+        raise RocketError(
+            f"port {options.port} cannot be used: {error.strerror or error}; choose another with --port"
+        ) from error
+    with closing(cluster):
+        for name, queues in options.topic:
+            cluster.create_topic(name, queues)
         print(f"name server: {cluster.name_server}   (messages are kept in memory; Ctrl-C ends)", flush=True)
         try:
             threading.Event().wait()

@@ -31,16 +31,16 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(options: argparse.Namespace) -> int:
-    from pyrocket_consumer.consumer import PushConsumer
+    from pyrocket_consumer.consumer import ConsumeResult, PushConsumer
     from pyrocket_consumer.wire.message import Message
 
     lock, enough, printed = threading.Lock(), threading.Event(), 0
 
-    def show(message: Message) -> None:
+    def show(message: Message) -> ConsumeResult:
         nonlocal printed
         with lock:
             if enough.is_set():
-                raise RuntimeError("enough")  # not ours to consume: it stays for the next
+                return ConsumeResult.RETRY  # not ours to consume: it stays for the next
             text = message.body.decode(errors="backslashreplace")
             if options.output == "json":
                 facts = {
@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
             printed += 1
             if options.count and printed >= options.count:
                 enough.set()
+            return ConsumeResult.SUCCESS
 
     with PushConsumer(
         options.group, name_server=options.name_server, consume_from=options.start, consume_threads=1

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output
+from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output, seconds
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.model import MessageQueue
 
@@ -90,7 +90,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     reset.add_argument("--execute", action="store_true", help="do it; without this it is only planned")
     reset.add_argument("--partial", action="store_true", help="leave brokers out that cannot be asked")
     reset.add_argument(
-        "--wait", type=float, default=30.0, metavar="SECONDS", help="how long to ask again who is not done (30)"
+        "--wait", type=seconds, default=30.0, metavar="SECONDS", help="how long to ask again who is not done (30)"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable
 
@@ -46,4 +47,4 @@ def _bodies(arguments: Iterable[str]) -> Iterable[bytes]:
         if argument == "-":
             yield from (line.rstrip(b"\n") for line in sys.stdin.buffer if line != b"\n")
         else:
-            yield argument.encode()
+            yield os.fsencode(argument)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import queue
 import signal
 import threading
 import time
@@ -57,6 +58,38 @@ def _subscription(topic: str, selector: str) -> Subscription:
     return parse_subscription(topic, selector)
 
 
+class _End:
+    """An end that can be waited for; once set it stays so.
+
+    The handler of a signal runs between any two steps of the main thread, and may raise there. `threading.Event` takes
+    a lock with several of them: to set it in a handler may find the lock taken by the very wait that was interrupted,
+    and a wait that Ctrl-C ends at the wrong moment leaves it taken. A SimpleQueue is made for both.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Say that it has come. Any thread, and handlers of signals."""
+        self._is_set = True
+        self._bell.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it has come, for at most `timeout_s`; ask `is_set()` afterwards."""
+        try:
+            if not self._is_set:
+                self._bell.get(timeout=timeout_s)
+        except queue.Empty:
+            pass
+        finally:
+            if self._is_set:
+                self._bell.put(None)  # for others who wait
+
+
 class _Face:
     """What the blocking and the asyncio consumer share."""
 
@@ -81,7 +114,7 @@ class _Face:
         self._subscriptions: dict[str, tuple[Subscription, Listener]] = {}
         self._member: GroupMember | None = None
         self._cluster: Cluster | None = None
-        self._ended = threading.Event()
+        self._ended = _End()
         self._pid = os.getpid()
         self._early_events: list[ConsumerEvent] = []
         self._final_state: ConsumerState | None = None
@@ -274,11 +307,11 @@ class PushConsumer(_Face):
         Raises:
             RocketError: the consumer failed; the text says why.
         """
-        with _stop_on_sigterm(self._ended):
-            try:
+        try:
+            with _stop_on_sigterm(self._ended):
                 self._wait(timeout_s)
-            except KeyboardInterrupt:
-                return
+        except KeyboardInterrupt:
+            return
         self._raise_failure()
 
     def _wait(self, timeout_s: float | None) -> None:
@@ -495,16 +528,13 @@ async def _reset(
 
 
 @contextmanager
-def _stop_on_sigterm(ended: threading.Event) -> Iterator[None]:
+def _stop_on_sigterm(ended: _End) -> Iterator[None]:
     """While the main thread joins, SIGTERM ends the wait, so that `with` can close in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received = False
 
     def on_sigterm(number: int, frame: FrameType | None) -> None:
-        nonlocal received
-        received = True
         ended.set()
 
     before = signal.signal(signal.SIGTERM, on_sigterm)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pyrocket_consumer.errors import OffsetStoreError
 from pyrocket_consumer.offsets.local_file_store import LocalFileOffsetStore
+from pyrocket_consumer.offsets.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE
 
 
 def adopt(orphan: str | os.PathLike[str], directory: str | os.PathLike[str], *, replace: bool = False) -> Path:
@@ -17,26 +18,35 @@ def adopt(orphan: str | os.PathLike[str], directory: str | os.PathLike[str], *, 
     renamed to `<orphan>.adopted-<seconds>`. With `replace`, offsets that `directory` has already give way.
 
     Raises:
-        OffsetStoreError: `orphan` is no store, or `directory` holds offsets and `replace` is not set.
+        OffsetStoreError: `orphan` is no store, or `directory` holds offsets and `replace` is not set; or all is done
+            but the renaming.
         OffsetStoreLocked: one of them is in use.
         OffsetStoreUnwritable: the offsets could not be written; `orphan` is as it was.
     """
-    source, target = Path(orphan), Path(directory)
+    source, target = (Path(os.path.abspath(given)) for given in (orphan, directory))
     if source.resolve() == target.resolve():
-        raise OffsetStoreError(f"{source} cannot adopt itself")
-    if not source.is_dir():
-        raise OffsetStoreError(f"{source} is no directory of an offset store")
+        raise OffsetStoreError(f"{source} cannot adopt itself; name the store left behind first, then the one used now")
+    if not any((source / name).exists() for name in (MAIN_FILE, BACKUP_FILE, JOURNAL_FILE)):
+        raise OffsetStoreError(
+            f"{source} is no offset store; name the directory with offsets.json in it: DIRECTORY/CLIENT-ID/GROUP"
+        )
     with LocalFileOffsetStore(source, existing_only=True) as old, LocalFileOffsetStore(target) as new:
         present = new.clone_offset_table()
         if present and not replace:
             raise OffsetStoreError(
                 f"offset store {target} holds offsets of {len(present)} queues already; look at both, and if those of "
-                f"{source} are wanted, say so with replace"
+                f"{source} are wanted, say so with replace=True (pyrocket: --replace)"
             )
         offsets = old.clone_offset_table()
         for mq, offset in offsets.items():
             new.update_offset(mq, offset)
         new.persist_all(offsets)
     kept = source.with_name(f"{source.name}.adopted-{int(time.time())}")
-    source.rename(kept)
+    try:
+        source.rename(kept)
+    except OSError as error:
+        raise OffsetStoreError(
+            f"the offsets of {source} are in {target} now, but it could not be renamed to {kept.name}: "
+            f"{error.strerror or error}; move it away yourself"
+        ) from error
     return kept

@@ -55,6 +55,8 @@ _REMEDIES = {
     errno.EACCES: "let this user write to it",
     errno.EPERM: "let this user write to it",
     errno.EIO: "check the disk",
+    errno.ENOTDIR: "a file is where a directory should be: move it away",
+    errno.EEXIST: "a file is where a directory should be: move it away",
 }
 
 
@@ -496,7 +498,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._disk.make_directories(directory)
             self._ownership = Ownership.take(self._disk, directory)
         except OSError as error:
-            raise self._unwritable_error(error, directory) from error
+            raise OffsetStoreUnwritable(
+                f"offset store {directory} cannot be opened: {_reason_and_remedy(error)}, or choose another directory "
+                "(offset_store_dir). Nothing was started"
+            ) from error
         if directory != self._directory:
             self._directory = directory
             self._checkpoint_file = CheckpointFile(self._disk, directory)
@@ -596,10 +601,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._table_lock, self._write_lock = Lock(), Lock()
         self._forked = self._ownership is not None
 
-    def _unwritable_error(self, error: OSError, directory: str | None = None) -> OffsetStoreUnwritable:
-        remedy = _REMEDIES.get(error.errno or 0, "check the directory")
+    def _unwritable_error(self, error: OSError) -> OffsetStoreUnwritable:
         return OffsetStoreUnwritable(
-            f"offsets cannot be written to {directory or self._directory}: {error.strerror or error}; {remedy}. "
+            f"offsets cannot be written to {self._directory}: {_reason_and_remedy(error)}. "
             "They are kept in memory, and the next persist tries again"
         )
 
@@ -641,6 +645,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                     self._on_event(event)
                 except Exception:
                     log.exception("on_event failed for %s", event.kind)
+
+
+def _reason_and_remedy(error: OSError) -> str:
+    return f"{error.strerror or error}; {_REMEDIES.get(error.errno or 0, 'check the directory')}"
 
 
 _stores: weakref.WeakSet[LocalFileOffsetStore] = weakref.WeakSet()

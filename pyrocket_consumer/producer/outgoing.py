@@ -220,7 +220,7 @@ def _check_text(what: str, value: object) -> None:
     if not isinstance(value, str):
         raise ConfigError(f"{what} must be text, not {type(value).__name__} ({value!r:.60})")
     if not value:
-        raise ConfigError(f"{what} is empty, and would be lost on the way")
+        raise ConfigError(f"{what} is empty, and would be lost on the way; leave it out")
     if "\x01" in value or "\x02" in value:
         raise ConfigError(f"{what} holds \\x01 or \\x02, which separate properties on the way: {value!r:.60}")
     if not value.isascii():

@@ -67,8 +67,18 @@ class ClientOptions:
     retries: int = 5
 
     def config(self) -> ClientConfig:
-        """Return the settings of a client; made where it is used, because a TLS context cannot travel."""
-        context = ssl.create_default_context(cafile=self.tls_ca_file) if self.tls and self.tls_ca_file else self.tls
+        """Return the settings of a client; made where it is used, because a TLS context cannot travel.
+
+        Raises:
+            ConfigError: the file of authorities is not there, or not such a file.
+        """
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca_file) if self.tls and self.tls_ca_file else self.tls
+        except OSError as error:
+            raise ConfigError(
+                f"option tlsCaFile={self.tls_ca_file!r} cannot be used: {error.strerror or error}; "
+                "it must be a file of certificates in PEM, here and on every executor"
+            ) from error
         return ClientConfig(
             name_server=self.name_server,
             namespace=self.namespace,
@@ -90,7 +100,7 @@ class ReadOptions:
     selector: Subscription = field(default_factory=lambda: Subscription(""))
     """Which messages of a topic, of any topic: its own topic is empty."""
     pull_batch_size: int = 32
-    pulls_in_flight: int = 4
+    pulls_in_flight: int = 16
     fail_on_data_loss: bool = True
 
 
@@ -278,7 +288,7 @@ def _source(given: _Given) -> SourceOptions:
             group=wrap(client.namespace, DEFAULT_GROUP) if group is None else group,
             selector=_selector(given),
             pull_batch_size=given.whole("pullBatchSize", 32, 1, 1024),
-            pulls_in_flight=given.whole("pullsInFlight", 4, 1, 1024),
+            pulls_in_flight=given.whole("pullsInFlight", 16, 1, 1024),
             fail_on_data_loss=given.flag("failOnDataLoss", True),
         ),
         topics=topics,

@@ -453,7 +453,7 @@ class EmbeddedCluster:
 
     # --- waiting
 
-    def wait_until(self, predicate: Callable[[], bool], timeout_s: float = 5) -> bool:
+    def wait_until(self, predicate: Callable[[], bool], timeout_s: float = 30) -> bool:
         """Wait until `predicate()` holds, looking again whenever a node did something; returns True.
 
         Raises:

@@ -65,7 +65,7 @@ class EmbeddedNode:
         self,
         code: int,
         count: int = 1,
-        timeout_s: float = 5,
+        timeout_s: float = 30,
         when: Callable[[RemotingCommand], bool] | None = None,
     ) -> list[Recorded]:
         """Return the requests of `code` (for which `when` holds) as soon as there are `count` of them.

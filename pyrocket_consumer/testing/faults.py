@@ -136,7 +136,7 @@ class Gate:
                 return
         action()
 
-    def wait_held(self, count: int = 1, timeout_s: float = 5) -> list[RemotingCommand]:
+    def wait_held(self, count: int = 1, timeout_s: float = 30) -> list[RemotingCommand]:
         """Return the requests that wait at the gate once there are `count` of them.
 
         Raises:

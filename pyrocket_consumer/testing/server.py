@@ -257,7 +257,7 @@ class _ServerProtocol(asyncio.BufferedProtocol):
             if (sock := transport.get_extra_info("socket")) is not None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
             transport.abort()
-        else:
+        elif not transport.is_closing():  # one over TLS that is closed twice forgets what it needs to be aborted
             if self._out:  # what was answered before the connection ends still goes out
                 transport.write(b"".join(self._out))
                 self._out.clear()

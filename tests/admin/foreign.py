@@ -58,7 +58,7 @@ class ForeignMember:
 
     def __exit__(self, *exc_info: object) -> None:
         self._client.end()
-        self._thread.join(5)
+        self._thread.join(30)
         self._client.close()
 
     def _run(self) -> None:

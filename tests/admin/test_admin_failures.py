@@ -30,7 +30,7 @@ def embedded(request):
 
 @pytest.fixture
 def admin(embedded):
-    with Admin(name_server=embedded.name_server, call_timeout_s=0.5, connect_timeout_s=0.5) as admin:
+    with Admin(name_server=embedded.name_server, call_timeout_s=15, connect_timeout_s=15) as admin:
         yield admin
 
 
@@ -75,19 +75,20 @@ def test_a_refusal_says_who_has_done_it_all_the_same(embedded, admin):
     assert len(admin.topic_offsets("orders")) == 2
 
 
-def test_a_broker_that_does_not_answer_is_told_in_time(embedded, admin):
+def test_a_broker_that_does_not_answer_is_told_in_time(embedded):
     embedded.broker("broker-a").on(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, drop, times=None)
-    started = time.monotonic()
-    with pytest.raises(RequestTimeout, match=embedded.broker("broker-a").address):
-        admin.create_group("app")
-    assert time.monotonic() - started < 3
+    with Admin(name_server=embedded.name_server, call_timeout_s=1) as admin:
+        started = time.monotonic()
+        with pytest.raises(RequestTimeout, match=embedded.broker("broker-a").address):
+            admin.create_group("app")
+        assert time.monotonic() - started < 20
 
 
 def test_a_call_has_a_deadline_as_a_whole(embedded):
     embedded.broker("broker-a").on(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, drop, times=None)
     with (
-        Admin(name_server=embedded.name_server, timeout_s=0.3) as admin,
-        pytest.raises(RequestTimeout, match=r"0\.3 s"),
+        Admin(name_server=embedded.name_server, timeout_s=1.5, call_timeout_s=15) as admin,
+        pytest.raises(RequestTimeout, match=r"1\.5 s"),
     ):
         admin.create_group("app")
 

@@ -10,9 +10,11 @@ import pytest
 
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.config import ClientConfig
+from pyrocket_consumer.errors import ConnectError, RequestTimeout
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.bodies import ConsumerData
 from pyrocket_consumer.wire.subscription import parse_subscription
+from tests.consuming import PATIENT_S, WAIT_S
 
 
 class Told:
@@ -24,7 +26,7 @@ class Told:
     def __call__(self, *facts: Any) -> None:
         self._facts.put(facts)
 
-    def next(self, timeout_s: float = 5) -> tuple[Any, ...]:
+    def next(self, timeout_s: float = WAIT_S) -> tuple[Any, ...]:
         """Return the next facts; fails if there are none within the time."""
         return self._facts.get(timeout=timeout_s)
 
@@ -45,12 +47,21 @@ def connect() -> Iterator[Connect]:
 
     def start(where: EmbeddedCluster | str, **options: Any) -> Cluster:
         address = where if isinstance(where, str) else where.name_server
-        config = ClientConfig(name_server=address, **options)
-        client = Cluster(config, make_client_id(config))
-        client.on_failure(failures.append)
-        clients.append(client)
-        client.start()
-        return client
+        config = ClientConfig(
+            name_server=address, **{"call_timeout_s": PATIENT_S, "connect_timeout_s": PATIENT_S, **options}
+        )
+        for _ in range(10):
+            client = Cluster(config, make_client_id(config))
+            client.on_failure(failures.append)
+            clients.append(client)
+            try:
+                client.start()
+            except (ConnectError, RequestTimeout):  # a busy machine may miss a short deadline
+                if config.call_timeout_s >= PATIENT_S:
+                    raise
+            else:
+                return client
+        raise AssertionError("no attempt to start was answered in time")
 
     yield start
     for client in clients:

@@ -22,7 +22,7 @@ def member(embedded, connect):
         await client.route("orders")
         await client.heartbeat()
 
-    client.run(join(), 5)
+    client.run(join(), 30)
     return client
 
 
@@ -38,7 +38,7 @@ def handle(client, code, handler):
     async def register():
         client.on_request(code, handler)
 
-    client.run(register(), 5)
+    client.run(register(), 30)
 
 
 def test_a_handler_gets_the_request_and_the_brokers_address_and_its_answer_goes_back(embedded, connect, member):
@@ -99,13 +99,13 @@ def test_a_slow_handler_holds_up_neither_calls_nor_other_requests(embedded, conn
         await other.route("orders")
         await other.heartbeat()
 
-    other.run(join(), 5)
+    other.run(join(), 30)
     assert told.next() == ("app",)  # one-way: the member list changed
-    queue = member.run(member.route("orders"), 5).consume_queues()[0]
-    assert member.run(member.broker("broker-a").max_offset(queue), 5) == 0
+    queue = member.run(member.route("orders"), 30).consume_queues()[0]
+    assert member.run(member.broker("broker-a").max_offset(queue), 30) == 0
 
     async def end():
         told_to_end.set()
 
-    member.run(end(), 5)
-    assert asking.result(5).body == b"{}"
+    member.run(end(), 30)
+    assert asking.result(30).body == b"{}"

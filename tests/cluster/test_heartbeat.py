@@ -44,7 +44,7 @@ def join(client, *, consumer=None, producer=None, topic="orders"):
         await client.route(topic)
         return await client.heartbeat()
 
-    return client.run(work(), 10)
+    return client.run(work(), 30)
 
 
 def watch(client, hook):
@@ -53,7 +53,7 @@ def watch(client, hook):
     async def work():
         getattr(client, hook)(told)
 
-    client.run(work(), 5)
+    client.run(work(), 30)
     return told
 
 
@@ -80,7 +80,7 @@ def test_a_client_without_groups_sends_no_heartbeat(embedded, connect):
     client = connect(embedded, heartbeat_interval_s=0.05)
     assert join(client) == 0
     address = client.address("broker-a")
-    connection = client.run(client.member_connection(address), 5)
+    connection = client.run(client.member_connection(address), 30)
     assert client.peek_member(address) is connection
     assert embedded.broker("broker-a").requests(HEARTBEAT) == []
 
@@ -115,22 +115,22 @@ def test_heartbeats_go_on_by_themselves(embedded, connect):
 
 def test_a_broker_that_is_away_does_not_keep_heartbeats_from_the_others(with_slaves, connect):
     with_slaves.broker("broker-b").on(HEARTBEAT, drop, times=None)
-    assert join(connect(with_slaves, call_timeout_s=0.3), consumer="app") == 3
+    assert join(connect(with_slaves, call_timeout_s=1.5), consumer="app") == 3
 
 
 def test_a_heartbeat_to_one_broker_tells_what_went_wrong(embedded, connect):
-    client = connect(embedded, call_timeout_s=0.3)
+    client = connect(embedded, call_timeout_s=1)
     join(client, consumer="app")
     broker = embedded.broker("broker-a")
     broker.on(HEARTBEAT, drop)
     with pytest.raises(RequestTimeout):
-        client.run(client.heartbeat_broker(broker.address), 5)
+        client.run(client.heartbeat_broker(broker.address), 30)
     broker.on(HEARTBEAT, answer(1, "CODE: 1 org.apache.rocketmq.acl.common.AclException: No accessKey is configured"))
     with pytest.raises(PermissionDenied):
-        client.run(client.heartbeat_broker(broker.address), 5)
+        client.run(client.heartbeat_broker(broker.address), 30)
     broker.stop()
     with pytest.raises((ConnectionLost, ConnectError)):  # the first if we have not noticed yet
-        client.run(client.heartbeat_broker(broker.address), 5)
+        client.run(client.heartbeat_broker(broker.address), 30)
 
 
 def test_a_member_connection_has_had_a_heartbeat_and_gets_only_one(embedded, connect):
@@ -144,7 +144,7 @@ def test_a_member_connection_has_had_a_heartbeat_and_gets_only_one(embedded, con
         assert client.peek_member(broker.address) is None
         return await asyncio.gather(*(client.member_connection(broker.address) for _ in range(8)))
 
-    connections = client.run(pullers(), 5)
+    connections = client.run(pullers(), 30)
     assert len(set(connections)) == 1
     assert client.peek_member(broker.address) is connections[0]
     assert len(broker.requests(HEARTBEAT)) == 1
@@ -162,7 +162,7 @@ def test_a_broker_that_does_not_take_us_is_an_error_for_who_wants_to_pull(embedd
         await client.member_connection(broker.address)
 
     with pytest.raises(PermissionDenied):
-        client.run(pull(), 5)
+        client.run(pull(), 30)
     assert client.peek_member(broker.address) is None
 
 
@@ -172,7 +172,7 @@ def test_a_new_broker_hears_of_us_as_soon_as_a_route_names_it(connect):
         client = connect(cluster)
         assert join(client, consumer="app") == 1
         cluster.create_topic("orders", brokers=["broker-a", "broker-b"])
-        client.run(client.route("orders", refresh=True), 5)
+        client.run(client.route("orders", refresh=True), 30)
         cluster.broker("broker-b").wait_for(HEARTBEAT)
         assert cluster.broker("broker-b").members("app") == [client.client_id]
 
@@ -185,7 +185,7 @@ def test_a_broker_no_route_names_any_more_is_disconnected(connect):
         assert join(client, consumer="app") == 2
         gone = cluster.broker("broker-b")
         cluster.call(lambda: cluster.unregister(gone))  # it runs on: only its registration is gone
-        client.run(client.route("orders", refresh=True), 5)
+        client.run(client.route("orders", refresh=True), 30)
         cluster.wait_until(lambda: not gone.connections)
         assert set(client.broker_addresses()) == {"broker-a"}
         assert client.address("broker-b") is None
@@ -219,7 +219,7 @@ def test_a_broker_that_returns_hears_of_us_and_its_return_is_told(embedded, conn
         assert lost.next()[0] == broker.address
         if end != "cut":
             broker.start()
-        assert returned.next(10) == (broker.address,)
+        assert returned.next() == (broker.address,)
         assert broker.members("app") == [client.client_id]
     assert client.peek_member(broker.address) is not None
 
@@ -228,19 +228,19 @@ def test_calls_that_wait_fail_when_the_broker_dies_and_later_ones_work(embedded,
     client = connect(embedded, call_timeout_s=30)
     join(client, consumer="app")
     broker = embedded.broker("broker-a")
-    queue = client.run(client.route("orders"), 5).consume_queues()[0]
+    queue = client.run(client.route("orders"), 30).consume_queues()[0]
     broker.on(RequestCode.GET_MAX_OFFSET, drop)
     waiting = client.submit(client.broker("broker-a").max_offset(queue))
     broker.wait_for(RequestCode.GET_MAX_OFFSET)
     broker.kill()
     with pytest.raises(RocketError, match="lost"):
-        waiting.result(5)
+        waiting.result(30)
     broker.start()
-    assert client.run(client.broker("broker-a").max_offset(queue), 10) == 0
+    assert client.run(client.broker("broker-a").max_offset(queue), 30) == 0
 
 
 def test_a_broker_that_is_only_silent_is_connected_anew_after_two_heartbeats(embedded, connect):
-    client = connect(embedded, call_timeout_s=0.2, heartbeat_interval_s=0.1)
+    client = connect(embedded, call_timeout_s=1, heartbeat_interval_s=0.1)
     lost, returned = watch(client, "on_broker_lost"), watch(client, "on_broker_reconnected")
     join(client, consumer="app")
     broker = embedded.broker("broker-a")
@@ -252,16 +252,16 @@ def test_a_broker_that_is_only_silent_is_connected_anew_after_two_heartbeats(emb
 
 
 def test_slow_calls_do_not_end_a_connection_whose_heartbeats_are_answered(embedded, connect):
-    client = connect(embedded, call_timeout_s=0.1)
+    client = connect(embedded, call_timeout_s=1)
     lost = watch(client, "on_broker_lost")
     join(client, consumer="app")
     broker = embedded.broker("broker-a")
-    queue = client.run(client.route("orders"), 5).consume_queues()[0]
+    queue = client.run(client.route("orders"), 30).consume_queues()[0]
     broker.on(RequestCode.GET_MAX_OFFSET, drop, times=3)
     for _ in range(3):
         with pytest.raises(RequestTimeout):
-            client.run(client.broker("broker-a").max_offset(queue), 5)
-    assert client.run(client.broker("broker-a").max_offset(queue), 5) == 0
+            client.run(client.broker("broker-a").max_offset(queue), 30)
+    assert client.run(client.broker("broker-a").max_offset(queue), 30) == 0
     assert lost.nothing
 
 
@@ -270,8 +270,8 @@ def test_leaving_a_group_is_known_at_once(with_slaves, connect):
     join(client, consumer="app", producer="maker")
     assert with_slaves.members("app") == [client.client_id]
 
-    client.run(client.unregister(consumer_group="app"), 5)
-    client.run(client.unregister(producer_group="maker"), 5)
+    client.run(client.unregister(consumer_group="app"), 30)
+    client.run(client.unregister(producer_group="maker"), 30)
     assert with_slaves.members("app") == []
     for node in with_slaves.nodes:
         consumer, producer = (
@@ -282,12 +282,12 @@ def test_leaving_a_group_is_known_at_once(with_slaves, connect):
 
 
 def test_leaving_does_not_wait_for_a_broker_that_is_away(with_slaves, connect):
-    client = connect(with_slaves, call_timeout_s=0.3)
+    client = connect(with_slaves, call_timeout_s=1)
     join(client, consumer="app")
     with_slaves.broker("broker-a").kill()
     with_slaves.broker("broker-b").on(UNREGISTER, drop)
 
-    client.run(client.unregister(consumer_group="app"), 2)
+    client.run(client.unregister(consumer_group="app"), 10)
 
 
 def test_a_heartbeat_under_way_does_not_make_who_leaves_a_member_again(embedded, connect):
@@ -300,10 +300,10 @@ def test_a_heartbeat_under_way_does_not_make_who_leaves_a_member_again(embedded,
     gate.wait_held()
     leaving = client.submit(client.unregister(consumer_group="app"))
     gate.open()
-    leaving.result(5)
-    assert heartbeat.result(5) == 1
+    leaving.result(30)
+    assert heartbeat.result(30) == 1
     assert broker.members("app") == []
-    assert client.run(client.heartbeat(), 5) == 0
+    assert client.run(client.heartbeat(), 30) == 0
 
 
 def test_a_refused_heartbeat_is_an_answer_and_not_a_failure(embedded, connect):
@@ -314,4 +314,4 @@ def test_a_refused_heartbeat_is_an_answer_and_not_a_failure(embedded, connect):
     embedded.wait_until(lambda: embedded.members("app") == [client.client_id])
     with pytest.raises(BrokerError, match="not now"):
         embedded.broker("broker-a").on(HEARTBEAT, answer(1, "not now"), times=1)
-        client.run(client.heartbeat_broker(embedded.broker("broker-a").address), 5)
+        client.run(client.heartbeat_broker(embedded.broker("broker-a").address), 30)

@@ -20,6 +20,7 @@ from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.testing import EmbeddedCluster, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.cluster.conftest import Told, consumer_of
+from tests.consuming import until
 
 
 def io_threads():
@@ -45,7 +46,7 @@ def test_a_wrong_name_server_address_is_an_error_at_start_and_leaves_nothing_run
         client.start()
     assert raised.value.address == nobody
     assert client.state is ClusterState.CLOSED
-    assert io_threads() == before
+    until(lambda: io_threads() == before, "its thread has ended")
 
 
 def test_a_name_server_that_does_not_answer_is_an_error_within_the_deadline(embedded):
@@ -54,7 +55,7 @@ def test_a_name_server_that_does_not_answer_is_an_error_within_the_deadline(embe
     began = time.monotonic()
     with pytest.raises(RequestTimeout, match=embedded.name_server):
         client.start()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
 
 
 def test_a_brokers_address_is_not_taken_for_a_name_servers(embedded):
@@ -74,24 +75,24 @@ def test_start_fails_within_its_own_deadline(embedded):
 def test_close_ends_the_thread_and_the_connections_and_can_be_repeated(embedded, connect):
     before = io_threads()
     client = connect(embedded)
-    client.run(client.route("orders"), 5)
+    client.run(client.route("orders"), 30)
     assert embedded.name_server_node.connections
     client.close()
     client.close()
     embedded.wait_until(lambda: not embedded.name_server_node.connections)
-    assert io_threads() == before
+    until(lambda: io_threads() == before, "its thread has ended")
 
 
 def test_close_gives_waiting_calls_an_error(embedded, connect):
     client = connect(embedded, call_timeout_s=60)
-    client.run(client.route("orders"), 5)
+    client.run(client.route("orders"), 30)
     broker = embedded.broker("broker-a")
     broker.on(RequestCode.GET_MAX_OFFSET, drop)
     waiting = client.submit(client.broker("broker-a").max_offset(MessageQueue("orders", "broker-a", 0)))
     broker.wait_for(RequestCode.GET_MAX_OFFSET)
     client.close()
     with pytest.raises((RocketError, concurrent.futures.CancelledError)):
-        waiting.result(5)
+        waiting.result(30)
 
 
 @pytest.mark.parametrize("moment", ["before start", "after close"])
@@ -103,7 +104,7 @@ def test_a_client_that_is_not_running_says_so(embedded, connect, moment):
         client.close()
     for call in (client.run, lambda coroutine, timeout_s: client.submit(coroutine)):
         with pytest.raises(ConsumerClosed, match="created|closed"):
-            call(client.route("orders"), 5)
+            call(client.route("orders"), 30)
 
 
 def test_a_client_starts_once(embedded, connect):
@@ -123,17 +124,17 @@ def test_a_blocking_call_on_the_io_thread_is_refused_with_the_remedy(embedded, c
     client = connect(embedded)
 
     async def block():
-        return client.run(client.route("orders"), 5)
+        return client.run(client.route("orders"), 30)
 
     with pytest.raises(RuntimeError, match="await it instead"):
-        client.run(block(), 5)
+        client.run(block(), 30)
 
     async def close():
         client.close()
 
     with pytest.raises(RuntimeError, match="await it instead"):
-        client.run(close(), 5)
-    assert client.run(client.route("orders"), 5).topic == "orders"
+        client.run(close(), 30)
+    assert client.run(client.route("orders"), 30).topic == "orders"
 
 
 def test_a_blocking_call_ends_at_its_deadline(embedded, connect):
@@ -151,7 +152,7 @@ def test_clients_can_share_an_io_thread_that_is_not_theirs(embedded):
     first.start()
     second.start()
     first.close()
-    assert second.run(second.route("orders"), 5).topic == "orders"
+    assert second.run(second.route("orders"), 30).topic == "orders"
     second.close()
     assert io_threads() != []
     io.stop()
@@ -167,7 +168,8 @@ def test_a_client_runs_on_a_loop_without_any_thread():
             def __init__(self):
                 self.loop = loop
 
-        client = Cluster(ClientConfig(name_server=cluster.name_server), "me", io=Io())
+        config = ClientConfig(name_server=cluster.name_server, call_timeout_s=30, connect_timeout_s=30)
+        client = Cluster(config, "me", io=Io())
         await client.start_on_loop()
         await client.route("TBW102")
         client.add_consumer("g", consumer_of("g"))
@@ -177,7 +179,7 @@ def test_a_client_runs_on_a_loop_without_any_thread():
         await asyncio.sleep(0.01)  # transports end in the loop's next rounds
         return answered
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == 1
+    assert asyncio.run(asyncio.wait_for(scenario(), 60)) == 1
 
 
 def test_a_background_task_that_ends_by_surprise_is_reported(embedded):
@@ -192,7 +194,7 @@ def test_a_background_task_that_ends_by_surprise_is_reported(embedded):
     async def in_the_background():
         client.spawn(fail(), "doomed")
 
-    client.run(in_the_background(), 5)
+    client.run(in_the_background(), 30)
     (error,) = told.next()
     assert isinstance(error, ZeroDivisionError)
     assert told.nothing
@@ -211,7 +213,7 @@ def test_what_fails_in_a_callback_is_reported_and_harms_no_call(embedded, hook):
     if hook == "on_route_changed":
         client.on_route_changed(fail)
     client.start()
-    route = client.run(client.route("orders"), 5)
+    route = client.run(client.route("orders"), 30)
     assert len(route.consume_queues()) == 4
     if hook == "on_answer":
 
@@ -219,9 +221,9 @@ def test_what_fails_in_a_callback_is_reported_and_harms_no_call(embedded, hook):
             connection = await client.connection(client.address("broker-a"))
             connection.send(lambda opaque: b"", fail, 0.01)
 
-        client.run(pull(), 5)
+        client.run(pull(), 30)
     assert isinstance(told.next()[0], ZeroDivisionError)
-    assert client.run(client.route("orders", refresh=True), 5) is route
+    assert client.run(client.route("orders", refresh=True), 30) is route
     client.close()
 
 
@@ -234,21 +236,21 @@ from pyrocket_consumer.errors import ConsumerClosed
 config = ClientConfig(name_server=sys.argv[1])
 made_before, started_before = Cluster(config, "a"), Cluster(config, "b")
 started_before.start()
-started_before.run(started_before.route("orders"), 5)
+started_before.run(started_before.route("orders"), 30)
 child = os.fork()
 if child == 0:
     try:
-        started_before.run(started_before.route("orders"), 5)
+        started_before.run(started_before.route("orders"), 30)
     except ConsumerClosed as error:
         assert "make a new one after the fork" in str(error), error
         started_before.close()
         made_before.start()
-        made_before.run(made_before.route("orders"), 5)
+        made_before.run(made_before.route("orders"), 30)
         made_before.close()
         os._exit(7)
     os._exit(1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-started_before.run(started_before.route("orders", refresh=True), 5)
+started_before.run(started_before.route("orders", refresh=True), 30)
 started_before.close()
 print("parent works on")
 """

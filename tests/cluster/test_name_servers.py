@@ -27,7 +27,7 @@ def asked(cluster, client):
     """Which name server was asked for the route last."""
     for node in cluster.name_server_nodes:
         node.forget_requests()
-    client.run(client.route("orders", refresh=True), 5)
+    client.run(client.route("orders", refresh=True), 30)
     return [node for node in cluster.name_server_nodes if node.requests(ROUTE)]
 
 
@@ -51,17 +51,17 @@ def test_start_needs_only_one_of_them(three, connect):
     for node in three.name_server_nodes[:2]:
         node.stop()
     client = connect(three)
-    assert client.run(client.route("orders"), 5).topic == "orders"
+    assert client.run(client.route("orders"), 30).topic == "orders"
 
 
 def test_when_all_fail_every_address_and_reason_is_told(three, connect):
-    client = connect(three, call_timeout_s=0.2)
+    client = connect(three, call_timeout_s=2)
     down, silent, broken = three.name_server_nodes
     down.stop()
     silent.on(ROUTE, drop, times=None)
     broken.on(ROUTE, answer(1, "name server not ready"), times=None)
     with pytest.raises(ConnectError) as raised:
-        client.run(client.route("orders"), 5)
+        client.run(client.route("orders"), 30)
     text = str(raised.value)
     for node in three.name_server_nodes:
         assert node.address in text
@@ -81,34 +81,34 @@ def test_a_no_is_an_answer(three, connect):
     for node in three.name_server_nodes:
         node.forget_requests()
     with pytest.raises(RouteNotFound, match="'nowhere'"):
-        client.run(client.route("nowhere"), 5)
+        client.run(client.route("nowhere"), 30)
     assert sum(len(node.requests(ROUTE)) for node in three.name_server_nodes) == 1
 
 
 def test_a_connection_that_ends_while_idle_is_opened_again(embedded, connect):
     client = connect(embedded)
     embedded.name_server_node.on(ROUTE, close_connection, times=1)
-    assert client.run(client.route("orders"), 5).topic == "orders"
+    assert client.run(client.route("orders"), 30).topic == "orders"
 
 
 def test_a_silent_connection_is_given_up_after_two_calls(embedded, connect):
-    client = connect(embedded, call_timeout_s=0.2)
+    client = connect(embedded, call_timeout_s=1)
     name_server = embedded.name_server_node
     (before,) = name_server.connections
     name_server.on(ROUTE, drop, times=2)
     for _ in range(2):
         with pytest.raises(RequestTimeout):
-            client.run(client.route("orders"), 5)
+            client.run(client.route("orders"), 30)
     embedded.wait_until(lambda: before not in name_server.connections)
-    assert client.run(client.route("orders"), 5).topic == "orders"
+    assert client.run(client.route("orders"), 30).topic == "orders"
 
 
 def test_bytes_that_are_no_frame_end_the_connection_but_not_the_client(embedded, connect):
     client = connect(embedded)
     embedded.name_server_node.on(ROUTE, garbage(b"HTTP/1.1 400 Bad Request\r\n\r\n"), times=1)
     with pytest.raises(Exception, match="frame"):
-        client.run(client.route("orders"), 5)
-    assert client.run(client.route("orders"), 5).topic == "orders"
+        client.run(client.route("orders"), 30)
+    assert client.run(client.route("orders"), 30).topic == "orders"
 
 
 def test_a_name_server_4_9_gives_no_answer_to_what_it_does_not_know(connect):
@@ -116,34 +116,34 @@ def test_a_name_server_4_9_gives_no_answer_to_what_it_does_not_know(connect):
         cluster.create_topic("orders")
         client = connect(cluster)
         with pytest.raises(RequestTimeout, match="CODE_9999"):
-            client.run(client.call(cluster.name_server, HeartbeatHeader(), code=9999, timeout_s=0.2), 5)
-        assert client.run(client.route("orders"), 5).topic == "orders"
+            client.run(client.call(cluster.name_server, HeartbeatHeader(), code=9999, timeout_s=0.2), 30)
+        assert client.run(client.route("orders"), 30).topic == "orders"
         assert len(cluster.name_server_node.connections) == 1
 
 
 def test_a_name_server_5_says_that_it_does_not_know(embedded, connect):
     client = connect(embedded)
     with pytest.raises(BrokerError) as raised:
-        client.run(client.call(embedded.name_server, HeartbeatHeader(), code=9999), 5)
+        client.run(client.call(embedded.name_server, HeartbeatHeader(), code=9999), 30)
     assert raised.value.code == 3
 
 
 def test_a_late_answer_is_ignored(embedded, connect):
-    client = connect(embedded, call_timeout_s=0.2)
-    embedded.name_server_node.on(ROUTE, delay(0.4), times=1)
+    client = connect(embedded, call_timeout_s=1)
+    embedded.name_server_node.on(ROUTE, delay(1.2), times=1)
     with pytest.raises(RequestTimeout):
-        client.run(client.route("orders"), 5)
+        client.run(client.route("orders"), 30)
     for _ in range(3):  # the late answer arrives during one of these
         embedded.name_server_node.on(ROUTE, delay(0.1), times=1)
-        assert client.run(client.route("orders", refresh=True), 5).topic == "orders"
+        assert client.run(client.route("orders", refresh=True), 30).topic == "orders"
 
 
 def test_changes_are_told_to_every_name_server(three, connect):
     client = connect(three)
-    answers = client.run(client.ask_every_name_server(PutKvConfigHeader("space", "key", "value")), 5)
+    answers = client.run(client.ask_every_name_server(PutKvConfigHeader("space", "key", "value")), 30)
     assert len(answers) == 3
     for node in three.name_server_nodes:
-        told = client.run(client.call(node.address, GetKvConfigHeader("space", "key")), 5)
+        told = client.run(client.call(node.address, GetKvConfigHeader("space", "key")), 30)
         assert told.fields["value"] == "value"
 
 
@@ -151,12 +151,12 @@ def test_a_change_that_one_missed_is_an_error_that_names_it(three, connect):
     client = connect(three)
     three.name_server_nodes[1].stop()
     with pytest.raises(ConnectError, match=three.name_server_nodes[1].address):
-        client.run(client.ask_every_name_server(PutKvConfigHeader("space", "key", "value")), 5)
-    kept = client.run(client.call(three.name_server_nodes[2].address, GetKvConfigHeader("space", "key")), 5)
+        client.run(client.ask_every_name_server(PutKvConfigHeader("space", "key", "value")), 30)
+    kept = client.run(client.call(three.name_server_nodes[2].address, GetKvConfigHeader("space", "key")), 30)
     assert kept.fields["value"] == "value"
     three.name_server_nodes[0].stop()
     with pytest.raises(ConnectError) as raised:
-        client.run(client.ask_every_name_server(PutKvConfigHeader("space", "key", "value")), 5)
+        client.run(client.ask_every_name_server(PutKvConfigHeader("space", "key", "value")), 30)
     assert {node.address for node in three.name_server_nodes[:2]} == set(raised.value.address.split(";"))
 
 
@@ -167,22 +167,22 @@ def test_routes_in_use_are_kept_fresh_and_outlive_the_name_server(embedded, conn
     async def watch():
         client.on_route_changed(told)
 
-    client.run(watch(), 5)
-    route = client.run(client.route("orders"), 5)
+    client.run(watch(), 30)
+    route = client.run(client.route("orders"), 30)
     assert told.next() == ("orders", route)
     embedded.create_topic("orders", queues=6)
     topic, changed = told.next()
     assert len(changed.consume_queues()) == 6
     embedded.stop_name_server()
     began = time.monotonic()
-    assert client.run(client.route("orders"), 5) == changed  # the known one, at once
+    assert client.run(client.route("orders"), 30) == changed  # the known one, at once
     with pytest.raises(ConnectError):
-        client.run(client.route("orders", refresh=True), 5)
-    assert time.monotonic() - began < 5
+        client.run(client.route("orders", refresh=True), 30)
+    assert time.monotonic() - began < 20
     embedded.start_name_server(register=False)
     with pytest.raises(RouteNotFound):  # it knows nothing until brokers register
-        client.run(client.route("orders", refresh=True), 5)
+        client.run(client.route("orders", refresh=True), 30)
     assert client.known_route("orders") == changed
     embedded.name_server_node.register()
-    assert client.run(client.route("orders", refresh=True), 5) == changed
+    assert client.run(client.route("orders", refresh=True), 30) == changed
     assert told.nothing

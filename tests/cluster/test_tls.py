@@ -32,7 +32,7 @@ def test_a_context_of_ones_own_is_used_for_name_servers_and_brokers(secured, con
     context.verify_mode = ssl.CERT_NONE
     client = connect(secured, tls=context)
     queue = MessageQueue("orders", "broker-a", 0)
-    assert client.run(client.broker("broker-a").max_offset(queue), 5) == 0
+    assert client.run(client.broker("broker-a").max_offset(queue), 30) == 0
 
 
 def test_a_certificate_nobody_vouches_for_is_refused(secured):

@@ -149,7 +149,7 @@ def test_a_killed_member_leaves_its_queues_in_order(cluster, topic, group):
         victim.ended()
     seen = InOrder()
     with consuming(cluster, topic, group, seen, orderly=True):
-        seen.wait(lambda seen: {body.decode() for body in seen.bodies} | set(victim.bodies) >= texts(40), 30)
+        seen.wait(lambda seen: {body.decode() for body in seen.bodies} | set(victim.bodies) >= texts(40), 60)
     assert not seen.overlaps
     assert all(offsets == sorted(set(offsets)) for offsets in seen.offsets().values())
 

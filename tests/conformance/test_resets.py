@@ -12,7 +12,7 @@ import pytest
 
 from pyrocket_consumer import Admin, ConfigError, PushConsumer
 from pyrocket_consumer.admin import ResetState
-from tests.consuming import QUICK, Events, Seen, consuming, until
+from tests.consuming import PATIENT_S, QUICK, Events, Seen, consuming, until
 from tests.real_brokers.remoting import Peer, Refused
 from tests.resetting import fill, queue, reset, wait_until_seen, wait_until_stored
 from tests.system.processes import member
@@ -22,7 +22,7 @@ BROADCASTING = {"message_model": "broadcasting"}
 
 @pytest.fixture
 def admin(cluster):
-    with Admin(name_server=cluster.name_server) as admin:
+    with Admin(name_server=cluster.name_server, call_timeout_s=PATIENT_S) as admin:
         yield admin
 
 
@@ -155,7 +155,7 @@ def test_a_member_that_is_silent_follows_when_it_is_well_again(real_cluster, top
             steps.append(step)
             if step.text == "moved":
                 moved.set()
-                well.wait(lambda seen: len(seen.messages) == 10, timeout_s=5)
+                well.wait(lambda seen: len(seen.messages) == 10)
 
         def wake():
             until(lambda: len(steps) >= 3, "asked once in vain")
@@ -346,7 +346,7 @@ def test_a_clustering_member_that_joins_during_a_reset(cluster, admin, topic, gr
         try:
             result = plan.execute()
             assert result.verified, result
-            seen.wait(lambda seen: len(seen.messages) >= 80)
+            seen.wait(lambda seen: len(seen.places) == 40 and min(seen.places.values()) >= 2)
         finally:
             thread.join()
             joiner.close()
@@ -422,7 +422,9 @@ def test_lag_of_a_clustering_group(cluster, admin, topic, group):
         assert str(found.model) == "clustering"
         assert [consumer.client_id] == list(found.members)
         assert {row.queue.topic for row in found.rows} >= {topic}
-        assert all(row.max == 7 for row in found.rows if row.queue.topic == topic)
+        until(
+            lambda: {row.max for row in admin.lag(group).rows if row.queue.topic == topic} == {7}, "the ends are shown"
+        )
 
 
 def test_lag_of_a_broadcasting_group_is_each_member_s_own(cluster, admin, topic, group, stores):

@@ -304,7 +304,7 @@ class Store(MemoryOffsetStore):
     def _slow(self, what: str) -> None:
         self.calls.append(what)
         self.threads.add(threading.current_thread())
-        assert self.gate.wait(10)
+        assert self.gate.wait(30)
         if self.error is not None:
             raise self.error
 

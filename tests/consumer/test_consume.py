@@ -29,7 +29,7 @@ from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messag
 from tests.consumer.virtual_time import run
 
 QUEUE = MessageQueue("orders", "broker-a", 0)
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 def filled(count: int, tell: Callable[[MessageQueue, int], None] = lambda queue, offset: None):

@@ -29,7 +29,8 @@ from pyrocket_consumer.testing import Exchange
 from pyrocket_consumer.wire.bodies import encode_offset_table
 from pyrocket_consumer.wire.codes import CLIENT_VERSION, RequestCode
 from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
-from tests.consuming import WAIT_S, Events, Seen
+from tests.consuming import WAIT_S, Events, Seen, started
+from tests.resetting import fill
 
 QUICK: dict[str, Any] = {
     "client_ip": "127.0.0.1",
@@ -131,10 +132,22 @@ def ours(
     seen = listener if isinstance(listener, Seen) else Seen(*[] if listener is None else [listener])
     events = options.get("on_event") or Events()
     selector = options.pop("selector", "*")
-    consumer = PushConsumer(group, **{"name_server": cluster.name_server, **QUICK, "on_event": events, **options})
-    consumer.subscribe(topic, seen, selector)
-    with consumer:
+
+    def made() -> PushConsumer:
+        consumer = PushConsumer(group, **{"name_server": cluster.name_server, **QUICK, "on_event": events, **options})
+        consumer.subscribe(topic, seen, selector)
+        return consumer
+
+    with contextlib.closing(started(made)) as consumer:
         yield OurMember(cluster, consumer, seen, events)
+
+
+def filled(cluster: Any, names: Any, *, queues: int, messages: int) -> tuple[str, str]:
+    """Make a topic and send messages to its queues in turn; returns its name and that of a group, which is new."""
+    topic = names.topic()
+    cluster.create_topic(topic, queues=queues)
+    fill(cluster, topic, messages)
+    return topic, names.group()
 
 
 def at_brokers(cluster: Any, group: str, queues: Any) -> dict[MessageQueue, int]:
@@ -209,15 +222,18 @@ def settle() -> None:
 
 def give_time_to(wrong: Callable[[], object], member: Kind) -> None:
     """Let what must not be come: a moment for those that are right, and as long as a faulty variant may need."""
-    is_right = getattr(member, "__name__", "") in ("ours", "NaiveMember")
-    deadline = time.monotonic() + (0.25 if is_right else 10.0)
+    deadline = time.monotonic() + (0.25 if _is_right(member) else 10.0)
     while not wrong() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def patience_s(member: Kind) -> float:
     """Return how long to wait for what a faulty variant never does."""
-    return WAIT_S if member is ours else 2.0
+    return WAIT_S if _is_right(member) else 2.0
+
+
+def _is_right(member: Kind) -> bool:
+    return getattr(member, "__name__", "") in ("ours", "NaiveMember")
 
 
 class Held:

@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer import Message, MessageQueue
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consuming import Seen, numbered, until
+from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import Held, Kind, Queues, committed_values, give_time_to, of, ours, settle, tell_members
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import fill, queue
@@ -38,12 +38,16 @@ class ChecksAndThenStores(NaiveMember):
 
 
 class WaitsBeforeItResets(NaiveMember):
-    """Java until 4.9 and Go: windows are dropped, 10 s pass (here 0.3), and what another reset began lives on."""
+    """Java until 4.9 and Go: windows are dropped, 10 s pass, another reset comes, and what it began lives on."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._both_have_come = threading.Barrier(2, timeout=WAIT_S)
 
     def on_reset(self, targets: Queues) -> None:
         for place in targets:
             self.windows[place].dropped = True
-        time.sleep(0.3)
+        self._both_have_come.wait()
         for place, target in targets.items():
             self.offsets[place] = target
             self.persist(place)

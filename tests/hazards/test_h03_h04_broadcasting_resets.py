@@ -14,7 +14,7 @@ from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import consuming, numbered, until
-from tests.hazards.members import Held, Kind, Queues, of, ours
+from tests.hazards.members import Held, Kind, Queues, filled, of, ours
 from tests.hazards.naive import NaiveMember
 from tests.real_brokers.remoting import Peer, Refused
 from tests.resetting import fill, queue
@@ -91,9 +91,7 @@ def test_h03_a_broadcasting_member_is_reset_by_its_own_call_on_every_broker(
 
 def a_group_with_an_uncommitted_queue_is_reset(cluster: Any, names: Any, reset: Any) -> None:
     """The group has consumed one queue; another is new, and was never committed."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 6)
+    topic, group = filled(cluster, names, queues=1, messages=6)
     with consuming(cluster, topic, group, rebalance_interval_s=60.0, pull_hold_s=1.0) as (_, seen):
         seen.wait_for(6)
         until(lambda: cluster.committed(group, topic) == {0: 6}, "consumed")
@@ -126,9 +124,7 @@ def a_reset_at_the_broker_reaches_everybody(
     cluster: Any, names: Any, member: Kind, stores: Path, patience_s: float = 30.0
 ) -> None:
     """Three broadcasting members; the broker is asked for a reset, and tells it to whoever pulls first."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=2, messages=10)
     options = {"message_model": "broadcasting", "offset_store_dir": stores}
     with ExitStack() as stack:
         members = [stack.enter_context(member(cluster, topic, group, instance_name=name, **options)) for name in "abc"]

@@ -162,6 +162,7 @@ def an_impossible_directory_fails_the_start(cluster: Any, names: Any, member: Ki
     except (RocketError, OSError) as error:
         failure = str(error)
     assert str(stores) in failure, "it started, and can store nothing"
+    assert "Nothing was started" in failure, f"the start failed, and this is said: {failure}"
 
 
 class StartsWhateverTheDirectory(NaiveMember):

@@ -10,9 +10,8 @@ import pytest
 from pyrocket_consumer.wire.bodies import decode_heartbeat
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Seen
-from tests.hazards.members import Kind, of, ours
+from tests.hazards.members import Kind, filled, of, ours
 from tests.hazards.naive import NaiveMember
-from tests.resetting import fill
 
 CLUSTER = {"auto_create_topics": False}
 
@@ -53,9 +52,8 @@ def versions(broker: Any, group: str, topic: str) -> list[tuple[float, int]]:
 
 def the_version_is_new_with_the_queues_only(cluster: Any, names: Any, member: Kind) -> None:
     """Many rounds: with a topic that has no route, and paused; then the topic gets another queue."""
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 4)
+    topic, group = filled(cluster, names, queues=2, messages=4)
+    broker = cluster.broker("broker-a")
     options = {"rebalance_interval_s": 0.05, "heartbeat_interval_s": 0.05, "route_refresh_interval_s": 0.05}
 
     def rounds(count: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pyrocket_consumer import OffsetStoreLocked
 from pyrocket_consumer.offsets.directories import store_directory
 from tests.consuming import until
-from tests.hazards.members import Kind, broadcasting, ours
+from tests.hazards.members import Kind, broadcasting, filled, ours
 from tests.hazards.naive import NaiveMember
 from tests.resetting import fill, queue
 from tests.system.processes import member as child_member
@@ -95,9 +95,7 @@ class HasThePidInItsName(NaiveMember):
 
 def a_restart_finds_its_offsets(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
     """The same program on the same machine, started twice."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
     for start in (0, 5):
         with member(cluster, topic, group, **broadcasting(stores)) as consumer:
             fill(cluster, topic, 5, start=start + 5)
@@ -109,9 +107,7 @@ def a_restart_finds_its_offsets(cluster: Any, names: Any, member: Kind, stores: 
 
 def a_changed_address_is_noticed(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
     """The machine has another address after a restart, and with it the client another id."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
     with member(cluster, topic, group, **broadcasting(stores, client_ip="10.0.0.5")) as consumer:
         consumer.seen.wait_for(5)
         left = store_directory(stores, consumer.client_id, group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from typing import Any
 
@@ -14,7 +13,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, Exchange, Fault, answer, 
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consuming import WAIT_S, numbered, until
-from tests.hazards.members import Kind, committed_values, of, ours, pulled_offsets
+from tests.hazards.members import Kind, committed_values, filled, give_time_to, of, ours, pulled_offsets
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import fill, queue
 
@@ -47,9 +46,7 @@ def a_stored_offset_beyond_the_end_is_told(
     cluster: Any, names: Any, member: Kind, patience_s: float = WAIT_S
 ) -> None:
     """The topic was made anew: the group stands at 500, and 20 messages are there."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 20)
+    topic, group = filled(cluster, names, queues=1, messages=20)
     cluster.broker("broker-a").commit(group, topic, {0: 500})
     with member(cluster, topic, group) as consumer:
         until(lambda: consumer.stored() == {queue(topic, 0): 20}, "the correction is stored")
@@ -77,9 +74,8 @@ def test_h16_an_offset_beyond_the_end_of_the_queue_is_told(embedded, names):
 
 def a_correction_to_zero_repeats_nothing(cluster: Any, names: Any, member: Kind) -> None:
     """The group stands one beyond the end, as after a failover, and the broker says 0, as those up to 4.9.3 do."""
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker = cluster.broker("broker-a")
     broker.commit(group, topic, {0: 11})
     broker.on(PULL, moved(0, 0, 10, "OFFSET_OVERFLOW_BADLY"), times=None, when=of(topic, queueOffset=11))
     with member(cluster, topic, group) as consumer:
@@ -104,9 +100,8 @@ def test_h17_a_correction_to_zero_is_not_obeyed_blindly(embedded, names):
 
 def a_broker_that_is_loading_repeats_nothing(cluster: Any, names: Any, member: Kind) -> None:
     """For its first seconds a broker says of a queue that it is empty: min = max = 0."""
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker = cluster.broker("broker-a")
     broker.commit(group, topic, {0: 7})
     broker.on(PULL, moved(0, 0, 0, "NO_MESSAGE_IN_QUEUE"), when=of(topic))
     for code in (RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET):
@@ -322,7 +317,7 @@ def nothing_is_committed_to_a_slave(member: Kind, names: Any) -> None:
             master.kill()
             gate.set()
             until(lambda: set(consumer.held().values()) == {10}, "all are consumed")
-            time.sleep(0.5)  # ten times the commit interval
+            give_time_to(lambda: slave.requests(RequestCode.UPDATE_CONSUMER_OFFSET), member)
             lost = slave.requests(RequestCode.UPDATE_CONSUMER_OFFSET)
             assert not lost, f"{lost[0].command.fields['commitOffset']} was committed to a slave"
             master.start()
@@ -364,9 +359,8 @@ TROUBLE = {
 
 
 def an_error_is_not_no_offset(cluster: Any, names: Any, member: Kind, what: str, stored: int | None) -> None:
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker = cluster.broker("broker-a")
     if stored is not None:
         broker.commit(group, topic, {0: stored})
     broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], times=2, when=of(topic))

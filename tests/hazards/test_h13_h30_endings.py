@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -15,9 +17,9 @@ from pyrocket_consumer import Message, MessageQueue, Suspend
 from pyrocket_consumer.testing import Gate
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.members import Kind, of, ours, settle
+from tests.hazards.members import Kind, filled, of, ours, settle
 from tests.hazards.naive import NaiveMember, Window
-from tests.resetting import fill, queue
+from tests.resetting import queue
 from tests.testing.raw_client import RawClient
 
 PULL, COMMIT, UNLOCK = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET, RequestCode.UNLOCK_BATCH_MQ
@@ -54,9 +56,8 @@ def sent_back(broker: Any, group: str) -> int:
 
 def closing_finishes_what_runs(cluster: Any, names: Any, member: Kind) -> None:
     """20 listener calls run when the consumer is closed."""
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 20)
+    topic, group = filled(cluster, names, queues=1, messages=20)
+    broker = cluster.broker("broker-a")
 
     def listener(message: Message) -> None:
         time.sleep(0.3)
@@ -69,25 +70,31 @@ def closing_finishes_what_runs(cluster: Any, names: Any, member: Kind) -> None:
     assert cluster.committed(group, topic) == {0: 20}, "what runs was not waited for"
 
 
+@contextmanager
+def closing_unacknowledged(consumer: Any, broker: Any, topic: str) -> Iterator[None]:
+    """Close `consumer`; its last commit is acknowledged after the block, which sees what it has done until then."""
+    gate = Gate()
+    broker.forget_requests()
+    broker.on(COMMIT, gate, times=None, when=of(topic))
+    closer = threading.Thread(target=consumer.close)
+    closer.start()
+    try:
+        gate.wait_held(timeout_s=WAIT_S)
+        settle()
+        yield
+    finally:
+        broker.clear_faults()
+        gate.open()
+        closer.join(WAIT_S)
+
+
 def it_leaves_when_everything_is_stored(cluster: Any, names: Any, member: Kind) -> None:
-    """The last commit is not acknowledged for a while."""
-    topic, group, broker, gate = names.topic(), names.group(), cluster.broker("broker-a"), Gate()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker = cluster.broker("broker-a")
     with member(cluster, topic, group, commit_interval_s=60.0, call_timeout_s=20.0) as consumer:
         until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
-        broker.forget_requests()
-        broker.on(COMMIT, gate, times=None, when=of(topic))
-        closer = threading.Thread(target=consumer.close)
-        closer.start()
-        try:
-            gate.wait_held(timeout_s=WAIT_S)
-            settle()
+        with closing_unacknowledged(consumer, broker, topic):
             assert not broker.requests(LEAVE), "it left the group before its last commit was acknowledged"
-        finally:
-            broker.clear_faults()
-            gate.open()
-            closer.join(WAIT_S)
     assert broker.requests(LEAVE)
     assert cluster.committed(group, topic) == {0: 10}
 
@@ -114,9 +121,8 @@ def test_h25_the_last_commit_is_acknowledged_before_the_group_is_left(embedded, 
 
 def what_is_unfinished_stays_so(cluster: Any, names: Any, member: Kind) -> None:
     """One of the listener calls does not end in the time that close gives them."""
-    topic, group, broker, release = names.topic(), names.group(), cluster.broker("broker-a"), threading.Event()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker, release = cluster.broker("broker-a"), threading.Event()
 
     def listener(message: Message) -> None:
         if message.queue_offset == 9:
@@ -147,25 +153,14 @@ def test_h25_what_is_unfinished_at_the_end_is_neither_sent_back_nor_committed(em
 
 
 def unlocked_when_committed(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group, broker, gate = names.topic(), names.group(), cluster.broker("broker-a"), Gate()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker = cluster.broker("broker-a")
     options = {"orderly": True, "commit_interval_s": 60.0, "call_timeout_s": 20.0}
     with member(cluster, topic, group, **options) as consumer:
         consumer.seen.wait_for(10)
         until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
-        broker.forget_requests()
-        broker.on(COMMIT, gate, times=None, when=of(topic))
-        closer = threading.Thread(target=consumer.close)
-        closer.start()
-        try:
-            gate.wait_held(timeout_s=WAIT_S)
-            settle()
+        with closing_unacknowledged(consumer, broker, topic):
             assert not broker.requests(UNLOCK), "unlocked before its last offset was stored"
-        finally:
-            broker.clear_faults()
-            gate.open()
-            closer.join(WAIT_S)
         assert broker.requests(UNLOCK)
     assert cluster.committed(group, topic) == {0: 10}
 
@@ -254,9 +249,8 @@ class EndsWithTheException(NaiveMember):
 def nothing_that_is_raised_stops_a_queue(
     cluster: Any, names: Any, member: Kind, error: type[BaseException], patience_s: float = WAIT_S
 ) -> None:
-    topic, group, raised = names.topic(), names.group(), threading.Event()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
+    raised = threading.Event()
 
     def listener(message: Message) -> None:
         if message.queue_offset == 2 and not raised.is_set():
@@ -360,9 +354,7 @@ class LocksInBroadcastingToo(NaiveMember):
 def every_member_consumes_in_order(
     cluster: Any, names: Any, member: Kind, stores: Path, patience_s: float = WAIT_S
 ) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
     options = {"orderly": True, "message_model": "broadcasting", "offset_store_dir": stores}
     with (
         member(cluster, topic, group, instance_name="one", **options) as one,

@@ -14,7 +14,7 @@ from pyrocket_consumer.wire.codes import CLIENT_VERSION, PullFlag, RequestCode
 from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.connection import Wire
-from tests.hazards.members import Held, Kind, Queues, committed_values, of, ours, settle, tell_members
+from tests.hazards.members import Held, Kind, Queues, committed_values, filled, of, ours, settle, tell_members
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
 from tests.resetting import fill, queue
@@ -56,9 +56,8 @@ class CommitsWithThePull(NaiveMember):
 
 def a_reset_is_stored_before_it_is_pulled_from(cluster: Any, names: Any, member: Kind) -> None:
     """The pull at the target is kept back, and the process could be killed: where would the group go on?"""
-    topic, group, broker, held = names.topic(), names.group(), cluster.broker("broker-a"), Held()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker, held = cluster.broker("broker-a"), Held()
     with member(cluster, topic, group) as consumer:
         consumer.seen.wait_for(10)
         until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
@@ -146,9 +145,8 @@ def a_late_reset_is_obeyed(
     cluster: Any, names: Any, member: Kind, *, timed_out: bool, patience_s: float = WAIT_S, **options: Any
 ) -> None:
     """A pull at 10 is kept back until nobody waits for it; then it is answered with a reset to 4."""
-    topic, group, broker, held = names.topic(), names.group(), cluster.broker("broker-a"), Held()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker, held = cluster.broker("broker-a"), Held()
     broker.on(PULL, held, when=of(topic, queueOffset=10))
     with member(cluster, topic, group, **options) as consumer:
         consumer.seen.wait_for(10)
@@ -195,9 +193,8 @@ def test_h29_a_reset_told_to_a_pull_that_has_timed_out_is_obeyed(embedded, names
 def both_members_replay(cluster: Any, names: Any, member: Kind, patience_s: float = WAIT_S) -> None:
     """Of two members one has consumed everything; the other has taken half of the queues over, while the pulls of the
     first one for them are still held at the broker, and has consumed nothing."""
-    topic, group, seen = names.topic(), names.group(), Seen()
-    cluster.create_topic(topic, queues=4)
-    fill(cluster, topic, 40)
+    topic, group = filled(cluster, names, queues=4, messages=40)
+    seen = Seen()
     old, everything = set(numbered(40)), {queue(topic, number): 10 for number in range(4)}
     options = {"pull_hold_s": 15.0}
     with member(cluster, topic, group, seen, instance_name="first", **options) as first:
@@ -296,9 +293,8 @@ def test_h30_a_reset_of_one_topic_does_not_hold_up_another(embedded, names):
 
 
 def paused_stays_paused(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker = cluster.broker("broker-a")
     with member(cluster, topic, group) as consumer:
         consumer.seen.wait_for(10)
         until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
@@ -334,9 +330,8 @@ class LeavesAGhost(NaiveMember):
 
 def one_pull_loop_is_left(cluster: Any, names: Any, member: Kind) -> None:
     """A queue is just being added, its offset asked for, when a reset of all queues comes."""
-    topic, group, broker, gate = names.topic(), names.group(), cluster.broker("broker-a"), Gate()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
+    broker, gate = cluster.broker("broker-a"), Gate()
     with member(cluster, topic, group) as consumer:
         consumer.seen.wait_for(5)
         until(lambda: consumer.stored() == {queue(topic, 0): 5}, "committed")
@@ -401,9 +396,8 @@ def tell_in_these_words(broker: Any, group: str, topic: str, body: bytes) -> Non
 
 
 def every_spelling_is_obeyed(cluster: Any, names: Any, member: Kind, spelling: str, patience_s: float = WAIT_S) -> None:
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=2, messages=10)
+    broker = cluster.broker("broker-a")
     with member(cluster, topic, group) as consumer:
         consumer.seen.wait_for(10)
         tell_in_these_words(broker, group, topic, spellings(topic)[spelling])
@@ -438,9 +432,8 @@ class EndsAtWhatItCannotRead(NaiveMember):
 def what_cannot_be_read_moves_nothing(
     cluster: Any, names: Any, member: Kind, bodies: list[bytes], patience_s: float = WAIT_S
 ) -> None:
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
+    broker = cluster.broker("broker-a")
     with member(cluster, topic, group) as consumer:
         consumer.seen.wait_for(5)
         for number, body in enumerate(bodies, 1):

@@ -16,7 +16,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, numbered, until
 from tests.hazards.connection import Refused
-from tests.hazards.members import Kind, of, ours, pulled_offsets
+from tests.hazards.members import Kind, filled, of, ours, pulled_offsets
 from tests.hazards.naive import NaiveMember
 from tests.resetting import fill, queue
 
@@ -83,9 +83,7 @@ class TakesZeroForAnOffset(NaiveMember):
 
 
 def last_is_the_end(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
     with member(cluster, topic, group, consume_from="last") as consumer:
         until(lambda: consumer.held(), "it consumes")
         fill(cluster, topic, 1, start=5)
@@ -234,9 +232,7 @@ def test_h23_a_time_has_a_zone(embedded, names):
 
 def nothing_before_the_time_is_consumed(cluster: Any, names: Any, member: Kind) -> None:
     """All five messages are older than the time that the group begins at."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
     time.sleep(0.02)
     with member(cluster, topic, group, consume_from=datetime.now(UTC)) as consumer:
         until(lambda: consumer.held(), "it consumes")
@@ -266,9 +262,8 @@ def test_h23_the_nearest_message_is_not_taken_for_the_first(names):
 
 
 def a_search_that_fails_is_tried_again(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
+    broker = cluster.broker("broker-a")
     broker.on(SEARCH, answer(1, "index is loading"), times=2, when=of(topic))
     consume_from = datetime.now(UTC) + timedelta(hours=1)
     with member(cluster, topic, group, consume_from=consume_from, rebalance_interval_s=0.1):

@@ -16,7 +16,7 @@ from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.company import AnotherComes, DropsWithoutStoring
 from tests.hazards.connection import Wire
-from tests.hazards.members import Kind, broadcasting, committed_values, of, ours, patience_s, settle
+from tests.hazards.members import Kind, broadcasting, committed_values, filled, of, ours, patience_s, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
 from tests.resetting import fill, queue
@@ -60,9 +60,7 @@ class PullsCarryCommits(NaiveMember):
 
 
 def what_others_wrote_stands(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
     with member(cluster, topic, group, pull_hold_s=0.1) as consumer:
         consumer.seen.wait_for(10)
         until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
@@ -91,9 +89,7 @@ def test_h31_an_offset_written_by_an_admin_is_not_overwritten_by_an_idle_consume
 
 def a_late_pull_commits_nothing(cluster: Any, names: Any, member: Kind) -> None:
     """A pull is on its way to the broker while the queue is given up, and its next owner goes on."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
     broker, late = cluster.broker("broker-a"), Gate()
     with member(cluster, topic, group, pull_hold_s=0.1) as consumer:
         consumer.seen.wait_for(10)
@@ -165,9 +161,7 @@ class NeverCommitsZero(NaiveMember):
 
 
 def a_reset_to_0_is_stored(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
     stop, release = threading.Event(), threading.Event()
 
     def listener(message: Message) -> None:
@@ -200,9 +194,7 @@ def test_h32_an_offset_of_0_is_stored_as_any_other(cluster, embedded, names):
 
 
 def lost_commits_are_made_again(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=2, messages=10)
     broker, turns = cluster.broker("broker-a"), itertools.cycle([True, False])
     broker.on(COMMIT, drop, times=None, when=lambda command: of(topic)(command) and next(turns))
     with member(cluster, topic, group, call_timeout_s=0.2) as consumer:
@@ -227,9 +219,7 @@ class BelievesBrokersRemember(NaiveMember):
 
 def forgotten_commits_are_made_again(cluster: Any, names: Any, member: Kind) -> None:
     """The broker crashes before it has written the offsets to its disk."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
     broker = cluster.broker("broker-a")
     lose_commits = {"lose_commits": True} if isinstance(cluster, EmbeddedCluster) else {}
     with member(cluster, topic, group) as consumer:
@@ -257,9 +247,7 @@ def test_h33_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names)
 
 
 def the_first_commit_goes_alone(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=4)
-    fill(cluster, topic, 16)
+    topic, group = filled(cluster, names, queues=4, messages=16)
     broker, first = cluster.broker("broker-a"), Gate()
     broker.on(COMMIT, first, times=None, when=of(topic))
     with member(cluster, topic, group, call_timeout_s=WAIT_S) as consumer:
@@ -288,9 +276,7 @@ def test_h33_the_first_commit_of_a_group_goes_alone(embedded, names):
 
 
 def unsubscribing_stores(cluster: Any, names: Any, member: Kind, **options: Any) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 20)
+    topic, group = filled(cluster, names, queues=1, messages=20)
     other = f"{topic}-other"
     cluster.create_topic(other, queues=1)
     with member(cluster, topic, group, commit_interval_s=NEVER_S, **options) as consumer:

@@ -13,9 +13,9 @@ from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, close_conne
 from pyrocket_consumer.testing.faults import Fault
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.members import Kind, broadcasting, ours, patience_s, settle
+from tests.hazards.members import Kind, broadcasting, filled, ours, patience_s, settle
 from tests.hazards.naive import NaiveMember, Window
-from tests.resetting import fill, queue
+from tests.resetting import queue
 
 SEND_BACK = RequestCode.CONSUMER_SEND_MSG_BACK
 SENDS = (RequestCode.SEND_MESSAGE, RequestCode.SEND_MESSAGE_V2)
@@ -48,9 +48,7 @@ def a_failed_message_is_not_passed(
     cluster: Any, names: Any, member: Kind, trouble: Fault = answer(1, "no")  # noqa: B008
 ) -> None:
     """Neither send-back nor the retry topic takes the message; then the process ends."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 20)
+    topic, group = filled(cluster, names, queues=1, messages=20)
     broker = cluster.broker("broker-a")
 
     def listener(message: Message) -> None:
@@ -97,9 +95,7 @@ class ForgetsWhatItCouldNotSendBack(NaiveMember):
 
 
 def it_is_tried_again_here(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 3)
+    topic, group = filled(cluster, names, queues=1, messages=3)
     broker = cluster.broker("broker-a")
     for code in (SEND_BACK, *SENDS):
         broker.on(code, answer(1, "no"), times=None)
@@ -172,9 +168,7 @@ class CleansUpTwice(CleansUpWhatTakesTooLong):
 
 
 def what_takes_too_long_is_sent_back_once(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 3)
+    topic, group = filled(cluster, names, queues=1, messages=3)
     broker, release, answers = cluster.broker("broker-a"), threading.Event(), Gate(answers=True)
 
     def is_ours(command: Any) -> bool:
@@ -270,9 +264,7 @@ class LosesTheWorkersMessage(NaiveMember):
 
 
 def no_exception_loses_a_message(cluster: Any, names: Any, member: Kind, error: type[BaseException]) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
     with member(cluster, topic, group, Seen(fails_at_first(b"m1", error))) as consumer:
         consumer.seen.wait_for(5)
         until(lambda: consumer.stored() == {queue(topic, 0): 5}, "nothing holds the offset", patience_s(member))
@@ -350,9 +342,7 @@ class KeepsFailedMessages(NaiveMember):
 
 
 def a_failed_broadcast_is_told_and_passed(cluster: Any, names: Any, member: Kind, directory: Any) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    topic, group = filled(cluster, names, queues=1, messages=10)
     with member(cluster, topic, group, Seen(fails_at_first(b"m5")), **broadcasting(directory)) as consumer:
         consumer.seen.wait_for(10)
         until(

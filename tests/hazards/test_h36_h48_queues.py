@@ -20,7 +20,7 @@ from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.company import STRANGER, AnotherComes, DropsWithoutStoring, members_of
-from tests.hazards.members import Kind, of, ours, patience_s, settle
+from tests.hazards.members import Kind, filled, of, ours, patience_s, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import fill, queue
 from tests.simulation.scenario import TOPIC as SIMULATED
@@ -216,9 +216,7 @@ class LeavesAGhost(NaiveMember):
 
 
 def a_closed_member_is_gone(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
     with member(cluster, topic, group, rebalance_interval_s=0.1) as consumer:
         consumer.seen.wait_for(5)
         consumer.close()
@@ -252,9 +250,7 @@ class TranslatesNames(MemoryOffsetStore):
 
 
 def broker_names_are_kept(cluster: Any, names: Any, **options: Any) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 6)
+    topic, group = filled(cluster, names, queues=2, messages=6)
     with ours(cluster, topic, group, message_model="broadcasting", **options) as consumer:
         consumer.seen.wait_for(6)
         store = options.get("offset_store")
@@ -288,9 +284,7 @@ class OnePeriodIsLikeAnother(NaiveMember):
 
 def a_late_acknowledgement_counts_for_its_own_period_only(cluster: Any, names: Any, member: Kind) -> None:
     """The queue goes and comes back while its messages are with the listener, which has them a second time then."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    topic, group = filled(cluster, names, queues=1, messages=5)
     first, second = threading.Event(), threading.Event()
     calls: list[Message] = []
 

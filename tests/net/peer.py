@@ -13,7 +13,7 @@ from pyrocket_consumer.net.connection import Connection
 from pyrocket_consumer.net.connections import Connections
 from pyrocket_consumer.wire.frame import RemotingCommand, decode_command, encode_command
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -27,6 +27,16 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     unhandled: list[dict[str, Any]] = []
     asyncio.run(main())
     assert unhandled == []
+
+
+def run_on_time(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a scenario that looks at the time it takes: a busy machine may delay it, but not three times in a row."""
+    for _ in range(2):
+        try:
+            return run(scenario())
+        except AssertionError:
+            pass
+    run(scenario())
 
 
 class Peer:
@@ -131,7 +141,7 @@ class Lost:
 @asynccontextmanager
 async def client(**options: Any) -> AsyncIterator[Connections]:
     """The connections of a client."""
-    settings: dict[str, Any] = {"connect_timeout_s": 2.0, "on_request": nothing, **options}
+    settings: dict[str, Any] = {"connect_timeout_s": 30.0, "on_request": nothing, **options}
     connections = Connections(asyncio.get_running_loop(), **settings)
     try:
         yield connections

@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ConsumerClosed, RocketError
 from pyrocket_consumer.wire.frame import RemotingCommand
-from tests.net.peer import Lost, Server, client, run, serving, until
+from tests.net.peer import Lost, Server, client, run, run_on_time, serving, until
 
 CERTIFICATE = Path(__file__).parent.parent / "cluster" / "localhost.pem"  # of no worth: its key is in the same file
 
@@ -55,7 +55,7 @@ def test_a_lost_connection_is_told_once_and_opened_again_when_asked_for():
             assert connections.peek(server.address) is None
             assert connections.all() == []
             second = await connections.get(server.address)
-            call = second.call(RemotingCommand(34), 5)
+            call = second.call(RemotingCommand(34), 30)
             peer = await server.peer()
             peer.answer(await peer.next())
             assert (await call).code == 0
@@ -90,7 +90,7 @@ def test_attempts_to_a_server_that_is_away_grow_rarer_and_succeed_once_it_is_bac
             assert loop.time() - began < 0.3, "failures of long ago are forgotten"
         await server.stop()
 
-    run(scenario())
+    run_on_time(scenario)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_an_address_dropped_while_it_is_being_connected_to_is_an_error_for_those
             assert [type(outcome) for outcome in outcomes] == [ConnectError] * 3
             assert "no route names it" in str(outcomes[0])
 
-    run(scenario())
+    run_on_time(scenario)
 
 
 def test_a_caller_cancelled_while_connecting_is_cancelled():
@@ -153,7 +153,7 @@ def test_a_dropped_connection_is_closed_with_its_calls():
         lost = Lost()
         async with serving() as server, client(on_lost=lost) as connections:
             connection = await connections.get(server.address)
-            call = connection.call(RemotingCommand(11), 5)
+            call = connection.call(RemotingCommand(11), 30)
             connections.drop(server.address, "no route names it")
             with pytest.raises(ConnectionLost, match="no route names it"):
                 await call
@@ -202,7 +202,7 @@ def test_calls_over_tls():
         async with serving(server_tls()) as server, client(tls=trusting()) as connections:
             connection = await connections.get(server.address)
             peer = await server.peer()
-            calls = [connection.call(RemotingCommand(11), 5) for _ in range(50)]
+            calls = [connection.call(RemotingCommand(11), 30) for _ in range(50)]
             for _ in calls:
                 peer.answer(await peer.next(), body=b"z" * 100_000)
             assert {(await call).body for call in calls} == {b"z" * 100_000}

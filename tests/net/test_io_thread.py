@@ -27,7 +27,7 @@ async def give(value):
 
 
 def test_work_runs_there_and_its_result_comes_back(io):
-    assert io.run(give(5), 5) == (5, "pyrocket-test")
+    assert io.run(give(5), 30) == (5, "pyrocket-test")
     assert not io.is_current
 
 
@@ -39,9 +39,9 @@ def test_an_error_comes_back_as_it_is(io):
         raise TimeoutError("of its own")
 
     with pytest.raises(KeyError):
-        io.run(fail(), 5)
+        io.run(fail(), 30)
     with pytest.raises(TimeoutError, match="of its own"):
-        io.run(too_late(), 5)
+        io.run(too_late(), 30)
 
 
 def test_work_past_its_deadline_is_cancelled(io):
@@ -56,16 +56,16 @@ def test_work_past_its_deadline_is_cancelled(io):
     began = time.monotonic()
     with pytest.raises(RequestTimeout, match="sleep was not answered by the I/O thread within 0.05 s"):
         io.run(sleep(), 0.05)
-    assert time.monotonic() - began < 2
-    assert ended.wait(5)
+    assert time.monotonic() - began < 20
+    assert ended.wait(30)
 
 
 def test_waiting_for_it_from_itself_is_an_error_with_a_remedy(io):
     async def wait():
-        io.run(give(5), 5)
+        io.run(give(5), 30)
 
     with pytest.raises(RuntimeError, match="await it instead"):
-        io.run(wait(), 5)
+        io.run(wait(), 30)
 
 
 def test_what_still_runs_at_the_end_is_cancelled(io):
@@ -81,7 +81,7 @@ def test_what_still_runs_at_the_end_is_cancelled(io):
         io.loop.create_task(work())
         await asyncio.sleep(0)
 
-    io.run(begin(), 5)
+    io.run(begin(), 30)
     io.stop()
     assert ended.is_set()
 
@@ -101,16 +101,16 @@ def test_a_call_that_waits_while_the_thread_ends_is_told(io):
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    assert begun.wait(5)
+    assert begun.wait(30)
     io.stop()
-    waiter.join(5)
+    waiter.join(30)
     assert len(errors) == 1
 
 
 def test_after_the_end_nothing_runs(io):
     io.stop()
     with pytest.raises(ConsumerClosed):
-        io.run(give(5), 5)
+        io.run(give(5), 30)
     io.stop()
 
 
@@ -118,7 +118,7 @@ def test_one_that_never_started_can_be_stopped():
     thread = IoThread()
     thread.stop()
     with pytest.raises(ConsumerClosed):
-        thread.run(give(5), 5)
+        thread.run(give(5), 30)
 
 
 def test_threads_started_and_stopped_leave_nothing_behind():
@@ -126,7 +126,7 @@ def test_threads_started_and_stopped_leave_nothing_behind():
     for _ in range(50):
         thread = IoThread()
         thread.start()
-        assert thread.run(give(1), 5)[0] == 1
+        assert thread.run(give(1), 30)[0] == 1
         thread.stop()
     assert (open_files(), threading.active_count()) == (before, threads)
 

@@ -24,6 +24,7 @@ from pyrocket_consumer.offsets.journal import (
     identity,
     replay,
 )
+from tests.consuming import quick
 
 SIZE = 8192
 HEADER = JournalHeader(7, SIZE, identity(b"checkpoint!"), identity(b"before it"))
@@ -144,6 +145,10 @@ def test_a_full_journal_is_read_in_a_moment():
     header = JournalHeader(9, 1 << 20, identity(b""))
     body = encode_names(9, 0, "orders", "broker-a") + b"".join(encode_offset(9, 0, n % 256, n) for n in range(47_000))
     data = encode_header(header).ljust(HEADER_BYTES, b"\0") + body
-    started = time.perf_counter()
-    assert len(replay(data.ljust(1 << 20, b"\0"), header).offsets) == 256
-    assert time.perf_counter() - started < 5
+
+    def reading() -> float:
+        started = time.perf_counter()
+        assert len(replay(data.ljust(1 << 20, b"\0"), header).offsets) == 256
+        return time.perf_counter() - started
+
+    assert quick(5, reading)

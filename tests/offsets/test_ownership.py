@@ -50,7 +50,7 @@ def owner(base):
         yield process, client_id, None if offset == "None" else int(offset)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(30)
         process.stdin.close()
         process.stdout.close()
 
@@ -70,7 +70,7 @@ def test_h12_a_second_process_is_told_who_owns_the_store_until_that_one_is_kille
             store.load()
         assert read_store(directory).offsets == {QUEUE: 41}  # looking is allowed
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(30)
         store.load()
         assert store.read_offset(QUEUE) == 41
         assert read_owner(LocalDisk(), str(directory)).pid == os.getpid()
@@ -93,7 +93,7 @@ def test_a_slot_left_by_a_process_that_ended_is_taken_again(tmp_path):
     with owner(tmp_path) as (first, _, _), owner(tmp_path):
         persist(first, 7)
         first.kill()
-        first.wait(10)
+        first.wait(30)
         with owner(tmp_path) as (_, third_id, offset):
             assert (third_id, offset) == ("10.0.0.5@DEFAULT", 7)
 
@@ -180,7 +180,7 @@ def test_a_child_that_lives_on_does_not_keep_the_store_of_its_killed_parent(tmp_
     child = int(parent.stdout.readline())
     try:
         parent.kill()
-        parent.wait(10)
+        parent.wait(30)
         LocalFileOffsetStore(tmp_path).load()
     finally:
         os.kill(child, signal.SIGKILL)

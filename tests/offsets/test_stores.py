@@ -237,16 +237,16 @@ def test_a_slow_commit_does_not_arrive_after_its_successor(broker):
     def slow_once(mq):
         if not on_the_way.is_set():
             on_the_way.set()
-            assert go_on.wait(10)
+            assert go_on.wait(30)
 
     broker.before_commit = slow_once
     slow = threading.Thread(target=store.persist_all)
     slow.start()
-    assert on_the_way.wait(10)
+    assert on_the_way.wait(30)
     store.update_offset(QUEUE, 2)
     quick = threading.Thread(target=store.persist, args=(QUEUE,))
     quick.start()
     go_on.set()
-    slow.join(10)
-    quick.join(10)
+    slow.join(30)
+    quick.join(30)
     assert broker.commits == [(QUEUE, 1), (QUEUE, 2)]

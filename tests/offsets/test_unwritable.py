@@ -339,15 +339,31 @@ def test_a_store_on_a_full_disk_starts_and_works_from_memory():
     full.store.close()
 
 
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EROFS, "mount it writable"), (errno.EACCES, "let this user write"), (errno.ENXIO, "check the directory")],
+)
+@pytest.mark.parametrize("operation", ["make_directories", "lock"])
+def test_a_store_that_cannot_be_opened_says_that_nothing_was_started(number, remedy, operation):
+    bench = Bench()
+    bench.failing.error, bench.failing.when = number, lambda called, path: called == operation
+    with pytest.raises(OffsetStoreUnwritable) as refused:
+        bench.store.load()
+    told = str(refused.value)
+    assert told.startswith(f"offset store /s cannot be opened: {os.strerror(number)}; {remedy}"), told
+    assert "offset_store_dir" in told and told.endswith("Nothing was started"), told
+    assert "memory" not in told, told
+    bench.failing.error = None
+    bench.store.load()
+    bench.persist(5)
+    bench.store.close()
+
+
 def test_h07_a_directory_that_cannot_be_made_fails_the_start(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OffsetStoreUnwritable, match="file/store"):
-        LocalFileOffsetStore(tmp_path / "file" / "store").load()
-    read_only = Bench()
-    read_only.failing.error = errno.EROFS
-    read_only.failing.when = lambda operation, path: operation == "lock"
-    with pytest.raises(OffsetStoreUnwritable, match="mount it writable"):
-        read_only.store.load()
+    for directory in (tmp_path / "file", tmp_path / "file" / "store", tmp_path / "file" / "client" / "group"):
+        with pytest.raises(OffsetStoreUnwritable, match=f"{directory} .*; a file is where a directory should be"):
+            LocalFileOffsetStore(directory).load()
 
 
 def test_closing_an_unwritable_store_says_so_and_frees_it(bench):

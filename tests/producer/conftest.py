@@ -10,6 +10,7 @@ import pytest
 
 from pyrocket_consumer.producer import Producer
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import PATIENT_S
 
 StartProducer = Callable[..., Producer]
 
@@ -25,7 +26,8 @@ def producing() -> Iterator[StartProducer]:
     with ExitStack() as open_producers:
 
         def start(cluster: Any, kind: type[Producer] = Producer, **options: Any) -> Producer:
-            producer = kind(name_server=cluster.name_server, **options)
+            patient = {"send_timeout_s": PATIENT_S, "call_timeout_s": PATIENT_S, "connect_timeout_s": PATIENT_S}
+            producer = kind(name_server=cluster.name_server, **{**patient, **options})
             return open_producers.enter_context(producer)
 
         yield start

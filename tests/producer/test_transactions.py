@@ -126,7 +126,7 @@ def test_an_error_of_the_application_reaches_it_and_leaves_the_decision_to_the_c
 
 def test_a_decision_that_does_not_reach_the_broker_is_asked_for(quick, producing):
     check = Check(TransactionState.COMMIT)
-    producer = producing(quick, TransactionProducer, group="payments", check=check, call_timeout_s=0.3)
+    producer = producing(quick, TransactionProducer, group="payments", check=check, call_timeout_s=1)
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, drop)
     assert producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), commit).state is TransactionState.COMMIT
     check.wait_for(1)

@@ -36,8 +36,7 @@ def main() -> int:
     parser.add_argument("--log", action="store_true", help="show the consumer's log")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in an order that depends on it
-        os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]],
-                  {**os.environ, "PYTHONHASHSEED": "0"})
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
     logging.basicConfig(level=logging.DEBUG if options.log else logging.CRITICAL + 1)
     if options.mistake:
         MISTAKES[options.mistake]()

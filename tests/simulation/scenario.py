@@ -150,7 +150,7 @@ class Member:
         if member is not None:
             await self._world.run_as(self.process, self._close(member))
             if self.process is not None:
-                self.process.dead = True
+                self._world.end(self.process)
 
     async def _close(self, member: GroupMember) -> None:
         await member.close(member.config.shutdown_timeout_s)
@@ -328,8 +328,9 @@ class Scenario:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
-        pending = (await asyncio.wait(tasks, timeout=1))[1] if tasks else set()
-        self.world.take_apart(pending)
+        if tasks:
+            await asyncio.wait(tasks, timeout=1)
+        self.world.take_apart()
         if self.world.surprises:
             raise AssertionError(f"seed {self.seed}: {self.world.surprises[0]}")
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.simulation", *arguments]
+    command = [sys.executable, "-W", "error", "-m", "tests.simulation", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
@@ -38,6 +38,7 @@ def test_simulated_worlds_are_right(plan, seeds):
     done = simulate("--plan", plan, "--seeds", seeds)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert " 0 wrong" in done.stdout
+    assert done.stderr == "", "the dead are heard of"
 
 
 @pytest.mark.parametrize(

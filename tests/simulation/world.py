@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -59,12 +59,12 @@ class World(asyncio.BaseEventLoop):
         self.network = Network(self)
         self.processes: list[Process] = []
         self.surprises: list[dict[str, Any]] = []
+        self._left: set[asyncio.Task[Any]] = set()
         self._selector = _NoSelector(self)
         self.set_exception_handler(self._surprised)
 
     def _surprised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "destroyed" not in context["message"]:  # so do the tasks of the dead end
-            self.surprises.append(context)
+        self.surprises.append(context)
 
     # --- what BaseEventLoop needs
 
@@ -83,6 +83,15 @@ class World(asyncio.BaseEventLoop):
         """Make a process."""
         self.processes.append(Process(name))
         return self.processes[-1]
+
+    def end(self, process: Process) -> None:
+        """Have nothing of `process` run any more.
+
+        What its tasks have left stays until the world ends: the garbage collector would close their coroutines, and so
+        run what the dead have in `except` and `finally`, in the midst of the living.
+        """
+        process.dead = True
+        self._left |= asyncio.all_tasks(self)
 
     def _alive(self, callback: Callable[..., Any], context: contextvars.Context | None) -> Callable[..., Any]:
         process = (context or contextvars.copy_context()).get(CURRENT)
@@ -129,12 +138,19 @@ class World(asyncio.BaseEventLoop):
         context.run(CURRENT.set, process)
         return self.create_task(work, context=context)
 
-    def take_apart(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
-        """End tasks of dead processes, whose steps will never come, without their complaints."""
-        for task in tasks:
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
-            with suppress(RuntimeError):
-                task.get_coro().close()
+    def take_apart(self) -> None:
+        """End the tasks of dead processes, whose steps will never come. What they begin while they end is dead, too."""
+        apart = {asyncio.current_task(self)}
+        left = Process("what was left")
+        left.dead = True
+        before = CURRENT.set(left)
+        while tasks := asyncio.all_tasks(self) - apart:
+            for task in tasks:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                with suppress(RuntimeError):
+                    task.get_coro().close()
+            apart |= tasks
+        CURRENT.reset(before)
 
     # --- sockets
 
@@ -321,7 +337,7 @@ def _unless_dead(end: Transport, what: Callable[..., None]) -> Callable[..., Non
 
 def kill(world: World, process: Process) -> None:
     """End a process as kill -9 does: nothing of it runs any more, its sockets are reset."""
-    process.dead = True
+    world.end(process)
     for near, far in world.network.pairs:
         for end in (near, far):
             if end.process is process and not end.gone:
@@ -332,5 +348,3 @@ def kill(world: World, process: Process) -> None:
                 asyncio.BaseEventLoop.call_at(
                     world, world.now + delay, _unless_dead(peer, peer._lost), reset, context=peer.context
                 )
-
-

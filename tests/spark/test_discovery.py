@@ -29,7 +29,22 @@ def reading(reader, cluster, form="rocketmq", **options):
 def filled(cluster):
     cluster.create_topic("orders", queues=2)
     cluster.send("orders", count=20)
+
+def read_and_write(spark, cluster):
+    frame = reading(spark.read, cluster).load()
+    print("batch:", frame.count())
+    to = {{"nameServer": cluster.name_server, "topic": "copies"}}
+    cluster.create_topic("copies", queues=1)
+    frame.select("body").write.format("rocketmq").options(**to).mode("append").save()
+    print("written:", len(cluster.messages("copies")))
+    stream = reading(spark.readStream, cluster, startingOffsets="earliest").load().select("body").writeStream
+    query = stream.format("rocketmq").options(**to, checkpointLocation="checkpoint").trigger(availableNow=True).start()
+    query.awaitTermination(120)
+    print("streamed:", len(cluster.messages("copies")), query.exception())
 """
+
+READ_AND_WRITTEN = "batch: 20\nwritten: 20\nstreamed: 40 None\n"
+"""What a process prints that has read and written with success."""
 
 BLOCKED = """
 import os, sys
@@ -144,24 +159,13 @@ with EmbeddedCluster() as cluster:
     except Exception as error:
         print("not found:", "DATA_SOURCE_NOT_FOUND" in str(error))
     register(spark, ship=True)
-    frame = reading(spark.read, cluster).load()
-    print("batch:", frame.count())
-    to = {"nameServer": cluster.name_server, "topic": "copies"}
-    cluster.create_topic("copies", queues=1)
-    frame.select("body").write.format("rocketmq").options(**to).mode("append").save()
-    print("written:", len(cluster.messages("copies")))
-    stream = reading(spark.readStream, cluster, startingOffsets="earliest").load().select("body").writeStream
-    query = stream.format("rocketmq").options(**to, checkpointLocation="checkpoint").trigger(availableNow=True).start()
-    query.awaitTermination(120)
-    print("streamed:", len(cluster.messages("copies")), query.exception())
+    read_and_write(spark, cluster)
 spark.stop()
 """
     )
     said = run(code, spark_environment, folder)
     assert "not found: True" in said
-    assert "batch: 20" in said
-    assert "written: 20" in said
-    assert "streamed: 40 None" in said
+    assert READ_AND_WRITTEN in said
 
 
 @pytest.mark.spark_connect
@@ -174,20 +178,9 @@ spark = session("local[2]")
 assert "connect" in type(spark).__module__
 with EmbeddedCluster() as cluster:
     filled(cluster)
-    frame = reading(spark.read, cluster).load()
-    print("batch:", frame.count())
-    to = {"nameServer": cluster.name_server, "topic": "copies"}
-    cluster.create_topic("copies", queues=1)
-    frame.select("body").write.format("rocketmq").options(**to).mode("append").save()
-    print("written:", len(cluster.messages("copies")))
-    stream = reading(spark.readStream, cluster, startingOffsets="earliest").load().select("body").writeStream
-    query = stream.format("rocketmq").options(**to, checkpointLocation="checkpoint").trigger(availableNow=True).start()
-    query.awaitTermination(120)
-    print("streamed:", len(cluster.messages("copies")), query.exception())
+    read_and_write(spark, cluster)
 spark.stop()
 """
     )
     said = run(code, spark_environment, folder)
-    assert "batch: 20" in said
-    assert "written: 20" in said
-    assert "streamed: 40 None" in said
+    assert READ_AND_WRITTEN in said

@@ -31,7 +31,7 @@ def test_what_nobody_asks_for_is_closed_when_somebody_asks_for_something_else():
     assert kept(Line, "used", Line, lambda: now[0]) is used
     now[0] += IDLE_S / 2 + 1
     kept(Line, "new", Line, lambda: now[0])
-    assert old.closed.wait(10)
+    assert old.closed.wait(30)
     assert not used.closed.is_set()
     assert kept(Line, "used", Line, lambda: now[0]) is used
     assert kept(Line, "old", Line, lambda: now[0]) is not old

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
+from tests.consuming import WAIT_S
 
 OURS = "pyrocket-"  # how the names of our threads begin
 
@@ -50,7 +51,7 @@ def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     left = [thread for thread in threading.enumerate() if thread.name.startswith(OURS) and thread not in before]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     for thread in left:
         thread.join(max(0, deadline - time.monotonic()))
     assert not [thread for thread in left if thread.is_alive()]

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tests.consuming import QUICK, WAIT_S
 
@@ -56,7 +56,17 @@ class Child:
 
     def ended(self, timeout_s: float = 60.0) -> int:
         """Wait for the end and all output; returns the exit code. A close may take its 30 s and 15 s for the calls."""
-        code = self.process.wait(timeout_s)
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.send(signal.SIGUSR1)  # members tell what their threads do; others end
+            with suppress(AssertionError):
+                self.wait(lambda lines: any("Current thread" in line for line in self.errors), 10)
+            self.process.kill()
+            for reader in self._readers:
+                reader.join(10)
+            told = "\n".join([*self.lines[-5:], *self.errors])
+            raise AssertionError(f"no end within {timeout_s:g} s; printed:\n{told}") from None
         for reader in self._readers:
             reader.join(timeout_s)
         return code

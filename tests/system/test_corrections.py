@@ -11,9 +11,9 @@ from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.testing import Exchange, answer
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.message import StoredMessage, encode_message
-from tests.consuming import Events, Seen, consuming, numbered, until
+from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
 
-QUICK = {"commit_interval_s": 0.05, "pull_hold_s": 0.5, "call_timeout_s": 1.0}
+QUICK = {"commit_interval_s": 0.05, "pull_hold_s": 0.5}
 
 
 def fill(cluster, topic, count, start=0):
@@ -51,12 +51,16 @@ def test_messages_that_expired_are_skipped_and_told(embedded, broker, topic, gro
 def test_a_correction_while_consuming_takes_effect_once(embedded, broker, topic, group):
     embedded.create_topic(topic, queues=1)
     events = Events()
+
+    def skip(exchange: Exchange) -> None:
+        fill(embedded, topic, 10, 10)  # before it is told: else offset 15 lies behind the queue's end for a while
+        moved(15, 15, 20, "OFFSET_TOO_SMALL")(exchange)
+
     with consuming(embedded, topic, group, on_event=events, **QUICK) as (_, seen):
         fill(embedded, topic, 10)
         seen.wait_for(10)
-        broker.on(RequestCode.PULL_MESSAGE, moved(15, 15, 20, "OFFSET_TOO_SMALL"), when=of(topic))
+        broker.on(RequestCode.PULL_MESSAGE, skip, when=of(topic))
         events.wait_for("offset-corrected")
-        fill(embedded, topic, 10, 10)
         seen.wait_for(15)
         until(lambda: embedded.committed(group, topic) == {0: 20}, "committed")
     assert seen.bodies == numbered(10) + numbered(5, 15), "what the broker says it has no more is not waited for"
@@ -77,7 +81,7 @@ def test_what_is_cached_is_consumed_before_a_correction_is_followed(embedded, br
     options = {**QUICK, "consume_threads": 1, "shutdown_timeout_s": 1}
     try:
         with consuming(embedded, topic, group, seen, on_event=events, **options) as (consumer, _):
-            assert begun.wait(10)
+            assert begun.wait(WAIT_S)
             pull = held.wait()
             fill(embedded, topic, 10, 10)
             broker.delete_before(topic, 0, 15)
@@ -122,7 +126,7 @@ def test_a_correction_backwards_is_believed_when_the_broker_keeps_to_it(embedded
         assert (corrected.queue.topic, corrected.facts["from"], corrected.facts["to"]) == (emptied, 10, 0)
         fill(embedded, emptied, 3, 10)
         seen[emptied].wait_for(13)
-        broker.wait_for(RequestCode.GET_MAX_OFFSET, 6, timeout_s=20, when=of(silent))
+        broker.wait_for(RequestCode.GET_MAX_OFFSET, 6, when=of(silent))
         fill(embedded, silent, 5, 10)
         seen[silent].wait_for(15)
     assert len(events.of("offset-corrected")) == 1, "the others were not corrected after all: silence confirms nothing"
@@ -149,7 +153,7 @@ class Held:
 
     def wait(self) -> Exchange:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.exchanges, 10)
+            assert self._changed.wait_for(lambda: self.exchanges, WAIT_S)
         return self.exchanges[0]
 
 
@@ -218,7 +222,7 @@ def test_two_resets_in_a_row_end_at_the_second(embedded, broker, topic, group):
         for thread in at_once:
             thread.start()
         for thread in at_once:
-            thread.join(10)
+            thread.join(WAIT_S)
         assert len(outcomes) == 7
         seen.wait(lambda seen: seen.places[queues[0], 3] > 1 and seen.places[queues[1], 9] > 1)
         until(lambda: embedded.committed(group, topic) == {0: 10, 1: 10}, "the end is reached again")
@@ -242,13 +246,13 @@ def test_the_late_acknowledgement_of_a_listener_from_before_a_reset_is_ignored(e
     try:
         with consuming(embedded, topic, group, seen, **QUICK) as (consumer, _):
             seen.wait_for(10)
-            assert begun.wait(10)
+            assert begun.wait(WAIT_S)
             until(lambda: embedded.committed(group, topic) == {0: 9}, "all but the last")
             consumer.pause([queue])
             assert consumer.reset_offsets(topic, {queue: 2}) == {queue: 2}
             assert embedded.committed(group, topic) == {0: 2}
             release.set()
-            assert ended.wait(10)
+            assert ended.wait(WAIT_S)
             threading.Event().wait(0.2)  # several commits
             assert embedded.committed(group, topic) == {0: 2}, "its acknowledgement of 9 reached nothing"
             consumer.resume([queue])
@@ -262,11 +266,12 @@ def test_the_late_acknowledgement_of_a_listener_from_before_a_reset_is_ignored(e
 def test_a_failed_message_from_before_a_reset_is_not_sent_back(embedded, broker, topic, group):
     embedded.create_topic(topic, queues=1)
     queue = MessageQueue(topic, "broker-a", 0)
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
 
     def judge(message):
-        if message.body == b"m4" and seen.bodies.count(b"m4") == 1:
-            release.wait(30)
+        if message.body == b"m4" and not begun.is_set():
+            begun.set()
+            release.wait(WAIT_S)
             raise ValueError("too late to matter")
 
     fill(embedded, topic, 5)
@@ -274,6 +279,7 @@ def test_a_failed_message_from_before_a_reset_is_not_sent_back(embedded, broker,
     try:
         with consuming(embedded, topic, group, seen, on_event=events, **QUICK) as (consumer, _):
             seen.wait_for(5)
+            assert begun.wait(WAIT_S)
             consumer.reset_offsets(topic, {queue: 4})
             release.set()
             events.wait_for("listener-failed")

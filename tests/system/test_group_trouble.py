@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pyrocket_consumer import ConsumerState
+from pyrocket_consumer import ConsumerState, MessageQueue
 from pyrocket_consumer.testing import answer, close_connection, drop, garbage
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, Seen, consuming, numbered, until
@@ -15,14 +15,13 @@ from tests.consuming import Events, Seen, consuming, numbered, until
 CLUSTER = {"brokers": 2, "slaves": 1, "auto_create_topics": False}
 
 QUICK = {
-    "call_timeout_s": 0.3,
-    "connect_timeout_s": 0.5,
     "rebalance_interval_s": 0.1,
     "heartbeat_interval_s": 0.1,
     "route_refresh_interval_s": 0.1,
     "commit_interval_s": 0.05,
     "pull_hold_s": 0.5,
 }
+IMPATIENT = {**QUICK, "call_timeout_s": 0.3}
 
 
 def held(consumer, topic):
@@ -39,7 +38,7 @@ def members_of(*client_ids):
 @pytest.mark.parametrize("trouble", [drop, close_connection], ids=["lost", "closed"])
 def test_heartbeats_that_fail_for_a_while_cost_nothing_but_time(embedded, broker, topic, group, trouble):
     embedded.create_topic(topic, queues=2, brokers=["broker-a"])
-    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
+    with consuming(embedded, topic, group, **IMPATIENT) as (consumer, seen):
         embedded.send(topic, lambda number: b"m%d" % number, count=10)
         seen.wait_for(10)
         broker.forget_requests()
@@ -58,7 +57,7 @@ def test_a_consumer_starts_although_no_heartbeat_is_answered(embedded, broker, t
     embedded.create_topic(topic, queues=1, brokers=["broker-a"])
     embedded.send(topic, b"m0")
     broker.on(RequestCode.HEART_BEAT, drop, times=4)
-    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
+    with consuming(embedded, topic, group, **IMPATIENT) as (consumer, seen):
         assert consumer.state is ConsumerState.RUNNING
         seen.wait_for(1)
 
@@ -70,9 +69,9 @@ def test_a_consumer_starts_although_no_heartbeat_is_answered(embedded, broker, t
 def test_an_assignment_is_kept_while_the_members_cannot_be_learned(embedded, broker, topic, group, trouble):
     embedded.create_topic(topic, queues=2, brokers=["broker-a"])
     events = Events()
-    with consuming(embedded, topic, group, on_event=events, **QUICK) as (consumer, seen):
+    with consuming(embedded, topic, group, on_event=events, **IMPATIENT) as (consumer, seen):
+        until(lambda: len(held(consumer, topic)) == 2, "both queues")
         ours = held(consumer, topic)
-        assert len(ours) == 2
         broker.forget_requests()
         broker.on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, trouble, times=None)
         broker.wait_for(RequestCode.GET_CONSUMER_LIST_BY_GROUP, 4)
@@ -97,7 +96,8 @@ def test_a_member_that_is_not_listed_gives_its_queues_up_and_takes_them_back_soo
             when=lambda command: command.fields["consumerGroup"] == group,
         )
         broker.close_connections()  # which makes the member look at its group again
-        events.wait_for("queue-revoked", 2)
+        ours = {MessageQueue(topic, "broker-a", number) for number in (0, 1)}  # beside the retry topic's
+        until(lambda: ours <= {event.queue for event in events.of("queue-revoked")}, "both queues are given up")
         broker.clear_faults()
         assert sum(embedded.committed(group, topic).values()) == 10, "their offsets were stored first"
         until(lambda: len(held(consumer, topic)) == 2, "they are taken back without waiting for the next round")

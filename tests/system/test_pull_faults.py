@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 
 import pytest
 
-from pyrocket_consumer import ConsumerState
+from pyrocket_consumer import ConsumerState, MessageQueue
 from pyrocket_consumer.testing import (
     answer,
     close_connection,
@@ -23,7 +24,7 @@ from pyrocket_consumer.testing import (
 )
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
-from tests.consuming import Events, consuming, numbered, until
+from tests.consuming import WAIT_S, Events, consuming, numbered, until
 
 
 def changed(**changes):
@@ -108,11 +109,11 @@ def test_an_answer_cut_at_every_byte(embedded, broker, topic, group):
     with consuming(embedded, topic, group, **options) as (consumer, seen):
         seen.wait_for(1)
         (whole,) = lengths
-        broker.close_connections()
         for cut in range(whole):
             broker.on(RequestCode.PULL_MESSAGE, cut_after(cut), when=is_ours)
+        broker.close_connections()  # the pull that is held came before the faults
         embedded.send(topic, b"m1")
-        seen.wait_for(2)
+        seen.wait_for(2, 4 * WAIT_S)
         assert len(broker.requests(RequestCode.PULL_MESSAGE)) > whole
         until(lambda: embedded.committed(group, topic) == {0: 2}, "committed")
         assert consumer.state is ConsumerState.RUNNING
@@ -121,12 +122,12 @@ def test_an_answer_cut_at_every_byte(embedded, broker, topic, group):
 
 def test_pulls_whose_answers_never_come_are_asked_again_and_what_comes_too_late_is_ignored(embedded, broker, group):
     """A pull is waited for as long as a broker may hold it, and as any call besides: at the least 5 s."""
-    ways = {f"{group}-{number}": fault for number, fault in enumerate((drop, drop_answer, delay(6)))}
+    ways = {f"{group}-{number}": fault for number, fault in enumerate((drop, drop_answer, delay(7)))}
     for each, fault in ways.items():
         embedded.create_topic(each, queues=1)
         broker.on(RequestCode.PULL_MESSAGE, fault, when=lambda command, each=each: command.fields["topic"] == each)
     events = Events()
-    options = {"on_event": events, "pull_hold_s": 0.1, "call_timeout_s": 0.3}
+    options = {"on_event": events, "pull_hold_s": 0.1, "call_timeout_s": 1.0}
     with consuming(embedded, f"{group}-0", group, **options) as (consumer, seen):
         for each in list(ways)[1:]:
             consumer.subscribe(each, seen)
@@ -134,7 +135,8 @@ def test_pulls_whose_answers_never_come_are_asked_again_and_what_comes_too_late_
             broker.wait_for(RequestCode.PULL_MESSAGE, when=lambda command, each=each: command.fields["topic"] == each)
             embedded.send(each, b"m%d" % number)
         seen.wait_for(3)
-        assert "PULL_MESSAGE was not answered" in events.wait_for("broker-unreachable").text
+        told = "PULL_MESSAGE was not answered"
+        until(lambda: any(told in event.text for event in events.of("broker-unreachable")), "it is told")
         embedded.send(f"{group}-2", b"m3")
         seen.wait_for(4)
     assert Counter(seen.bodies) == Counter(numbered(4))
@@ -147,14 +149,15 @@ def test_several_queues_do_not_hold_each_other_up(embedded, broker, topic, group
         return (command.fields["topic"], command.fields["queueId"]) == (topic, "2")
 
     broker.on(RequestCode.PULL_MESSAGE, answer(1, "disk trouble"), times=None, when=is_bad)
-    events = Events()
+    events, began = Events(), time.monotonic()
     embedded.send(topic, lambda number: b"m%d" % number, count=40)
     with consuming(embedded, topic, group, on_event=events) as (consumer, seen):
         seen.wait_for(30)
-        (bad,) = [each for queue, each in consumer.progress().items() if (queue.topic, queue.queue_id) == (topic, 2)]
-        assert "disk trouble" in bad.last_error
+        queue = MessageQueue(topic, "broker-a", 2)
+        until(lambda: "disk trouble" in consumer.progress()[queue].last_error, "the progress tells it")
         assert "disk trouble" in events.wait_for("broker-unreachable").text
         broker.clear_faults()
         seen.wait_for(40)
-    assert len(events.of("broker-unreachable")) == 1, "the same trouble is told once in a while"
+    most = 1 + (time.monotonic() - began) // 10
+    assert len(events.of("broker-unreachable")) <= most, "the same trouble is told every 10 s"
     assert Counter(seen.bodies) == Counter(numbered(40))

@@ -7,7 +7,7 @@ import pytest
 from pyrocket_consumer import ConsumerState, PushConsumer
 from pyrocket_consumer.testing import Gate, answer, close_connection, drop, drop_answer, garbage, reset_connection
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consuming import QUICK, Events, Seen, consuming, numbered
+from tests.consuming import QUICK, Events, Seen, consuming, numbered, started, until
 
 IMPATIENT = {"call_timeout_s": 0.3, "rebalance_interval_s": 0.1, "commit_interval_s": 0.05}
 
@@ -37,10 +37,15 @@ def test_a_queue_waits_for_its_offset(embedded, broker, group, where):
         broker.commit(group, topic, {0: 7})
         broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], when=lambda each, topic=topic: of(each, topic))
     seen = {topic: Seen() for topic in troubled}
-    consumer = PushConsumer(group, name_server=embedded.name_server, **{**QUICK, **IMPATIENT, "consume_from": where})
-    for topic, listener in seen.items():
-        consumer.subscribe(topic, listener)
-    with consumer:
+
+    def make() -> PushConsumer:
+        options = {**QUICK, **IMPATIENT, "consume_from": where}
+        consumer = PushConsumer(group, name_server=embedded.name_server, **options)
+        for topic, listener in seen.items():
+            consumer.subscribe(topic, listener)
+        return consumer
+
+    with started(make) as consumer:
         for topic, listener in seen.items():
             listener.wait_for(3)
             assert (troubled[topic], listener.bodies) == (troubled[topic], numbered(3, 7))
@@ -48,12 +53,13 @@ def test_a_queue_waits_for_its_offset(embedded, broker, group, where):
             if queue.topic in troubled:
                 assert (progress.origin, progress.start_offset) == ("stored", 7), troubled[queue.topic]
         assert consumer.state is ConsumerState.RUNNING
+        for topic in troubled:
+            until(lambda topic=topic: embedded.committed(group, topic) == {0: 10}, "committed")
     for topic, what in troubled.items():
         queries = broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 2, when=lambda each, topic=topic: of(each, topic))
         pulls = broker.wait_for(RequestCode.PULL_MESSAGE, when=lambda each, topic=topic: of(each, topic))
         assert pulls[0].command.fields["queueOffset"] == "7", what
         assert pulls[0].at_s >= queries[1].at_s, f"{what}: nothing was pulled before the answer"
-        assert embedded.committed(group, topic) == {0: 10}
 
 
 def of(command, topic):
@@ -72,7 +78,7 @@ def test_other_queues_do_not_wait_for_it(embedded, broker, topic, group):
     events = Events()
     with consuming(embedded, topic, group, on_event=events, **IMPATIENT) as (_, seen):
         seen.wait_for(5)
-        assert "start offset" in events.wait_for("broker-unreachable").text
+        until(lambda: any("start offset" in event.text for event in events.of("broker-unreachable")), "it is told")
         assert {message.queue.queue_id for message in seen.messages} == {0}
         broker.clear_faults()
         gate.open()

@@ -22,7 +22,7 @@ from pyrocket_consumer.wire.frame import (
 from pyrocket_consumer.wire.message import encode_properties
 from pyrocket_consumer.wire.subscription import parse_subscription
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 class RawClient:

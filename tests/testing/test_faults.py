@@ -77,7 +77,7 @@ def test_delays() -> None:
         assert broker.committed("G", "T") == {0: 5}  # done at once, told later
         client.answer(opaque)
         assert time.monotonic() - start >= 0.2
-        broker.on(COMMIT, delay_request(0.2))
+        broker.on(COMMIT, delay_request(1))
         opaque = client.post(COMMIT, commit_fields(6))
         broker.wait_for(COMMIT, 2)
         assert broker.committed("G", "T") == {0: 5}

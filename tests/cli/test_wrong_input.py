@@ -1,0 +1,227 @@
+"""What a new user may get wrong at the shell: one sentence says which value, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from pyrocket_consumer.cli import main
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.offsets.directories import read_store
+from pyrocket_consumer.offsets.offsets_json import encode_offsets
+from pyrocket_consumer.testing import EmbeddedCluster
+
+TABLE = {MessageQueue("T", "broker-a", 0): 5}
+
+
+@pytest.fixture(scope="module")
+def address():
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("T", queues=2)
+        yield cluster.name_server
+
+
+@pytest.fixture
+def told(capsys, monkeypatch):
+    """Run `pyrocket …`; returns the exit code and the one sentence on stderr."""
+    monkeypatch.delenv("NAMESRV_ADDR", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        capsys.readouterr()
+        try:
+            code = main(arguments)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        printed, beside = capsys.readouterr()
+        assert printed == ""
+        *usage, sentence = beside.splitlines()
+        assert not usage or usage[0].startswith("usage: pyrocket"), beside
+        assert sentence.startswith("pyrocket"), beside
+        return code, sentence
+
+    return run
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Make a directory of a store with one offset, or with this text in its file; returns where it is."""
+
+    def make(name, text=None):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "offsets.json").write_bytes(encode_offsets(TABLE) if text is None else text)
+        return directory
+
+    return make
+
+
+NAME_SERVED = [
+    ["produce", "T", "hello"],
+    ["consume", "T"],
+    ["offsets", "show", "G", "T"],
+    ["offsets", "lag", "G"],
+    ["offsets", "reset", "G", "T", "--to", "earliest"],
+    ["offsets", "forget-reset", "G", "T"],
+]
+
+
+@pytest.mark.parametrize("command", NAME_SERVED, ids=" ".join)
+def test_a_name_server_that_is_missing_wrong_or_away(told, command):
+    code, sentence = told(*command)
+    assert (code, "no name server" in sentence) == (1, True)
+    assert "-n host:9876" in sentence and "NAMESRV_ADDR" in sentence, sentence
+    for wrong in ("localhost", "127.0.0.1:99999", "127.0.0.1:9876;bad"):
+        code, sentence = told(*command, "-n", wrong)
+        assert code == 1
+        assert f"{wrong.rpartition(';')[2]!r} is not host:port with a port from 1 to 65535" in sentence
+    with socket.socket() as nobody:  # bound, and not listening
+        nobody.bind(("127.0.0.1", 0))
+        away = "{}:{}".format(*nobody.getsockname())
+        code, sentence = told(*command, "-n", away)
+        assert (code, f"cannot connect to {away}" in sentence, "check the address" in sentence) == (1, True, True)
+
+
+def test_a_name_server_that_says_nothing(told):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = "{}:{}".format(*silent.getsockname())
+        code, sentence = told("produce", "T", "hello", "-n", where)
+    assert code == 1
+    assert sentence.endswith(
+        f"not answered by {where} within 3 s; it is busy or not well, or something else listens there"
+    ), sentence
+
+
+@pytest.mark.parametrize(
+    ("command", "value", "remedy"),
+    [
+        (["produce", "nowhere", "x"], "'nowhere'", "create the topic, or check its name"),
+        (["produce", "a b", "x"], "'a b'", "use a-z A-Z 0-9 _ - % |"),
+        (["produce", "T", ""], "body is empty", "send at least one byte"),
+        (["produce", "T", "x", "--tag", ""], "tags is empty", "leave it out"),
+        (["produce", "T", "x", "--tag", "a||b"], "'a||b'", "a message has one tag, without '||'"),
+        (["produce", "T", "x", "--key", ""], "a key is empty", "leave it out"),
+        (["produce", "T", "x", "--key", "a b"], "'a b'", "replace it"),
+        (["consume", "a b"], "'a b'", "use a-z A-Z 0-9 _ - % |"),
+        (["consume", ""], "topic is empty", "give it a name"),
+        (["consume", "T", "--group", "a b"], "'a b'", "use a-z A-Z 0-9 _ - % |"),
+        (["consume", "T", "--group", ""], "group is empty", "give it a name"),
+        (["consume", "T", "--selector", "||"], "'||' names no tag", "use '*' for every message, or tags joined"),
+        (["offsets", "show", "G", "nowhere"], "'nowhere'", "create the topic, or check its name"),
+        (["offsets", "show", "G", "T"], "group 'G'", "check its name"),
+        (["offsets", "lag", "G!"], "'G!'", "use a-z A-Z 0-9 _ - % |"),
+        (["offsets", "reset", "G", "T", "--to", "earliest"], "group 'G'", "check its name"),
+        (["offsets", "reset", "G", "T", "--queue", "broker-a/9=1"], "broker-a/9", "its queues: broker-a/0, broker-a/1"),
+        (["offsets", "forget-reset", "G", "nowhere"], "'nowhere'", "create the topic, or check its name"),
+    ],
+)
+def test_what_the_cluster_or_the_protocol_does_not_allow(told, address, command, value, remedy):
+    code, sentence = told(*command, "-n", address)
+    assert code == 1
+    assert value in sentence
+    assert remedy in sentence
+
+
+@pytest.mark.parametrize(
+    ("command", "value", "allowed"),
+    [
+        (["explode"], "'explode'", "choose from"),
+        (["produce", "T"], "BODY", "are required"),
+        (["consume", "T", "--from", "yesterday"], "'yesterday'", "choose from"),
+        (["consume", "T", "--count", "0"], "'0'", "a whole number above zero"),
+        (["demo", "--messages", "0"], "'0'", "a whole number above zero"),
+        (["demo", "--rate", "x"], "'x'", "a whole number above zero"),
+        (["offsets", "lag", "G", "--max", "x"], "'x'", "a whole number"),
+        (["offsets", "reset", "G", "T", "--to", "latest", "--wait", "x"], "'x'", "a number of seconds from 0"),
+        (["offsets", "reset", "G", "T", "--to", "latest", "--wait", "-5"], "'-5'", "a number of seconds from 0"),
+        (["offsets", "reset", "G", "T", "--to", "latest", "--wait", "nan"], "'nan'", "a number of seconds from 0"),
+        (["offsets", "reset", "G", "T", "--to", "latest", "--model", "x"], "'x'", "choose from"),
+        (["offsets", "adopt", "here"], "directory", "are required"),
+        (["broker", "--brokers", "0"], "'0'", "a whole number above zero"),
+        (["broker", "--port", "0"], "'0'", "a port from 1 to 65535"),
+        (["broker", "--port", "99999"], "'99999'", "a port from 1 to 65535"),
+        (["broker", "--topic", ""], "topic is empty", "give it a name"),
+        (["broker", "--topic", ":4"], "topic is empty", "give it a name"),
+        (["broker", "--topic", "a b"], "'a b'", "use a-z A-Z 0-9 _ - % |"),
+        (["broker", "--topic", "T:0"], "'T:0'", "such as orders or orders:4, with 1 to 10000 queues"),
+        (["broker", "--topic", "T:x"], "'T:x'", "such as orders or orders:4, with 1 to 10000 queues"),
+        (["broker", "--topic", "T:99999999"], "'T:99999999'", "such as orders or orders:4, with 1 to 10000 queues"),
+    ],
+)
+def test_wrong_usage(told, command, value, allowed):
+    code, sentence = told(*command)
+    assert code == 2
+    assert value in sentence
+    assert allowed in sentence
+
+
+def test_more_brokers_than_there_are_letters(told):
+    code, sentence = told("broker", "--brokers", "27")
+    assert (code, "brokers=27; give 1 to 26" in sentence) == (1, True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there arguments are text")
+def test_a_body_that_is_not_text_is_sent_as_it_is(address, capsys):
+    assert main(["produce", "T", os.fsdecode(b"\xff\xfe"), "-n", address]) == 0
+    assert main(["consume", "T", "-n", address, "--from", "first", "--count", "1", "--group", "bytes"]) == 0
+    assert r"\xff\xfe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("orphan", "value"),
+    [("/nowhere", "/nowhere"), ("a-file", "a-file"), ("empty", "empty")],
+)
+def test_what_is_adopted_must_be_a_store(told, tmp_path, orphan, value):
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "empty").mkdir()
+    code, sentence = told("offsets", "adopt", str(tmp_path / orphan), str(tmp_path / "new"))
+    assert code == 1
+    assert f"{value} is no offset store" in sentence
+    assert "name the directory with offsets.json in it: DIRECTORY/CLIENT-ID/GROUP" in sentence
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("text", [b"", b"{not json", b"[]", b'{"offsetTable":5}'], ids=str)
+def test_a_store_that_is_damaged_is_not_adopted(told, tmp_path, store, text):
+    damaged = store("damaged", text)
+    code, sentence = told("offsets", "adopt", str(damaged), str(tmp_path / "new"))
+    assert code == 1
+    assert f"offset store {damaged}: offsets.json" in sentence
+    assert "Restore the file from a copy" in sentence
+    assert (damaged / "offsets.json").read_bytes() == text
+
+
+def test_where_nothing_can_be_adopted_to(told, tmp_path, store):
+    old, used = store("old"), store("used")
+    (tmp_path / "file").write_text("")
+    code, sentence = told("offsets", "adopt", str(old), str(tmp_path / "file"))
+    assert (code, f"offset store {tmp_path / 'file'} cannot be opened: " in sentence) == (1, True)
+    code, sentence = told("offsets", "adopt", str(old), str(old))
+    assert code == 1
+    assert "cannot adopt itself; name the store left behind first, then the one used now" in sentence
+    code, sentence = told("offsets", "adopt", str(old), str(used))
+    assert (code, f"{used} holds offsets of 1 queues already" in sentence, "--replace" in sentence) == (1, True, True)
+    with LocalFileOffsetStore(old):
+        code, sentence = told("offsets", "adopt", str(old), str(tmp_path / "new"))
+    assert (code, f"{old} is in use" in sentence, "stop it" in sentence) == (1, True, True)
+    assert read_store(old).offsets == read_store(used).offsets == TABLE
+
+
+def test_a_store_that_cannot_be_renamed_is_adopted_all_the_same(told, tmp_path, store):
+    old = store("x" * 250)
+    code, sentence = told("offsets", "adopt", str(old), str(tmp_path / "new"))
+    assert code == 1
+    assert f"the offsets of {old} are in {tmp_path / 'new'} now, but it could not be renamed" in sentence
+    assert sentence.endswith("move it away yourself")
+    assert read_store(tmp_path / "new").offsets == read_store(old).offsets == TABLE
+
+
+def test_the_directory_one_is_in_can_be_adopted(tmp_path, store, monkeypatch, capsys):
+    monkeypatch.chdir(store("old"))
+    assert main(["offsets", "adopt", ".", "../new"]) == 0
+    (kept,) = tmp_path.glob("old.adopted-*")
+    assert str(kept) in capsys.readouterr().out
+    assert read_store(tmp_path / "new").offsets == TABLE

@@ -1,0 +1,35 @@
+"""Bodies as large as brokers take them (maxMessageSize, 4 MiB), written and read by Spark."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+
+LARGEST = 4 * 1024 * 1024
+
+
+@pytest.mark.versions("5.5.0", "4.9.7")
+def test_bodies_of_4_mib_are_written_and_read_back(spark, cluster, names):
+    """As they are, and compressed on the way: whatever they hold comes back to the byte."""
+    topic = names.topic()
+    cluster.create_topic(topic, queues=2)
+    noise = random.Random(5)
+    bodies = [
+        noise.randbytes(LARGEST),
+        noise.randbytes(LARGEST - 1),
+        bytes(LARGEST),  # compressed
+        noise.randbytes(LARGEST // 4) * 4,
+        b"small",
+    ]
+    to = {"nameServer": cluster.name_server, "topic": topic, "sendTimeoutMs": "30000"}
+    rows = spark.createDataFrame([(bytearray(body),) for body in bodies], "body binary")
+    rows.write.format("rocketmq").options(**to).mode("append").save()
+
+    told = spark.read.format("rocketmq").option("nameServer", cluster.name_server).option("subscribe", topic).load()
+    found = told.selectExpr("length(body) AS size", "sha2(body, 256) AS hash").collect()
+    wanted = sorted((len(body), hashlib.sha256(body).hexdigest()) for body in bodies)
+    assert sorted((row["size"], row["hash"]) for row in found) == wanted
+    largest = told.where(f"length(body) = {LARGEST - 1}").select("body").first()
+    assert hashlib.sha256(largest["body"]).digest() == hashlib.sha256(bodies[1]).digest(), "up to the driver"

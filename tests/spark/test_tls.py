@@ -1,0 +1,103 @@
+"""Reading and writing where name servers and brokers take TLS only: the options `tls` and `tlsCaFile`, end to end."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark.errors import PySparkException
+
+from pyrocket_consumer.errors import ConfigError, RocketError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.options import parse_source
+from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.spark.read import read_ranges
+from pyrocket_consumer.spark.schema import READ_SCHEMA, arrow_schema
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.spark.asking import data_source, read_batch, running
+
+CERTIFICATE = Path(__file__).parent / "loopback.pem"  # of 127.0.0.1, signed by itself; of no worth: its key is with it
+TRUSTING = {"tls": True, "tlsCaFile": CERTIFICATE}
+
+
+@pytest.fixture(scope="module")
+def secured():
+    """A cluster that takes TLS only, with 20 orders in each of two queues."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERTIFICATE)
+    with EmbeddedCluster(tls=context) as cluster:
+        cluster.create_topic("orders", queues=2)
+        cluster.send("orders", lambda number: b"m%d" % number, count=40)
+        yield cluster
+
+
+ORDERS = [(MessageQueue("orders", "broker-a", queue_id), offset) for queue_id in range(2) for offset in range(20)]
+
+
+def test_the_ranges_of_a_task(secured):
+    texts = {"nameServer": secured.name_server, "subscribe": "orders", "tls": "true", "tlsCaFile": str(CERTIFICATE)}
+    options = parse_source({name.lower(): value for name, value in texts.items()}, streaming=False)
+    columns = pa.schema([arrow_schema(READ_SCHEMA).field("body")])
+    ranges = [QueueRange(MessageQueue("orders", "broker-a", queue_id), 0, 20) for queue_id in range(2)]
+    bodies = [row["body"] for batch in read_ranges(ranges, columns, options.read) for row in batch.to_pylist()]
+    assert sorted(bodies) == sorted(b"m%d" % number for number in range(40))
+
+
+def test_a_batch(secured):
+    assert sorted(read_batch(secured, subscribe="orders", **TRUSTING)) == ORDERS
+
+
+def test_a_stream(secured):
+    with running(secured, subscribe="orders", startingOffsets="earliest", **TRUSTING) as run:
+        assert sorted(run.batch()) == ORDERS
+        assert run.batch() is None
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_certificate_nobody_vouches_for_is_refused(secured, streaming):
+    """Spark's driver asks first, and is told why: no query begins that reads nothing."""
+    source = data_source(secured, subscribe="orders", startingOffsets="earliest", tls=True, retries=1)
+    with pytest.raises(RocketError, match="(?i)certificate verify failed"):
+        if streaming:
+            reader = source.streamReader(source.schema())
+            try:
+                reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
+            finally:
+                reader.stop()
+        else:
+            source.reader(source.schema()).partitions()
+
+
+def test_a_file_of_authorities_that_cannot_be_used_is_named(secured, tmp_path):
+    (tmp_path / "junk.pem").write_text("junk")
+    for file in (tmp_path / "nowhere.pem", tmp_path, tmp_path / "junk.pem"):
+        with pytest.raises(ConfigError) as raised:
+            read_batch(secured, subscribe="orders", tls=True, tlsCaFile=file)
+        assert f"option tlsCaFile={str(file)!r} cannot be used: " in str(raised.value)
+        assert "a file of certificates in PEM, here and on every executor" in str(raised.value)
+
+
+def test_without_tls_nothing_is_read(secured):
+    with pytest.raises(RocketError, match=secured.name_server):
+        read_batch(secured, subscribe="orders", requestTimeoutMs=500, retries=1)
+
+
+def test_written_and_read_by_spark(spark, secured, tmp_path):
+    """Driver and tasks, each in a process of its own, take the certificate from the options."""
+
+    def through_tls(builder, **options):
+        texts = {"nameServer": secured.name_server, **TRUSTING, **options}
+        return builder.format("rocketmq").options(**texts)
+
+    secured.create_topic("copies", queues=2)
+    orders = through_tls(spark.readStream, subscribe="orders", startingOffsets="earliest").load().select("body")
+    copying = through_tls(orders.writeStream, topic="copies", checkpointLocation=tmp_path).trigger(availableNow=True)
+    copying.start().awaitTermination()
+    more = spark.createDataFrame([("more",)], "body string")
+    through_tls(more.write.mode("append"), topic="copies").save()
+    read = through_tls(spark.read, subscribe="copies").load()
+    assert {bytes(row["body"]) for row in read.collect()} == {b"m%d" % number for number in range(40)} | {b"more"}
+    with pytest.raises(PySparkException, match="tlsCaFile='/nowhere.pem' cannot be used: No such file"):
+        through_tls(more.write.mode("append"), topic="copies", tlsCaFile="/nowhere.pem").save()
