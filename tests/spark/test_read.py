@@ -450,7 +450,7 @@ def test_a_suggested_replica_is_pulled_from_until_it_knows_no_more(names):
         cluster.send(topic, count=100, queue_id=0)
         master.suggest_broker(1)
         slave.suggest_broker(1)
-        assert offsets(cluster, wanted(topic, 0, 300), retries=3) == list(range(300))
+        assert offsets(cluster, wanted(topic, 0, 300), retries=3, pulls_in_flight=2) == list(range(300))
         assert slave.requests(PULL)
 
 
