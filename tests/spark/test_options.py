@@ -37,7 +37,8 @@ def test_defaults_of_a_read():
     assert (options.pattern, options.assigned, options.start, options.end) == (None, (), None, Named.LATEST)
     assert options.read.group == DEFAULT_GROUP
     assert options.read.selector.expression == "*"
-    assert (options.read.pull_batch_size, options.read.pulls_in_flight, options.read.fail_on_data_loss) == (32, 16, True)
+    assert (options.read.pull_batch_size, options.read.pulls_in_flight) == (32, 16)
+    assert options.read.fail_on_data_loss
     assert (options.commit_offsets, options.max_offsets, options.min_offsets) == (False, None, None)
     assert (options.max_delay_s, options.planning_interval_s) == (900, 0.1)
     assert (options.tasks.min_partitions, options.tasks.max_partitions) == (None, None)
