@@ -29,7 +29,7 @@ check: .venv/.dev  ## ruff and mypy --strict
 
 wheel: .venv/.test  ## dist/pyrocket_consumer-*.whl
 	@rm -rf build dist
-	$(RUN)/python -m build --wheel
+	$(RUN)/python -m build --quiet --wheel
 
 demo: .venv/.cli  ## produce and consume on the embedded broker, or on a real one: make demo BROKER=5.5.0
 ifdef BROKER

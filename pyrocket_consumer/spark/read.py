@@ -134,6 +134,7 @@ class _Reading:
                 wanted += puller.held()
             for connection in self._connections:
                 connection.reuse(wanted)
+            self._expire()
 
     def _portion(self) -> list[PulledRecords]:
         portion, rows, size = list[PulledRecords](), 0, 0
@@ -169,11 +170,9 @@ class _Reading:
 
     def _wait(self) -> None:
         """Wait until something may have come, a broker is found, or a time is up."""
+        if self._expire():
+            return
         now = self.now()
-        for connection in list(self._connections):
-            if (deadline := connection.next_deadline) is not None and deadline <= now:
-                connection.expire(now)
-                return
         times = [puller.due for puller in self._resting if puller.due is not None]
         times += [each.next_deadline for each in self._connections if each.next_deadline is not None]
         timeout_s = max(0.0, min([*(each - now for each in times), _LONGEST_WAIT_S]))
@@ -186,6 +185,14 @@ class _Reading:
             concurrent.futures.wait(finding, timeout_s, concurrent.futures.FIRST_COMPLETED)
         else:
             time.sleep(timeout_s)
+
+    def _expire(self) -> bool:
+        """Give up pulls that are overdue; return whether there were any."""
+        now = self.now()
+        late = [each for each in self._connections if each.next_deadline is not None and each.next_deadline <= now]
+        for connection in late:
+            connection.expire(now)
+        return bool(late)
 
     def stop(self) -> None:
         """Pull no more, and put aside the connections for the worker's next task."""
