@@ -60,6 +60,8 @@ BROKER_JVM = ("-Xms768m", "-Xmx768m", "-XX:MaxDirectMemorySize=512m", "-XX:Tiere
 TUNED = {"pull_batch": 1024, "listener_batch": 32, "max_cached": 10_000, "max_span": 20_000}
 SLEEP_LIMIT = 20_000  # 20 threads, 1 ms
 FLOW_RATE = 500
+MANY_QUEUES = 64
+MOST_IN_MANY_QUEUES = 400_000  # of more, a broker that is asked for all queues at once begins to refuse
 CASES = ("one", "lists", "sleep", "latency", "idle", "memory", "start")
 
 
@@ -188,10 +190,12 @@ def compete(results: Results, case: str, tasks: Mapping[str, Callable[[], Task]]
 def one_by_one(cluster: Cluster, settings: Settings, results: Results) -> None:
     """A listener that takes one message, at the settings both clients have by default."""
     for queues in settings.queues:
-        topic = cluster.topic(queues, settings.messages)
+        total = min(settings.messages, MOST_IN_MANY_QUEUES) if queues > MANY_QUEUES else settings.messages
+        topic = cluster.topic(queues, total)
 
-        def task(side: str, queues: int = queues, topic: str = topic, **options: Any) -> Callable[[], Task]:
-            return lambda: cluster.task(side, "backlog", topic, queues, total=settings.messages, **options)
+        def task(side: str, where: tuple[str, int, int] = (topic, queues, total), **more: Any) -> Callable[[], Task]:
+            topic, queues, total = where
+            return lambda: cluster.task(side, "backlog", topic, queues, total=total, **more)
 
         case = f"one by one, {queues} queues"
         compete(
@@ -221,7 +225,7 @@ def one_by_one(cluster: Cluster, settings: Settings, results: Results) -> None:
 
 def lists(cluster: Cluster, settings: Settings, results: Results) -> None:
     """A listener that takes lists of 32, pulls of 1 024, 10 000 messages cached per queue: not for many queues."""
-    for queues in (each for each in settings.queues if each <= 64):
+    for queues in (each for each in settings.queues if each <= MANY_QUEUES):
         topic = cluster.topic(queues, settings.messages)
 
         def task(side: str, queues: int = queues, topic: str = topic, **options: Any) -> Callable[[], Task]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from ssl import SSLContext
+from ssl import SSLContext, create_default_context
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyrocket_consumer.errors import ConfigError
@@ -92,6 +92,21 @@ def parse_address(address: str, what: str = "address") -> tuple[str, int]:
             f"{what} {address!r} is not host:port with a port from 1 to 65535 (for example 127.0.0.1:9876)"
         )
     return found["host"].strip("[]"), int(found["port"])
+
+
+def trusting(ca_file: str, what: str, where: str = "") -> SSLContext:
+    """Return a TLS context that trusts the authorities in `ca_file`. Errors name the option, `what`, and `where`.
+
+    Raises:
+        ConfigError: it is not there, or not such a file.
+    """
+    try:
+        return create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"{what}{ca_file!r} cannot be used: {error.strerror or error}; "
+            f"it must be a file of certificates in PEM{where}"
+        ) from error
 
 
 def check_range(name: str, value: object, low: float, high: float) -> None:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
+from typing import Any
+
+from pyrocket_consumer.config import trusting
+from pyrocket_consumer.errors import ConfigError
+
+_ACCOUNT = ("access_key", "secret_key", "security_token")
 
 
 def add_command(
@@ -29,6 +36,32 @@ def add_command(
 def add_name_server(command: argparse.ArgumentParser, default: str = "NAMESRV_ADDR") -> None:
     """Add `-n`."""
     command.add_argument("-n", "--name-server", metavar="HOST:PORT[;…]", help=f"name servers (default: {default})")
+
+
+def add_connection(command: argparse.ArgumentParser) -> None:
+    """Add what says where the cluster is, and how to be let in; `connection` reads it."""
+    group = command.add_argument_group(
+        "cluster",
+        "An account is read from PYROCKET_ACCESS_KEY and PYROCKET_SECRET_KEY (PYROCKET_SECURITY_TOKEN, too, if it "
+        "has one): everybody on the machine can see the arguments of a command.",
+    )
+    group.add_argument("-n", "--name-server", metavar="HOST:PORT[;…]", help="name servers (default: NAMESRV_ADDR)")
+    group.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
+    group.add_argument("--tls-ca", metavar="FILE", help="encrypt, and trust the authorities in this PEM file")
+
+
+def connection(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a client for what `add_connection` has read.
+
+    Raises:
+        ConfigError: half of an account, or a file of authorities that is none.
+    """
+    account = {name: os.environ.get(f"PYROCKET_{name.upper()}") or None for name in _ACCOUNT}
+    for one, other in (("access_key", "secret_key"), ("secret_key", "access_key")):
+        if account[one] is not None and account[other] is None:
+            raise ConfigError(f"PYROCKET_{one.upper()} is set, and PYROCKET_{other.upper()} is missing; set both")
+    tls = trusting(options.tls_ca, "--tls-ca ") if options.tls_ca is not None else options.tls
+    return {"name_server": options.name_server, "tls": tls, **account}
 
 
 def add_output(command: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 
-from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output, positive
+from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection, positive
 
 _EXAMPLES = """\
   pyrocket consume -n 127.0.0.1:9876 orders                        # new messages, until Ctrl-C
@@ -19,7 +19,7 @@ _EXAMPLES = """\
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     command = add_command(commands, "consume", "print the messages of a topic as they arrive", _EXAMPLES, run)
-    add_name_server(command)
+    add_connection(command)
     add_output(command)
     command.add_argument("topic")
     command.add_argument("--group", default="pyrocket-cli", help="consumer group (default: pyrocket-cli)")
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             return ConsumeResult.SUCCESS
 
     with PushConsumer(
-        options.group, name_server=options.name_server, consume_from=options.start, consume_threads=1
+        options.group, **connection(options), consume_from=options.start, consume_threads=1
     ) as consumer:
         consumer.subscribe(options.topic, show, options.selector)
         print(f"consuming {options.topic} as {options.group}; Ctrl-C ends", file=sys.stderr)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output, seconds
+from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection, seconds
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.model import MessageQueue
 
@@ -70,7 +70,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     adopt.add_argument("--replace", action="store_true", help="though there are offsets in it already, which give way")
     add_output(adopt)
     for command in (show, lag, reset, forget):
-        add_name_server(command)
+        add_connection(command)
         add_output(command)
         command.add_argument("group", help="consumer group")
     for command in (show, reset, forget):
@@ -130,7 +130,7 @@ def _queue(text: str) -> tuple[str, int, int | None]:
 def _admin(options: argparse.Namespace) -> Admin:
     from pyrocket_consumer.admin import Admin
 
-    return Admin(name_server=options.name_server)
+    return Admin(**connection(options))
 
 
 def _print_json(value: object) -> None:

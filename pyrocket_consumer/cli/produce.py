@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable
 
-from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output
+from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection
 
 _EXAMPLES = """\
   pyrocket produce -n 127.0.0.1:9876 orders 'first' 'second' --tag paid
@@ -19,7 +19,7 @@ _EXAMPLES = """\
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     command = add_command(commands, "produce", "send messages to a topic", _EXAMPLES, run)
-    add_name_server(command)
+    add_connection(command)
     add_output(command)
     command.add_argument("topic")
     command.add_argument("bodies", nargs="+", metavar="BODY", help="a message each; - reads standard input by lines")
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     from pyrocket_consumer.producer import Producer
 
     sent = 0
-    with Producer(name_server=options.name_server) as producer:
+    with Producer(**connection(options)) as producer:
         for body in _bodies(options.bodies):
             result = producer.send(options.topic, body, tags=options.tag, keys=options.key)
             sent += 1

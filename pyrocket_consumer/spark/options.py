@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from enum import StrEnum
+from ssl import SSLContext
 from typing import Any, TypeGuard, TypeVar
 
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.config import ClientConfig, check_group, check_topic, parse_name_servers
+from pyrocket_consumer.config import ClientConfig, check_group, check_topic, parse_name_servers, trusting
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.wire.subscription import ALL, SQL92, parse_subscription
@@ -72,20 +72,16 @@ class ClientOptions:
         Raises:
             ConfigError: the file of authorities is not there, or not such a file.
         """
-        try:
-            context = ssl.create_default_context(cafile=self.tls_ca_file) if self.tls and self.tls_ca_file else self.tls
-        except OSError as error:
-            raise ConfigError(
-                f"option tlsCaFile={self.tls_ca_file!r} cannot be used: {error.strerror or error}; "
-                "it must be a file of certificates in PEM, here and on every executor"
-            ) from error
+        tls: bool | SSLContext = self.tls
+        if self.tls and self.tls_ca_file:
+            tls = trusting(self.tls_ca_file, "option tlsCaFile=", ", here and on every executor")
         return ClientConfig(
             name_server=self.name_server,
             namespace=self.namespace,
             access_key=self.access_key,
             secret_key=self.secret_key,
             security_token=self.security_token,
-            tls=context,
+            tls=tls,
             call_timeout_s=self.request_timeout_s,
         )
 

@@ -23,6 +23,9 @@ The first line printed is the name server's address. The cluster runs until stan
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a cluster until it is told to end."""
     options = _options(arguments)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
     try:
         cluster = EmbeddedCluster(
             options.brokers,
@@ -32,25 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             delay_scale=options.delay_scale,
             record_limit=0,
         )
-        cluster.start()
+        with cluster:
+            for name, queues in options.topic:
+                cluster.create_topic(name, queues)
+                if options.fill:
+                    cluster.send(name, b"x" * options.body_bytes, count=options.fill)
+            sys.stdout.write(f"{cluster.name_server}\n")
+            sys.stdout.flush()
+            if options.until_stdin_ends:
+                threading.Thread(target=_end_with_input, args=(ended,), daemon=True).start()
+            ended.wait()
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    try:
-        for name, queues in options.topic:
-            cluster.create_topic(name, queues)
-            if options.fill:
-                cluster.send(name, b"x" * options.body_bytes, count=options.fill)
-        sys.stdout.write(f"{cluster.name_server}\n")
-        sys.stdout.flush()
-        if options.until_stdin_ends:
-            threading.Thread(target=_end_with_input, args=(ended,), daemon=True).start()
-        ended.wait()
-    finally:
-        cluster.close()
     return 0
 
 
@@ -70,8 +67,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slaves", type=int, default=0, help="slaves of each (0)")
     parser.add_argument("--topic", type=_topic, action="append", default=[], metavar="NAME[:QUEUES]",
                         help="a topic and its queues on each broker (4); may be repeated")
-    parser.add_argument("--fill", type=int, default=0, metavar="COUNT", help="messages to store in each topic first")
-    parser.add_argument("--body-bytes", type=int, default=256, help="size of their bodies (256)")
+    parser.add_argument("--fill", type=_count, default=0, metavar="COUNT", help="messages to store in each topic first")
+    parser.add_argument("--body-bytes", type=_count, default=256, help="size of their bodies (256)")
     parser.add_argument("--port", type=int, default=0, help="the name server's port (any)")
     parser.add_argument("--version", default=DEFAULT_RELEASE, help=f"the release to behave as ({DEFAULT_RELEASE})")
     parser.add_argument("--delay-scale", type=float, default=1.0, help="delay levels are multiplied by this (1)")
@@ -79,11 +76,17 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return int(text)
+
+
 def _topic(text: str) -> tuple[str, int]:
     name, _, queues = text.partition(":")
     if not name or queues and not queues.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not like orders or orders:4")
-    return name, int(queues or 4)
+    return name, int(queues) if queues else 4
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ _T = TypeVar("_T")
 
 HOST = "127.0.0.1"
 
+_MOST_QUEUES = 65535
+
 
 class EmbeddedCluster:
     """Name servers and brokers on loopback ports in this process, for tests. Not a production broker.
@@ -85,9 +87,9 @@ class EmbeddedCluster:
         self.changes = Changes()
         self._release = Release(version)
         self._names = _broker_names(brokers)
-        self._slaves = slaves
-        self._name_server_count = name_servers
-        self._port = port
+        self._slaves = _within("slaves", slaves, 0, 26)
+        self._name_server_count = _within("name_servers", name_servers, 1, 26)
+        self._port = _within("port", port, 0, 65535)
         self._loop = loop
         self._wall_clock = wall_clock
         self._first_port = first_port
@@ -376,7 +378,15 @@ class EmbeddedCluster:
         brokers: Sequence[str] | None = None,
         order: bool = False,
     ) -> None:
-        """Create a topic, or change it, with so many queues on each master (or on those named)."""
+        """Create a topic, or change it, with so many queues on each master (or on those named).
+
+        Raises:
+            ConfigError: `queues` is not 1 to 65535, or one of the others not 0 to that.
+        """
+        _within("queues", queues, 1, _MOST_QUEUES)
+        for what, number in (("read_queues", read_queues), ("write_queues", write_queues)):
+            if number is not None:
+                _within(what, number, 0, _MOST_QUEUES)
 
         def create() -> None:
             for broker in self.brokers if brokers is None else [self.broker(each) for each in brokers]:
@@ -428,6 +438,8 @@ class EmbeddedCluster:
         `stored_at_ms` sets the store time, which must not be older than that of the messages before.
         """
         wanted = wanted_properties(tags, keys, properties, delay_level)
+        if count < 0:
+            raise ConfigError(f"count={count}; give 0 or more")
 
         def put() -> list[Sent]:
             brokers = self.brokers if broker_name is None else [self.broker(broker_name)]
@@ -462,6 +474,12 @@ class EmbeddedCluster:
         if not self.changes.wait_until(predicate, timeout_s):
             raise TimeoutError(f"the condition waited for did not come true within {timeout_s:g} s")
         return True
+
+
+def _within(what: str, number: int, least: int, most: int) -> int:
+    if not least <= number <= most:
+        raise ConfigError(f"{what}={number}; give {least} to {most}")
+    return number
 
 
 def _broker_names(brokers: int | Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -103,7 +104,7 @@ class Timing:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if value < 0 or (value == 0 and each.name != "delay_scale"):
+            if not 0 <= value < math.inf or (value == 0 and each.name != "delay_scale"):
                 raise ConfigError(f"{each.name} is {value!r}; give a number above 0 (delay_scale may be 0)")
 
 

@@ -156,7 +156,14 @@ class Pulling:
     """A puller with its window and host."""
 
     def __init__(
-        self, start: int = 0, *, batch: int = BATCH, hold_s: float = 15.0, host: Host | None = None, **limits: int
+        self,
+        start: int = 0,
+        *,
+        batch: int = BATCH,
+        hold_s: float = 15.0,
+        host: Host | None = None,
+        read_ahead: int = 2,
+        **limits: int,
     ) -> None:
         self.host = host or Host()
         self.edges: list[int] = []
@@ -165,8 +172,9 @@ class Pulling:
         )
         self.window.start(start)
         self.puller = Puller(
-            self.host, self.window, start, batch=batch, hold_s=hold_s, call_timeout_s=3.0, retry_delay_s=1.0
-        )
+            self.host, self.window, start, batch=batch, hold_s=hold_s, call_timeout_s=3.0, retry_delay_s=1.0,
+            read_ahead=read_ahead,
+        )  # fmt: skip
         self.puller.pull()
 
     def wake(self) -> None:
@@ -239,6 +247,41 @@ def test_one_pull_is_under_way_until_the_steps_are_known_then_two_then_one_near_
         fifth = await pulling.asked()
         assert fifth.offset == 32
         assert pulling.silent
+
+    run(scenario())
+
+
+def test_more_are_under_way_as_far_as_the_queue_goes():
+    async def scenario():
+        pulling = Pulling(read_ahead=4)
+        (await pulling.asked()).found(end=72)
+        (await pulling.asked()).found(end=72)
+        ahead = [await pulling.asked() for _ in range(4)]
+        assert [each.offset for each in ahead] == [16, 24, 32, 40]
+        assert pulling.silent, "four are enough"
+        for each in (ahead[3], ahead[1], ahead[0], ahead[2]):
+            each.found(end=72)
+        assert pulling.host.offsets == list(range(48))
+        assert [(await pulling.asked()).offset for _ in range(2)] == [48, 56]
+        assert pulling.silent, "the last 8 would be a guess"
+
+    run(scenario())
+
+
+def test_a_wrong_guess_ends_all_that_follow_it():
+    async def scenario():
+        pulling = Pulling(read_ahead=4)
+        (await pulling.asked()).found()
+        (await pulling.asked()).found()
+        first, second, third, fourth = [await pulling.asked() for _ in range(4)]
+        third.found()
+        first.answer(found(first.offset, 3))
+        again = await pulling.asked()
+        assert again.offset == 19
+        second.found()
+        fourth.found()
+        again.found()
+        assert pulling.host.offsets == list(range(27))
 
     run(scenario())
 

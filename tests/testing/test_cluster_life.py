@@ -266,6 +266,7 @@ def test_wrong_options_name_the_remedy() -> None:
         ({"settings": {"noSuchThing": 1}}, "noSuchThing"),
         ({"version": "4.9.7", "server_side_reset": True}, "5.1.0"),
         ({"long_poll_tick_s": 0}, "above 0"),
+        ({"name_servers": 0}, "name_servers=0; give 1 to"),
     ):
         with pytest.raises(ConfigError, match=text):
             EmbeddedCluster(**options)  # type: ignore[arg-type]

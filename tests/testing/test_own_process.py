@@ -61,12 +61,25 @@ def test_it_ends_with_its_standard_input() -> None:
         process.stdin = None
 
 
-def test_wrong_arguments_are_explained() -> None:
-    for option, value, text in (("--version", "1", "4.9.7"), ("--topic", "a:b", "orders:4"), ("--brokers", "0", "26")):
-        arguments = [option, value]
-        command = [sys.executable, "-m", "pyrocket_consumer.testing", *arguments]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        assert (ended.returncode, text in ended.stderr) == (2, True)
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--version", "1", "4.9.7"),
+        ("--topic", "a:b", "orders:4"),
+        ("--topic", "a:0", "queues=0; give 1 to"),
+        ("--brokers", "0", "26"),
+        ("--slaves", "-1", "slaves=-1; give 0 to"),
+        ("--port", "99999", "port=99999; give 0 to 65535"),
+        ("--fill", "-1", "'-1' is not a number from 0 on"),
+        ("--body-bytes", "1k", "'1k' is not a number from 0 on"),
+        ("--delay-scale", "-1", "delay_scale is -1.0; give"),
+        ("--delay-scale", "nan", "delay_scale is nan; give"),
+    ],
+)
+def test_wrong_arguments_are_explained(option: str, value: str, text: str) -> None:
+    command = [sys.executable, "-m", "pyrocket_consumer.testing", option, value]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert (ended.returncode, text in ended.stderr, "Traceback" in ended.stderr) == (2, True, False), ended.stderr
 
 
 def test_a_taken_port_is_an_error() -> None:
