@@ -29,7 +29,7 @@ from pyrocket_consumer.testing import Exchange
 from pyrocket_consumer.wire.bodies import encode_offset_table
 from pyrocket_consumer.wire.codes import CLIENT_VERSION, RequestCode
 from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
-from tests.consuming import WAIT_S, Events, Seen, started
+from tests.consuming import PATIENT_S, WAIT_S, Events, Seen, started
 from tests.resetting import fill
 
 QUICK: dict[str, Any] = {
@@ -40,7 +40,7 @@ QUICK: dict[str, Any] = {
     "pull_retry_delay_s": 0.1,
     "rebalance_interval_s": 0.5,
     "route_refresh_interval_s": 0.3,
-    "call_timeout_s": 1.0,
+    "call_timeout_s": PATIENT_S,
     "shutdown_timeout_s": 1.0,
 }
 """Options that make a scenario short; both members have them unless told otherwise."""

@@ -316,6 +316,8 @@ def no_commit_after_the_unlock(cluster: Any, names: Any, member: Kind) -> None:
             broker.forget_requests()
             cluster.create_topic(topic, queues=2, read_queues=1)
             let_rounds_pass(cluster, topic)
+            if member is UnlocksTooSoon:
+                broker.wait_for(UNLOCK, timeout_s=WAIT_S)
             release.set()
             until(lambda: list(consumer.held()) == [queue(topic, 0)], "given up")
             requests = [each.command for each in broker.requests()]
