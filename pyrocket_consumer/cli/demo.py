@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output, positive
+from pyrocket_consumer.cli.progress import Progress
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.errors import RocketError
 
@@ -120,9 +121,9 @@ class Demo:
 
     def __init__(self, name_server: str, messages: int, rate: int, directory: Path, quiet: bool) -> None:
         self._name_server, self._messages, self._rate = name_server, messages, rate
-        self._directory, self._quiet = directory, quiet
+        self._directory = directory
+        self._say = Progress(quiet).say
         self._topic = f"pyrocket-demo-{os.getpid()}-{int(time.time())}"
-        self._began = time.monotonic()
         self._sent = 0
         self._members: list[Member] = []
 
@@ -199,16 +200,6 @@ class Demo:
                 return
             self._say(f"sent {now[0]:>6}   clustering {now[1]:>6}   broadcasting {now[2]:>6}", passing=True)
             time.sleep(0.25)
-
-    def _say(self, text: str, passing: bool = False) -> None:
-        if self._quiet:
-            return
-        line = f"{time.monotonic() - self._began:5.1f} s  {text}"
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line}" + ("" if passing else "\n"))
-        elif not passing or int(time.monotonic() * 4) % 8 == 0:
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
 
     def _count(self) -> dict[str, Any]:
         sent = {b"%d" % number for number in range(self._sent)}

@@ -25,6 +25,7 @@ from pyspark.sql import functions as f
 
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli.arguments import add_name_server, add_output, positive
+from pyrocket_consumer.cli.progress import Progress
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.consumer import PushConsumer
 from pyrocket_consumer.errors import RocketError
@@ -55,10 +56,9 @@ class Demo:
     def __init__(self, spark: SparkSession, name_server: str, options: argparse.Namespace, checkpoint: Path) -> None:
         self._spark, self._name_server, self._checkpoint = spark, name_server, checkpoint
         self._seconds, self._rate = options.seconds, options.rate
-        self._quiet = options.output == "json"
+        self._say = Progress(quiet=options.output == "json").say
         run = f"{os.getpid()}-{int(time.time())}"
         self._orders, self._counts = f"pyrocket-demo-orders-{run}", f"pyrocket-demo-counts-{run}"
-        self._began = time.monotonic()
         self._sent: Counter[str] = Counter()
         self._all_sent, self._stop = threading.Event(), threading.Event()
         self._table = Table()
@@ -155,16 +155,6 @@ class Demo:
                 passing=True,
             )
             time.sleep(0.25)
-
-    def _say(self, text: str, passing: bool = False) -> None:
-        if self._quiet:
-            return
-        line = f"{time.monotonic() - self._began:5.1f} s  {text}"
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line}" + ("" if passing else "\n"))
-        elif not passing or int(time.monotonic() * 4) % 8 == 0:
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
 
     def _result(self) -> dict[str, Any]:
         counted: Counter[str] = Counter()

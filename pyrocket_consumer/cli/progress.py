@@ -1,0 +1,25 @@
+"""What a long command tells while it works."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class Progress:
+    """Lines on standard error, each with the seconds since the beginning."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._began = time.monotonic()
+
+    def say(self, text: str, passing: bool = False) -> None:
+        """Print a line. One that is `passing` is replaced by the next; without a terminal few of those are printed."""
+        if self._quiet:
+            return
+        line = f"{time.monotonic() - self._began:5.1f} s  {text}"
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{line}" + ("" if passing else "\n"))
+        elif not passing or int(time.monotonic() * 4) % 8 == 0:
+            sys.stderr.write(line + "\n")
+        sys.stderr.flush()
