@@ -12,6 +12,7 @@ import pytest
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.real_brokers import JavaOffsetStore, wait_until
+from tests.real_brokers.accounts import ACCOUNT, ACL_1, ACL_2
 from tests.real_brokers.process import sweep_directories
 from tests.real_brokers.remoting import Peer, Refused
 
@@ -168,33 +169,20 @@ def _is_running(pid: int) -> bool:
     return bool(state.strip()) and not state.startswith("Z")
 
 
-_ACCOUNT = ("rocketmq", "12345678")
-_ACL_2 = {
-    "authenticationEnabled": True,
-    "authenticationProvider": "org.apache.rocketmq.auth.authentication.provider.DefaultAuthenticationProvider",
-    "authenticationMetadataProvider": (
-        "org.apache.rocketmq.auth.authentication.provider.LocalAuthenticationMetadataProvider"
-    ),
-    "initAuthenticationUser": '{"username":"rocketmq","password":"12345678"}',
-    "innerClientAuthenticationCredentials": '{"accessKey":"rocketmq","secretKey":"12345678"}',
-}
-_ACL_1 = {"conf/plain_acl.yml": "accounts:\n- accessKey: rocketmq\n  secretKey: 12345678\n  admin: true\n"}
-
-
 @pytest.mark.versions("4.9.7")
-@pytest.mark.cluster(settings={"aclEnable": True}, account=_ACCOUNT, home_files=_ACL_1)
+@pytest.mark.cluster(settings={"aclEnable": True}, account=ACCOUNT, home_files=ACL_1)
 def test_a_cluster_with_accounts_of_version_4(real_cluster, names):
     check_accounts(real_cluster, names)
 
 
 @pytest.mark.versions("5.5.0")
-@pytest.mark.cluster(settings=_ACL_2, account=_ACCOUNT)
+@pytest.mark.cluster(settings=ACL_2, account=ACCOUNT)
 def test_a_cluster_with_accounts_of_version_5(real_cluster, names):
     check_accounts(real_cluster, names)
 
 
 def check_accounts(cluster, names):
-    topic, account = names.topic(), {"accessKey": _ACCOUNT[0], "secretKey": _ACCOUNT[1]}
+    topic, account = names.topic(), {"accessKey": ACCOUNT[0], "secretKey": ACCOUNT[1]}
     cluster.create_topic(topic, queues=1)
     with cluster.java_producer(**account) as producer:
         producer.send(topic, count=2)
