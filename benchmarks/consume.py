@@ -36,6 +36,7 @@ from benchmarks.consume_report import (
 )
 from benchmarks.consume_side import Answer, Task
 from benchmarks.environment import environment, header
+from benchmarks.plots import pyplot
 from benchmarks.raw_pull import raw_pull
 from pyrocket_consumer.model import MASTER_ID, PERM_READ, PERM_WRITE
 from pyrocket_consumer.wire.bodies import decode_route
@@ -352,6 +353,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every round's answers to this file")
     parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
+    if options.plot:
+        pyplot()  # say now that it is missing
 
     settings = replace(QUICK) if options.quick else Settings()
     settings.queues = options.queues or settings.queues

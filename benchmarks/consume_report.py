@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.consume_side import Answer
+from benchmarks.plots import draw_rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,27 +121,10 @@ def _throughput_line(results: Results, case: str, side: str) -> str:
 
 def plot(results: Results, path: Path) -> None:
     """Draw messages per second of every side."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("--plot needs matplotlib: pip install matplotlib")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     bars = [
-        (case, side)
+        (case, side, results.median(case, side, rate) / 1000)
         for case, sides in results.rounds.items()
         for side, answers in sides.items()
         if "java" in sides and "cpu_s" in answers[0] and "messages" in answers[0]
     ]
-    figure, axes = pyplot.subplots(figsize=(9, 0.6 + 0.3 * len(bars)))
-    colours = {"pyrocket": "tab:blue", "java": "tab:orange", "raw": "tab:gray"}
-    axes.barh(
-        [f"{case}: {side}" for case, side in bars],
-        [results.median(case, side, rate) / 1000 for case, side in bars],
-        color=[colours[side.partition(",")[0]] for _, side in bars],
-    )
-    axes.invert_yaxis()
-    axes.set_xlabel("thousand messages per second")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    draw_rates(bars, {"pyrocket": "tab:blue", "java": "tab:orange", "raw": "tab:gray"}, path)

@@ -33,6 +33,7 @@ from typing import Any
 
 from benchmarks import java_program
 from benchmarks.environment import environment, header
+from benchmarks.plots import pyplot
 from pyrocket_consumer.consumer.commit import StoreCommits
 from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
@@ -536,15 +537,8 @@ def limits(costs: list[dict[str, Any]], bookkeeping: dict[str, float]) -> Iterat
 
 def plot(cases: list[Case], path: str) -> None:
     """Draw time per persist over the number of queues, one panel per number of threads."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("--plot needs matplotlib: pip install matplotlib")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     thread_counts = sorted({case.threads for case in cases})
-    figure, panels = pyplot.subplots(1, len(thread_counts), figsize=(6 * len(thread_counts), 4.5), sharey=True)
+    figure, panels = pyplot().subplots(1, len(thread_counts), figsize=(6 * len(thread_counts), 4.5), sharey=True)
     for panel, threads in zip(panels if len(thread_counts) > 1 else [panels], thread_counts, strict=True):
         for side in SIDES:
             points = [(case.queues, statistics.median(case.us[side])) for case in cases
@@ -574,6 +568,8 @@ def main() -> None:
     arguments.add_argument("--json", metavar="FILE", help="write the results there too")
     arguments.add_argument("--plot", metavar="PNG", help="draw them (needs matplotlib)")
     options = arguments.parse_args()
+    if options.plot:
+        pyplot()  # say now that it is missing
 
     settings = asdict(QUICK if options.quick else Settings())
     for name in ("queues", "threads", "rounds"):

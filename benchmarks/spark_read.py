@@ -30,6 +30,7 @@ from pyspark.sql import SparkSession
 from benchmarks.consume import BROKER_JVM, BROKER_SETTINGS, Cluster, say
 from benchmarks.consume_report import Target
 from benchmarks.environment import environment, header
+from benchmarks.plots import draw_rates, pyplot
 from benchmarks.raw_pull import raw_pull
 from benchmarks.recorded_broker import FLOW
 from benchmarks.spark_sources import CountingSource, PlainSource, ReadySource
@@ -324,30 +325,14 @@ def table(results: Results) -> Iterator[str]:
 
 def plot(results: Results, path: Path) -> None:
     """Draw messages per second of every side."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("--plot needs matplotlib: pip install matplotlib")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     bars = [
-        (case, side)
+        (case, side, results.median(case, side))
         for case, sides in results.figures.items()
         for side in sides
         if not case.startswith(("micro-batch", "planning"))
     ]
     colours = {"rocketmq": "tab:blue", "ready": "tab:gray", "raw": "tab:gray", "plain": "tab:orange"}
-    figure, axes = pyplot.subplots(figsize=(9, 0.6 + 0.3 * len(bars)))
-    axes.barh(
-        [f"{case}: {side}" for case, side in bars],
-        [results.median(case, side) for case, side in bars],
-        color=[colours[side.partition(",")[0]] for _, side in bars],
-    )
-    axes.invert_yaxis()
-    axes.set_xlabel("thousand messages per second")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    draw_rates(bars, colours, path)
 
 
 def main() -> int:
@@ -362,6 +347,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every round's figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
+    if options.plot:
+        pyplot()  # say now that it is missing
 
     settings = replace(QUICK) if options.quick else Settings()
     for name in ("rounds", "messages", "queues", "pull_batch"):

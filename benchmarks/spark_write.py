@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment, header
+from benchmarks.plots import pyplot
 from pyrocket_consumer import Admin, Producer
 
 ROOT = Path(__file__).parent.parent
@@ -133,12 +134,7 @@ class SparkSide:
 
 
 def plot(rates: dict[str, list[float]], path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3))
+    figure, axes = pyplot().subplots(figsize=(7, 3))
     axes.boxplot(list(rates.values()), orientation="horizontal", tick_labels=list(rates))
     axes.set_xlim(left=0)
     axes.set_xlabel("messages per second, each round")
@@ -161,6 +157,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every round to this file")
     parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
+    if options.plot:
+        pyplot()  # say now that it is missing
     rounds = options.rounds or (2 if options.quick else 7)
     rows = options.rows or (30_000 if options.quick else 150_000)
 
