@@ -1,0 +1,45 @@
+"""The benchmarks run as their pages say. How quick anything is, is not asked here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(program, *arguments):
+    command = [sys.executable, "-m", f"benchmarks.{program}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", ["consume", "offset_persist", "decode", "spark_read", "spark_write"])
+def test_help_has_the_question_and_the_options(program):
+    text = run(program, "--help")
+    assert "?" in text
+    assert "--json" in text
+
+
+def test_offset_persist_measures_what_its_table_shows(tmp_path):
+    figures = tmp_path / "figures.json"
+    options = ["--no-java", "--rounds", "2", "--queues", "16", "--threads", "1"]
+    printed = run("offset_persist", *options, "--directory", str(tmp_path), "--json", str(figures))
+    assert "fsync ÷ disk" in printed
+    (case,) = json.loads(figures.read_text())["persist"]
+    assert case["queues"] == 16
+    assert set(case["us_per_persist"]) == {"disk", "fsync", "process", "checkpoint"}
+    assert all(len(each["rounds"]) == 2 and min(each["rounds"]) > 0 for each in case["us_per_persist"].values())
+
+
+def test_decode_measures_every_way(tmp_path):
+    figures = tmp_path / "figures.json"
+    run("decode", "--rounds", "1", "--json", str(figures))
+    results = json.loads(figures.read_text())["results"]
+    assert {each["way"] for each in results} >= {"eager", "lazy", "walk lengths"}
+    assert {each["body_bytes"] for each in results} == {100, 1024, 10240}
