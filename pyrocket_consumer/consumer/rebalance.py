@@ -23,9 +23,10 @@ SPACING_S = 0.5
 AGAIN_S = 1.0
 """When the last round left something undone."""
 
-
 HANDOVER_S = 1.0
 """How long a queue's new owner leaves its old one to store the last offset; both hear of the change at once."""
+
+_SOON_S = 0.001  # timers are not more exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Rebalance:
         self._known: dict[str, frozenset[MessageQueue]] = {}
         self._no_route: set[str] = set()
         self._have_company = False  # the group has other members
+        self._due: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
 
     def soon(self) -> None:
         """Ask for a round."""
@@ -80,7 +82,57 @@ class Rebalance:
             await asyncio.sleep(SPACING_S)
 
     async def round(self) -> bool:
-        """Compare what we hold with what is ours, and change it. Returns whether nothing was left undone."""
+        """Compare what we hold with what is ours, and change it. Returns whether nothing was left undone.
+
+        While queues wait for their old owners, it goes on looking: what is another's by now is given up while that one
+        waits for us.
+        """
+        known = set[MessageQueue]()
+        while True:
+            began = self._member.loop.time()
+            settled, pause_s = await self._step(known)
+            if not pause_s:
+                return settled
+            if await self._asked_within(pause_s):
+                await asyncio.sleep(began + SPACING_S - self._member.loop.time())
+
+    async def _asked_within(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wanted.wait()
+        except TimeoutError:
+            return False
+        self._wanted.clear()
+        return True
+
+    async def _step(self, known: set[MessageQueue]) -> tuple[bool, float]:
+        """Give up what is not ours, begin what is and has waited; return whether that was all, and how long to wait.
+
+        `known`: the new queues that brokers have heard of.
+        """
+        member = self._member
+        settled, plans = await self._plans()
+        changes = {topic: change for topic, change in plans.items() if change}
+        await asyncio.gather(
+            *(member.assignments.end(queue, "revoked") for each in changes.values() for queue in each.drop)
+        )
+        news = {topic: change for topic, change in changes.items() if change.drop or not known.issuperset(change.add)}
+        if news:
+            member.queues_changed(news)
+            # the heartbeat carries the new subscription version and has to be there before the first such pull
+            await member.cluster.heartbeat()
+        now = member.loop.time()
+        due = now + (HANDOVER_S if self._have_company else 0.0)
+        self._due = {queue: self._due.get(queue, due) for each in changes.values() for queue in each.add}
+        known.update(self._due)
+        begun = await asyncio.gather(
+            *(member.assignments.begin(queue) for queue, due in self._due.items() if due <= now + _SOON_S)
+        )
+        pauses = [due - now for due in self._due.values() if due > now + _SOON_S]
+        return settled and all(begun), max(pauses, default=0.0)
+
+    async def _plans(self) -> tuple[bool, dict[str, Plan]]:
+        """Return what is to be changed for each topic, and whether that is sure."""
         member = self._member
         settled = True
         plans: dict[str, Plan] = {}
@@ -98,21 +150,7 @@ class Rebalance:
                 plans[topic] = plan(member.assignments.held(topic), wanted)
         for topic in member.assignments.topics() - set(topics):  # unsubscribed
             plans[topic] = plan(member.assignments.held(topic), ())
-        changes = {topic: change for topic, change in plans.items() if change}
-        if changes:
-            await asyncio.gather(
-                *(member.assignments.end(queue, "revoked") for each in changes.values() for queue in each.drop)
-            )
-            member.queues_changed(changes)
-            # the heartbeat carries the new subscription version and has to be there before the first such pull
-            await member.cluster.heartbeat()
-            if self._have_company and any(change.add for change in changes.values()):
-                await asyncio.sleep(HANDOVER_S)
-            begun = await asyncio.gather(
-                *(member.assignments.begin(queue) for each in changes.values() for queue in each.add)
-            )
-            settled = settled and all(begun)
-        return settled
+        return settled, plans
 
     def _tell(self, topic: str, error: RocketError) -> None:
         if isinstance(error, RouteNotFound):

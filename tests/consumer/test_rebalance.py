@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer.rebalance import AGAIN_S, SPACING_S, Plan, Rebalance, plan
+from pyrocket_consumer.consumer.rebalance import AGAIN_S, HANDOVER_S, SPACING_S, Plan, Rebalance, plan
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, RequestTimeout, RouteNotFound
 from pyrocket_consumer.model import BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
 from tests.consumer.virtual_time import run
@@ -69,6 +69,10 @@ class Group:
         self.asked: list[str] = []
 
     # the member
+
+    @property
+    def loop(self):
+        return asyncio.get_running_loop()
 
     def topics(self):
         return list(self.routes)
@@ -150,6 +154,62 @@ def test_members_share():
         group.routes["orders"] = route(8)
         assert await group.rebalance().round()
         assert group.mine == set(queues(3, 4, 5))
+
+    run(scenario())
+
+
+def test_a_member_of_a_company_leaves_the_old_owners_time_to_store():
+    async def scenario():
+        group = Group()
+        group.ids = ["me", "you"]
+        group.mine = set(queues(1))
+        began = group.loop.time()
+        assert await group.rebalance().round()
+        assert group.loop.time() == pytest.approx(began + HANDOVER_S, abs=0.01)
+        assert group.happened == [("version", "orders"), "heartbeat", ("begin", 0)]
+
+    run(scenario())
+
+
+def test_what_is_another_s_by_now_is_given_up_while_queues_are_awaited():
+    """Else its new owner, which waits as long as we do, begins before our last offset of it is stored."""
+
+    async def scenario():
+        group = Group()
+        group.ids = ["me"]
+        rebalance = group.rebalance()
+        await rebalance.round()
+        assert group.mine == set(queues(0, 1, 2, 3))
+        group.ids = ["me", "you"]
+        await rebalance.round()
+        assert group.mine == set(queues(0, 1))
+        group.mine = set(queues(1))  # the first is to come back, and waits for its owner
+        began = group.loop.time()
+        round_ = asyncio.create_task(rebalance.round())
+        await asyncio.sleep(0.2)
+        group.happened.clear()
+        group.ids = ["me", "you", "zoe", "zora"]
+        rebalance.soon()
+        await asyncio.sleep(HANDOVER_S - 0.3)
+        assert group.happened[0] == ("end", 1), "not only when the wait is over"
+        assert await round_
+        assert ("begin", 0) in group.happened
+        assert group.loop.time() == pytest.approx(began + HANDOVER_S, abs=0.01), "nothing waits twice"
+        assert group.mine == set(queues(0))
+
+    run(scenario())
+
+
+def test_a_queue_that_is_not_ours_any_more_after_the_wait_does_not_begin():
+    async def scenario():
+        group = Group()
+        group.ids = ["me", "you"]
+        round_ = asyncio.create_task(group.rebalance().round())
+        await asyncio.sleep(HANDOVER_S / 2)
+        group.ids = ["me", "you", "zoe", "zora"]
+        assert await round_
+        assert group.mine == set(queues(0))
+        assert ("begin", 1) not in group.happened
 
     run(scenario())
 

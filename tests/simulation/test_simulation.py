@@ -28,6 +28,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("orderly", "0-49"),
         ("broadcasting", "0-49"),
         ("moving", "0-29"),
+        ("moving", "188"),  # a queue was given up only when its old owner had done waiting for others
         ("resets", "0-39"),
         ("quiet", "0-29"),
         ("corrections", "0-19"),
