@@ -213,12 +213,13 @@ class ProcessQueue:
             self._waiting_for = wanted
             return False
 
-    def room_ahead(self, wanted: int) -> bool:
-        """Tell whether `wanted` messages, asked for ahead of need, stay within the limits."""
+    def room_ahead(self, wanted: int, offset: int) -> bool:
+        """Tell whether `wanted` messages asked for ahead, the last of them from `offset` on, stay within the limits."""
         with self._lock:
             held = len(self._window)
             return (
                 self._room(wanted)
+                and (not held or offset - self._window[0].queue_offset < self.limits.span)
                 and self._count + wanted <= self.limits.messages
                 and (not held or self._bytes + wanted * self._bytes // held <= self.limits.bytes)
             )

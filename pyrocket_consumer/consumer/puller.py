@@ -161,7 +161,7 @@ class Puller:
             if not under_way:
                 offset = self.next_offset
                 if self._undelivered:  # what they leave room for is known once they are put: _deliver asks again
-                    if not self.window.room_ahead(self._batch + self._undelivered):
+                    if not self.window.room_ahead(self._batch + self._undelivered, offset):
                         return
                 elif not self.window.room_for(self._batch):
                     return
@@ -171,7 +171,7 @@ class Puller:
                 offset = under_way[-1].offset + self._step
                 if self.max_offset - offset < 2 * self._step:
                     return
-                if not self.window.room_ahead(self._batch * (len(under_way) + 1) + self._undelivered):
+                if not self.window.room_ahead(self._batch * (len(under_way) + 1) + self._undelivered, offset):
                     return
             subscription = self._host.subscription(self.queue.topic)
             if subscription is None:

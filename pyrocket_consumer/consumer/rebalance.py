@@ -106,8 +106,9 @@ class Rebalance:
         return True
 
     async def _step(self, known: set[MessageQueue]) -> tuple[bool, float]:
-        """Give up what is not ours, begin what is and has waited; return whether that was all, and how long to wait.
+        """Give up what is not ours, and begin what is and has waited.
 
+        Returns whether nothing was left undone, and how long what is left has to wait, 0 if nothing is.
         `known`: the new queues that brokers have heard of.
         """
         member = self._member
@@ -122,14 +123,14 @@ class Rebalance:
             # the heartbeat carries the new subscription version and has to be there before the first such pull
             await member.cluster.heartbeat()
         now = member.loop.time()
-        due = now + (HANDOVER_S if self._have_company else 0.0)
-        self._due = {queue: self._due.get(queue, due) for each in changes.values() for queue in each.add}
+        at_last = now + (HANDOVER_S if self._have_company else 0.0)
+        self._due = {queue: self._due.get(queue, at_last) for each in changes.values() for queue in each.add}
         known.update(self._due)
         begun = await asyncio.gather(
             *(member.assignments.begin(queue) for queue, due in self._due.items() if due <= now + _SOON_S)
         )
         pauses = [due - now for due in self._due.values() if due > now + _SOON_S]
-        return settled and all(begun), max(pauses, default=0.0)
+        return settled and all(begun), min(pauses, default=0.0)
 
     async def _plans(self) -> tuple[bool, dict[str, Plan]]:
         """Return what is to be changed for each topic, and whether that is sure."""

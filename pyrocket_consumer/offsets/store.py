@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -112,7 +113,7 @@ class QueueOffset:
 Entry = TypeVar("Entry", bound=QueueOffset)
 
 
-class OffsetTable(Generic[Entry]):
+class OffsetTable(ABC, Generic[Entry]):
     """The memory half that the stores share: queues and their offsets under one leaf lock.
 
     The lock is held for a dictionary access and never across another lock, a callback or I/O, so that
@@ -170,8 +171,9 @@ class OffsetTable(Generic[Entry]):
         entry = self._entries[mq] = self._new_entry(mq)
         return entry
 
+    @abstractmethod
     def _new_entry(self, mq: MessageQueue) -> Entry:
-        raise NotImplementedError
+        """Return what to keep of `mq`."""
 
 
 def check_offset(mq: MessageQueue, offset: int) -> None:

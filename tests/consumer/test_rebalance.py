@@ -200,6 +200,26 @@ def test_what_is_another_s_by_now_is_given_up_while_queues_are_awaited():
     run(scenario())
 
 
+def test_each_queue_waits_for_its_own_second_only():
+    async def scenario():
+        group = Group()
+        group.ids = ["me", "you"]
+        rebalance = group.rebalance()
+        began = group.loop.time()
+        round_ = asyncio.create_task(rebalance.round())
+        await asyncio.sleep(0.6)
+        group.routes["payments"] = route(2, "payments")
+        rebalance.soon()
+        await asyncio.sleep(HANDOVER_S - 0.6 + 0.05)
+        begun = [what for what in group.happened if what[0] == "begin"]
+        assert begun == [("begin", 0), ("begin", 1)], "of the first topic"
+        assert await round_
+        assert group.loop.time() == pytest.approx(began + 0.6 + HANDOVER_S, abs=0.01)
+        assert len(group.mine) == 3
+
+    run(scenario())
+
+
 def test_a_queue_that_is_not_ours_any_more_after_the_wait_does_not_begin():
     async def scenario():
         group = Group()
