@@ -370,7 +370,7 @@ def an_error_is_not_no_offset(cluster: Any, names: Any, member: Kind, what: str,
         fill(cluster, topic, 1, start=10)
         consumer.seen.wait(lambda seen: b"m10" in seen.bodies)
         asked = broker.requests(RequestCode.QUERY_CONSUMER_OFFSET)
-        assert len([each for each in asked if each.command.fields["topic"] == topic]) == 3
+        assert len([each for each in asked if each.command.fields["topic"] == topic]) >= 3
         first = 10 if stored is None else stored
         started = pulled_offsets(broker, topic)[0][1]
         assert started == first, f"began at {started} after {what}, {stored} was stored"
