@@ -126,10 +126,12 @@ class Rebalance:
         at_last = now + (HANDOVER_S if self._have_company else 0.0)
         self._due = {queue: self._due.get(queue, at_last) for each in changes.values() for queue in each.add}
         known.update(self._due)
-        begun = await asyncio.gather(
-            *(member.assignments.begin(queue) for queue, due in self._due.items() if due <= now + _SOON_S)
-        )
+        ready = [queue for queue, due in self._due.items() if due <= now + _SOON_S]
         pauses = [due - now for due in self._due.values() if due > now + _SOON_S]
+        begun = await asyncio.gather(*map(member.assignments.begin, ready))
+        for queue, has_begun in zip(ready, begun, strict=True):
+            if has_begun:
+                del self._due[queue]  # it waits again, should it end and come back
         return settled and all(begun), min(pauses, default=0.0)
 
     async def _plans(self) -> tuple[bool, dict[str, Plan]]:

@@ -220,6 +220,40 @@ def test_each_queue_waits_for_its_own_second_only():
     run(scenario())
 
 
+def test_a_queue_that_was_given_up_between_rounds_is_waited_for_again():
+    """After unsubscribing: somebody else may have it until we subscribe again."""
+
+    async def scenario():
+        group = Group()
+        group.ids = ["me", "you"]
+        rebalance = group.rebalance()
+        await rebalance.round()
+        assert group.mine == set(queues(0, 1))
+        group.mine.clear()
+        began = group.loop.time()
+        assert await rebalance.round()
+        assert group.mine == set(queues(0, 1))
+        assert group.loop.time() == pytest.approx(began + HANDOVER_S, abs=0.01)
+
+    run(scenario())
+
+
+def test_a_queue_that_could_not_begin_has_waited_already():
+    async def scenario():
+        group = Group()
+        group.ids = ["me", "you"]
+        group.refuses = set(queues(1))
+        rebalance = group.rebalance()
+        assert not await rebalance.round()
+        group.refuses = set()
+        began = group.loop.time()
+        assert await rebalance.round()
+        assert group.loop.time() == pytest.approx(began, abs=0.01)
+        assert group.mine == set(queues(0, 1))
+
+    run(scenario())
+
+
 def test_a_queue_that_is_not_ours_any_more_after_the_wait_does_not_begin():
     async def scenario():
         group = Group()
