@@ -18,8 +18,8 @@ LAYERS = (
     {"config", "wire"},
     {"net"},
     {"cluster"},
-    {"offsets", "producer", "admin"},
-    {"consumer"},
+    {"offsets", "producer"},
+    {"consumer", "admin"},
     {"spark", "compat", "telemetry"},
     {"cli"},
 )

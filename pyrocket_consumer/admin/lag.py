@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 
 from pyrocket_consumer.admin.groups import list_groups
 from pyrocket_consumer.admin.masters import at_each, masters
-from pyrocket_consumer.admin.members import GroupMembers, Member, group_members, member_offsets
-from pyrocket_consumer.admin.reset_record import for_each
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.members import GroupMembers, Member, group_members, member_offsets
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.reset_record import for_each
 from pyrocket_consumer.config import check_group, check_topic
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import MessageModel, MessageQueue

@@ -9,14 +9,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from uuid import uuid4
 
-from pyrocket_consumer.admin.members import (
-    Member,
-    MemberReply,
-    Reply,
-    group_members,
-    member_offsets,
-    speak_to_all,
-)
 from pyrocket_consumer.admin.reset_plan import (
     BrokerPlan,
     MemberPlan,
@@ -26,9 +18,17 @@ from pyrocket_consumer.admin.reset_plan import (
     place,
     way_for,
 )
-from pyrocket_consumer.admin.reset_record import EpochTaken, NobodyWasHere, ResetRecord, for_each
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.members import (
+    Member,
+    MemberReply,
+    Reply,
+    group_members,
+    member_offsets,
+    speak_to_all,
+)
 from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.reset_record import EpochTaken, NobodyWasHere, ResetRecord, for_each
 from pyrocket_consumer.config import check_group, check_topic
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue

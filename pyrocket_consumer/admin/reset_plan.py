@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from pyrocket_consumer.admin.groups import list_groups
-from pyrocket_consumer.admin.members import (
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.members import (
     Member,
     MemberReply,
     Reply,
@@ -18,9 +19,8 @@ from pyrocket_consumer.admin.members import (
     member_offsets,
     speak_to_all,
 )
-from pyrocket_consumer.admin.reset_record import ResetRecord, for_each
-from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.reset_record import ResetRecord, for_each
 from pyrocket_consumer.config import check_choice, check_group, check_range, check_topic
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, TopicRoute

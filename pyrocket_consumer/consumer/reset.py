@@ -13,8 +13,8 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from pyrocket_consumer.admin.members import Member, Reply, speak_to_all
-from pyrocket_consumer.admin.reset_record import EpochTaken, NobodyWasHere, ResetRecord
+from pyrocket_consumer.cluster.members import Member, Reply, speak_to_all
+from pyrocket_consumer.cluster.reset_record import EpochTaken, NobodyWasHere, ResetRecord
 from pyrocket_consumer.errors import PermissionDenied, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, PullAnswer
 from pyrocket_consumer.offsets import QueueReset

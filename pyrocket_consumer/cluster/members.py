@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pyrocket_consumer.admin.reset_record import for_each
-from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.cluster import Cluster
+from pyrocket_consumer.cluster.reset_record import for_each
 from pyrocket_consumer.errors import BrokerError, PermissionDenied, ProtocolError, RocketError
 from pyrocket_consumer.model import MessageModel, MessageQueue
 from pyrocket_consumer.wire.bodies import decode_consumer_connection, decode_consumer_status_table, decode_running_info

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.cluster import Cluster
 from pyrocket_consumer.errors import BrokerError, RocketError
 from pyrocket_consumer.model import MessageQueue, retry_topic
 from pyrocket_consumer.wire.codes import ResponseCode
