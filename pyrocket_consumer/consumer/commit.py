@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.errors import BrokerError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, OffsetStore, QueueReset, ReadOffsetType, ResetEpochs
 
@@ -47,6 +47,13 @@ class Commits(Protocol):
     def last_known(self, queue: MessageQueue) -> int | None:
         """Return what the broker last told or acknowledged of `queue`, also of one that was given up since."""
 
+    async def begin_at(self, queue: MessageQueue, offset: int) -> None:
+        """Store where `queue` begins, durably, before its first pull. Many that begin together take little longer.
+
+        Raises:
+            RocketError: it is not known to be stored; it stays noted.
+        """
+
     async def replace(self, queue: MessageQueue, offset: int) -> None:
         """Store `offset`, whatever was noted, and return when it is durable."""
 
@@ -66,8 +73,13 @@ class Commits(Protocol):
     def places(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
         """Return `queues` by where they are stored: places that need not wait for each other."""
 
-    async def persist(self, queues: Iterable[MessageQueue]) -> dict[MessageQueue, RocketError]:
-        """Store what has changed, and return what could not be stored. It is tried again next time."""
+    async def persist(
+        self, queues: Iterable[MessageQueue], *, until: float | None = None
+    ) -> dict[MessageQueue, RocketError]:
+        """Store what has changed, and return what could not be stored. It is tried again next time.
+
+        What is not acknowledged at the loop's time `until` is returned, too (RequestTimeout); it goes on all the same.
+        """
 
     async def release(self, queue: MessageQueue) -> None:
         """Store the queue's offset, and forget it."""
@@ -78,8 +90,8 @@ class Commits(Protocol):
     def doubt(self, broker_name: str | None = None) -> None:
         """The broker (or any) may hold something else than it acknowledged: store everything again next time."""
 
-    async def close(self) -> None:
-        """Close the store; everything was persisted before."""
+    async def close(self, *, until: float | None = None) -> None:
+        """Close the store; everything was persisted before. What is still under way at `until` is not waited for."""
 
 
 class BrokerCommits:
@@ -94,6 +106,7 @@ class BrokerCommits:
         self._last_known: dict[MessageQueue, int] = {}
         self._in_turn: dict[MessageQueue, asyncio.Lock] = {}
         self._first: dict[tuple[str, str], asyncio.Lock] = {}  # by broker and topic
+        self._first_unanswered: dict[tuple[str, str], RocketError] = {}  # what became of the last one of each
         self._tables: set[tuple[str, str]] = set()  # brokers and topics that have a table of this group
         self._under_way: set[asyncio.Task[None]] = set()
         self._unanswered: set[MessageQueue] = set()  # whose last commit got no answer, or a refusal
@@ -117,10 +130,15 @@ class BrokerCommits:
         if offset is not None:
             self._memory.update_offset(queue, offset)
             self._persisted[queue] = self._last_known[queue] = offset
+            if offset > 0:  # brokers of 4.9 answer 0 for a young queue without any
+                self._tables.add((queue.broker_name, queue.topic))
         return offset
 
     def last_known(self, queue: MessageQueue) -> int | None:
         return self._last_known.get(queue)
+
+    async def begin_at(self, queue: MessageQueue, offset: int) -> None:
+        await self.replace(queue, offset)
 
     async def replace(self, queue: MessageQueue, offset: int) -> None:
         self._memory.update_offset(queue, offset)
@@ -147,29 +165,36 @@ class BrokerCommits:
             found.setdefault(queue.broker_name, []).append(queue)
         return found
 
-    async def persist(self, queues: Iterable[MessageQueue]) -> dict[MessageQueue, RocketError]:
+    async def persist(
+        self, queues: Iterable[MessageQueue], *, until: float | None = None
+    ) -> dict[MessageQueue, RocketError]:
+        # What got no answer comes last: should it be a first commit, and get none again, the others wait for it no more
         changed = [queue for queue in queues if self._persisted.get(queue) != self.current(queue)]
-        outcomes = await asyncio.gather(*(self._commit(queue) for queue in changed), return_exceptions=True)
+        commits = {queue: self._committing(queue) for queue in sorted(changed, key=self._unanswered.__contains__)}
+        began = asyncio.get_running_loop().time()
+        await _wait(commits.values(), until)
         failed: dict[MessageQueue, RocketError] = {}
-        for queue, outcome in zip(changed, outcomes, strict=True):
-            if isinstance(outcome, RocketError):
-                failed[queue] = outcome
-            elif isinstance(outcome, BaseException):
-                raise outcome
+        for queue in changed:
+            if not commits[queue].done():
+                waited_s = asyncio.get_running_loop().time() - began
+                failed[queue] = RequestTimeout("the commit", f"broker {queue.broker_name!r}", waited_s)
+            elif isinstance(error := commits[queue].exception(), RocketError):
+                failed[queue] = error
+            elif error is not None:
+                raise error
         return failed
 
     async def _commit(self, queue: MessageQueue) -> None:
+        await asyncio.shield(self._committing(queue))
+
+    def _committing(self, queue: MessageQueue) -> asyncio.Task[None]:
         # Whoever waits may be cancelled, the commit is not: while the broker has not answered it, it could still
         # execute it, after the next one.
         task = asyncio.get_running_loop().create_task(self._commit_in_turn(queue))
         self._under_way.add(task)
-        task.add_done_callback(self._answered)
-        await asyncio.shield(task)
-
-    def _answered(self, task: asyncio.Task[None]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled():
-            task.exception()  # who waited has been told, or has gone
+        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(_look_at)
+        return task
 
     async def _commit_in_turn(self, queue: MessageQueue) -> None:
         """Commit the newest value, one commit of a queue at a time: a broker may execute two in any order."""
@@ -177,11 +202,7 @@ class BrokerCommits:
             offset = self.current(queue)
             if offset is None or self._persisted.get(queue) == offset:
                 return
-            try:
-                taken = await self._send(queue, offset)
-            except RocketError:
-                self._unanswered.add(queue)
-                raise
+            taken = await self._send(queue, offset)
             if taken:
                 self._last_known[queue] = offset
             else:
@@ -196,15 +217,38 @@ class BrokerCommits:
 
         Two first ones at once each make a table for the group, and the broker keeps one of the two: it acknowledges
         both commits and forgets one. Seen on 4.9.7 and 5.3.3. Source: ConsumerOffsetManager.commitOffset.
+
+        A first one that gets no answer fails those that wait for it as well: else they would, one after the other,
+        wait as long for the same broker. One that is refused says nothing of the others.
         """
         table = (queue.broker_name, queue.topic)
-        broker = self._cluster.broker(queue.broker_name)
-        if table in self._tables:
-            return await broker.commit_offset(self._group, queue, offset)
-        async with self._first.setdefault(table, asyncio.Lock()):
-            taken = await broker.commit_offset(self._group, queue, offset)
-            self._tables.add(table)
+        if table not in self._tables:
+            before = self._first_unanswered.get(table)
+            async with self._first.setdefault(table, asyncio.Lock()):
+                error = self._first_unanswered.get(table)
+                if table not in self._tables:
+                    if error is not None and error is not before:
+                        raise type(error)(*error.args) from error
+                    return await self._send_first(table, queue, offset)
+        return await self._call(queue, offset)
+
+    async def _send_first(self, table: tuple[str, str], queue: MessageQueue, offset: int) -> bool:
+        try:
+            taken = await self._call(queue, offset)
+        except BrokerError:
+            raise
+        except RocketError as error:
+            self._first_unanswered[table] = error
+            raise
+        self._tables.add(table)
         return taken
+
+    async def _call(self, queue: MessageQueue, offset: int) -> bool:
+        try:
+            return await self._cluster.broker(queue.broker_name).commit_offset(self._group, queue, offset)
+        except RocketError:
+            self._unanswered.add(queue)
+            raise
 
     async def release(self, queue: MessageQueue) -> None:
         failed = await self.persist([queue])
@@ -225,8 +269,8 @@ class BrokerCommits:
         if broker_name is not None:  # it may have been started again, with a table it read before ours was there
             self._tables = {table for table in self._tables if table[0] != broker_name}
 
-    async def close(self) -> None:
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+    async def close(self, *, until: float | None = None) -> None:
+        await _wait(self._under_way, until)
         self._memory.close()
 
 
@@ -240,6 +284,9 @@ class StoreCommits:
         self._epoch_store = store if isinstance(store, ResetEpochs) else None
         self._epochs: dict[MessageQueue, int] = {}  # where the store keeps none
         self._persisted: dict[MessageQueue, int] = {}
+        self._beginning: dict[MessageQueue, None] = {}  # what the next sync of beginnings will store
+        self._next_sync: asyncio.Task[None] | None = None
+        self._sync_turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "pyrocket-store")
 
     @property
@@ -248,6 +295,17 @@ class StoreCommits:
 
     async def _do(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    async def _do_until(self, until: float | None, what: str, work: Callable[..., object], *arguments: object) -> None:
+        """Do the work; at `until` it is waited for no longer, and goes on."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        doing = loop.run_in_executor(self._thread, work, *arguments)
+        doing.add_done_callback(_look_at)
+        await _wait([doing], until)
+        if not doing.done():
+            raise RequestTimeout(what, "the offset store", loop.time() - began)
+        doing.result()
 
     def update(self, queue: MessageQueue, offset: int) -> None:
         self._store.update_offset(queue, offset, True)
@@ -271,6 +329,20 @@ class StoreCommits:
 
     def last_known(self, queue: MessageQueue) -> int | None:
         return None  # the store has what was stored; nobody else deletes from it
+
+    async def begin_at(self, queue: MessageQueue, offset: int) -> None:
+        self._store.update_offset(queue, offset)
+        self._beginning[queue] = None
+        if self._next_sync is None:
+            self._next_sync = asyncio.get_running_loop().create_task(self._store_beginnings())
+            self._next_sync.add_done_callback(_look_at)
+        await asyncio.shield(self._next_sync)
+        self._persisted[queue] = offset
+
+    async def _store_beginnings(self) -> None:
+        async with self._sync_turn:  # while one is under way, those that begin meanwhile gather for the next
+            queues, self._beginning, self._next_sync = list(self._beginning), {}, None
+            await self._do(self._store.persist_all, queues)
 
     async def replace(self, queue: MessageQueue, offset: int) -> None:
         self._store.update_offset(queue, offset)
@@ -302,14 +374,16 @@ class StoreCommits:
     def places(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
         return {"": list(queues)}
 
-    async def persist(self, queues: Iterable[MessageQueue]) -> dict[MessageQueue, RocketError]:
+    async def persist(
+        self, queues: Iterable[MessageQueue], *, until: float | None = None
+    ) -> dict[MessageQueue, RocketError]:
         changed = {
             queue: offset
             for queue in queues
             if (offset := self.current(queue)) is not None and self._persisted.get(queue) != offset
         }
-        try:
-            await self._do(self._store.persist_all, list(changed))  # with none, too: a checkpoint may be due
+        try:  # with none, too: a checkpoint may be due
+            await self._do_until(until, "storing offsets", self._store.persist_all, list(changed))
         except RocketError as error:
             return dict.fromkeys(changed, error)
         self._persisted.update(changed)
@@ -325,8 +399,21 @@ class StoreCommits:
     def doubt(self, broker_name: str | None = None) -> None:
         pass
 
-    async def close(self) -> None:
+    async def close(self, *, until: float | None = None) -> None:
         try:
-            await self._do(self._store.close)
+            await self._do_until(until, "closing", self._store.close)
         finally:
             self._thread.shutdown(wait=False)
+
+
+async def _wait(tasks: Collection[asyncio.Future[Any]], until: float | None) -> None:
+    """Wait until all are done, whatever became of them, or for the loop's time `until`. None of them is cancelled."""
+    if tasks:
+        timeout_s = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
+        await asyncio.wait(tasks, timeout=timeout_s)
+
+
+def _look_at(task: asyncio.Future[Any]) -> None:
+    """Take note of the outcome: who waited has been told, or has gone."""
+    if not task.cancelled():
+        task.exception()

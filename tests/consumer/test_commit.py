@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,11 +115,12 @@ def test_only_what_has_changed_is_stored_and_noted_offsets_only_grow():
 def test_what_could_not_be_stored_is_returned_and_stored_next_time(trouble):
     async def scenario():
         commits, brokers = at_brokers()
+        await commits.begin_at(ONE, 1)
         commits.update(ONE, 5)
         commits.update(TWO, 6)
         brokers.answers = [trouble]
         assert await commits.persist([ONE, TWO]) == {ONE: trouble}
-        assert (commits.persisted(ONE), commits.persisted(TWO)) == (None, 6)
+        assert (commits.persisted(ONE), commits.persisted(TWO)) == (1, 6)
         commits.update(ONE, 8)
         assert await commits.persist([ONE, TWO]) == {}
         assert brokers.stored == {ONE: 8, TWO: 6}
@@ -287,6 +289,123 @@ def test_what_a_broker_may_have_forgotten_is_stored_again():
     run(scenario())
 
 
+# --- the first commits of a topic at a broker
+
+MANY = [MessageQueue("orders", "a", number) for number in range(100)]
+
+
+async def seconds(work: Awaitable[Any]) -> float:
+    began = asyncio.get_running_loop().time()
+    await work
+    return asyncio.get_running_loop().time() - began
+
+
+@pytest.mark.parametrize("step", ["begin", "persist"])
+def test_the_first_commit_goes_alone_and_the_others_together(step):
+    async def scenario():
+        commits, brokers = at_brokers()
+        brokers.call_s = 0.05
+        if step == "begin":
+            took = await seconds(asyncio.gather(*(commits.begin_at(queue, 7) for queue in MANY)))
+        else:
+            for queue in MANY:
+                commits.update(queue, 7)
+            took = await seconds(commits.persist(MANY))
+        assert took == pytest.approx(0.1)
+        assert brokers.stored == dict.fromkeys(MANY, 7)
+        assert commits.persisted(MANY[0]) == 7
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("stored", "took_s"), [(1, 0.05), (0, 0.1)])
+def test_an_offset_that_was_read_proves_a_table_and_0_does_not(stored, took_s):
+    """Brokers of 4.9 answer 0 for a young queue for which they have nothing."""
+
+    async def scenario():
+        commits, brokers = at_brokers()
+        brokers.stored[ONE] = stored
+        await commits.start_offset(ONE)
+        brokers.call_s = 0.05
+        for queue in MANY:
+            commits.update(queue, 7)
+        assert await seconds(commits.persist(MANY)) == pytest.approx(took_s)
+        assert brokers.stored == dict.fromkeys(MANY, 7)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("trouble", TROUBLE[2:], ids=str)
+def test_no_answer_to_the_first_is_none_for_those_that_wait_and_another_is_first_next_time(trouble):
+    async def scenario():
+        commits, brokers = at_brokers()
+        for queue in MANY:
+            commits.update(queue, 7)
+        brokers.answers = [trouble]
+        failed = await commits.persist(MANY)
+        assert failed.keys() == set(MANY)
+        assert {str(error) for error in failed.values()} == {str(trouble)}
+        assert brokers.commits == [(MANY[0], 7)]
+        assert await commits.persist(MANY) == {}
+        assert brokers.commits[1][0] == MANY[1]
+        assert brokers.stored == dict.fromkeys(MANY, 7)
+
+    run(scenario())
+
+
+def test_a_refusal_of_the_first_concerns_that_one_only():
+    async def scenario():
+        commits, brokers = at_brokers()
+        for queue in MANY:
+            commits.update(queue, 7)
+        brokers.answers = TROUBLE[:2]
+        assert await commits.persist(MANY) == dict(zip(MANY, TROUBLE[:2], strict=False))
+        assert brokers.stored == dict.fromkeys(MANY[2:], 7)
+
+    run(scenario())
+
+
+# --- ends that do not wait
+
+
+def test_what_is_not_acknowledged_in_time_is_returned_and_goes_on():
+    async def scenario():
+        commits, brokers = at_brokers()
+        await commits.begin_at(ONE, 1)
+        commits.update(ONE, 5)
+        commits.update(TWO, 6)
+        brokers.call_s = 10
+        until = asyncio.get_running_loop().time() + 2
+        failed = await commits.persist([ONE, TWO], until=until)
+        assert asyncio.get_running_loop().time() == pytest.approx(until)
+        assert {queue: str(error) for queue, error in failed.items()} == dict.fromkeys(
+            [ONE, TWO], "the commit was not answered by broker 'a' within 2 s"
+        )
+        await commits.close(until=until)
+        assert brokers.stored == {ONE: 1}
+        await asyncio.sleep(10)
+        assert brokers.stored == {ONE: 5, TWO: 6}
+
+    run(scenario())
+
+
+def test_a_store_that_hangs_is_not_waited_for_longer():
+    async def scenario():
+        commits, store = in_store()
+        store.gate.clear()
+        commits.update(ONE, 5)
+        until = asyncio.get_running_loop().time() + 0.05
+        failed = await commits.persist([ONE, TWO], until=until)
+        assert [(queue, str(error).partition(" within")[0]) for queue, error in failed.items()] == [
+            (ONE, "storing offsets was not answered by the offset store")
+        ]
+        with pytest.raises(RequestTimeout, match="closing was not answered by the offset store"):
+            await commits.close(until=until)
+        store.gate.set()
+
+    asyncio.run(scenario())
+
+
 # --- stores of one's own
 
 
@@ -426,6 +545,42 @@ def test_broadcasting_goes_on_from_memory_and_others_from_the_store(memory_first
         assert await commits.start_offset(ONE) == expected
         assert commits.current(ONE) == expected
         assert await commits.start_offset(TWO) is None
+        await commits.close()
+
+    asyncio.run(scenario())
+
+
+def test_queues_that_begin_together_share_a_sync():
+    async def scenario():
+        commits, store = in_store()
+        store.gate.clear()
+        first = asyncio.gather(*(commits.begin_at(queue, 7) for queue in MANY[:10]))
+        while not store.calls:
+            await asyncio.sleep(0.001)
+        rest = asyncio.gather(*(commits.begin_at(queue, 8) for queue in MANY[10:]))
+        await asyncio.sleep(0)
+        assert not first.done(), "a queue begins when it is durable"
+        store.gate.set()
+        await asyncio.gather(first, rest)
+        assert store.calls == ["persist_all", "persist_all"]
+        assert store.read_offset(MANY[9], ReadOffsetType.READ_FROM_STORE) == 7
+        assert store.read_offset(MANY[99], ReadOffsetType.READ_FROM_STORE) == 8
+        assert (commits.persisted(MANY[9]), commits.persisted(MANY[99])) == (7, 8)
+        await commits.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_beginning_that_could_not_be_stored_is_an_error_for_each_and_the_next_may_work():
+    async def scenario():
+        commits, store = in_store()
+        store.error = OffsetStoreError("disk full")
+        outcomes = await asyncio.gather(*(commits.begin_at(each, 7) for each in (ONE, TWO)), return_exceptions=True)
+        assert outcomes == [store.error, store.error]
+        assert (commits.current(ONE), commits.persisted(ONE)) == (7, None)
+        store.error = None
+        await commits.begin_at(ONE, 7)
+        assert commits.persisted(ONE) == 7
         await commits.close()
 
     asyncio.run(scenario())
