@@ -127,6 +127,43 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{name}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}")
 
 
+Place = Literal["first", "last"] | datetime
+"""A place in every queue: its first message, its end, or the first message stored at that time or later."""
+
+_PLACES: Mapping[str, Literal["first", "last"]] = {
+    "first": "first", "earliest": "first", "last": "last", "latest": "last",
+}  # fmt: skip
+
+
+def check_place(name: str, value: object, or_else: str = "") -> Place:
+    """Return the place `value` means: "first" (or "earliest"), "last" (or "latest"), an aware datetime, or its text.
+
+    `or_else` ends the list of what is allowed, where there is more.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    at = value
+    if isinstance(value, str):
+        if value in _PLACES:
+            return _PLACES[value]
+        try:
+            at = datetime.fromisoformat(value)
+        except ValueError:
+            at = None
+    if not isinstance(at, datetime):
+        raise ConfigError(
+            f"{name}={value!r} is not allowed; use 'first' or 'earliest', 'last' or 'latest', "
+            f"an aware datetime, or its text such as '2026-11-21T08:00:00Z'{or_else}"
+        )
+    if at.tzinfo is None:
+        remedy = f"write {value}Z, or {value}+01:00" if isinstance(value, str) else "give it one: tzinfo=timezone.utc"
+        raise ConfigError(f"{name}={value!r} has no time zone; {remedy}")
+    if at.timestamp() < 0:
+        raise ConfigError(f"{name}={value!r} is before 1970; use 'first'")
+    return at
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
     """What every client needs: where the name servers are, who we are, how to prove it."""
@@ -222,14 +259,7 @@ class ConsumerConfig(ClientConfig):
             object.__setattr__(self, "message_model", MessageModel(self.message_model))
         except ValueError:
             check_choice("message_model", self.message_model, [model.value for model in MessageModel])
-        if isinstance(self.consume_from, datetime):
-            if self.consume_from.tzinfo is None:
-                raise ConfigError(
-                    f"consume_from={self.consume_from!r} has no time zone; "
-                    "use for example datetime(…, tzinfo=timezone.utc)"
-                )
-        else:
-            check_choice("consume_from", self.consume_from, ["last", "first"])
+        object.__setattr__(self, "consume_from", check_place("consume_from", self.consume_from))
         check_int("consume_threads", self.consume_threads, 1, 1000)
         check_int("listener_batch_size", self.listener_batch_size, 1, 1024)
         self._check_per_topic("pull_batch_size", 1, 1024)

@@ -13,9 +13,10 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from pyrocket_consumer.admin import groups, topics
 from pyrocket_consumer.admin.lag import GroupLag, group_lag
 from pyrocket_consumer.admin.reset import ResetProgress, ResetResult, execute, forget_reset
-from pyrocket_consumer.admin.reset_plan import ResetPlan, ResetTo, plan_reset
+from pyrocket_consumer.admin.reset_plan import ResetPlan, plan_reset
 from pyrocket_consumer.admin.topics import OffsetRange
 from pyrocket_consumer.cluster import Cluster, make_client_id
+from pyrocket_consumer.cluster.places import To
 from pyrocket_consumer.config import ClientConfig, check_range
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout
 from pyrocket_consumer.model import MessageQueue
@@ -202,7 +203,7 @@ class Admin:
         self,
         group: str,
         topic: str,
-        to: ResetTo,
+        to: To,
         queues: Iterable[MessageQueue] | None = None,
         *,
         model: str | None = None,
@@ -213,7 +214,8 @@ class Admin:
             print(plan)
             result = plan.execute()
 
-        `to` is "earliest", "latest", an aware datetime (the first message stored then or later), or {queue: offset}.
+        `to` is "earliest" (or "first"), "latest" (or "last"), an aware datetime or its text (the first message stored
+        then or later), or {queue: offset}.
         Only `queues` are moved, if they are given. `model` ("clustering" or "broadcasting") is for groups of which
         nobody is online, where it cannot be told.
 

@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from pyrocket_consumer.admin.groups import list_groups
 from pyrocket_consumer.admin.masters import at_each, masters
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.members import GroupMembers, Member, group_members, member_offsets
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.cluster.reset_record import for_each
+from pyrocket_consumer.cluster.places import first_and_last
 from pyrocket_consumer.config import check_group, check_topic
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import MessageModel, MessageQueue
@@ -154,14 +155,14 @@ async def _of_members(
 
 async def _ends(cluster: Cluster, queues: Iterable[MessageQueue]) -> dict[MessageQueue, tuple[int, int]]:
     """Return min and max of those queues that exist: members remember topics that were deleted since."""
+    asked = list(queues)
 
-    async def ends(queue: MessageQueue) -> tuple[int, int] | None:
-        broker = cluster.broker(queue.broker_name)
+    async def exists(topic: str) -> bool:
         try:
-            await cluster.route(queue.topic)
+            await cluster.route(topic)
         except RouteNotFound:
-            return None
-        return max(0, await broker.min_offset(queue)), await broker.max_offset(queue)
+            return False
+        return True
 
-    found = await for_each(sorted(queues), ends)
-    return {queue: its_ends for queue, its_ends in found.items() if its_ends is not None}
+    there = await for_each({queue.topic for queue in asked}, exists)
+    return await first_and_last(cluster, [queue for queue in asked if there[queue.topic]])

@@ -19,6 +19,7 @@ from pyrocket_consumer.admin.reset_plan import (
     way_for,
 )
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.members import (
     Member,
     MemberReply,
@@ -28,7 +29,7 @@ from pyrocket_consumer.cluster.members import (
     speak_to_all,
 )
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.reset_record import EpochTaken, NobodyWasHere, ResetRecord, for_each
+from pyrocket_consumer.cluster.reset_record import EpochTaken, NobodyWasHere, ResetRecord
 from pyrocket_consumer.config import check_group, check_topic
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from pyrocket_consumer.admin.groups import list_groups
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.members import (
     Member,
     MemberReply,
@@ -20,23 +20,18 @@ from pyrocket_consumer.cluster.members import (
     speak_to_all,
 )
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.cluster.reset_record import ResetRecord, for_each
-from pyrocket_consumer.config import check_choice, check_group, check_range, check_topic
+from pyrocket_consumer.cluster.places import TOOLS_GROUP, To, check_to, first_and_last, offsets_at
+from pyrocket_consumer.cluster.reset_record import ResetRecord
+from pyrocket_consumer.config import Place, check_choice, check_group, check_range, check_topic
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, TopicRoute
 from pyrocket_consumer.wire.bodies import decode_java_properties
 from pyrocket_consumer.wire.codes import version_name, version_ordinal
 from pyrocket_consumer.wire.command import GetBrokerConfigHeader
-from pyrocket_consumer.wire.reset_plan import MAX_OFFSET, MAX_QUEUE_ID, encode_status_question
+from pyrocket_consumer.wire.reset_plan import MAX_QUEUE_ID, encode_status_question
 
 if TYPE_CHECKING:
     from pyrocket_consumer.admin.reset import ResetProgress, ResetResult
-
-ResetTo = str | datetime | Mapping[MessageQueue, int]
-"""`"earliest"`, `"latest"`, an aware datetime, or `{queue: offset}`."""
-
-_TOOLS_GROUP = "TOOLS_CONSUMER"
-"""Every broker has it; old brokers are searched by time by looking at messages, which needs a group to pull with."""
 
 _SERVER_SIDE_SETTING = "useServerSideResetOffset"
 _SERVER_SIDE_SINCE = version_ordinal(5, 2, 0)
@@ -44,6 +39,9 @@ _JAVA_OBEYS = (
     range(version_ordinal(4, 9, 8), version_ordinal(5, 0, 0) - 1),
     range(version_ordinal(5, 2, 0), 1 << 30),
 )
+_TELLS_ZERO_SINCE = version_ordinal(5, 0, 0)
+"""Before, a broker says 0 also of what was never committed."""
+
 _BY_HAND = "stop it, edit its offsets.json, start it again"
 
 
@@ -250,7 +248,7 @@ async def plan_reset(
     cluster: Cluster,
     group: str,
     topic: str,
-    to: ResetTo,
+    to: To,
     queues: Iterable[MessageQueue] | None,
     model: str | None,
 ) -> ResetPlan:
@@ -258,12 +256,12 @@ async def plan_reset(
     namespace = cluster.config.namespace
     check_group(group)
     check_topic(topic)
-    check_to(to)
+    where = check_to(to)
     if model is not None:
         check_choice("model", model, [each.value for each in MessageModel])
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
     route = await cluster.route(wire_topic, refresh=True)
-    chosen = _chosen(route, unwrap(namespace, topic), wire_topic, to, queues)
+    chosen = _chosen(route, unwrap(namespace, topic), wire_topic, where, queues)
     brokers = await _brokers(cluster, route)
     usable = {broker.name: broker.address for broker in brokers if not broker.problem}
     found = await group_members(cluster, wire_group, usable)
@@ -276,8 +274,8 @@ async def plan_reset(
     else:
         await _check_group_exists(cluster, group)
     if decided is None:
-        decided = await _recalled_model(cluster, wire_group, group, chosen)
-    targets = await _targets(cluster, wire_group, [queue for queue in chosen if queue.broker_name in usable], to)
+        decided = await _recalled_model(cluster, wire_group, group, chosen, brokers)
+    targets = await _targets(cluster, wire_group, [queue for queue in chosen if queue.broker_name in usable], where)
     all_queues = all(
         MessageQueue(wire_topic, data.broker_name, number) in chosen
         for data in route.queues
@@ -308,27 +306,12 @@ async def plan_reset(
     )
 
 
-def check_to(to: object) -> None:
-    """Raise ConfigError unless `to` is a place to reset to."""
-    if isinstance(to, Mapping):
-        for queue, offset in to.items():
-            if not isinstance(queue, MessageQueue):
-                raise ConfigError(f"to={{{queue!r}: …}} is not allowed; the keys must be MessageQueues")
-            if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= MAX_OFFSET:
-                raise ConfigError(f"offset {offset!r} of {queue} is not allowed; use 0 to 2**63 - 2")
-        if not to:
-            raise ConfigError("to={} names no queue")
-    elif isinstance(to, datetime):
-        if to.tzinfo is None:
-            raise ConfigError(f"to={to!r} has no time zone; use for example datetime(…, tzinfo=timezone.utc)")
-        if to.timestamp() < 0:
-            raise ConfigError(f"to={to!r} is before 1970; use 'earliest'")
-    elif to not in ("earliest", "latest"):
-        raise ConfigError(f"to={to!r} is not allowed; use 'earliest', 'latest', an aware datetime or {{queue: offset}}")
-
-
 def _chosen(
-    route: TopicRoute, topic: str, wire_topic: str, to: ResetTo, queues: Iterable[MessageQueue] | None
+    route: TopicRoute,
+    topic: str,
+    wire_topic: str,
+    to: Place | Mapping[MessageQueue, int],
+    queues: Iterable[MessageQueue] | None,
 ) -> list[MessageQueue]:
     """Return the queues to move, as brokers name them."""
     there = route.consume_queues()
@@ -349,7 +332,7 @@ def _chosen(
             raise ConfigError(f"topic {topic} has no queue {place(strangers[0])}; its queues: {names}")
     if not chosen:
         raise ConfigError(f"no queue of topic {topic} is chosen; it has {len(there)} that can be read")
-    if chosen[-1].queue_id > MAX_QUEUE_ID:
+    if max(queue.queue_id for queue in chosen) > MAX_QUEUE_ID:
         raise ConfigError(f"queue ids above {MAX_QUEUE_ID} cannot be reset")
     return sorted(set(chosen))
 
@@ -394,7 +377,7 @@ def _reported_model(replies: Mapping[str, MemberReply]) -> MessageModel | None:
 
 
 async def _recalled_model(
-    cluster: Cluster, wire_group: str, group: str, queues: Sequence[MessageQueue]
+    cluster: Cluster, wire_group: str, group: str, queues: Sequence[MessageQueue], brokers: Sequence[BrokerPlan]
 ) -> MessageModel:
     """Guess by what the group has left behind: only a clustering group commits offsets, a broadcasting one is recorded.
 
@@ -402,46 +385,37 @@ async def _recalled_model(
         ConfigError: it cannot be told.
     """
     topic = queues[0].topic
-    for broker_name in sorted({queue.broker_name for queue in queues}):
+    for broker_name, version in ((broker.name, broker.version) for broker in brokers if not broker.problem):
         try:
             if await ResetRecord(cluster, wire_group, topic, broker_name).head():
                 return MessageModel.BROADCASTING
             for queue in queues:
-                if queue.broker_name == broker_name and await cluster.broker(broker_name).query_offset(
-                    wire_group, queue, set_zero_if_not_found=False
-                ):
+                if queue.broker_name != broker_name:
+                    continue
+                found = await cluster.broker(broker_name).query_offset(wire_group, queue, set_zero_if_not_found=False)
+                if found or (found == 0 and version >= _TELLS_ZERO_SINCE):
                     return MessageModel.CLUSTERING
         except ConnectError:
             continue
     raise ConfigError(
-        f"nobody of group {group!r} is online, and it has committed nothing for {topic}, so it cannot be told whether "
-        "it is a clustering or a broadcasting group; say so with model='clustering' or model='broadcasting'"
+        f"nobody of group {group!r} is online, and nothing that it has committed for {topic} is found, so it cannot "
+        "be told whether it is a clustering or a broadcasting group; say so with model='clustering' or 'broadcasting'"
     )
 
 
 async def _targets(
-    cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue], to: ResetTo
+    cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue], to: Place | Mapping[MessageQueue, int]
 ) -> list[QueueTarget]:
-    async def one(queue: MessageQueue) -> QueueTarget:
-        broker = cluster.broker(queue.broker_name)
-        low, high = max(0, await broker.min_offset(queue)), await broker.max_offset(queue)
-        if isinstance(to, Mapping):
-            wanted = next(
-                offset
-                for each, offset in to.items()
-                if (each.broker_name, each.queue_id) == (queue.broker_name, queue.queue_id)
-            )
-        elif isinstance(to, datetime):
-            at_ms = int(to.timestamp() * 1000)
-            try:
-                wanted = await broker.search_offset(queue, at_ms, group=_TOOLS_GROUP)
-            except PermissionDenied:
-                wanted = await broker.search_offset(queue, at_ms, group=wire_group)
-        else:
-            wanted = low if to == "earliest" else high
-        return QueueTarget(queue, wanted, min(max(wanted, low), max(low, high)), low, high)
-
-    return list((await for_each(queues, one)).values())
+    ends = await first_and_last(cluster, queues)
+    if isinstance(to, Mapping):
+        exact = {(queue.broker_name, queue.queue_id): offset for queue, offset in to.items()}
+        wanted = {queue: exact[queue.broker_name, queue.queue_id] for queue in queues}
+    else:
+        wanted = await offsets_at(cluster, to, queues, groups=(TOOLS_GROUP, wire_group))
+    return [
+        QueueTarget(queue, wanted[queue], min(max(wanted[queue], low), max(low, high)), low, high)
+        for queue, (low, high) in ends.items()
+    ]
 
 
 def _member_plan(

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from pyrocket_consumer.config import trusting
+from pyrocket_consumer.config import Place, check_place, trusting
 from pyrocket_consumer.errors import ConfigError
 
 _ACCOUNT = ("access_key", "secret_key", "security_token")
@@ -69,6 +69,14 @@ def add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="for people or for machines"
     )
+
+
+def place(text: str) -> Place:
+    """Parse a place in a queue: first, last, or a time with its zone."""
+    try:
+        return check_place("PLACE", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def seconds(text: str) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection, seconds
+from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection, place, seconds
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.model import MessageQueue
 
@@ -77,7 +77,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         command.add_argument("topic")
     lag.add_argument("--max", type=_count, metavar="N", help="exit with code 3 when a topic's lag is above N")
     reset.add_argument(
-        "--to", type=_place, metavar="PLACE", help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z"
+        "--to", type=place, metavar="PLACE", help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z"
     )
     reset.add_argument(
         "--queue", action="append", default=[], type=_queue, metavar="BROKER/ID[=OFFSET]",
@@ -103,20 +103,6 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
-
-
-def _place(text: str) -> str | datetime:
-    if text in ("earliest", "latest"):
-        return text
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not earliest, latest or a time such as 2026-11-21T08:00:00Z"
-        ) from None
-    if at.tzinfo is None:
-        raise argparse.ArgumentTypeError(f"{text!r} has no time zone; for example {text}Z, or {text}+01:00")
-    return at
 
 
 def _queue(text: str) -> tuple[str, int, int | None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pyrocket_consumer.cluster.cluster import Cluster
-from pyrocket_consumer.cluster.reset_record import for_each
+from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.errors import BrokerError, PermissionDenied, ProtocolError, RocketError
 from pyrocket_consumer.model import MessageModel, MessageQueue
 from pyrocket_consumer.wire.bodies import decode_consumer_connection, decode_consumer_status_table, decode_running_info

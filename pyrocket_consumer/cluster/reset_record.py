@@ -6,22 +6,15 @@ register, as durable as the group's offsets are.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from pyrocket_consumer.cluster.cluster import Cluster
+from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.errors import BrokerError, RocketError
 from pyrocket_consumer.model import MessageQueue, retry_topic
 from pyrocket_consumer.wire.codes import ResponseCode
 from pyrocket_consumer.wire.reset_plan import RecordArea, name_of, record_areas
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-AT_ONCE = 16
-"""Most calls under way at the same time to one broker."""
 
 _NOTHING_CODES = frozenset({ResponseCode.TOPIC_NOT_EXIST, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST})
 
@@ -176,27 +169,3 @@ class ResetRecord:
 
     async def _put(self, slot: int, value: int) -> None:
         await self._broker.commit_offset(self._group, self._slot(slot), value)
-
-
-async def for_each(
-    keys: Iterable[K], work: Callable[[K], Coroutine[Any, Any, V]], at_once: int = AT_ONCE
-) -> dict[K, V]:
-    """Return key -> what `work(key)` gives, so many at the same time.
-
-    Raises:
-        RocketError: the first failure, when none is under way any more.
-    """
-    places = asyncio.Semaphore(at_once)
-    wanted: Collection[K] = list(keys)
-
-    async def placed(key: K) -> V:
-        async with places:
-            return await work(key)
-
-    outcomes = await asyncio.gather(*(placed(key) for key in wanted), return_exceptions=True)
-    done: dict[K, V] = {}
-    for key, outcome in zip(wanted, outcomes, strict=True):
-        if isinstance(outcome, BaseException):
-            raise outcome
-        done[key] = outcome
-    return done

@@ -59,11 +59,11 @@ def record(cluster, epoch: int, targets: dict[int, int], broker: str = "broker-a
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("G", "T", "first"), "to='first' is not allowed; use 'earliest'"),
+        (("G", "T", "begin"), "to='begin' is not allowed; use 'first' or 'earliest'"),
         (("G", "T", datetime(2026, 1, 1)), "no time zone"),
         (("G", "T", datetime(1960, 1, 1, tzinfo=UTC)), "before 1970"),
         (("G", "T", {}), "names no queue"),
-        (("G", "T", {queue("T", 0): -1}), "offset -1"),
+        (("G", "T", {queue("T", 0): -1}), "offset -1 of T/broker-a/0 is not allowed; it must be a whole number from 0"),
         (("G", "T", {queue("T", 0): True}), "offset True"),
         (("G", "T", {queue("T", 7): 1}), "no queue broker-a/7; its queues: broker-a/0, broker-a/1"),
         (("G", "T", {queue("U", 0): 1}), "not a queue of topic T"),

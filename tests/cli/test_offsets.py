@@ -117,6 +117,8 @@ def test_exact_offsets_and_single_queues(embedded, offsets):
     code, text, _ = offsets("reset", "G", "T", "--to", "earliest", "--queue", "broker-a/1", "--execute")
     assert code == 0
     assert embedded.committed("G", "T") == {0: 4, 1: 0}
+    assert offsets("reset", "G", "T", "--to", "first", "--execute")[0] == 0
+    assert embedded.committed("G", "T") == {0: 0, 1: 0}
     code, text, _ = offsets("reset", "G", "T", "--to", "2100-01-01T00:00:00Z", "-o", "json")
     assert [each["target"] for each in json.loads(text)["plan"]["targets"]] == [10, 10]
 
@@ -134,7 +136,7 @@ def test_what_is_recorded_can_be_removed(embedded, offsets, stores):
     ("arguments", "reason"),
     [
         (["reset", "G", "T"], "say where to"),
-        (["reset", "G", "T", "--to", "first"], "is not earliest, latest or a time"),
+        (["reset", "G", "T", "--to", "begin"], "PLACE='begin' is not allowed; use 'first' or 'earliest'"),
         (["reset", "G", "T", "--to", "2026-11-21T08:00:00"], "has no time zone"),
         (["reset", "G", "T", "--queue", "broker-a"], "is not like broker-a/3"),
         (["reset", "G", "T", "--queue", "broker-a/0=x"], "is not like broker-a/3"),

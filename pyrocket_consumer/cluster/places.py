@@ -1,0 +1,123 @@
+"""Where "to" leads: what it may be, and what the brokers say of it, for consumers, plans of resets and the shell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from datetime import datetime
+
+from pyrocket_consumer.cluster.broker import Broker
+from pyrocket_consumer.cluster.cluster import Cluster
+from pyrocket_consumer.cluster.each import for_each
+from pyrocket_consumer.config import Place, check_place
+from pyrocket_consumer.errors import ConfigError, PermissionDenied, RocketError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire.reset_plan import MAX_OFFSET
+
+To = str | datetime | Mapping[MessageQueue, int]
+"""`"first"` or `"earliest"`, `"last"` or `"latest"`, an aware datetime, or `{queue: offset}`."""
+
+TOOLS_GROUP = "TOOLS_CONSUMER"
+"""Every broker has it: for those who look at messages without being members of a group."""
+
+_QUEUES_AT_ONCE = 200
+"""Of one broker; so many answers are waited for together."""
+
+_Ask = Callable[[Broker, Collection[MessageQueue]], Awaitable[Mapping[MessageQueue, int | RocketError]]]
+
+
+def check_to(to: object) -> Place | dict[MessageQueue, int]:
+    """Return where `to` leads: a place in every queue, or offsets of some.
+
+    Raises:
+        ConfigError: it is nothing of what `To` says. The text names the value and what is allowed.
+    """
+    if not isinstance(to, Mapping):
+        return check_place("to", to, ", or {queue: offset}")
+    if not to:
+        raise ConfigError("to={} names no queue")
+    for queue, offset in to.items():
+        if not isinstance(queue, MessageQueue):
+            raise ConfigError(f"to={{{queue!r}: …}} is not allowed; the keys must be MessageQueues")
+        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= MAX_OFFSET:
+            raise ConfigError(
+                f"offset {offset!r} of {queue} is not allowed; it must be a whole number from 0 to 2**63 - 2"
+            )
+    return dict(to)
+
+
+async def offsets_at(
+    cluster: Cluster, place: Place, queues: Iterable[MessageQueue], *, groups: Sequence[str]
+) -> dict[MessageQueue, int]:
+    """Return where `place` is in each of `queues`; all brokers are asked at the same time.
+
+    Brokers before 5.1.1 are searched by time by looking at messages, with the first of `groups` that may.
+
+    Raises:
+        RocketError: brokers did not answer; the text names each, and why.
+    """
+    if place == "first":
+        return await _asked(cluster, queues, Broker.min_offsets, "the first offsets are")
+    if place == "last":
+        return await _asked(cluster, queues, Broker.max_offsets, "the last offsets are")
+    at_ms = int(place.timestamp() * 1000)
+
+    async def search(broker: Broker, queue: MessageQueue) -> int | RocketError:
+        denied: RocketError | None = None
+        for group in groups:
+            try:
+                return await broker.search_offset(queue, at_ms, group=group)
+            except PermissionDenied as error:
+                denied = denied or error
+            except RocketError as error:
+                return error
+        assert denied is not None, "a group to look with"
+        return denied
+
+    async def ask(broker: Broker, some: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError]:
+        return await for_each(some, lambda queue: search(broker, queue))
+
+    return await _asked(cluster, queues, ask, f"the offsets at {place.isoformat()} are")
+
+
+async def first_and_last(cluster: Cluster, queues: Collection[MessageQueue]) -> dict[MessageQueue, tuple[int, int]]:
+    """Return the offsets of the oldest and of the next message of each queue.
+
+    Raises:
+        RocketError: as `offsets_at`.
+    """
+    first, last = await asyncio.gather(
+        offsets_at(cluster, "first", queues, groups=()), offsets_at(cluster, "last", queues, groups=())
+    )
+    return {queue: (first[queue], last[queue]) for queue in queues}
+
+
+async def _asked(
+    cluster: Cluster, queues: Iterable[MessageQueue], ask: _Ask, what: str
+) -> dict[MessageQueue, int]:
+    """Return what `ask` gives for the queues of each broker; `what` is not known where it gives an error."""
+    by_broker: dict[str, list[MessageQueue]] = {}
+    for queue in queues:
+        by_broker.setdefault(queue.broker_name, []).append(queue)
+    failed: dict[str, RocketError] = {}
+
+    async def of(name: str) -> dict[MessageQueue, int]:
+        found: dict[MessageQueue, int] = {}
+        try:
+            for begin in range(0, len(by_broker[name]), _QUEUES_AT_ONCE):
+                some = by_broker[name][begin : begin + _QUEUES_AT_ONCE]
+                for queue, offset in (await ask(cluster.broker(name), some)).items():
+                    if isinstance(offset, RocketError):
+                        raise offset
+                    found[queue] = max(0, offset)  # a broker says -1 of a queue it does not have yet
+        except RocketError as error:
+            failed[name] = error
+        return found
+
+    answers = await asyncio.gather(*map(of, by_broker))
+    if failed:
+        reasons = "; ".join(f"{name}: {error}" for name, error in sorted(failed.items()))
+        raise RocketError(f"{what} not known of {len(failed)} of {len(by_broker)} brokers: {reasons}") from next(
+            iter(failed.values())
+        )
+    return {queue: offset for answer in answers for queue, offset in answer.items()}
