@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from ssl import SSLContext, create_default_context
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Self, TypedDict
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.model import ConsumerEvent, MessageModel
-
-if TYPE_CHECKING:
-    from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.model import ConsumerEvent, MessageModel, MessageQueue
 
 DEFAULT_MAX_RECONSUME_TIMES = 16
 MAX_TOPIC_CHARACTERS = 127
@@ -24,8 +21,14 @@ _NAME = re.compile(r"[%|a-zA-Z0-9_-]+")
 _NO_NAME_SERVER = "no name server: pass name_server='host:9876' (pyrocket: -n host:9876), or set NAMESRV_ADDR"
 _ADDRESS = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
 
-Allocation = str | Callable[[str, str, "Sequence[MessageQueue]", Sequence[str]], "Sequence[MessageQueue]"]
+Allocation = (
+    Literal["average", "circle", "hash", "machine-room"]
+    | Callable[[str, str, Sequence[MessageQueue], Sequence[str]], Sequence[MessageQueue]]
+)
 """A strategy's name, or a callable (group, own client id, all queues, all client ids) -> own queues."""
+
+NameServers = str | Iterable[str]
+"""`host:port`, several joined by `;`, or a list of them."""
 
 
 def check_topic(topic: object) -> str:
@@ -61,7 +64,7 @@ def _check_name(name: object, what: str, longest: int) -> str:
     return name
 
 
-def parse_name_servers(text: str | Sequence[str] | None) -> tuple[str, ...]:
+def parse_name_servers(text: NameServers | None) -> tuple[str, ...]:
     """Return the addresses in `text` (`host:port`, several joined by `;`), or in NAMESRV_ADDR when it is None.
 
     Raises:
@@ -166,9 +169,9 @@ def check_place(name: str, value: object, or_else: str = "") -> Place:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
-    """What every client needs: where the name servers are, who we are, how to prove it."""
+    """The options of every client: where the name servers are, who we are, how to prove it; see `Admin`."""
 
-    name_server: tuple[str, ...] | str | None = None
+    name_server: NameServers | None = None
     client_ip: str | None = None
     instance_name: str = "DEFAULT"
     unit_name: str | None = None
@@ -200,7 +203,7 @@ class ClientConfig:
         return self.name_server
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Any:
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
         """Make a config from keyword options.
 
         Raises:
@@ -217,18 +220,35 @@ class ClientConfig:
         return cls(**options)
 
 
+class ClientOptions(TypedDict, total=False):
+    """The fields of `ClientConfig` as keyword arguments, for editors and type checkers."""
+
+    client_ip: str | None
+    instance_name: str
+    unit_name: str | None
+    namespace: str | None
+    access_key: str | None
+    secret_key: str | None
+    security_token: str | None
+    tls: bool | SSLContext
+    call_timeout_s: float
+    connect_timeout_s: float
+    heartbeat_interval_s: float
+    route_refresh_interval_s: float
+
+
 PerTopic = int | Mapping[str, int]
 """One number for every topic, or a mapping topic -> number (others take the default)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConsumerConfig(ClientConfig):
-    """The options of a push consumer; `docs/reference.md` tells what each does."""
+    """The options of a push consumer; see `PushConsumer`."""
 
     group: str = ""
-    message_model: MessageModel | str = MessageModel.CLUSTERING
+    message_model: MessageModel | Literal["clustering", "broadcasting"] = MessageModel.CLUSTERING
     orderly: bool = False
-    consume_from: str | datetime = "last"
+    consume_from: Literal["first", "earliest", "last", "latest"] | str | datetime = "last"
     consume_threads: int = 20
     listener_batch_size: int = 1
     pull_batch_size: PerTopic = 32
@@ -310,9 +330,39 @@ class ConsumerConfig(ClientConfig):
         return self.message_model is MessageModel.BROADCASTING
 
 
+class ConsumerOptions(ClientOptions, total=False):
+    """The fields of `ConsumerConfig` as keyword arguments, for editors and type checkers."""
+
+    message_model: MessageModel | Literal["clustering", "broadcasting"]
+    orderly: bool
+    consume_from: Literal["first", "earliest", "last", "latest"] | str | datetime  # editors offer the words
+    consume_threads: int
+    listener_batch_size: int
+    pull_batch_size: PerTopic
+    max_cached_messages: PerTopic
+    max_cached_bytes: PerTopic
+    max_span: int
+    commit_interval_s: float
+    rebalance_interval_s: float
+    max_reconsume_times: int | None
+    auto_commit: bool
+    consume_timeout_s: float
+    shutdown_timeout_s: float
+    pull_hold_s: float
+    pull_retry_delay_s: float
+    allocation: Allocation
+    offset_store: Any
+    offset_store_dir: str | Path | None
+    durability: Literal["fsync", "process", "checkpoint"]
+    on_unreadable_store: Literal["raise", "backup", "start_over"]
+    remote_reset: Literal["accept", "refuse"]
+    reset_record_interval_s: float
+    on_event: Callable[[ConsumerEvent], None] | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProducerConfig(ClientConfig):
-    """The options of a producer."""
+    """The options of a producer; see `Producer`."""
 
     group: str = "DEFAULT_PRODUCER"
     send_timeout_s: float = 3.0
@@ -335,3 +385,17 @@ class ProducerConfig(ClientConfig):
         check_int("max_message_bytes", self.max_message_bytes, 1, 16 * 1024 * 1024 - 128 * 1024)  # a frame has 16 MiB
         check_int("max_in_flight_messages", self.max_in_flight_messages, 1, 10_000_000)
         check_int("max_in_flight_bytes", self.max_in_flight_bytes, 1, 1 << 40)
+
+
+class ProducerOptions(ClientOptions, total=False):
+    """The fields of `ProducerConfig` as keyword arguments, for editors and type checkers."""
+
+    send_timeout_s: float
+    send_attempts: int
+    compress_above_bytes: int
+    compression: Literal["zlib", "lz4", "zstd"]
+    max_message_bytes: int
+    max_in_flight_messages: int
+    max_in_flight_bytes: int
+    auto_create_topic: bool
+    accept_degraded: bool

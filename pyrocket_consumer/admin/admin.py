@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from pyrocket_consumer.admin import groups, topics
 from pyrocket_consumer.admin.lag import GroupLag, group_lag
@@ -17,7 +17,7 @@ from pyrocket_consumer.admin.reset_plan import ResetPlan, plan_reset
 from pyrocket_consumer.admin.topics import OffsetRange
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.places import To
-from pyrocket_consumer.config import ClientConfig, check_range
+from pyrocket_consumer.config import ClientConfig, ClientOptions, NameServers, check_range
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout
 from pyrocket_consumer.model import MessageQueue
 
@@ -34,8 +34,8 @@ class Admin:
             admin.create_topic("orders", queues=8)
             print(admin.topics())
 
-    `options` are the fields of ClientConfig, which can also be given whole as `config`. Each call ends within
-    `timeout_s`. Calls may come from any thread, and can be repeated: what is done already is no error.
+    Each call ends within `timeout_s`. Calls may come from any thread, and can be repeated: what is done already is no
+    error.
 
     Every method may raise ConnectError when a name server or broker cannot be reached, BrokerError when one refuses
     (PermissionDenied: see the access key), RequestTimeout when one does not answer, ConfigError when an argument is
@@ -45,11 +45,30 @@ class Admin:
     def __init__(
         self,
         *,
-        name_server: str | tuple[str, ...] | None = None,
+        name_server: NameServers | None = None,
         config: ClientConfig | None = None,
         timeout_s: float = 30.0,
-        **options: Any,
+        **options: Unpack[ClientOptions],
     ) -> None:
+        """Check the options; nothing is connected before the first call.
+
+        Args:
+            config (–; a ClientConfig): all options in one, instead of single ones
+            timeout_s (30; 0.01–3600 s): how long a call may take
+            name_server (NAMESRV_ADDR; host:port, several joined by ;, or a list): where to ask for routes; one that
+                answers is enough
+            client_ip (detected): the first part of the client id
+            instance_name ("DEFAULT"): the second; with a name of your own a second process of the same name is refused
+            unit_name, namespace (–; text): as in Java
+            access_key, secret_key, security_token (–): sign every request; never shown
+            tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities
+            call_timeout_s, connect_timeout_s (3; 0.01–600 s): deadlines of calls
+            heartbeat_interval_s, route_refresh_interval_s (30; 0.05–3600 s): how often brokers are told that we are
+                there, and routes are asked for
+
+        Raises:
+            ConfigError: an option is unknown, or its value is not allowed; the text says what is.
+        """
         if config is None:
             config = ClientConfig.from_options({"name_server": name_server, **options})
         elif options or name_server is not None:

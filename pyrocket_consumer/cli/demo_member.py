@@ -7,6 +7,7 @@ import sys
 import threading
 
 from pyrocket_consumer.consumer import PushConsumer
+from pyrocket_consumer.model import MessageModel
 from pyrocket_consumer.wire.message import Message
 
 
@@ -22,7 +23,7 @@ def main(group: str, model: str, topic: str, name_server: str, directory: str) -
     with PushConsumer(
         group,
         name_server=name_server,
-        message_model=model,
+        message_model=MessageModel(model),
         consume_from="first",
         offset_store_dir=directory,
         commit_interval_s=0.5,

@@ -1,6 +1,13 @@
 """The push consumer: rebalance, pull, consume, commit."""
 
-from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Retry, Suspend
+from pyrocket_consumer.consumer.listener import (
+    ConsumeContext,
+    ConsumeResult,
+    ListenerResult,
+    MessageListener,
+    Retry,
+    Suspend,
+)
 from pyrocket_consumer.consumer.member import ConsumerState, QueueProgress
 from pyrocket_consumer.consumer.push_consumer import AsyncPushConsumer, PushConsumer, sql
 
@@ -9,6 +16,8 @@ __all__ = [
     "ConsumeContext",
     "ConsumeResult",
     "ConsumerState",
+    "ListenerResult",
+    "MessageListener",
     "PushConsumer",
     "QueueProgress",
     "Retry",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -69,6 +69,20 @@ class ConsumeContext:
     attempt: int
     deadline: float
 
+
+ListenerResult = ConsumeResult | Retry | Suspend | None
+"""What a listener may return."""
+
+_Answer = ListenerResult | Coroutine[Any, Any, ListenerResult]
+
+MessageListener = (
+    Callable[[Message], _Answer]
+    | Callable[[Message, ConsumeContext], _Answer]
+    | Callable[[list[Message]], _Answer]
+    | Callable[[list[Message], ConsumeContext], _Answer]
+)
+"""What `subscribe` takes: a function, plain or `async def`, of a message, or of a list of messages when
+`listener_batch_size` is above 1. A second parameter, if it needs one, receives the `ConsumeContext`."""
 
 Failed = tuple[Message, int]
 """A message to be consumed again, and the delay level asked for."""

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.config import ConsumerConfig, check_topic
+from pyrocket_consumer.config import ConsumerConfig, ConsumerOptions, NameServers, check_topic
 from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
 from pyrocket_consumer.consumer.consume import AsyncWorkers, ThreadWorkers, Workers
-from pyrocket_consumer.consumer.listener import Listener
+from pyrocket_consumer.consumer.listener import Listener, MessageListener
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember, QueueProgress
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RocketError
 from pyrocket_consumer.model import ConsumerEvent, MessageQueue, Subscription
@@ -97,18 +97,72 @@ class _Face:
         self,
         group: str | None = None,
         *,
-        name_server: str | Iterable[str] | None = None,
+        name_server: NameServers | None = None,
         config: ConsumerConfig | None = None,
-        **options: Any,
+        **options: Unpack[ConsumerOptions],
     ) -> None:
+        """Check the options; nothing is opened or connected before the start.
+
+        Args:
+            group (–; 1–120 of a-zA-Z0-9_-%|): the consumer group
+            config (–; a ConsumerConfig): all options in one, instead of single ones
+            name_server (NAMESRV_ADDR; host:port, several joined by ;, or a list): where to ask for routes; one that
+                answers is enough
+            message_model ("clustering"; "broadcasting"): each message to one member, or to every member
+            orderly (False): one listener call of a queue at a time, in order of offset
+            auto_commit (True; orderly only): False: only ConsumeResult.COMMIT commits; ROLLBACK brings back what came
+                since
+            consume_from ("last"; "first", an aware datetime or its text): where a group begins that has no offset
+            consume_threads (20; 1–1000): workers for plain listeners; calls at once for async def ones
+            listener_batch_size (1; 1–1024): above 1 the listener takes a list of at most so many
+            pull_batch_size (32; 1–1024, or {topic: n}): most messages of one pull; brokers answer 32 and 256 KiB unless
+                told otherwise
+            max_cached_messages (1000; 1–1 000 000, or {topic: n}): unfinished messages of one queue at which pulling
+                pauses
+            max_cached_bytes (100 MiB; bytes, or {topic: n}): memory for unfinished messages of the whole consumer (of a
+                topic), divided over its queues
+            max_span (2000; 1–65535): distance between the oldest unfinished offset and the newest pulled (not when
+                orderly)
+            commit_interval_s (5; 0.01–3600 s): how often offsets are stored
+            rebalance_interval_s (20; 0.05–3600 s): how often the assignment is looked at without cause
+            max_reconsume_times (16; orderly: no limit; 0–2³¹−1): failures after which a message goes to %DLQ%
+            consume_timeout_s (900; 0.05–604800 s): a listener call that takes longer is told, and its message sent back
+                (not when orderly)
+            shutdown_timeout_s (30; 0–86400 s): how long close() waits for listener calls
+            pull_hold_s (15; 0.05–300 s): how long a broker may hold a pull that finds nothing
+            pull_retry_delay_s (1; 0.001–300 s): pause after a pull that failed
+            allocation ("average"; "circle", "hash", in_machine_rooms(…), a callable): which queues are whose; all
+                members of a group must use the same
+            offset_store (by model; an OffsetStore): brokers for clustering, the local file for broadcasting
+            offset_store_dir (ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, ~/.rocketmq_offsets; a directory): where the local
+                file is: <dir>/<client id>/<group>/offsets.json
+            durability ("fsync"; "process", "checkpoint"): a stored offset survives power loss; the end of the process;
+                as the first, and Java can read every one
+            on_unreadable_store ("backup"; "raise", "start_over"): what to do when the file is damaged
+            remote_reset ("accept"; "refuse"): whether brokers, admins and other members may move this member's offsets;
+                see docs/resets.md
+            reset_record_interval_s (60; 0.05–86400 s): broadcasting: how often to look for a reset that was recorded
+                while we could not be reached
+            client_ip (detected): the first part of the client id
+            instance_name ("DEFAULT"): the second; with a name of your own a second process of the same name is refused
+            unit_name, namespace (–; text): as in Java
+            access_key, secret_key, security_token (–): sign every request; never shown
+            tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities
+            call_timeout_s, connect_timeout_s (3; 0.01–600 s): deadlines of calls
+            heartbeat_interval_s, route_refresh_interval_s (30; 0.05–3600 s): how often brokers are told that we are
+                there, and routes are asked for
+            on_event (–; a callable): called with every ConsumerEvent, on a thread of its own
+
+        Raises:
+            ConfigError: an option is unknown, or its value is not allowed; the text says what is.
+        """
         if config is not None:
             if options or name_server is not None or (group is not None and group != config.group):
                 raise ConfigError("pass either config= or single options, not both")
         else:
             if group is None:
                 raise ConfigError("a consumer needs its group: PushConsumer('orders-app', …)")
-            servers = name_server if name_server is None or isinstance(name_server, str) else tuple(name_server)
-            config = ConsumerConfig.from_options({"group": group, "name_server": servers, **options})
+            config = ConsumerConfig.from_options({"group": group, "name_server": name_server, **options})
         assert isinstance(config, ConsumerConfig)
         self.config = config
         self._subscriptions: dict[str, tuple[Subscription, Listener]] = {}
@@ -134,7 +188,7 @@ class _Face:
         """The id under which the group knows this member, once started."""
         return self._cluster.client_id if self._cluster is not None else None
 
-    def _checked(self, topic: str, listener: Callable[..., Any], selector: str) -> tuple[Subscription, Listener]:
+    def _checked(self, topic: str, listener: MessageListener, selector: str) -> tuple[Subscription, Listener]:
         subscription = _subscription(wrap(self.config.namespace, topic), selector)
         return subscription, Listener.of(listener, self.config.listener_batch_size)
 
@@ -202,8 +256,7 @@ class PushConsumer(_Face):
             consumer.subscribe("orders", handle)
             consumer.join()
 
-    A listener that returns has consumed the message; one that raises gets it again later. See `ConsumerConfig` for
-    the options.
+    A listener that returns has consumed the message; one that raises gets it again later.
     """
 
     def start(self) -> Self:
@@ -247,8 +300,12 @@ class PushConsumer(_Face):
         assert self._cluster is not None
         return self._cluster.run(work, timeout_s)
 
-    def subscribe(self, topic: str, listener: Callable[..., Any], selector: str = "*") -> None:
+    def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
         """Have `listener` called with the messages of `topic`; before or after `start()`.
+
+        `listener`: a function, plain or `async def`, of one message; of a list of messages when `listener_batch_size`
+        is above 1. A second parameter, if it needs one, receives the `ConsumeContext`. What it returned from is
+        consumed; what it raises for comes again, as it does for `ConsumeResult.RETRY`, `Retry` and `Suspend`.
 
         `selector`: `"*"`, `"tagA || tagB"`, or `sql("price > 5")`. One listener per topic: a second call replaces it.
         All members of a group must subscribe alike: the broker keeps one subscription per group and topic.
@@ -395,7 +452,7 @@ class AsyncPushConsumer(_Face):
         assert self._cluster is not None
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._cluster.loop))
 
-    async def subscribe(self, topic: str, listener: Callable[..., Any], selector: str = "*") -> None:
+    async def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
         """Have `listener` called with the messages of `topic`; see `PushConsumer.subscribe`."""
         checked = self._checked(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked

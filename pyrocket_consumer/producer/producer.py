@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from datetime import datetime
 from enum import Enum
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster import Cluster, local_ip, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.config import ProducerConfig, check_range
+from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.producer.batch import BatchMessage, cut
@@ -82,8 +82,6 @@ class Producer:
         with Producer(name_server="127.0.0.1:9876") as producer:
             sent = producer.send("orders", b"...", tags="paid", keys=["o-1"])
 
-    `options` are the fields of ProducerConfig, which can also be given whole as `config`.
-
     A message goes to the next queue of its topic. When its broker refuses or does not answer, it is sent to another
     one, up to `send_attempts` times and until the timeout. So after a lost answer a message may be stored twice, under
     the same `message_id`. With `queue` or `sharding_key` it is sent once only, and messages for the same queue or key
@@ -94,10 +92,39 @@ class Producer:
         self,
         group: str = "DEFAULT_PRODUCER",
         *,
-        name_server: str | tuple[str, ...] | None = None,
+        name_server: NameServers | None = None,
         config: ProducerConfig | None = None,
-        **options: Any,
+        **options: Unpack[ProducerOptions],
     ) -> None:
+        """Check the options; nothing is connected before the first message, or `start()`.
+
+        Args:
+            group ("DEFAULT_PRODUCER"; 1–120 of a-zA-Z0-9_-%|): the producer group
+            config (–; a ProducerConfig): all options in one, instead of single ones
+            send_timeout_s (3; 0.01–600 s): deadline of one send, all attempts together
+            send_attempts (3; 1–100): most brokers tried
+            compress_above_bytes (4096; bytes): bodies at least this large are compressed
+            compression ("zlib"; "lz4", "zstd"): with the extra of the same name
+            max_message_bytes (4 MiB; bytes, to 15.875 MiB): larger bodies are refused here
+            max_in_flight_messages, max_in_flight_bytes (4096, 64 MiB; messages, bytes): asynchronous sends under way
+                before send_async waits
+            auto_create_topic (False): send to a topic that does not exist yet, where brokers create topics on demand
+            accept_degraded (True): count "stored, but not flushed or replicated in time" as stored (SendResult.status
+                tells). False: another broker is tried, or it is a SendError; the message may then be there twice
+            name_server (NAMESRV_ADDR; host:port, several joined by ;, or a list): where to ask for routes; one that
+                answers is enough
+            client_ip (detected): the first part of the client id
+            instance_name ("DEFAULT"): the second; with a name of your own a second process of the same name is refused
+            unit_name, namespace (–; text): as in Java
+            access_key, secret_key, security_token (–): sign every request; never shown
+            tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities
+            call_timeout_s, connect_timeout_s (3; 0.01–600 s): deadlines of calls
+            heartbeat_interval_s, route_refresh_interval_s (30; 0.05–3600 s): how often brokers are told that we are
+                there, and routes are asked for
+
+        Raises:
+            ConfigError: an option is unknown, its value is not allowed, or its package is not installed.
+        """
         if config is None:
             config = ProducerConfig.from_options({"group": group, "name_server": name_server, **options})
         elif options or name_server is not None:

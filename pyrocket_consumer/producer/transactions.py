@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.config import ProducerConfig
+from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.producer.callbacks import SendFuture
 from pyrocket_consumer.producer.outgoing import OutgoingMessage
@@ -68,10 +68,21 @@ class TransactionProducer(Producer):
         *,
         check: Callable[[Message], TransactionState],
         topics: Iterable[str] = (),
-        name_server: str | tuple[str, ...] | None = None,
+        name_server: NameServers | None = None,
         config: ProducerConfig | None = None,
-        **options: Any,
+        **options: Unpack[ProducerOptions],
     ) -> None:
+        """Check the options, those of `Producer`; nothing is connected before the first message, or `start()`.
+
+        Args:
+            group (–; 1–120 of a-zA-Z0-9_-%|): the producer group; brokers ask any of its producers
+            check (–; a function of one Message): finds out what became of a transaction
+            topics (none; names): where transactions may be open from before, so that their brokers are connected to
+            config (–; a ProducerConfig): all options in one, instead of single ones
+
+        Raises:
+            ConfigError: an option is unknown, or its value is not allowed; the text says what is.
+        """
         super().__init__(group, name_server=name_server, config=config, **options)
         if not callable(check):
             raise ConfigError(f"check={check!r} is not callable; pass a function of one Message")
