@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import Subscription
 
@@ -12,20 +14,51 @@ SQL92 = "SQL92"
 _JAVA_BLANKS = "".join(map(chr, range(0x21)))  # what String.trim takes off
 
 
+_MEANT_AS_SQL = re.compile(
+    r"\s(=|==|<>|!=|<=?|>=?|&&|AND|NOT)\s|='|\bIN\s*\(|(?i:\bIS\s+(NOT\s+)?NULL\b|\bBETWEEN\s.*\sAND\s)"
+)
+_MEANT_AS_LIST = re.compile(r"\s*\|\s*|\s*[,;]\s+|\s+OR\s+")
+
+
 def parse_subscription(topic: str, expression: str | None = ALL, version: int = 0) -> Subscription:
     """Return the subscription to messages of `topic` whose tag is one of those in `expression` ("TagA || TagB").
 
     None, "" and "*" select every message.
 
+    An expression that ends with "||" is taken for what it says, whatever its tags look like.
+
     Raises:
         ConfigError: the expression names no tag at all, like "||": a broker refuses it or never delivers anything.
+            Or one of its tags is surely not meant as one, like "a | b": no message would ever have it.
     """
     if expression is None or expression in ("", ALL):
         return Subscription(topic, ALL, frozenset(), TAG, version)
     tags = frozenset(tag for tag in (piece.strip(_JAVA_BLANKS) for piece in expression.split("||")) if tag)
     if not tags:
         raise ConfigError(f"expression {expression!r} names no tag; use '*' for every message, or tags joined by '||'")
+    if not expression.rstrip(_JAVA_BLANKS).endswith("||"):
+        _check_meant(expression, tags)
     return Subscription(topic, expression, tags, TAG, version)
+
+
+def _check_meant(expression: str, tags: frozenset[str]) -> None:
+    """Raise ConfigError for what would be one tag to the broker, and was meant as something else."""
+    for tag in sorted(tags):
+        if _MEANT_AS_SQL.search(tag):
+            meant = "SQL92 on properties is given apart from tags: sql('…'), --sql, sqlFilter"
+        elif _MEANT_AS_LIST.search(tag):
+            meant = f"tags are joined by '||': {' || '.join(_names(expression))!r}"
+        else:
+            continue
+        raise ConfigError(
+            f"expression {expression!r} asks for messages with the one tag {tag!r}, which is hardly meant; {meant}. "
+            f"If there are such tags, end it with '||': {expression + ' ||'!r}"
+        )
+
+
+def _names(expression: str) -> list[str]:
+    pieces = (_MEANT_AS_LIST.split(each) for each in expression.split("||"))
+    return [name.strip() for names in pieces for name in names if name.strip()]
 
 
 def java_string_hash(text: str) -> int:

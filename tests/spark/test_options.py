@@ -163,6 +163,8 @@ WRONG = [
     ("subscribePattern", ".*", "exclude each other", {}),
     ("assign", '{"orders": {"b": [0]}}', "exclude each other", {}),
     ("tags", "||", "no tag", {}),
+    ("tags", "paid | open", "joined by '||': 'paid || open'", {}),
+    ("subExpression", "price > 5", "sqlFilter", {}),
     ("tags", "a", "sqlFilter exclude each other", {"sqlFilter": "b = 1"}),
     ("subExpression", "a", "sqlFilter exclude each other", {"sqlFilter": "b = 1"}),
     ("subExpression", "a", "are the same", {"tags": "a"}),

@@ -16,7 +16,13 @@ from pyrocket_consumer.wire.subscription import java_string_hash, matches, parse
         ("\tTagA\n||\x1fTagA ", {"TagA"}),
         ("\u3000TagA", {"\u3000TagA"}),  # Java trims ASCII blanks only
         ("*||TagA", {"*", "TagA"}),
-        ("Tag|A", {"Tag|A"}),
+        ("Tag|A ||", {"Tag|A"}),  # what looks like a mistake is taken for what it says when the list is ended
+        ("price > 5||", {"price > 5"}),
+        ("a,b", {"a,b"}),
+        ("a=1", {"a=1"}),
+        ("bed and breakfast", {"bed and breakfast"}),
+        ("R&D", {"R&D"}),
+        ("a-->b", {"a-->b"}),
         ("标签 || 😀", {"标签", "😀"}),
     ],
 )
@@ -36,6 +42,35 @@ def test_nothing_and_a_star_mean_everything(expression):
 def test_an_expression_without_a_tag_is_refused(expression):
     with pytest.raises(ConfigError, match="names no tag; use '\\*'"):
         parse_subscription("T", expression)
+
+
+@pytest.mark.parametrize(
+    ("expression", "meant"),
+    [
+        ("paid | refunded", "'paid || refunded'"),
+        ("paid|refunded", "'paid || refunded'"),
+        ("paid, refunded", "'paid || refunded'"),
+        ("paid; refunded", "'paid || refunded'"),
+        ("paid OR refunded", "'paid || refunded'"),
+        ("paid | refunded | open", "'paid || refunded || open'"),
+        ("new || paid | refunded", "'new || paid || refunded'"),
+        ("price > 5", "sql"),
+        ("price >= 5 || paid", "sql"),
+        ("region = 'eu'", "sql"),
+        ("region='eu'", "sql"),
+        ("TAGS IS NOT NULL", "sql"),
+        ("price between 5 and 9", "sql"),
+        ("region IN ('eu', 'us')", "sql"),
+        ("a AND b", "sql"),
+        ("paid && open", "sql"),
+    ],
+)
+def test_what_would_select_nothing_without_a_word_is_refused_with_what_was_meant(expression, meant):
+    with pytest.raises(ConfigError) as raised:
+        parse_subscription("T", expression)
+    assert repr(expression) in str(raised.value)
+    assert meant in str(raised.value).lower()
+    assert f"end it with '||': '{expression} ||'" in str(raised.value).replace('"', "'")
 
 
 def test_a_message_passes_by_its_own_tag_only():
