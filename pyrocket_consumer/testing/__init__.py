@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         duplicate,
         garbage,
         handle_and_close,
+        now_and_then,
         reset_connection,
         rewrite,
     )
@@ -36,7 +37,7 @@ _HOMES = {  # imported when first used: the pytest plugin is loaded in every run
     "embedded_node": ("EmbeddedBroker", "EmbeddedNameServer", "EmbeddedNode"),
     "faults": (
         "Exchange", "Fault", "Gate", "answer", "close_connection", "cut_after", "delay", "delay_request", "drop",
-        "drop_answer", "duplicate", "garbage", "handle_and_close", "reset_connection", "rewrite",
+        "drop_answer", "duplicate", "garbage", "handle_and_close", "now_and_then", "reset_connection", "rewrite",
     ),
     "feed": ("Sent",),
     "recording": ("Recorded",),
@@ -62,6 +63,7 @@ __all__ = [
     "duplicate",
     "garbage",
     "handle_and_close",
+    "now_and_then",
     "reset_connection",
     "rewrite",
 ]

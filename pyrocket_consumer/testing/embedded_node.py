@@ -40,19 +40,21 @@ class EmbeddedNode:
 
     def on(
         self,
-        code: int,
+        code: int | None,
         fault: Fault,
         times: int | None = 1,
         when: Callable[[RemotingCommand], bool] | None = None,
     ) -> None:
         """Do `fault` instead of handling the next `times` requests of `code`; always, if `times` is None.
 
-        With `when`, only requests for which it is true count. Faults apply in the order they were given.
+        With code None every request counts: `on(None, delay(0.5), times=None)` is a slow node, `on(None, drop,
+        times=None)` one that is silent. With `when`, only requests for which it is true count. Faults apply in the
+        order they were given.
         """
         self._server.faults.add(code, fault, times, when)
 
     def clear_faults(self, code: int | None = None) -> None:
-        """Forget the faults of one code, or all."""
+        """Forget the faults given for one code, or all."""
         self._server.faults.clear(code)
 
     # --- what it was asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,6 +86,15 @@ def answer(
     return lambda exchange: exchange.answer(exchange.request.answer(code, remark, dict(fields or {}), body))
 
 
+def now_and_then(share: float, fault: Fault, rng: random.Random | None = None) -> Fault:
+    """A `share` of the requests (0 to 1) meets `fault`, chosen by `rng`; the others are handled as if there were none.
+
+    `broker.on(None, now_and_then(0.3, drop_answer), times=None)`: a broker of which three answers in ten are lost.
+    """
+    chance = (rng or random.Random(0)).random
+    return lambda exchange: fault(exchange) if chance() < share else exchange.handle(exchange.answer)
+
+
 def rewrite(change: Callable[[RemotingCommand], RemotingCommand]) -> Fault:
     """The request is handled; the answer is what `change` makes of it."""
     return lambda exchange: exchange.handle(lambda answer: exchange.answer(change(answer)))
@@ -158,44 +168,39 @@ class Gate:
 
 @dataclass(slots=True)
 class _Rule:
+    code: int | None
     fault: Fault
     times: int | None
     when: Callable[[RemotingCommand], bool] | None
 
 
 class Faults:
-    """The faults a node was told to show, by request code. Thread-safe."""
+    """The faults a node was told to show, in the order they were given. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rules: dict[int, list[_Rule]] = {}
+        self._rules: list[_Rule] = []
 
     def add(
-        self, code: int, fault: Fault, times: int | None, when: Callable[[RemotingCommand], bool] | None
+        self, code: int | None, fault: Fault, times: int | None, when: Callable[[RemotingCommand], bool] | None
     ) -> None:
         with self._lock:
-            self._rules.setdefault(int(code), []).append(_Rule(fault, times, when))
+            self._rules.append(_Rule(code, fault, times, when))
 
     def clear(self, code: int | None = None) -> None:
         with self._lock:
-            if code is None:
-                self._rules.clear()
-            else:
-                self._rules.pop(int(code), None)
+            self._rules = [rule for rule in self._rules if code is not None and rule.code != code]
 
     def take(self, command: RemotingCommand) -> Fault | None:
         """Return the oldest fault that applies to `command` and count it as used."""
         if not self._rules:  # read without the lock: a rule added a moment later applies to the next request
             return None
         with self._lock:
-            rules = self._rules.get(command.code, [])
-            for rule in rules:
-                if rule.when is None or rule.when(command):
+            for rule in self._rules:
+                if rule.code in (None, command.code) and (rule.when is None or rule.when(command)):
                     if rule.times is not None:
                         rule.times -= 1
                         if rule.times <= 0:
-                            rules.remove(rule)
-                            if not rules:
-                                del self._rules[command.code]
+                            self._rules.remove(rule)
                     return rule.fault
         return None

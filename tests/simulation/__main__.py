@@ -9,25 +9,8 @@ import sys
 import time
 
 from tests.simulation.mistakes import MISTAKES
-from tests.simulation.scenario import Plan, Scenario, check
-
-CRASHES = ("crash", "restart", "cut", "part", "broker", "name-server", "slow", "pause", "join")
-
-PLANS = {
-    "clustering": Plan(),
-    "two-brokers": Plan(brokers=2, queues=3, members=3),
-    "old-broker": Plan(version="4.9.7"),
-    "orderly": Plan(orderly=True, slow=0.005, faults=(*CRASHES, "reset")),
-    "broadcasting": Plan(broadcasting=True, failing=0.0, faults=("crash", "power", "restart", "cut", "broker", "slow")),
-    "peaceful": Plan(faults=(), failing=0.0, slow=0.0),
-    "moving": Plan(faults=("join", "restart"), fault_every_s=6.0, failing=0.0, slow=0.0),
-    "resets": Plan(faults=("reset",), fault_every_s=5.0, slow=0.3, slowest_s=8.0, calm_s=400.0),
-    "quiet": Plan(
-        rate=0.3, slow=0.4, slowest_s=40.0, faults=("crash", "restart"), fault_every_s=30.0, trouble_s=150.0,
-        calm_s=400.0,  # a few workers with much to do, that takes long, and some of it twice
-    ),
-    "corrections": Plan(faults=("misplace",), fault_every_s=5.0, trouble_s=60.0),
-}
+from tests.simulation.plans import PLANS
+from tests.simulation.scenario import Scenario, check
 
 
 def main() -> int:

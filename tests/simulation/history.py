@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
@@ -34,12 +35,22 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """A reset of a queue was reported as done."""
+    """A reset of a queue was reported as done; asked for, if `target` is None."""
 
     at: float
     member: str
     queue: MessageQueue
-    target: int
+    target: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A start or a close: from when, or by when it should have ended, to when it did, and how."""
+
+    member: str
+    due: float
+    ended: float
+    error: BaseException | None = None
 
 
 class Wrong(AssertionError):
@@ -56,6 +67,9 @@ class History:
         self.addresses: dict[str, str] = {}  # the client's end of a connection -> member
         self.corrections: list[tuple[float, MessageQueue, int]] = []  # when misplaced; where brokers will move it
         self.disturbed_at: list[float] = []  # from then on, a broker or a member may know less than it did
+        self.starts: list[Course] = []
+        self.closes: list[Course] = []
+        self.promised: dict[MessageQueue, int] = {}  # where queues ended when a start that took them on returned
 
     def digest(self) -> str:
         """Return a digest of all that happened, the same for the same seed."""
@@ -74,6 +88,25 @@ class History:
             for node in self.cluster.brokers
             for recorded in node.requests(code)
         ]
+
+    @cached_property
+    def pulls(self) -> list[tuple[float, str, MessageQueue, int]]:
+        """The pulls brokers received: when, from which connection, queue, offset. Read when all is over."""
+        found = []
+        for at, _, client, command in self._requests(RequestCode.PULL_MESSAGE):
+            header = PullMessageHeader.from_fields(command.fields)
+            if header.consumer_group == self.group and header.topic == self.topic:
+                queue = MessageQueue(header.topic, header.broker_name or "", header.queue_id)
+                found.append((at, client, queue, header.queue_offset))
+        return sorted(found, key=lambda pull: pull[0])
+
+    def _first_pulled(self, member: str | None = None) -> dict[MessageQueue, int]:
+        """Return where each queue was first pulled from: from there on all is owed to the group, or to a member."""
+        first: dict[MessageQueue, int] = {}
+        for _, client, queue, offset in self.pulls:
+            if member is None or self.addresses.get(client) == member:
+                first.setdefault(queue, offset)
+        return first
 
     def commits(self) -> list[tuple[float, str, MessageQueue, int]]:
         """Return the commits brokers received: when, from which connection, queue, offset."""
@@ -106,7 +139,7 @@ class History:
     # --- the rules
 
     def check_nothing_is_passed_over(self) -> None:
-        """Every commit: all below it was consumed, or handed back for a retry, before."""
+        """Every commit: all below it, from the first pull on, was consumed, or handed back for a retry, before."""
         bodies = self._bodies()
         handled_at: dict[bytes, float] = {}
         for each in self.consumed:
@@ -114,9 +147,9 @@ class History:
                 handled_at[each.body] = min(each.at, handled_at.get(each.body, each.at))
         for at, body in self._sent_back():
             handled_at[body] = min(at, handled_at.get(body, at))
-        edge: dict[MessageQueue, int] = defaultdict(int)
+        edge = self._first_pulled()
         for at, client, queue, offset in self.commits():
-            for number in range(edge[queue], offset):
+            for number in range(edge.setdefault(queue, 0), offset):
                 body = bodies.get((queue, number))
                 if body is not None and handled_at.get(body, float("inf")) > at:
                     who = self.addresses.get(client, client)
@@ -128,6 +161,8 @@ class History:
         """After a reset its member commits only what it has consumed since."""
         commits = self.commits()
         for number, reset in enumerate(self.resets):
+            if reset.target is None:
+                continue
             later = [each.at for each in self.resets[number + 1 :] if each.queue == reset.queue]
             until = min([*later, *(at for at in self.disturbed_at if at > reset.at)], default=float("inf"))
             again = {
@@ -146,13 +181,20 @@ class History:
                     )
 
     def check_everything_was_consumed(self) -> None:
-        """In the end every message was consumed, and every queue is committed to its end."""
+        """In the end every message owed was consumed, every queue pulled from, and committed to its end."""
         done = {each.body for each in self.consumed if each.success}
-        bodies = self._bodies()
-        missing = sorted(set(bodies.values()) - done)
+        bodies, first = self._bodies(), self._first_pulled()
+        for queue, end in self.promised.items():
+            if first.get(queue, end) > end:
+                raise Wrong(f"{queue} ended at {end} when a start returned that took it on; begun at {first[queue]}")
+        nobodys = {queue for queue, _ in bodies} - first.keys()
+        if nobodys:
+            raise Wrong(f"nobody ever pulled from {min(nobodys)} ({len(nobodys)} queues)")
+        owed = {place: body for place, body in bodies.items() if place[1] >= first[place[0]]}
+        missing = sorted(set(owed.values()) - done)
         if missing:
-            places = [str(place) for place, body in bodies.items() if body in missing[:3]]
-            raise Wrong(f"{len(missing)} of {len(bodies)} messages were never consumed: {missing[:3]} at {places}")
+            places = [str(place) for place, body in owed.items() if body in missing[:3]]
+            raise Wrong(f"{len(missing)} of {len(owed)} messages were never consumed: {missing[:3]} at {places}")
         ends: dict[MessageQueue, int] = defaultdict(int)
         for queue, offset in bodies:
             ends[queue] = max(ends[queue], offset + 1)
@@ -163,21 +205,54 @@ class History:
                     raise Wrong(f"{queue} ends at {end}, committed is {committed.get(queue.queue_id)}")
 
     def check_every_member_consumed_everything(self) -> None:
-        """Broadcasting: what each member's listener saw, over all its lives, leaves nothing out."""
-        bodies = set(self._bodies().values())
-        for member in sorted({each.member for each in self.consumed}):
-            missing = bodies - {each.body for each in self.consumed if each.member == member}
+        """Broadcasting: what each member's listener saw, over all its lives, leaves nothing out that it owed."""
+        bodies = self._bodies()
+        for member in sorted(set(self.addresses.values())):
+            first = self._first_pulled(member)
+            owed = {body for (queue, offset), body in bodies.items() if offset >= first.get(queue, 1 << 63)}
+            missing = owed - {each.body for each in self.consumed if each.member == member}
             if missing:
-                what = f"{len(missing)} of {len(bodies)} messages: {sorted(missing)[:3]}"
+                what = f"{len(missing)} of {len(owed)} messages: {sorted(missing)[:3]}"
                 raise Wrong(f"member {member} never saw {what}")
 
     def check_queues_move_without_repeats(self, allowed_s: float) -> None:
-        """Where nothing failed, a message comes twice only if it was in hand while its queue moved."""
-        first: dict[bytes, float] = {}
+        """Where nothing failed, what all before it in its queue was consumed with comes again only while it moves."""
+        done_at: dict[Place, float] = {}
+        for each in self.consumed:
+            done_at[each.place] = min(each.at, done_at.get(each.place, each.at))
+        through: dict[Place, float] = {}  # when everything up to a place had been consumed
+        for (queue, offset), at in sorted(done_at.items()):
+            through[queue, offset] = max(at, through.get((queue, offset - 1), at))
         for each in sorted(self.consumed, key=lambda each: each.begun):
-            if each.body in first and each.begun - first[each.body] > allowed_s:
-                raise Wrong(f"t={each.begun:.3f} {each.body!r} came again, {each.begun - first[each.body]:.1f} s later")
-            first.setdefault(each.body, each.at)
+            late_s = each.begun - through[each.place]
+            if late_s > allowed_s:
+                raise Wrong(f"t={each.begun:.3f} {each.body!r} of {each.place} came again, {late_s:.1f} s later")
+
+    def check_failures_go_back_soon(self, allowed_s: float) -> None:
+        """Where nobody is away, a failed message is handed back for its retry soon, whatever else its consumer does."""
+        back: dict[bytes, list[float]] = defaultdict(list)
+        for at, body in self._sent_back():
+            back[body].append(at)
+        for each in self.consumed:
+            if not each.success and not any(each.at <= at <= each.at + allowed_s for at in back[each.body]):
+                raise Wrong(f"t={each.at:.3f} {each.body!r} failed, and was not handed back within {allowed_s:g} s")
+
+    def check_starts_and_closes_end(self, start_s: float, close_s: float) -> None:
+        """A start does not fail and takes at most so long, a close so much longer than its time-out."""
+        for start in self.starts:
+            if start.error is not None or start.ended - start.due > start_s:
+                took = f"t={start.ended:.3f} a start of {start.member} took {start.ended - start.due:.1f} s"
+                raise Wrong(f"{took}: {start.error!r}" if start.error is not None else took)
+        for close in self.closes:
+            if close.ended - close.due > close_s:
+                late_s = close.ended - close.due
+                raise Wrong(f"t={close.ended:.3f} a close of {close.member} ended {late_s:.1f} s after its time-out")
+
+    def check_nobody_is_left(self) -> None:
+        """When all have closed, the group has no members."""
+        for broker in self.cluster.brokers:
+            if left := broker.members(self.group):
+                raise Wrong(f"{broker.name} still has {left} in the group")
 
     def check_unlocked_only_after_the_last_commit(self) -> None:
         """Orderly: after an unlock its sender commits that queue no more, until it has the lock again."""
@@ -198,15 +273,10 @@ class History:
 
     def check_corrections_are_stored_first(self) -> None:
         """After a correction the first pull from its target comes after the target was committed."""
-        pulls = [
-            (at, MessageQueue(header.topic, header.broker_name or "", header.queue_id), header.queue_offset, client)
-            for at, _, client, command in self._requests(RequestCode.PULL_MESSAGE)
-            if (header := PullMessageHeader.from_fields(command.fields))
-        ]
         for misplaced_at, queue, target in self.corrections:
             stored = [at for at, _, each, offset in self.commits() if (each, offset) == (queue, target)]
             stored_at = min((at for at in stored if at > misplaced_at), default=float("inf"))
-            for at, pulled, offset, client in pulls:
+            for at, client, pulled, offset in self.pulls:
                 if misplaced_at < at < stored_at and (pulled, offset) == (queue, target):
                     who = self.addresses.get(client)
                     raise Wrong(f"t={at:.3f} {who} pulled {queue} from {target} without storing it")

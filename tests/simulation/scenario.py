@@ -3,183 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.config import ConsumerConfig
-from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
-from pyrocket_consumer.consumer.consume import AsyncWorkers
-from pyrocket_consumer.consumer.listener import Listener
-from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
-from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire.message import Message
-from pyrocket_consumer.wire.subscription import parse_subscription
-from tests.offsets.disks import MemoryDisk
-from tests.simulation.history import Consumed, History, Reset
-from tests.simulation.world import START_S, Process, Transport, World, kill
+from pyrocket_consumer.testing import (
+    EmbeddedCluster,
+    EmbeddedNode,
+    Fault,
+    answer,
+    delay,
+    delay_request,
+    drop,
+    drop_answer,
+    duplicate,
+    now_and_then,
+)
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from tests.simulation.history import History
+from tests.simulation.member import GROUP, TOPIC, Member
+from tests.simulation.plans import CALLS, EPOCH, NODES, Plan
+from tests.simulation.world import START_S, Transport, World
 
-TOPIC, GROUP = "orders", "app"
-EPOCH = 1_700_000_000.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a scenario is made of; times in simulated seconds."""
-
-    members: int = 2
-    brokers: int = 1
-    queues: int = 4
-    trouble_s: float = 70.0
-    calm_s: float = 90.0
-    rate: float = 5.0
-    faults: tuple[str, ...] = (
-        "crash", "restart", "cut", "part", "broker", "name-server", "slow", "reset", "pause", "join",
-    )
-    fault_every_s: float = 8.0
-    failing: float = 0.02
-    slow: float = 0.02
-    slowest_s: float = 12.0
-    orderly: bool = False
-    broadcasting: bool = False
-    version: str = "5.5.0"
-
-
-class _Io:
-    """Stands for the I/O thread: the world's loop is everybody's."""
-
-    def __init__(self, world: World) -> None:
-        self.loop = world
-        self.is_current = True
-
-    def run(self, coroutine: Any, timeout_s: float | None) -> Any:
-        coroutine.close()
-        raise AssertionError("nothing may block in a simulated world")
-
-
-class Member:
-    """One consumer process: started, closed, killed, started again."""
-
-    def __init__(self, name: str, world: World, history: History, name_server: str, plan: Plan) -> None:
-        self.name, self.plan = name, plan
-        self.member: GroupMember | None = None
-        self.process: Process | None = None
-        self.disk = MemoryDisk()
-        self._world, self._history, self._name_server = world, history, name_server
-        self._lives = 0
-
-    @property
-    def running(self) -> bool:
-        return self.member is not None and self.member.state is ConsumerState.RUNNING
-
-    def start(self) -> None:
-        """Begin a new life, unless there is one."""
-        if self.process is not None and not self.process.dead:
-            return
-        self._lives += 1
-        self.process = self._world.process(f"{self.name}.{self._lives}")
-        self._world.run_as(self.process, self._live(f"10.0.0.{self.name}@{self._lives}"))
-
-    async def _live(self, client_id: str) -> None:
-        config = ConsumerConfig(
-            group=GROUP, name_server=self._name_server, consume_from="first", orderly=self.plan.orderly,
-            consume_threads=4, consume_timeout_s=60, shutdown_timeout_s=10, max_reconsume_times=1000,
-            message_model="broadcasting" if self.plan.broadcasting else "clustering",
-        )
-        while True:
-            try:
-                await self._begin(config, client_id)
-                return
-            except RocketError:  # whoever starts it, starts it again
-                await asyncio.sleep(1)
-
-    async def _begin(self, config: ConsumerConfig, client_id: str) -> None:
-        rng = random.Random(self._world.random.random())
-        self._cluster = cluster = Cluster(config, client_id, io=_Io(self._world), rng=rng)  # type: ignore[arg-type]
-        commits: Commits = BrokerCommits(cluster, GROUP)
-        if self.plan.broadcasting:
-            store = LocalFileOffsetStore("/store", disk=self.disk, clock=self._world.time)
-            store.load()
-            commits = StoreCommits(store, memory_first=True)
-        member: GroupMember | None = None
-        try:
-            await cluster.start_on_loop()
-            member = GroupMember(
-                config, cluster, commits, self._workers, rng, wall_clock=lambda: EPOCH + self._world.now
-            )
-            await member.subscribe(parse_subscription(TOPIC, "*"), Listener.of(self._handle))
-            await member.start()
-        except RocketError:
-            if member is not None:
-                await member.close(0)
-            else:
-                await commits.close()
-            await cluster.close_on_loop()
-            raise
-        self.member = member
-
-    def _workers(self, is_async: bool, member: GroupMember) -> AsyncWorkers:
-        return AsyncWorkers(member.config.consume_threads, member, member.config.consume_timeout_s, self._world)
-
-    async def _handle(self, message: Message) -> None:
-        world, chance = self._world, self._world.random.random()
-        begun = world.now
-        slow = chance < self.plan.slow
-        await asyncio.sleep(world.random.uniform(1, self.plan.slowest_s) if slow else world.random.uniform(0, 0.05))
-        success = world.random.random() >= self.plan.failing
-        place = (message.queue, message.queue_offset)
-        self._history.consumed.append(Consumed(world.now, begun, self.name, message.body, place, success))
-        if not success:
-            raise ValueError("this one failed")
-
-    def kill(self, power: bool = False) -> None:
-        """Die as with kill -9, or with the machine."""
-        if self.process is not None:
-            kill(self._world, self.process)
-        self.member = None
-        self.disk = self.disk.after_power_loss(self._world.random) if power else self.disk.after_kill()
-
-    async def close(self) -> None:
-        """Close in order."""
-        member, self.member = self.member, None
-        if member is not None:
-            await self._world.run_as(self.process, self._close(member))
-            if self.process is not None:
-                self._world.end(self.process)
-
-    async def _close(self, member: GroupMember) -> None:
-        await member.close(member.config.shutdown_timeout_s)
-        await self._cluster.close_on_loop()
-
-    def reset(self, target: Callable[[], float]) -> None:
-        """Move one of our queues to somewhere behind."""
-        member = self.member
-        if member is None or not self.running:
-            return
-        held = sorted(member.assignments.held(TOPIC))
-        if held:
-            queue = held[int(target() * len(held))]
-            offset = int(target() * ((member.commits.current(queue) or 0) + 1))
-            self._world.run_as(self.process, self._reset(member, queue, offset))
-
-    def pause(self, seconds: float) -> None:
-        """Pull nothing for a while."""
-        assert self.member is not None
-        self._world.run_as(self.process, self._pause(self.member, seconds))
-
-    async def _pause(self, member: GroupMember, seconds: float) -> None:
-        member.pause(None)
-        await asyncio.sleep(seconds)
-        member.resume(None)
-
-    async def _reset(self, member: GroupMember, queue: Any, offset: int) -> None:
-        for moved, to in (await member.reset(TOPIC, {queue: offset})).items():
-            self._history.resets.append(Reset(self._world.now, self.name, moved, to))
+REFUSALS = (
+    ResponseCode.SYSTEM_ERROR, ResponseCode.SYSTEM_BUSY, ResponseCode.SERVICE_NOT_AVAILABLE, ResponseCode.FLOW_CONTROL,
+)
 
 
 class Scenario:
@@ -193,6 +40,7 @@ class Scenario:
             brokers=plan.brokers, version=plan.version, loop=self.world, first_port=10_000, seed=seed,
             wall_clock=lambda: EPOCH + self.world.now, record_limit=1_000_000, delay_scale=0.1,
         )
+        self.queues = plan.queues if isinstance(plan.queues, int) else self.random.choice(plan.queues)
         self.members: list[Member] = []
         self._sent = 0
         self._sending = True
@@ -207,11 +55,11 @@ class Scenario:
 
     async def _run(self) -> History:
         await self.cluster.open()
-        self.cluster.create_topic(TOPIC, queues=self.plan.queues)
+        self.cluster.create_topic(TOPIC, queues=self.queues)
         self.history = history = History(self.cluster, GROUP, TOPIC)
         self._note_addresses()
         for number in range(self.plan.members):
-            self.members.append(Member(str(number), self.world, history, self.cluster.name_server, self.plan))
+            self.members.append(Member(str(number), self.world, history, self.cluster, self.plan))
             self.members[-1].start()
         sending = self.world.create_task(self._send())
         await self._trouble()
@@ -238,7 +86,7 @@ class Scenario:
     async def _send(self) -> None:
         while True:
             await asyncio.sleep(self.random.expovariate(self.plan.rate))
-            for _ in range(self.random.choice((1, 1, 1, 5))):
+            for _ in range(self.random.choice(self.plan.bursts)):
                 running = [broker for broker in self.cluster.brokers if broker.running]
                 if running and self._sending:
                     name = self.random.choice(running).name
@@ -275,7 +123,7 @@ class Scenario:
             broker = rng.choice(self.cluster.brokers)
             if broker.running:
                 self.history.disturbed_at.append(world.now)
-                broker.kill(lose_commits=True)
+                broker.kill(lose_commits=self.plan.forgetting)
                 await asyncio.sleep(rng.uniform(0.1, 15))
                 await broker.open()
         elif kind == "name-server":
@@ -293,9 +141,54 @@ class Scenario:
         elif kind == "pause" and member.running:
             member.pause(rng.uniform(0.1, 10))
         elif kind == "join" and len(self.members) < self.plan.members + 2:
-            fresh = Member(str(len(self.members)), world, self.history, self.cluster.name_server, self.plan)
+            fresh = Member(str(len(self.members)), world, self.history, self.cluster, self.plan)
             self.members.append(fresh)
             fresh.start()
+        elif kind == "fail" and member.running and sum(each.running for each in self.members) > 1:
+            member.fail()
+        elif kind in NODES:
+            self._disturb(kind, rng.uniform(1, 40))
+        elif kind in CALLS:
+            self._call(kind, member)
+
+    def _disturb(self, kind: str, seconds: float) -> None:
+        """Have a node answer for a while as it should not."""
+        rng = self.random
+        node: EmbeddedNode = rng.choice([*self.cluster.brokers, self.cluster.name_server_node])
+        code: int | None = None
+        fault: Fault
+        if kind == "slow-node":
+            fault = rng.choice((delay, delay_request))(rng.choice((0.05, 0.5, 2, 4)))
+        elif kind == "silent-node":
+            fault = rng.choice((drop, drop_answer))
+        elif kind == "refusing-node":
+            fault = now_and_then(rng.choice((0.1, 0.5, 1)), answer(rng.choice(REFUSALS), "not now"), rng)
+        elif kind == "late-node":
+            fault = now_and_then(0.3, delay(rng.choice((2.5, 3.5, 10))), rng)
+        elif kind == "stammering-node":
+            fault = duplicate
+        else:
+            node, code = self.cluster.name_server_node, RequestCode.GET_ROUTEINFO_BY_TOPIC
+            fault = answer(ResponseCode.TOPIC_NOT_EXIST, "no route")
+        self.history.disturbed_at.append(self.world.now)
+        node.on(code, fault, times=None)
+        self.world.call_later(seconds, node.clear_faults)
+
+    def _call(self, kind: str, member: Member) -> None:
+        """Have a member's program call something, and perhaps stop waiting for it."""
+        rng = self.random
+        if kind == "cancelled-start":
+            member.kill()
+            member.start(cancelled=True)
+        elif not member.running:
+            return
+        elif kind == "cancelled-close":
+            member.cancel_close()
+        elif kind == "cancelled-reset":
+            if not self.world.network.parted and self._each_queue_has_one_owner():
+                member.reset(rng.random, cancelled=True)
+        elif kind == "unsubscribe":
+            member.unsubscribe(rng.uniform(0, 5))
 
     async def _misplace(self) -> None:
         """While nobody runs, the group's offsets get beyond the queues' ends: brokers will correct them."""
@@ -304,7 +197,7 @@ class Scenario:
         for member in self.members:
             await member.close()
         for broker in self.cluster.brokers:
-            for number in range(self.plan.queues):
+            for number in range(self.queues):
                 end = broker.max_offset(TOPIC, number)
                 if broker.committed(GROUP, TOPIC).get(number) == end:
                     broker.commit(GROUP, TOPIC, {number: end + 100})
@@ -321,6 +214,8 @@ class Scenario:
 
     def _heal(self) -> None:
         self.world.network.slowest_s = 0.002
+        for node in (*self.cluster.nodes, *self.cluster.name_server_nodes):
+            node.clear_faults()
 
     async def _end(self) -> None:
         """Have everything end; a task of the dead cannot, so it is taken apart."""
@@ -337,6 +232,9 @@ class Scenario:
 
 def check(history: History, plan: Plan) -> None:
     """Look for broken rules."""
+    history.check_nobody_is_left()
+    if set(plan.faults) <= {"join", "restart", "reset", "fail", "slow-node"}:
+        history.check_starts_and_closes_end(start_s=15, close_s=10)
     if plan.broadcasting:
         history.check_every_member_consumed_everything()
         return
@@ -344,7 +242,9 @@ def check(history: History, plan: Plan) -> None:
     history.check_resets_are_kept()
     if plan.orderly:
         history.check_unlocked_only_after_the_last_commit()
-    if set(plan.faults) <= {"join", "restart"}:
+    if set(plan.faults) <= {"join", "restart"} and not plan.failing:
         history.check_queues_move_without_repeats(allowed_s=3.5)
+    if not plan.faults and not plan.orderly:
+        history.check_failures_go_back_soon(allowed_s=10)
     history.check_corrections_are_stored_first()
     history.check_everything_was_consumed()

@@ -19,14 +19,26 @@ START_S = 1_000_000.0
 
 
 class Process:
-    """What dies together: once dead, none of its callbacks run."""
+    """What dies together: once dead, none of its callbacks run. What they do is counted, in steps."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.dead = False
+        self.steps = 0
+        self._due: dict[int, list[Callable[[], object]]] = {}
 
     def __repr__(self) -> str:
         return f"<{self.name}{' dead' if self.dead else ''}>"
+
+    def before(self, step: int, action: Callable[[], object]) -> None:
+        """Have `action` called just before the process takes a step: between any two of its own doings."""
+        self._due.setdefault(step, []).append(action)
+
+    def step(self) -> None:
+        """Note that a callback is about to run."""
+        for action in self._due.pop(self.steps, ()):
+            action()
+        self.steps += 1
 
 
 class _NoSelector:
@@ -99,6 +111,8 @@ class World(asyncio.BaseEventLoop):
             return callback
 
         def run(*arguments: Any) -> None:
+            if not process.dead:
+                process.step()
             if not process.dead:
                 callback(*arguments)
 

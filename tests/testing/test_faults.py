@@ -19,6 +19,7 @@ from pyrocket_consumer.testing import (
     duplicate,
     garbage,
     handle_and_close,
+    now_and_then,
     reset_connection,
     rewrite,
 )
@@ -83,6 +84,28 @@ def test_delays() -> None:
         assert broker.committed("G", "T") == {0: 5}
         client.answer(opaque)
         assert broker.committed("G", "T") == {0: 6}
+
+
+def test_a_fault_for_every_request_takes_its_turn_with_those_of_one_code() -> None:
+    with talking() as (broker, client):
+        broker.on(MAX, answer(2))
+        broker.on(None, answer(1), times=3)
+        codes = [client.call(code, QUEUE).code for code in (MAX, RequestCode.GET_MIN_OFFSET, MAX, MAX, MAX)]
+        assert codes == [2, 1, 1, 1, 0]
+        broker.on(None, drop, times=None)
+        client.post(MAX, QUEUE)
+        assert client.is_silent(0.05)
+        broker.clear_faults()
+        assert client.call(MAX, QUEUE).code == 0
+
+
+def test_a_fault_now_and_then_leaves_the_other_requests_alone() -> None:
+    with talking() as (broker, client):
+        broker.on(MAX, now_and_then(0.3, answer(2)), times=None)
+        codes = [client.call(MAX, QUEUE).code for _ in range(100)]
+        assert set(codes) == {0, 2}
+        assert 15 <= codes.count(2) <= 45
+        assert [client.call(RequestCode.GET_MIN_OFFSET, QUEUE).code for _ in range(20)] == [0] * 20
 
 
 def test_connections_end() -> None:

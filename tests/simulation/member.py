@@ -1,0 +1,266 @@
+"""A consumer's process in a simulated world, and the program that runs in it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.config import ConsumerConfig
+from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
+from pyrocket_consumer.consumer.consume import AsyncWorkers
+from pyrocket_consumer.consumer.listener import Listener
+from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
+from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.wire.message import Message
+from pyrocket_consumer.wire.subscription import parse_subscription
+from tests.offsets.disks import MemoryDisk
+from tests.simulation.history import Consumed, Course, History, Reset
+from tests.simulation.plans import EPOCH, Plan
+from tests.simulation.world import Process, World, kill
+
+TOPIC, GROUP = "orders", "app"
+
+WITHIN = 60
+"""Steps of the process within which a call that is to be cancelled is cancelled."""
+
+
+class _Io:
+    """Stands for the I/O thread: the world's loop is everybody's."""
+
+    def __init__(self, world: World) -> None:
+        self.loop = world
+        self.is_current = True
+
+    def run(self, coroutine: Any, timeout_s: float | None) -> Any:
+        coroutine.close()
+        raise AssertionError("nothing may block in a simulated world")
+
+
+class Member:
+    """One consumer process: started, closed, killed, started again."""
+
+    def __init__(self, name: str, world: World, history: History, cluster: EmbeddedCluster, plan: Plan) -> None:
+        self.name, self.plan = name, plan
+        self.member: GroupMember | None = None
+        self.process: Process | None = None
+        self.disk = MemoryDisk()
+        self._world, self._history, self._embedded = world, history, cluster
+        self._lives = 0
+        self.config = ConsumerConfig(
+            group=GROUP, name_server=cluster.name_server, orderly=plan.orderly,
+            message_model="broadcasting" if plan.broadcasting else "clustering", **plan.options,
+        )  # fmt: skip
+
+    @property
+    def running(self) -> bool:
+        return self.member is not None and self.member.state is ConsumerState.RUNNING
+
+    # --- its lives
+
+    def start(self, cancelled: bool = False) -> None:
+        """Begin a new life, unless there is one. `cancelled`: whoever starts it stops waiting, and starts it again."""
+        if self.process is not None and not self.process.dead:
+            return
+        self._lives += 1
+        self.process = self._world.process(f"{self.name}.{self._lives}")
+        self._run(self._live(f"10.0.0.{self.name}@{self._lives}", cancelled))
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return self._world.run_as(self.process, work)
+
+    def _in_a_while(self, task: asyncio.Task[Any]) -> None:
+        """Have `task` cancelled between any two steps of the process."""
+        assert self.process is not None
+        steps = self._world.random.randrange(WITHIN)
+        self.process.before(self.process.steps + steps, task.cancel)
+
+    async def _live(self, client_id: str, cancelled: bool) -> None:
+        if cancelled:
+            attempt = self._run(self.begin(client_id))
+            self._in_a_while(attempt)
+            await asyncio.wait([attempt])
+            if self.member is not None:
+                return
+        while True:
+            try:
+                await self.begin(client_id)
+                return
+            except RocketError:  # whoever starts it, starts it again
+                await asyncio.sleep(1)
+
+    async def begin(self, client_id: str) -> None:
+        """Start, as the faces of a consumer do."""
+        world = self._world
+        rng = random.Random(world.random.random())
+        self.cluster = cluster = Cluster(self.config, client_id, io=_Io(world), rng=rng)  # type: ignore[arg-type]
+        commits: Commits = BrokerCommits(cluster, GROUP)
+        if self.plan.broadcasting:
+            store = LocalFileOffsetStore("/store", disk=self.disk, clock=world.time)
+            store.load()
+            commits = StoreCommits(store, memory_first=True)
+        member: GroupMember | None = None
+        begun = world.now
+        try:
+            await cluster.start_on_loop()
+            member = GroupMember(
+                self.config, cluster, commits, self._workers, rng, wall_clock=lambda: EPOCH + world.now
+            )
+            await member.subscribe(parse_subscription(TOPIC, "*"), Listener.of(self._handle))
+            await member.start()
+        except (RocketError, asyncio.CancelledError) as error:
+            if isinstance(error, RocketError):
+                self._history.starts.append(Course(self.name, begun, world.now, error))
+            if member is not None:
+                await member.close(0)
+            else:
+                await commits.close()
+            await cluster.close_on_loop()
+            raise
+        self.member = member
+        self._history.starts.append(Course(self.name, begun, world.now))
+        for queue in member.assignments.held(TOPIC):
+            end = self._embedded.broker(queue.broker_name).max_offset(TOPIC, queue.queue_id)
+            self._history.promised.setdefault(queue, end)
+
+    def _workers(self, is_async: bool, member: GroupMember) -> AsyncWorkers:
+        return AsyncWorkers(self.config.consume_threads, member, self.config.consume_timeout_s, self._world)
+
+    def kill(self, power: bool = False) -> None:
+        """Die as with kill -9, or with the machine."""
+        if self.process is not None:
+            kill(self._world, self.process)
+        self.member = None
+        self.disk = self.disk.after_power_loss(self._world.random) if power else self.disk.after_kill()
+
+    async def close(self) -> None:
+        """Close in order."""
+        member, self.member = self.member, None
+        if member is not None:
+            process = self.process
+            await self._run(self._close(member))
+            if process is not None:
+                self._world.end(process)
+
+    async def _close(self, member: GroupMember) -> None:
+        timeout_s, begun = self.config.shutdown_timeout_s, self._world.now
+        await member.close(timeout_s)
+        self._history.closes.append(Course(self.name, begun + timeout_s, self._world.now))
+        await self.cluster.close_on_loop()
+
+    def cancel_close(self) -> None:
+        """Close, but wait no longer at some step; the process ends a moment later, whatever still runs."""
+        member, self.member = self.member, None
+        if member is None:
+            return
+        process, rng = self.process, self._world.random
+        self._in_a_while(self._run(self._close(member)))
+
+        def end() -> None:
+            if self.process is process:
+                self.kill()
+
+        self._world.call_later(rng.uniform(0, 40), end)
+        self._world.call_later(rng.uniform(40, 50), self.start)
+
+    def fail(self) -> None:
+        """Something of the consumer's own ends by surprise. Its program does not notice."""
+
+        async def surprise() -> None:
+            raise RuntimeError("put in on purpose")
+
+        self._world.run_as(self.process, self._spawn(surprise()))
+
+    async def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self.cluster.spawn(work, "what fails on purpose")
+
+    # --- what its program calls
+
+    def reset(self, chance: Callable[[], float], cancelled: bool = False) -> None:
+        """Move one of our queues to somewhere behind."""
+        member = self.member
+        if member is None or not self.running:
+            return
+        held = sorted(member.assignments.held(TOPIC))
+        if held:
+            queue = held[int(chance() * len(held))]
+            offset = int(chance() * ((member.commits.current(queue) or 0) + 1))
+            task = self._run(self._reset(member, queue, offset))
+            if cancelled:
+                self._in_a_while(task)
+
+    async def _reset(self, member: GroupMember, queue: MessageQueue, offset: int) -> None:
+        history = self._history
+        history.resets.append(Reset(self._world.now, self.name, queue, None))
+        try:
+            moved = await member.reset(TOPIC, {queue: offset})
+        except RocketError:
+            return  # it may yet be done
+        history.resets += [Reset(self._world.now, self.name, each, to) for each, to in moved.items()]
+
+    def pause(self, seconds: float) -> None:
+        """Pull nothing for a while."""
+        assert self.member is not None
+        self._run(self._pause(self.member, seconds))
+
+    async def _pause(self, member: GroupMember, seconds: float) -> None:
+        member.pause(None)
+        await asyncio.sleep(seconds)
+        member.resume(None)
+
+    def unsubscribe(self, seconds: float) -> None:
+        """Do without the topic for a while."""
+        assert self.member is not None
+        self._run(self._unsubscribe(self.member, seconds))
+
+    async def _unsubscribe(self, member: GroupMember, seconds: float) -> None:
+        await member.unsubscribe(TOPIC)
+        await asyncio.sleep(seconds)
+        if member.state is ConsumerState.RUNNING:
+            await member.subscribe(parse_subscription(TOPIC, "*"), Listener.of(self._handle))
+
+    # --- its listener
+
+    async def _handle(self, message: Message) -> None:
+        world, plan, rng = self._world, self.plan, self._world.random
+        begun, is_slow = world.now, rng.random() < plan.slow
+        if is_slow or plan.quickest_s:
+            await asyncio.sleep(rng.uniform(1, plan.slowest_s) if is_slow else rng.uniform(0, plan.quickest_s))
+        success = rng.random() >= plan.failing
+        if plan.calling and rng.random() < plan.calling:
+            success = await self._call_from_inside(message) and success
+        place = (message.queue, message.queue_offset)
+        self._history.consumed.append(Consumed(world.now, begun, self.name, message.body, place, success))
+        if not success:
+            raise ValueError("this one failed")
+
+    async def _call_from_inside(self, message: Message) -> bool:
+        """Do to our own consumer what listeners do; returns whether the message is consumed all the same."""
+        world, member, rng = self._world, self.member, self._world.random
+        kind = rng.choice(("pause", "reset", "close", "cancel"))
+        if member is None or member.state is not ConsumerState.RUNNING:
+            return True
+        if kind == "pause":
+            self.pause(rng.uniform(0, 3))
+        elif kind == "reset" and message.queue.topic == TOPIC and message.queue in member.assignments.held(TOPIC):
+            edge = member.commits.current(message.queue) or 0  # further on would pass over what runs beside us
+            await self._reset(member, message.queue, max(0, edge - rng.randrange(3)))
+        elif kind == "close":
+            world.run_as(None, self.close())  # from outside: the process ends with it
+            world.call_later(rng.uniform(15, 40), self.start)
+        elif kind == "cancel":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                place = (message.queue, message.queue_offset)
+                self._history.consumed.append(Consumed(world.now, world.now, self.name, message.body, place, False))
+                raise
+        return True

@@ -1,0 +1,99 @@
+"""What simulated worlds are made of: members, brokers, options, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+EPOCH = 1_700_000_000.0
+"""The time of day when a world begins."""
+
+ROUGH = {
+    "consume_from": "first", "consume_threads": 4, "consume_timeout_s": 60, "shutdown_timeout_s": 10,
+    "max_reconsume_times": 1000,
+}  # fmt: skip
+"""Options that make much happen in little time."""
+
+DEFAULTS: dict[str, Any] = {}
+"""The options users have: none."""
+
+CRASHES = ("crash", "restart", "cut", "part", "broker", "name-server", "slow", "pause", "join")
+
+NODES = ("slow-node", "silent-node", "refusing-node", "late-node", "stammering-node", "no-route")
+"""What brokers and name servers do for a while instead of answering as they should."""
+
+CALLS = ("reset", "cancelled-reset", "cancelled-close", "cancelled-start", "unsubscribe", "pause")
+"""What programs call, and stop waiting for."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a scenario is made of; times in simulated seconds."""
+
+    members: int = 2
+    brokers: int = 1
+    queues: int | tuple[int, ...] = 4  # of each broker; one of several numbers
+    trouble_s: float = 70.0
+    calm_s: float = 90.0
+    rate: float = 5.0
+    bursts: tuple[int, ...] = (1, 1, 1, 5)
+    faults: tuple[str, ...] = (
+        "crash", "restart", "cut", "part", "broker", "name-server", "slow", "reset", "pause", "join",
+    )  # fmt: skip
+    fault_every_s: float = 8.0
+    forgetting: bool = True  # a broker that is killed loses the offsets of the last seconds
+    failing: float = 0.02  # of all listener calls
+    slow: float = 0.02
+    slowest_s: float = 12.0
+    quickest_s: float = 0.05  # how long the others take at most; 0 makes large chunks
+    calling: float = 0.0  # how many call their own consumer: close, pause, reset, or cancel themselves
+    orderly: bool = False
+    broadcasting: bool = False
+    version: str = "5.5.0"
+    options: Mapping[str, Any] = field(default_factory=lambda: ROUGH)
+
+
+PLANS = {
+    "clustering": Plan(),
+    "two-brokers": Plan(brokers=2, queues=3, members=3),
+    "old-broker": Plan(version="4.9.7"),
+    "orderly": Plan(orderly=True, slow=0.005, faults=(*CRASHES, "reset")),
+    "broadcasting": Plan(broadcasting=True, failing=0.0, faults=("crash", "power", "restart", "cut", "broker", "slow")),
+    "peaceful": Plan(faults=(), failing=0.0, slow=0.0),
+    "moving": Plan(faults=("join", "restart"), fault_every_s=6.0, failing=0.0, slow=0.0),
+    "resets": Plan(faults=("reset",), fault_every_s=5.0, slow=0.3, slowest_s=8.0, calm_s=400.0),
+    "quiet": Plan(
+        rate=0.3, slow=0.4, slowest_s=40.0, faults=("crash", "restart"), fault_every_s=30.0, trouble_s=150.0,
+        calm_s=400.0,  # a few workers with much to do, that takes long, and some of it twice
+    ),
+    "corrections": Plan(faults=("misplace",), fault_every_s=5.0, trouble_s=60.0),
+    # with default options, above all consume_from="last"
+    "defaults": Plan(options=DEFAULTS, brokers=2, faults=(*CRASHES, "reset"), forgetting=False, calm_s=150.0),
+    "from-a-time": Plan(
+        options={"consume_from": datetime.fromtimestamp(EPOCH + 3, UTC)}, faults=CRASHES, forgetting=False,
+    ),
+    "own-offsets": Plan(  # broadcasting
+        options=DEFAULTS, broadcasting=True, failing=0.0, faults=("crash", "power", "restart", "cut", "slow"),
+    ),
+    "slow-brokers": Plan(
+        options=DEFAULTS, brokers=2, queues=6, faults=(*NODES, "restart", "join"), forgetting=False, calm_s=200.0,
+    ),
+    "calls": Plan(
+        options=DEFAULTS, faults=(*CALLS, "slow", "slow-node", "join"), fault_every_s=4.0, calling=0.02,
+        calm_s=150.0,
+    ),
+    "hand-overs": Plan(
+        options=DEFAULTS, faults=("join", "restart"), fault_every_s=6.0, failing=0.0, slow=0.02, rate=20.0,
+    ),
+    "failures": Plan(
+        options=DEFAULTS, faults=(), rate=2.0, bursts=(40, 80, 160), failing=0.03, slow=0.005, slowest_s=40.0,
+        quickest_s=0.0,
+    ),
+    "failed-members": Plan(options=DEFAULTS, members=3, faults=("fail", "join", "restart"), fault_every_s=15.0),
+    "many-queues": Plan(
+        options=DEFAULTS, brokers=2, queues=(50, 100, 200, 1000), faults=("join", "restart", "slow-node"), rate=50.0,
+        trouble_s=40.0, calm_s=60.0, slow=0.002,
+    ),
+}  # fmt: skip
