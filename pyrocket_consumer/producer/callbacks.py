@@ -73,6 +73,13 @@ class CallbackThread:
         while (function := self._calls.get()) is not None:
             _call(function)
 
+    def catch_up(self, timeout_s: float) -> None:
+        """Wait until what was to be called so far has run, for up to `timeout_s`."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            done = threading.Event()
+            self.call(done.set)
+            done.wait(max(timeout_s, 0))
+
     def stop(self, timeout_s: float | None) -> None:
         """Run what waits, and end the thread; wait up to `timeout_s` for that, unless this is that thread."""
         with self._lock:

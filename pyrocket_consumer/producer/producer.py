@@ -7,10 +7,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from enum import Enum
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -19,6 +20,7 @@ from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.producer import at_exit
 from pyrocket_consumer.producer.batch import BatchMessage, cut
 from pyrocket_consumer.producer.callbacks import CallbackThread, SendFuture, Waiting
 from pyrocket_consumer.producer.outbox import Outbox
@@ -33,6 +35,7 @@ from pyrocket_consumer.producer.outgoing import (
 from pyrocket_consumer.producer.result import SendResult
 from pyrocket_consumer.producer.sender import Sender
 from pyrocket_consumer.producer.sending import Sending
+from pyrocket_consumer.producer.tally import Tally
 from pyrocket_consumer.wire.compression import compress
 from pyrocket_consumer.wire.ids import UniqueIds
 from pyrocket_consumer.wire.message import BatchItem, encode_batch
@@ -45,6 +48,7 @@ T = TypeVar("T")
 _LONGEST_TIMEOUT_S = 3600
 _GRACE_S = 5.0  # the I/O thread keeps the deadlines; this long after one we no longer believe that it does
 _CLOSE_STEP_S = 5.0
+_EXIT_GRACE_S = 1.0  # for the last ones to be told that their time is over
 
 
 class ProducerState(Enum):
@@ -58,8 +62,10 @@ class ProducerState(Enum):
 class _Running:
     """What a producer has while it runs: its cluster, and the way of its messages to the I/O thread."""
 
-    def __init__(self, cluster: Cluster, config: ProducerConfig, group: str) -> None:
+    def __init__(self, cluster: Cluster, config: ProducerConfig, group: str, callbacks: CallbackThread) -> None:
         self.cluster = cluster
+        self._config = config
+        self._callbacks = callbacks
         self.outbox = Outbox(config.max_in_flight_messages, config.max_in_flight_bytes, self._wake)
         self._sender = Sender(cluster, config, group, self.outbox.finished)
 
@@ -70,10 +76,53 @@ class _Running:
         for sending in self.outbox.take_all():
             self._sender.begin(sending)
 
+    def tally(self) -> tuple[Tally, float]:
+        """Begin to count how what is on its way ends; also return in how many seconds the last deadline is over.
+
+        Raises:
+            ConsumerClosed: it is closed, or belongs to the process this one was forked from.
+            RequestTimeout: the I/O thread does not run.
+        """
+        return self.cluster.run(self._tally(), _CLOSE_STEP_S)
+
+    async def _tally(self) -> tuple[Tally, float]:
+        self._drain()
+        tally = self._sender.tally()
+        return tally, max(tally.last_deadline - self.cluster.loop.time(), 0)
+
+    def begin_flush(self) -> Callable[[], None]:
+        """Count what is on its way at the end of the process; see `at_exit`."""
+        try:
+            tally, _ = self.tally()
+        except RocketError:  # closed meanwhile; or this process was forked, and it is the parent's to send
+            return _nothing
+        return partial(self._end_flush, tally, time.monotonic() + self._config.send_timeout_s + _EXIT_GRACE_S)
+
+    def _end_flush(self, tally: Tally, until: float) -> None:
+        tally.wait(until - time.monotonic())
+        self._callbacks.catch_up(until - time.monotonic())
+        if not tally.messages:
+            return
+        failed, unanswered = tally.failed, tally.messages - tally.ended
+        became = f"{tally.ended - failed} are sent, {failed} were not sent, {unanswered} have no answer"
+        log.log(
+            logging.ERROR if failed or unanswered else logging.WARNING,
+            "group=%s the process ends and the producer was not closed: %d messages were on their way, %s; "
+            "call flush() or close() before the end%s",
+            self._config.group,
+            tally.messages,
+            became if failed or unanswered else "all are sent now",
+            f" reason={tally.reason}" if failed else "",
+        )
+
     async def abandon(self) -> int:
         """Give up what is on its way, and return how many requests that were."""
         self._drain()
         return self._sender.abandon()
+
+
+def _nothing() -> None:
+    """There is nothing to flush."""
 
 
 class Producer:
@@ -170,11 +219,39 @@ class Producer:
             cluster.add_producer(self._group)
             self._prepare(cluster)
             cluster.start()
-            self._running, self._pid = _Running(cluster, self.config, self._group), os.getpid()
+            self._running = _Running(cluster, self.config, self._group, self._callbacks)
+            self._pid = os.getpid()
             self._state = ProducerState.RUNNING
+            at_exit.add(self._running)
 
     def _prepare(self, cluster: Cluster) -> None:
         """Get a new cluster ready to answer what brokers ask of this kind of producer."""
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until every message handed over before has its result; the producer goes on.
+
+        Futures of `send_async` are done then, and tell what became of each message; their callbacks may still be about
+        to run. Every message has a deadline of its own, so this ends, without `timeout_s` (seconds, 0.001 to 3600) too.
+        A process that ends without `flush` or `close` does the same, for `send_timeout_s`, and logs what it lost.
+
+        Raises:
+            RequestTimeout: some have no result within `timeout_s`; the text says how many. They are still on their way.
+            ConsumerClosed: the producer was started in the process this one was forked from.
+        """
+        if timeout_s is not None:
+            check_range("timeout_s", timeout_s, 0.001, _LONGEST_TIMEOUT_S)
+        if (running := self._running) is None:
+            return  # nothing was handed over, or close() waits for it
+        try:
+            tally, left_s = running.tally()
+        except ConsumerClosed:
+            if self._running is None:
+                return  # closed this very moment
+            raise
+        wait_s = left_s + _GRACE_S if timeout_s is None else timeout_s
+        if not tally.wait(wait_s):
+            left = f"a flush ({tally.messages - tally.ended} of {tally.messages} messages are on their way)"
+            raise RequestTimeout(left, "the brokers", wait_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Take no more messages, wait until those on their way have their results, and disconnect.
@@ -188,6 +265,7 @@ class Producer:
             self._state = ProducerState.CLOSED
         if running is None or forked:
             return
+        at_exit.remove(running)
         running.outbox.close()
         try:
             if not running.outbox.wait_until_empty(timeout_s):

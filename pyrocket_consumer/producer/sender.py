@@ -18,6 +18,7 @@ from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, TopicRo
 from pyrocket_consumer.net.connection import Connection
 from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
 from pyrocket_consumer.producer.sending import Sending
+from pyrocket_consumer.producer.tally import Tally
 from pyrocket_consumer.wire.codes import ResponseCode, version_name, version_ordinal
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.send_template import SendTemplate
@@ -377,6 +378,10 @@ class Sender:
                 sending.waiting.set_exception(outcome)
             else:
                 sending.waiting.set_result(outcome)
+
+    def tally(self) -> Tally:
+        """Count how every message ends that is on its way now."""
+        return Tally(self._unfinished)
 
     def abandon(self) -> int:
         """Give every message that is still on its way up, and return how many there were."""

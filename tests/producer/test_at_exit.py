@@ -1,0 +1,202 @@
+"""A process that ends and has not closed its producer, with default options: what it had handed over is sent."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from pyrocket_consumer.testing import Gate, answer, delay, drop, rewrite
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+
+ROOT = Path(__file__).parents[2]
+SEND = RequestCode.SEND_MESSAGE_V2
+
+BEGIN = """
+import multiprocessing, os, sys, threading, time
+sys.path.insert(0, {root!r})
+from pyrocket_consumer import Producer
+
+def send(count=2000, **options):
+    producer = Producer(name_server=sys.argv[1], **options)
+    for number in range(count):
+        producer.send_async("orders", b"%d" % number)
+    return producer
+
+"""
+
+PATIENT = "send_timeout_s=60"  # for what shall be sent in any case, however slow the machine is
+
+
+def run(program: str, name_server: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", BEGIN.format(root=str(ROOT)) + textwrap.dedent(program), name_server],
+        capture_output=True, text=True, timeout=timeout, check=False,
+    )
+
+
+def bodies(embedded) -> list[int]:
+    return sorted(int(message.body) for message in embedded.messages("orders"))
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("producer = send()", 0),
+        ("send()", 0),
+        ("producer = send()\nsys.exit(3)", 3),
+        ("producer = send()\nraise LookupError('on purpose')", 1),
+        ("def main():\n    send()\n    sys.exit()\nmain()", 0),
+    ],
+    ids=["kept", "not kept", "sys.exit", "exception", "inside a function"],
+)
+def test_all_2000_are_sent_by_default(embedded, program, code):
+    done = run(program, embedded.name_server)
+    assert done.returncode == code
+    assert bodies(embedded) == list(range(2000)), done.stderr
+
+
+def test_it_says_that_it_was_not_closed_and_how_many_were_on_their_way(embedded):
+    for name in ("broker-a", "broker-b"):
+        embedded.broker(name).on(SEND, delay(0.5), times=None)
+    done = run(f"producer = send(50, group='shop', {PATIENT})", embedded.name_server)
+    assert bodies(embedded) == list(range(50))
+    (line,) = done.stderr.splitlines()
+    assert re.search(r"group=shop .*not closed.* 50 messages.* all .*sent.*flush\(\)", line)
+
+
+def test_nothing_is_said_where_nothing_was_on_its_way(embedded):
+    done = run("producer = send(20)\nproducer.flush()", embedded.name_server)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run("with send(20):\n    pass", embedded.name_server)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(bodies(embedded)) == 40
+
+
+@pytest.mark.cluster(brokers=1)
+def test_a_broker_that_never_answers_does_not_keep_the_process_and_the_lost_are_counted(embedded):
+    embedded.broker("broker-a").on(SEND, drop, times=None)
+    started = time.monotonic()
+    done = run("send(10)\nsend(5, group='other')\nprint(time.monotonic())", embedded.name_server)
+    assert time.monotonic() - float(done.stdout) < 30, "3 s, and what a busy machine adds"
+    assert time.monotonic() - started < 60
+    assert done.returncode == 0
+    assert re.search(r"10 messages.*10 .*not sent", done.stderr)
+    assert re.search(r"group=other .*5 messages.*5 .*not sent", done.stderr)
+
+
+@pytest.mark.cluster(brokers=1)
+def test_a_message_with_a_long_deadline_of_its_own_does_not_keep_the_process(embedded):
+    embedded.broker("broker-a").on(SEND, Gate(), times=None)
+    done = run(
+        """
+        producer = Producer(name_server=sys.argv[1], send_timeout_s=0.5)
+        for _ in range(4):
+            producer.send_async("orders", b"1", timeout_s=3000)
+        """,
+        embedded.name_server,
+    )
+    assert re.search(r"4 messages.*4 .*no answer", done.stderr)
+
+
+@pytest.mark.cluster(brokers=1)
+def test_what_brokers_refuse_is_counted_with_a_reason(embedded):
+    def refuse(exchange):
+        exchange.later(0.5, lambda: answer(ResponseCode.MESSAGE_ILLEGAL, "too odd")(exchange))
+
+    embedded.broker("broker-a").on(SEND, refuse, times=3)
+    embedded.broker("broker-a").on(SEND, delay(0.5), times=None)
+    done = run(f"send(10, {PATIENT})", embedded.name_server)
+    assert re.search(r"10 messages.*7 are sent, 3 were not sent, 0 have no answer; .* reason=.*too odd", done.stderr)
+
+
+def test_what_a_thread_sends_after_the_main_thread_ended_is_sent_too(embedded):
+    done = run(
+        f"""
+        producer = send(10, {PATIENT})
+
+        def later():
+            threading.main_thread().join()
+            time.sleep(0.2)
+            for number in range(10, 30):
+                producer.send_async("orders", b"%d" % number)
+
+        threading.Thread(target=later).start()
+        """,
+        embedded.name_server,
+    )
+    assert bodies(embedded) == list(range(30)), done.stderr
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_of_multiprocessing_sends_its_own_and_leaves_its_parents(embedded, method, tmp_path):
+    if sys.platform == "win32":
+        method = "spawn"
+    program = tmp_path / "program.py"
+    program.write_text(
+        BEGIN.format(root=str(ROOT))
+        + textwrap.dedent(
+            f"""
+            def child():
+                time.sleep(0)
+                send(100, {PATIENT})
+
+            if __name__ == "__main__":
+                parents = Producer(name_server=sys.argv[1])
+                parents.send("orders", b"-1")
+                process = multiprocessing.get_context({method!r}).Process(target=child)
+                process.start()
+                process.join()
+                print(process.exitcode)
+                parents.close()
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, str(program), embedded.name_server], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "0\n", done.stderr
+    assert bodies(embedded) == list(range(-1, 100)), done.stderr
+
+
+def test_a_broker_that_is_known_by_name_is_still_found_at_the_end(embedded):
+    """Names are resolved by threads that Python ends before it ends the process."""
+
+    def by_name(answer):
+        answer.body = answer.body.replace(b"127.0.0.1:", b"localhost:")
+        return answer
+
+    embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, rewrite(by_name), times=None)
+    done = run(f"send(100, {PATIENT})", embedded.name_server)
+    assert bodies(embedded) == list(range(100)), done.stderr
+
+
+def test_callbacks_of_the_last_messages_run(embedded):
+    done = run(
+        f"""
+        producer = Producer(name_server=sys.argv[1], {PATIENT})
+        for number in range(50):
+            future = producer.send_async("orders", b"%d" % number)
+            future.add_done_callback(lambda future: print(future.result(0).queue_offset >= 0))
+        """,
+        embedded.name_server,
+    )
+    assert done.stdout == "True\n" * 50, done.stderr
+
+
+def test_a_transaction_producer_sends_what_it_was_given_too(embedded):
+    done = run(
+        f"""
+        from pyrocket_consumer.producer import TransactionProducer
+        producer = TransactionProducer("g", check=print, name_server=sys.argv[1], {PATIENT})
+        for number in range(50):
+            producer.send_async("orders", b"%d" % number)
+        """,
+        embedded.name_server,
+    )
+    assert bodies(embedded) == list(range(50)), done.stderr

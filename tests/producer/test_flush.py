@@ -1,0 +1,143 @@
+"""Waiting for what was handed over, without closing."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from pyrocket_consumer.errors import RequestTimeout, SendError
+from pyrocket_consumer.producer import Producer, ProducerState
+from pyrocket_consumer.testing import Gate, answer, drop
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+
+SEND = RequestCode.SEND_MESSAGE_V2
+
+pytestmark = pytest.mark.cluster(brokers=1)
+
+
+@pytest.fixture
+def gate(embedded):
+    """Sends wait here until it opens."""
+    gate = Gate()
+    embedded.broker("broker-a").on(SEND, gate, times=None)
+    yield gate
+    gate.open()
+
+
+def test_after_a_flush_each_message_has_its_result_and_more_can_be_sent(embedded, producing):
+    producer = producing(embedded)
+    futures = [producer.send_async("orders", b"%d" % number) for number in range(500)]
+    producer.flush()
+    assert all(future.done() for future in futures)
+    assert len(embedded.messages("orders")) == len({future.result(0).message_id for future in futures}) == 500
+    producer.send("orders", b"more")
+
+
+def test_a_flush_waits_for_what_was_handed_over_before_it_only(embedded, producing):
+    gate, later = Gate(), Gate()
+    for body, own in ((b"before", gate), (b"after", later)):
+        embedded.broker("broker-a").on(SEND, own, times=None, when=lambda request, body=body: request.body == body)
+    producer = producing(embedded, send_timeout_s=60)
+    before = [producer.send_async("orders", b"before", sharding_key="a") for _ in range(3)]
+    gate.wait_held(1)
+    flushed = threading.Event()
+    flushing = threading.Thread(target=lambda: (producer.flush(), flushed.set()))
+    flushing.start()
+    assert not flushed.wait(0.2)
+    gate.open()
+    after = producer.send_async("orders", b"after", sharding_key="b")
+    assert flushed.wait(30)
+    flushing.join()
+    assert [future.done() for future in (*before, after)] == [True, True, True, False]
+    later.open()
+    assert after.result(30)
+
+
+def test_a_flush_that_takes_too_long_says_how_many_are_still_on_their_way(embedded, producing, gate):
+    producer = producing(embedded, send_timeout_s=60)
+    futures = [producer.send_async("orders", b"x") for _ in range(7)]
+    gate.wait_held(7)
+    started = time.monotonic()
+    with pytest.raises(RequestTimeout, match=r"7 of 7 messages .* within 0\.2 s"):
+        producer.flush(timeout_s=0.2)
+    assert time.monotonic() - started < 20
+    gate.open()
+    producer.flush(timeout_s=30)
+    assert [future.result(0).queue_offset for future in futures]
+
+
+def test_a_flush_ends_with_the_deadlines_of_the_messages(embedded, producing):
+    producer = producing(embedded, send_timeout_s=0.3)
+    embedded.broker("broker-a").on(SEND, drop, times=None)
+    futures = [producer.send_async("orders", b"x") for _ in range(3)]
+    producer.flush()
+    for future in futures:
+        with pytest.raises(SendError):
+            future.result(0)
+
+
+def test_what_was_refused_has_its_answer_too(embedded, producing):
+    producer = producing(embedded)
+    embedded.broker("broker-a").on(SEND, answer(ResponseCode.MESSAGE_ILLEGAL, "too odd"))
+    future = producer.send_async("orders", b"x")
+    producer.flush()
+    assert "too odd" in str(future.exception(0))
+
+
+def test_where_nothing_was_handed_over_there_is_nothing_to_wait_for(embedded):
+    producer = Producer(name_server=embedded.name_server)
+    producer.flush()
+    assert producer.state is ProducerState.CREATED
+    producer.send("orders", b"x")
+    producer.flush(timeout_s=0.001)
+    producer.close()
+    producer.flush()
+
+
+def test_a_callback_may_flush(embedded, producing):
+    producer = producing(embedded)
+    outcomes = queue.SimpleQueue()
+
+    def send_another(_):
+        future = producer.send_async("orders", b"second")
+        producer.flush()
+        outcomes.put(future.done())
+
+    producer.send_async("orders", b"first").add_done_callback(send_another)
+    assert outcomes.get(timeout=30)
+
+
+def test_two_threads_may_flush_at_once(embedded, producing, gate):
+    producer = producing(embedded, send_timeout_s=60)
+    futures = [producer.send_async("orders", b"x") for _ in range(5)]
+    gate.wait_held(5)
+    threads = [threading.Thread(target=producer.flush) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    gate.open()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert all(future.done() for future in futures)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "3", True])
+def test_a_wrong_timeout_is_refused(embedded, producing, wrong):
+    with pytest.raises(ValueError, match="timeout_s"):
+        producing(embedded).flush(timeout_s=wrong)
+
+
+def test_closing_ends_a_flush(embedded, gate):
+    producer = Producer(name_server=embedded.name_server, send_timeout_s=60)
+    future = producer.send_async("orders", b"x")
+    gate.wait_held(1)
+    outcomes = queue.SimpleQueue()
+    flushing = threading.Thread(target=lambda: outcomes.put(producer.flush()))
+    flushing.start()
+    producer.close(timeout_s=0.2)
+    assert outcomes.get(timeout=30) is None
+    flushing.join()
+    assert isinstance(future.exception(0), SendError)
