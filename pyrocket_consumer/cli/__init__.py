@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pyrocket_consumer import __version__
 from pyrocket_consumer.cli import broker, consume, demo, offsets, produce
+from pyrocket_consumer.cli.streams import write_anywhere, write_to_nobody
 from pyrocket_consumer.errors import RequestTimeout, RocketError
 
 _NO_ANSWER = "; it is busy or not well, or something else listens there"
@@ -30,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    write_anywhere()
     options = parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ERROR
     except BrokenPipeError:  # the reader of our output has left
-        sys.stderr.close()
+        write_to_nobody()
         return ERROR
 
 

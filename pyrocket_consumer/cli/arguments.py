@@ -35,7 +35,7 @@ def add_command(
 
 def add_name_server(command: argparse.ArgumentParser, default: str = "NAMESRV_ADDR") -> None:
     """Add `-n`."""
-    command.add_argument("-n", "--name-server", metavar="HOST:PORT[;…]", help=f"name servers (default: {default})")
+    command.add_argument("-n", "--name-server", metavar="HOST:PORT[;...]", help=f"name servers (default: {default})")
 
 
 def add_connection(command: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def add_connection(command: argparse.ArgumentParser) -> None:
         "An account is read from PYROCKET_ACCESS_KEY and PYROCKET_SECRET_KEY (PYROCKET_SECURITY_TOKEN, too, if it "
         "has one): everybody on the machine can see the arguments of a command.",
     )
-    group.add_argument("-n", "--name-server", metavar="HOST:PORT[;…]", help="name servers (default: NAMESRV_ADDR)")
+    group.add_argument("-n", "--name-server", metavar="HOST:PORT[;...]", help="name servers (default: NAMESRV_ADDR)")
     group.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
     group.add_argument("--tls-ca", metavar="FILE", help="encrypt, and trust the authorities in this PEM file")
 
@@ -79,6 +79,21 @@ def place(text: str) -> Place:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def whole(text: str) -> int:
+    """Parse a whole number from zero."""
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def queue_name(text: str) -> tuple[str, int]:
+    """Parse the name of a queue without its topic: broker and id."""
+    broker, _, queue_id = text.rpartition("/")
+    if not broker or not (queue_id.isascii() and queue_id.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like broker-a/3")
+    return broker, int(queue_id)
+
+
 def seconds(text: str) -> float:
     """Parse a duration."""
     try:
@@ -92,7 +107,7 @@ def seconds(text: str) -> float:
 
 def positive(text: str) -> int:
     """Parse a whole number above zero."""
-    number = int(text) if text.isdigit() else 0
+    number = int(text) if text.isascii() and text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return number

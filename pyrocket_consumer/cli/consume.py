@@ -1,76 +1,286 @@
-"""`pyrocket consume`: print what arrives on a topic."""
+"""`pyrocket consume`: print messages, as an onlooker or as a member of a group."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-import threading
+from collections.abc import Iterable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
-from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection, positive
+from pyrocket_consumer.cli.arguments import (
+    add_command,
+    add_connection,
+    add_output,
+    connection,
+    place,
+    positive,
+    queue_name,
+    whole,
+)
+from pyrocket_consumer.cli.streams import Interrupts, may_write, reader_has_left, write_to_nobody
+from pyrocket_consumer.config import check_topic
+from pyrocket_consumer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.cli.look import Look
+    from pyrocket_consumer.cluster import Cluster
+    from pyrocket_consumer.consumer import ConsumeResult, PushConsumer, Suspend
+    from pyrocket_consumer.model import MessageQueue, Subscription
+    from pyrocket_consumer.wire.message import Message
 
 _EXAMPLES = """\
-  pyrocket consume -n 127.0.0.1:9876 orders                        # new messages, until Ctrl-C
-  pyrocket consume -n 127.0.0.1:9876 orders --from first --count 10 -o json
-  pyrocket consume -n 127.0.0.1:9876 orders --group audit --selector 'paid || refunded'
+  pyrocket consume -n 127.0.0.1:9876 orders                        # what there is, oldest first
+  pyrocket consume -n 127.0.0.1:9876 orders --from last            # what comes from now on, until Ctrl-C
+  pyrocket consume -n 127.0.0.1:9876 orders --from 2026-11-21T08:00:00Z --follow -o json
+  pyrocket consume -n 127.0.0.1:9876 orders --queue broker-a/3 --offset 120 --count 1
+  pyrocket consume -n 127.0.0.1:9876 orders --selector 'paid || refunded'
+  pyrocket consume -n 127.0.0.1:9876 orders --group audit --count 10
+
+Without --group it only looks: it is no member of any group, commits nothing, and ends where the queues ended when it
+began. With --group it is a member for as long as it runs: it shares the queues with the others, waits for messages,
+and commits what it has printed and nothing else. --count, Ctrl-C, SIGTERM and a reader that leaves (| head) end it.
 """
+
+_LOOK_EVERY_S = 0.2
+_CLOSE_WITHIN_S = 5.0
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    command = add_command(commands, "consume", "print the messages of a topic as they arrive", _EXAMPLES, run)
+    command = add_command(commands, "consume", "print the messages of a topic", _EXAMPLES, run)
     add_connection(command)
     add_output(command)
     command.add_argument("topic")
-    command.add_argument("--group", default="pyrocket-cli", help="consumer group (default: pyrocket-cli)")
+    command.add_argument("--group", help="consume as a member of this group, and commit what was printed")
     command.add_argument(
-        "--from", dest="start", choices=("first", "last"), default="last", help="where a new group starts"
+        "--from", dest="start", type=place, metavar="PLACE",
+        help="first (default), last (and follow), or a time with its zone: 2026-11-21T08:00:00Z; "
+        "with --group, where a group begins that has no offset yet (default: last)",
+    )  # fmt: skip
+    command.add_argument(
+        "--queue", action="append", type=queue_name, metavar="BROKER/ID", help="only this queue; repeatable"
     )
+    command.add_argument("--offset", type=whole, metavar="N", help="begin at this offset of the one --queue")
+    command.add_argument("--follow", action="store_true", help="at the end wait for what comes (always with --group)")
     command.add_argument("--selector", default="*", help="tags, for example 'paid || refunded' (default: *)")
+    command.add_argument("--sql", help="properties, for example \"region = 'eu' AND price > 5\"")
     command.add_argument("--count", type=positive, help="stop after this many messages")
+    command.set_defaults(wrong_usage=command.error)
+
+
+class Printer:
+    """Prints messages, up to a number of them, while somebody reads. For the main thread.
+
+    What is told of a printed message belongs within `interrupts.held()`, too: so no signal comes in between.
+    """
+
+    def __init__(self, interrupts: Interrupts, as_json: bool, most: int | None) -> None:
+        self.ended = False
+        self.interrupts = interrupts
+        self._as_json = as_json
+        self._left = most
+
+    def show(self, message: Message) -> bool:
+        """Print a message; returns False, and it counts as not printed, when there were enough or nobody reads."""
+        while not self.ended and not may_write(_LOOK_EVERY_S):
+            self.ended = self.interrupts.wanted
+        if self.ended:
+            return False
+        try:
+            print(_as_json(message) if self._as_json else _as_text(message), flush=True)
+        except BrokenPipeError:
+            self._nobody_reads()
+            return False
+        if self._left is not None:
+            self._left -= 1
+            self.ended = self._left == 0
+        return True
+
+    def nothing_came(self) -> None:
+        """Look whether anybody still reads."""
+        if reader_has_left():
+            self._nobody_reads()
+
+    def _nobody_reads(self) -> None:
+        self.ended = True
+        write_to_nobody()
+
+
+def _as_text(message: Message) -> str:
+    return f"{message.queue}@{message.queue_offset}  {message.tags or '-'}  {_body(message)}"
+
+
+def _as_json(message: Message) -> str:
+    facts = {
+        "topic": message.topic,
+        "queue": str(message.queue),
+        "offset": message.queue_offset,
+        "id": message.message_id,
+        "tag": message.tags,
+        "keys": message.keys,
+        "born_at_ms": message.born_at_ms,
+        "body": _body(message),
+    }
+    return json.dumps(facts, ensure_ascii=False)
+
+
+def _body(message: Message) -> str:
+    return message.body.decode(errors="backslashreplace")
 
 
 def run(options: argparse.Namespace) -> int:
-    from pyrocket_consumer.consumer import ConsumeResult, PushConsumer
-    from pyrocket_consumer.wire.message import Message
-
-    lock, enough, printed = threading.Lock(), threading.Event(), 0
-
-    def show(message: Message) -> ConsumeResult:
-        nonlocal printed
-        with lock:
-            if enough.is_set():
-                return ConsumeResult.RETRY  # not ours to consume: it stays for the next
-            text = message.body.decode(errors="backslashreplace")
-            if options.output == "json":
-                facts = {
-                    "topic": message.topic,
-                    "queue": str(message.queue),
-                    "offset": message.queue_offset,
-                    "id": message.message_id,
-                    "tag": message.tags,
-                    "keys": message.keys,
-                    "born_at_ms": message.born_at_ms,
-                    "body": text,
-                }
-                print(json.dumps(facts, ensure_ascii=False), flush=True)
-            else:
-                print(f"{message.queue}@{message.queue_offset}  {message.tags or '-'}  {text}", flush=True)
-            printed += 1
-            if options.count and printed >= options.count:
-                enough.set()
-            return ConsumeResult.SUCCESS
-
-    with PushConsumer(
-        options.group, **connection(options), consume_from=options.start, consume_threads=1
-    ) as consumer:
-        consumer.subscribe(options.topic, show, options.selector)
-        print(f"consuming {options.topic} as {options.group}; Ctrl-C ends", file=sys.stderr)
+    named = options.queue or []
+    if options.sql is not None and options.selector != "*":
+        options.wrong_usage("either --selector or --sql, not both")
+    if options.offset is not None and (options.start is not None or len(named) != 1):
+        options.wrong_usage("--offset N is for one queue, without --from: --queue BROKER/ID --offset N")
+    if options.group is not None and named:
+        options.wrong_usage("a group's members share all queues; --queue and --offset are for looking, without --group")
+    with Interrupts() as interrupts:
+        printer = Printer(interrupts, options.output == "json", options.count)
         try:
-            while not enough.is_set():
-                consumer.join(0.2)
-                if consumer.state.value != "running":
-                    break
+            if options.group is not None:
+                _consume(options, printer)
+            else:
+                _look(options, printer)
         except KeyboardInterrupt:
             pass
     return 0
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# --- as a member of a group
+
+
+class _Handover:
+    """Messages on their way from the consumer's one worker to the thread that prints, and its word for each back."""
+
+    def __init__(self) -> None:
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._printed: SimpleQueue[bool] = SimpleQueue()
+
+    def listen(self, message: Message) -> ConsumeResult | Suspend:
+        """Consume a message if it was printed. In order of offset, none that was not printed is passed over."""
+        from pyrocket_consumer.consumer import ConsumeResult, Suspend
+
+        self._messages.put(message)
+        if self._printed.get():
+            return ConsumeResult.SUCCESS
+        self._printed.put(False)  # that was the last word: it holds for all that come
+        return Suspend(30)
+
+    def print_until_ended(self, consumer: PushConsumer, printer: Printer) -> None:
+        while not printer.ended and consumer.state.value == "running":
+            try:
+                message = self._messages.get(timeout=_LOOK_EVERY_S)
+            except Empty:
+                printer.nothing_came()
+            else:
+                with printer.interrupts.held():
+                    self._printed.put(printer.show(message))
+
+    def end(self) -> None:
+        """Have no worker wait any more."""
+        self._printed.put(False)
+
+
+def _consume(options: argparse.Namespace, printer: Printer) -> None:
+    from pyrocket_consumer.consumer import PushConsumer, sql
+
+    handover = _Handover()
+    consumer = PushConsumer(
+        options.group,
+        **connection(options),
+        consume_from=options.start or "last",
+        consume_threads=1,
+        orderly=True,  # what was not printed waits in its queue; else it would go through the retry topic
+        shutdown_timeout_s=_CLOSE_WITHIN_S,
+    )
+    consumer.subscribe(options.topic, handover.listen, options.selector if options.sql is None else sql(options.sql))
+    try:
+        with consumer:
+            try:
+                _tell(f"consuming {options.topic} as a member of {options.group}; Ctrl-C ends")
+                handover.print_until_ended(consumer, printer)
+            except KeyboardInterrupt:
+                pass  # the rest is the consumer's end, and what it says counts
+            finally:
+                handover.end()
+    finally:
+        handover.end()
+
+
+# --- as an onlooker
+
+
+def _look(options: argparse.Namespace, printer: Printer) -> None:
+    from pyrocket_consumer.cluster import Cluster, make_client_id
+    from pyrocket_consumer.config import ClientConfig
+
+    subscription = _subscription(options)
+    config = ClientConfig(**connection(options))
+    cluster = Cluster(config, make_client_id(config))
+    cluster.start()
+    try:
+        look = cluster.run(_begin(cluster, options, subscription), None)
+        while not printer.ended and (messages := cluster.run(look.next_messages(), None)):
+            _print(messages, printer)
+        if options.follow or options.start == "last":
+            _tell(f"looking at {options.topic}; Ctrl-C ends")
+            while not printer.ended:
+                _print(cluster.run(look.new_messages(_LOOK_EVERY_S), None), printer)
+                printer.nothing_came()
+    finally:
+        cluster.close()
+
+
+def _print(messages: Iterable[Message], printer: Printer) -> None:
+    for message in messages:
+        with printer.interrupts.held():
+            printer.show(message)
+
+
+def _subscription(options: argparse.Namespace) -> Subscription:
+    from pyrocket_consumer.model import Subscription
+    from pyrocket_consumer.wire.subscription import SQL92, parse_subscription
+
+    check_topic(options.topic)
+    if options.sql is None:
+        return parse_subscription(options.topic, options.selector)
+    if not options.sql.strip():
+        raise ConfigError("the SQL92 expression is empty")
+    return Subscription(options.topic, options.sql, expression_type=SQL92)
+
+
+async def _begin(cluster: Cluster, options: argparse.Namespace, subscription: Subscription) -> Look:
+    """Find the queues, and where to begin and end."""
+    from pyrocket_consumer.cli.look import Look
+    from pyrocket_consumer.cluster.places import TOOLS_GROUP, first_and_last, offsets_at
+
+    queues = await _queues(cluster, options)
+    ends = await offsets_at(cluster, "last", queues, groups=(TOOLS_GROUP,))
+    if options.offset is None:
+        begins = await offsets_at(cluster, options.start or "first", queues, groups=(TOOLS_GROUP,))
+    else:
+        begins = dict.fromkeys(queues, options.offset)
+        for queue, (low, high) in (await first_and_last(cluster, queues)).items():
+            if not low <= options.offset <= high:
+                raise ConfigError(f"offset {options.offset} is not in {queue}, which holds {low} to {high}")
+    return Look(cluster, subscription, begins, ends, _tell)
+
+
+async def _queues(cluster: Cluster, options: argparse.Namespace) -> list[MessageQueue]:
+    from pyrocket_consumer.model import MessageQueue
+
+    there = (await cluster.route(options.topic, refresh=True)).consume_queues()
+    if not options.queue:
+        return there
+    named = {MessageQueue(options.topic, broker, queue_id) for broker, queue_id in options.queue}
+    if strangers := sorted(named - set(there)):
+        raise ConfigError(f"there is no queue {strangers[0]}; there are {', '.join(map(str, there))}")
+    return sorted(named)

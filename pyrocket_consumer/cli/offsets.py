@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection, place, seconds
+from pyrocket_consumer.cli.arguments import (
+    add_command,
+    add_connection,
+    add_output,
+    connection,
+    place,
+    queue_name,
+    seconds,
+    whole,
+)
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.model import MessageQueue
 
@@ -75,7 +84,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         command.add_argument("group", help="consumer group")
     for command in (show, reset, forget):
         command.add_argument("topic")
-    lag.add_argument("--max", type=_count, metavar="N", help="exit with code 3 when a topic's lag is above N")
+    lag.add_argument("--max", type=whole, metavar="N", help="exit with code 3 when a topic's lag is above N")
     reset.add_argument(
         "--to", type=place, metavar="PLACE", help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z"
     )
@@ -99,18 +108,12 @@ def _usage(group: argparse.ArgumentParser) -> int:
     return 2
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
 def _queue(text: str) -> tuple[str, int, int | None]:
     name, _, offset = text.partition("=")
-    broker, _, queue_id = name.rpartition("/")
-    if not broker or not queue_id.isdecimal() or not (offset.isdecimal() or "=" not in text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like broker-a/3 or broker-a/3=120")
-    return broker, int(queue_id), int(offset) if offset else None
+    try:
+        return *queue_name(name), whole(offset) if "=" in text else None
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like broker-a/3 or broker-a/3=120") from None
 
 
 def _admin(options: argparse.Namespace) -> Admin:

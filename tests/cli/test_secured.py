@@ -43,7 +43,10 @@ TRUSTING = ("--tls-ca", str(CERTIFICATE))
 def test_a_secured_cluster_is_used_from_the_shell(secured):
     done = pyrocket(secured, "produce", "orders", "first", "second", *TRUSTING)
     assert (done.returncode, done.stdout) == (0, "2 messages sent to orders\n"), done.stderr
-    done = pyrocket(secured, "consume", "orders", "--from", "first", "--count", "2", *TRUSTING)
+    done = pyrocket(secured, "consume", "orders", *TRUSTING)
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 2), done.stderr
+    member = ("--group", "pyrocket-cli", "--from", "first", "--count", "2")
+    done = pyrocket(secured, "consume", "orders", *member, *TRUSTING)
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 2), done.stderr
     done = pyrocket(secured, "offsets", "reset", "pyrocket-cli", "orders", "--to", "earliest", "--execute", *TRUSTING)
     assert done.returncode == 0, done.stderr

@@ -130,7 +130,7 @@ def test_what_the_cluster_or_the_protocol_does_not_allow(told, address, command,
     [
         (["explode"], "'explode'", "choose from"),
         (["produce", "T"], "BODY", "are required"),
-        (["consume", "T", "--from", "yesterday"], "'yesterday'", "choose from"),
+        (["consume", "T", "--from", "yesterday"], "'yesterday'", "use 'first' or 'earliest'"),
         (["consume", "T", "--count", "0"], "'0'", "a whole number above zero"),
         (["demo", "--messages", "0"], "'0'", "a whole number above zero"),
         (["demo", "--rate", "x"], "'x'", "a whole number above zero"),

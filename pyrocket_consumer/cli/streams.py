@@ -1,0 +1,84 @@
+"""Standard output and error, whatever is at their other end."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Self
+
+
+def write_anywhere() -> None:
+    """Have what a console's encoding lacks written as an escape, so that no text is an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def reader_has_left() -> bool:
+    """Tell whether nobody reads our output any more, as after `| head -2`; False where that cannot be known."""
+    return _told_of_output(0, 0) not in (None, 0)
+
+
+def may_write(within_s: float) -> bool:
+    """Wait until a line can be written, or nobody reads: a pipe may be full. True where that cannot be known."""
+    return _told_of_output(select.POLLOUT, within_s) != 0
+
+
+def _told_of_output(wanted: int, within_s: float) -> int | None:
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), wanted)
+    except (AttributeError, OSError, ValueError):
+        return None
+    return next((told for _, told in poll.poll(within_s * 1000)), 0)
+
+
+class Interrupts:
+    """Has Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread, but not within `held()`: after it.
+
+    A second one raises at once.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._held = False
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._came) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if not self._held or self.wanted:
+            raise KeyboardInterrupt
+        self.wanted = True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is done within is done whole."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self.wanted:
+            raise KeyboardInterrupt
+
+
+def write_to_nobody() -> None:
+    """Have the rest of the output go nowhere: else its flush at the end of the process is an error once more."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError):
+        pass
