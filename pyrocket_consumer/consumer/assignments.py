@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
+from pyrocket_consumer.consumer.process_queue import Budget, Limits, ProcessQueue
 from pyrocket_consumer.consumer.puller import Puller
 from pyrocket_consumer.consumer.statistics import Totals
 from pyrocket_consumer.errors import OffsetStoreError, RocketError
@@ -60,7 +60,7 @@ class Assignments:
         self._epochs: dict[MessageQueue, int] = {}
         self._changing: dict[MessageQueue, asyncio.Lock] = {}
         self._leaving: set[MessageQueue] = set()
-        self._coming: set[MessageQueue] = set()
+        self._budgets: dict[str, Budget] = {}  # by topic, or one for all
         self._past: dict[str, Totals] = {}  # of queues that have ended, and what is not counted by queue
 
     # --- what is held
@@ -102,13 +102,6 @@ class Assignments:
 
     async def begin(self, queue: MessageQueue) -> bool:
         """Take `queue` on and start pulling. Returns False when its start offset cannot be told now."""
-        self._coming.add(queue)  # queues that begin together share the memory from the first one's first pull on
-        try:
-            return await self._begin(queue)
-        finally:
-            self._coming.discard(queue)
-
-    async def _begin(self, queue: MessageQueue) -> bool:
         member = self._member
         await member.resets.before_begin(queue)  # what was reset while we were away counts for its start offset
         async with self._lock(queue):
@@ -141,10 +134,12 @@ class Assignments:
         epoch = self._epochs[queue] = self._epochs.get(queue, 0) + 1
         limits = Limits(
             config.for_topic("max_cached_messages", queue.topic),
-            config.for_topic("max_cached_bytes", queue.topic),
             MAX_OFFSET if config.orderly else config.max_span,
         )
-        window = ProcessQueue(queue, epoch, limits, member.commits.update, member.wake, self._member.loop.time)
+        budget = self._budget(queue.topic)
+        window = ProcessQueue(
+            queue, epoch, limits, member.commits.update, member.wake, self._member.loop.time, budget=budget
+        )
         if locked_until is not None:
             window.locked_until = locked_until
         window.start(offset)
@@ -159,20 +154,23 @@ class Assignments:
             retry_delay_s=config.pull_retry_delay_s,
         )
         assignment = self._held[queue] = Assignment(window, puller, origin, offset)
-        self.share_bytes()
         return assignment
 
-    def share_bytes(self) -> None:
-        """Divide `max_cached_bytes` between the queues held, of a topic or of all."""
+    def _budget(self, topic: str) -> Budget:
+        """Return what bounds the bytes of all queues held, or of those of `topic`."""
         config = self._member.config
-        by_topic: dict[str, int] = {}
-        sharing = self._held.keys() | self._coming
-        for queue in sharing:
-            by_topic[queue.topic] = by_topic.get(queue.topic, 0) + 1
-        per_topic = not isinstance(config.max_cached_bytes, int)
-        for queue, assignment in self._held.items():
-            sharers = by_topic[queue.topic] if per_topic else len(sharing)
-            assignment.window.limits.bytes = max(1, config.for_topic("max_cached_bytes", queue.topic) // sharers)
+        scope = "" if isinstance(config.max_cached_bytes, int) else topic
+        if scope not in self._budgets:
+            limit = config.for_topic("max_cached_bytes", topic)
+            self._budgets[scope] = Budget(limit, self._member.loop, self._is_idle)
+        return self._budgets[scope]
+
+    def _is_idle(self) -> bool:
+        """Tell whether some worker has nothing to do."""
+        workers = self._member.service.workers()
+        return not any(each.waiting() for each in workers) and any(
+            slot.chunk is None for each in workers for slot in each.slots
+        )
 
     async def end(self, queue: MessageQueue, why: str) -> None:
         """Give `queue` up: let what runs finish for a moment, store the final offset, forget it."""
@@ -198,7 +196,6 @@ class Assignments:
                     level=logging.WARNING,
                 )
             del self._held[queue]  # only now: a close that comes in between stores what is held
-            self.share_bytes()
         self._member.event(EventKind.QUEUE_REVOKED, f"{why} at {final}", queue, {"offset": final})
 
     async def lose(self, queue: MessageQueue) -> None:
@@ -211,7 +208,6 @@ class Assignments:
             self._stop(assignment)
             final = self._fence(assignment)
             del self._held[queue]
-            self.share_bytes()
             member.commits.forget(queue)
         member.event(
             EventKind.LOCK_LOST,

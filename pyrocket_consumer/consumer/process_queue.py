@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -41,13 +42,157 @@ TRANSITIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
-    """How much one queue may hold before pulling pauses. `bytes` is set anew when the number of queues changes."""
+    """How much one queue may hold before pulling pauses; bytes are bounded by a `Budget`."""
 
     messages: int = 1000
-    bytes: int = 100 * 1024 * 1024
     span: int = 2000
+
+
+LEAST_EXPECTED = 1024
+"""Bytes that a pull counts with as long as nothing is known of its queue's answers."""
+
+LOOK_EVERY_S = 0.02
+"""How often windows that wait for their turn are looked after while workers have nothing to do."""
+
+
+class Budget:
+    """The bytes that all windows of a consumer (of a topic) may hold together, and whose turn it is to pull for more.
+
+    A window that holds something may pull while it holds less than what is left, so that one queue that is stuck
+    leaves room for others. When nothing is left, windows that hold nothing take turns as room is made. Pulls under
+    way count with what is expected of them, and an answer that comes when there is no room is not taken.
+
+    What is held may be stuck: then the next window goes beyond the limit, one after the other, as long as `idle()`
+    tells that workers have nothing to do.
+
+    Any thread may use it, `expect` the one of `loop` only. Its lock is a leaf, and may be taken within a window's.
+    Methods that make room return the windows whose turn it is; the caller wakes them when it holds no lock.
+    """
+
+    def __init__(
+        self,
+        limit: int = 100 * 1024 * 1024,
+        loop: asyncio.AbstractEventLoop | None = None,
+        idle: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._limit = limit
+        self._loop = loop
+        self._idle = idle
+        self._lock = threading.Lock()
+        self._held = 0
+        self._expected = 0
+        self._arrived = 0  # of what is expected, what is there and not yet in a window
+        self._waiting: dict[ProcessQueue, int] = {}  # windows that hold nothing, in turn, and what they expect
+        self._turns: dict[ProcessQueue, int] = {}  # those that were woken and have not pulled yet
+        self._beyond: ProcessQueue | None = None  # pulls although as much as may be is held
+        self._next_look: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"Budget({self._held} of {self._limit} held, {self._expected} expected, {len(self._waiting)} waiting)"
+
+    @property
+    def held(self) -> int:
+        """How many bytes the windows hold."""
+        return self._held
+
+    def _left(self) -> int:
+        return self._limit - self._held - self._expected
+
+    def leaves_room(self, held: int) -> bool:
+        """Tell whether a window that holds `held` bytes may pull, or wait for its turn to do so."""
+        with self._lock:
+            return not held or (held < self._left() and not self._waiting)
+
+    def expect(self, window: ProcessQueue, held: int, expected: int) -> bool:
+        """Tell whether `window`, which holds `held` bytes, may pull; `expected` bytes count until they are settled.
+
+        If not, and it holds nothing, it is woken when its turn comes; it may pull then, or must `pass_on`.
+        """
+        with self._lock:
+            turn = self._turns.pop(window, None)
+            if turn is not None:
+                self._expected -= turn
+            elif self._waiting or held >= self._left():
+                if not held:
+                    self._waiting.setdefault(window, expected)
+                    self._look_later()
+                return False
+            self._expected += expected
+            return True
+
+    def take(self, window: ProcessQueue, expected: int, size: int) -> bool:
+        """Tell whether an answer of `size` bytes is taken; they then count as what was expected, until it is settled.
+
+        If there is no room it has to be asked for again.
+        """
+        with self._lock:
+            if self._held + self._arrived >= self._limit and self._beyond is not window:
+                return False
+            self._expected += size - expected
+            self._arrived += size
+            return True
+
+    def add(self, size: int) -> None:
+        """Count bytes that a window has begun to hold."""
+        with self._lock:
+            self._held += size
+
+    def free(self, size: int) -> list[ProcessQueue]:
+        """Count bytes that a window holds no longer."""
+        with self._lock:
+            self._held -= size
+            return self._woken()
+
+    def settle(self, window: ProcessQueue, expected: int, arrived: int) -> list[ProcessQueue]:
+        """What was expected of a pull is in the window by now, or will not come; so many bytes had `arrived`."""
+        with self._lock:
+            self._expected -= expected
+            self._arrived -= arrived
+            if self._beyond is window:
+                self._beyond = None
+            return self._woken()
+
+    def pass_on(self, window: ProcessQueue) -> list[ProcessQueue]:
+        """`window` does not pull, although it waits for its turn or has it: the next one may."""
+        with self._lock:
+            self._waiting.pop(window, None)
+            if (turn := self._turns.pop(window, None)) is not None:
+                self._expected -= turn
+                if self._beyond is window:
+                    self._beyond = None
+            return self._woken()
+
+    def _woken(self) -> list[ProcessQueue]:
+        woken: list[ProcessQueue] = []
+        while self._waiting and self._left() > 0:
+            woken.append(self._give_turn())
+        return woken
+
+    def _give_turn(self) -> ProcessQueue:
+        window = next(iter(self._waiting))
+        self._turns[window] = expected = self._waiting.pop(window)
+        self._expected += expected
+        return window
+
+    def _look_later(self) -> None:
+        if self._next_look is None and self._loop is not None:
+            self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look)
+
+    def _look(self) -> None:
+        window: ProcessQueue | None = None
+        is_idle = self._idle()
+        with self._lock:
+            self._next_look = None
+            if is_idle and self._waiting and self._beyond is None:
+                window = self._give_turn()
+                if self._held >= self._limit:
+                    self._beyond = window
+            if self._waiting:
+                self._look_later()
+        if window is not None:
+            window.wake()
 
 
 FIRST_GUESS_S = 0.001
@@ -69,10 +214,13 @@ class ProcessQueue:
         tell: Callable[[MessageQueue, int], None],
         wake: Callable[[ProcessQueue], None] = lambda window: None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        budget: Budget | None = None,
     ) -> None:
         self.queue = queue
         self.epoch = epoch
         self.limits = limits
+        self.budget = budget or Budget()
         self.dropped = False
         self.listener_time_s = FIRST_GUESS_S
         self.last_consumed_at = 0.0
@@ -115,12 +263,17 @@ class ProcessQueue:
         with self._lock:
             self._move(QueueEvent.DROP)
             self.dropped = True
+        self.pass_on()
 
     def fence(self) -> int | None:
         """End the queue's life and return its final commit offset, None if it never started."""
         with self._lock:
             self._move(QueueEvent.FENCE)
-            return self._edge()
+            final = self._edge()
+            woken = self.budget.free(self._bytes)
+            self._bytes = 0
+        _wake(woken)
+        return final
 
     def may_consume(self) -> bool:
         """Tell whether listener calls may begin: the queue is ours, and so is its lock."""
@@ -142,6 +295,7 @@ class ProcessQueue:
                 self._window.extend(messages)
                 self._count += len(messages)
                 self._bytes += size
+                self.budget.add(size)
             elif not self._window:
                 self._tell(self.queue, next_offset)
             return True
@@ -151,7 +305,7 @@ class ProcessQueue:
 
         `elapsed_s` for `units` listener calls feeds the estimate by which work is handed over.
         """
-        wake = False
+        wake: list[ProcessQueue] = []
         with self._lock:
             if self._state is QueueState.FENCED:
                 return
@@ -174,15 +328,17 @@ class ProcessQueue:
                 popleft()
                 while window and window[0]._done:
                     popleft()
-                self._bytes -= self._bytes * (held - len(window)) // held  # a fair share; exact when empty
+                freed = self._bytes * (held - len(window)) // held  # a fair share; exact when empty
+                self._bytes -= freed
+                wake = self.budget.free(freed)
                 edge = window[0].queue_offset if window else self._next_offset
                 assert edge is not None
                 self._tell(self.queue, edge)
-            if self._waiting_for and self._room(self._waiting_for):
+            if self._waiting_for and self._room(self._waiting_for) and self.budget.leaves_room(self._bytes):
                 self._waiting_for = 0
-                wake = True
+                wake.append(self)
         if wake:
-            self._wake(self)
+            _wake(wake)
 
     # --- what others ask
 
@@ -194,35 +350,51 @@ class ProcessQueue:
         with self._lock:
             return self._edge()
 
+    # --- room
+
     def _room(self, wanted: int) -> bool:
         limits, window = self.limits, self._window
         return not window or (
-            self._count + wanted <= limits.messages
-            and self._bytes < limits.bytes
-            and window[-1].queue_offset - window[0].queue_offset < limits.span
+            self._count + wanted <= limits.messages and window[-1].queue_offset - window[0].queue_offset < limits.span
         )
 
-    def room_for(self, wanted: int) -> bool:
+    def room_for(self, wanted: int, expected: int = 0) -> bool:
         """Tell whether `wanted` more messages may be asked for. If not, `wake` is called once when they may.
 
-        An empty window always has room: a limit below one pull slows a queue down, but never stops it.
+        An empty window always has room for them: a limit below one pull slows a queue down, but never stops it.
+        `expected` bytes count from then on, until they are `settle`d; 0 when nothing is known to be there.
         """
         with self._lock:
-            if self._room(wanted):
+            if self._room(wanted) and (not expected or self.budget.expect(self, self._bytes, expected)):
+                self._waiting_for = 0
                 return True
             self._waiting_for = wanted
             return False
 
-    def room_ahead(self, wanted: int, offset: int) -> bool:
-        """Tell whether `wanted` messages asked for ahead, the last of them from `offset` on, stay within the limits."""
+    def room_ahead(self, wanted: int, offset: int, expected: int = 0) -> bool:
+        """Tell whether `wanted` messages asked for ahead, the last of them from `offset` on, stay within the limits.
+
+        `expected` is as for `room_for`.
+        """
         with self._lock:
-            held = len(self._window)
             return (
                 self._room(wanted)
-                and (not held or offset - self._window[0].queue_offset < self.limits.span)
+                and (not self._window or offset - self._window[0].queue_offset < self.limits.span)
                 and self._count + wanted <= self.limits.messages
-                and (not held or self._bytes + wanted * self._bytes // held <= self.limits.bytes)
+                and (not expected or self.budget.expect(self, max(1, self._bytes), expected))
             )
+
+    def settle(self, expected: int, arrived: int = 0) -> None:
+        """What was `expected` of a pull was put, or will not come; so many bytes had `arrived`."""
+        _wake(self.budget.settle(self, expected, arrived))
+
+    def pass_on(self) -> None:
+        """Nothing is asked for now, although there may be room: others may use it."""
+        _wake(self.budget.pass_on(self))
+
+    def wake(self) -> None:
+        """Have more asked for."""
+        self._wake(self)
 
     def unfinished(self) -> tuple[int, int, Message | None]:
         """Return how many messages are unfinished, their bytes, and the oldest of them."""
@@ -238,3 +410,8 @@ class ProcessQueue:
         """Return the lowest and highest offset held, 0 and 0 when empty."""
         with self._lock:
             return (self._window[0].queue_offset, self._window[-1].queue_offset) if self._window else (0, 0)
+
+
+def _wake(windows: list[ProcessQueue]) -> None:
+    for window in windows:
+        window.wake()

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pyrocket_consumer.cluster.answers import refusal
 from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_answer
-from pyrocket_consumer.consumer.process_queue import ProcessQueue
+from pyrocket_consumer.consumer.process_queue import LEAST_EXPECTED, ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
 from pyrocket_consumer.net.connection import Connection
@@ -80,10 +80,12 @@ class PullHost(Protocol):
 class _Pull:
     """One pull under way."""
 
-    __slots__ = ("offset", "asked_at", "answer", "abandoned")
+    __slots__ = ("offset", "expected", "arrived", "asked_at", "answer", "abandoned")
 
-    def __init__(self, offset: int, asked_at: float) -> None:
+    def __init__(self, offset: int, expected: int, asked_at: float) -> None:
         self.offset = offset
+        self.expected = expected  # bytes that count against the budget until the pull is settled
+        self.arrived = 0  # of those, what was taken and waits to be put
         self.asked_at = asked_at
         self.answer: RemotingCommand | Exception | None = None
         self.abandoned = False
@@ -140,6 +142,8 @@ class Puller:
         self._master_next = False
         self._under_way: deque[_Pull] = deque()
         self._undelivered = 0
+        self._usual_size = LEAST_EXPECTED  # in bytes, of an answer
+        self._end_known = False
         self._undecodable = 0  # answers that could not be decoded; what was decoded after one is not put
         self._step = 0  # how far each of the last answers went, 0 while they differ
         self._last_step = 0
@@ -155,15 +159,19 @@ class Puller:
     def pull(self) -> None:
         """Ask for as much as there is room for. Called at the start, after answers, and when room was made."""
         if self._stopped or self._waits or self._retry is not None or self._host.paused(self.queue):
+            self.window.pass_on()
             return
         while True:
             under_way = self._under_way
+            expected = self._usual_size
             if not under_way:
                 offset = self.next_offset
+                if self._end_known and self.max_offset <= offset:
+                    expected = 0
                 if self._undelivered:  # what they leave room for is known once they are put: _deliver asks again
-                    if not self.window.room_ahead(self._batch + self._undelivered, offset):
+                    if not self.window.room_ahead(self._batch + self._undelivered, offset, expected):
                         return
-                elif not self.window.room_for(self._batch):
+                elif not self.window.room_for(self._batch, expected):
                     return
             else:
                 if len(under_way) >= self._read_ahead or not self._step:
@@ -171,22 +179,25 @@ class Puller:
                 offset = under_way[-1].offset + self._step
                 if self.max_offset - offset < 2 * self._step:
                     return
-                if not self.window.room_ahead(self._batch * (len(under_way) + 1) + self._undelivered, offset):
+                wanted = self._batch * (len(under_way) + 1) + self._undelivered
+                if not self.window.room_ahead(wanted, offset, expected):
                     return
             subscription = self._host.subscription(self.queue.topic)
             if subscription is None:
+                self.window.settle(expected)
                 return  # unsubscribed: the next rebalance drops this queue
             broker_id = MASTER_ID if self._master_next else self._broker_id
             connection = self._host.connection_to(self.queue.broker_name, broker_id)
             if connection is None:
+                self.window.settle(expected)
                 self._await(self._host.connect_to(self.queue.broker_name, broker_id))
                 return
             self._master_next = False
-            self._ask(connection, offset, subscription)
+            self._ask(connection, offset, expected, subscription)
 
-    def _ask(self, connection: Connection, offset: int, subscription: Subscription) -> None:
+    def _ask(self, connection: Connection, offset: int, expected: int, subscription: Subscription) -> None:
         self.last_pull_at = self._host.loop.time()
-        pull = _Pull(offset, self.last_pull_at)
+        pull = _Pull(offset, expected, self.last_pull_at)
         self._under_way.append(pull)
         if connection.signs:
             command = request(self._header(offset, subscription))
@@ -263,6 +274,8 @@ class Puller:
             delivery = self._take(head)
             if delivery is not None:
                 deliveries.append(delivery)
+            else:
+                self._settle(head)
         self.pull()
         if len(deliveries) <= 1:
             return deliveries[0] if deliveries else None
@@ -290,12 +303,18 @@ class Puller:
             self._waits = True
             self._host.offset_moved(self, pull.offset, header)
             return None
-        self.min_offset, self.max_offset = header.min_offset, header.max_offset
+        self.min_offset, self.max_offset, self._end_known = header.min_offset, header.max_offset, True
         next_offset = header.next_offset
         is_found = header.status is PullStatus.FOUND
         if next_offset < pull.offset or (is_found and (next_offset == pull.offset or not answer.body)):
             self._failed(ProtocolError(f"pull of {self.queue} at {pull.offset} was answered {header}: no way on"))
             return None
+        if is_found:
+            self._usual_size = len(answer.body)
+            if not self.window.budget.take(self.window, pull.expected, self._usual_size):
+                self._abandon()  # it was not foreseen that there is so much: ask again when there is room
+                return None
+            pull.expected = pull.arrived = self._usual_size
         step = next_offset - pull.offset
         self._step = step if step == self._last_step and is_found else 0
         self._last_step = step
@@ -310,19 +329,24 @@ class Puller:
             self.pulls += 1
             self.pull_time_s += self._host.loop.time() - pull.asked_at
             body = answer.body
-            return lambda: self._deliver(body, pull.offset, next_offset, count, undecodable)
+            return lambda: self._deliver(pull, body, next_offset, count, undecodable)
         if next_offset == pull.offset and header.status is PullStatus.NO_MATCHED_MESSAGE:
             # A slave sends us to its master, unmoved. While that is away we come to the same slave again and again.
             self._unmoved = min(self._unmoved + 1, 16)
             self._pause(min(0.005 * 2**self._unmoved, self._retry_delay_s))
         else:
             self._unmoved = 0
-        return lambda: self._deliver(b"", pull.offset, next_offset, 0, undecodable)
+        return lambda: self._deliver(pull, b"", next_offset, 0, undecodable)
 
-    def _deliver(self, body: bytes, offset: int, next_offset: int, count: int, undecodable: int) -> None:
+    def _deliver(self, pull: _Pull, body: bytes, next_offset: int, count: int, undecodable: int) -> None:
         self._undelivered -= count
-        if self._stopped or undecodable != self._undecodable:
-            return
+        if not self._stopped and undecodable == self._undecodable:
+            self._put(pull.offset, body, next_offset)
+        self._settle(pull)
+        if not self._under_way:
+            self.pull()
+
+    def _put(self, offset: int, body: bytes, next_offset: int) -> None:
         try:
             messages = decode_messages(body, self.queue) if body else []
         except (ProtocolError, ConfigError) as error:  # damaged, or packed with a codec that is not installed
@@ -340,8 +364,10 @@ class Puller:
         if self.window.put(messages, next_offset, len(body)) and messages:
             self.pulled += len(messages)
             self._host.deliver(self.window, messages)
-        if not self._under_way:
-            self.pull()
+
+    def _settle(self, pull: _Pull) -> None:
+        if pull.expected:
+            self.window.settle(pull.expected, pull.arrived)
 
     # --- trouble
 
@@ -402,6 +428,7 @@ class Puller:
         """Wait no longer for what is under way. Its answers change nothing, except a reset."""
         for pull in self._under_way:
             pull.abandoned = True
+            self._settle(pull)
             if pull.answer is not None:  # it came early and waited for its turn
                 self._look_at_late(pull.answer)
         self._under_way.clear()

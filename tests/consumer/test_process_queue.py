@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrocket_consumer.consumer.process_queue import TRANSITIONS, Limits, ProcessQueue, QueueEvent, QueueState
+from pyrocket_consumer.consumer.process_queue import TRANSITIONS, Budget, Limits, ProcessQueue, QueueEvent, QueueState
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, encode_message
+from tests.consumer.virtual_time import run
 
 QUEUE = MessageQueue("orders", "broker-a", 0)
 
@@ -32,8 +34,8 @@ class Told:
         self.edges.append(offset)
 
 
-def started_window(offset: int, told: Told | None = None, **limits: int) -> ProcessQueue:
-    window = ProcessQueue(QUEUE, 1, Limits(**limits), told or Told())
+def started_window(offset: int, told: Told | None = None, budget: Budget | None = None, **limits: int) -> ProcessQueue:
+    window = ProcessQueue(QUEUE, 1, Limits(**limits), told or Told(), budget=budget)
     window.start(offset)
     return window
 
@@ -123,14 +125,15 @@ def test_moves_outside_the_table_are_refused(state, event):
 
 def test_room_by_count_bytes_and_span():
     assert not filled(messages=2).room_for(1)
-    assert not filled(bytes=200).room_for(1)
+    assert not filled(budget=Budget(400)).room_for(1, 100), "it holds as much as is left"
+    assert filled(budget=Budget(401)).room_for(1, 100)
     assert not filled(span=1).room_for(1)
     assert filled().room_for(1)
     assert started_window(0, messages=1).room_for(32), "an empty window always has room"
 
 
-def filled(**limits: int) -> ProcessQueue:
-    window = started_window(0, **limits)
+def filled(budget: Budget | None = None, **limits: int) -> ProcessQueue:
+    window = started_window(0, budget=budget, **limits)
     put(window, 0, 1)
     return window
 
@@ -147,12 +150,187 @@ def test_room_made_is_told_once():
 
 
 def test_acknowledged_messages_behind_a_stuck_one_still_count_as_memory():
-    window = started_window(0, bytes=300)
+    window = started_window(0, budget=Budget(600))
     made = put(window, 0, 1, 2)
     window.ack(made[1:])
-    assert not window.room_for(1), "their bytes stay alive until the first is done"
+    assert not window.room_for(1, 100), "their bytes stay alive until the first is done"
     window.ack(made[:1])
-    assert window.room_for(1)
+    assert window.room_for(1, 100)
+
+
+# --- the bytes that windows share
+
+
+class Sharing:
+    """Windows that share a budget, and whom it woke."""
+
+    def __init__(self, limit: int, count: int, budget: Budget | None = None) -> None:
+        self.budget = budget or Budget(limit)
+        self.woken: list[int] = []
+        self.windows = [
+            ProcessQueue(MessageQueue("orders", "a", each), 1, Limits(), Told(), self.wake, budget=self.budget)
+            for each in range(count)
+        ]
+        for window in self.windows:
+            window.start(0)
+
+    def wake(self, window: ProcessQueue) -> None:
+        self.woken.append(window.queue.queue_id)
+
+    def asks(self, number: int, expected: int = 100) -> bool:
+        return self.windows[number].room_for(1, expected)
+
+    def gets(self, number: int, size: int, expected: int = 100) -> Message:
+        window = self.windows[number]
+        (message,) = messages(offset := window.commit_offset() or 0)
+        assert window.put([message], offset + 1, size)
+        window.settle(expected)
+        return message
+
+    def takes(self, number: int, size: int, expected: int = 0) -> bool:
+        """Tell whether an answer is taken; it is not put, though."""
+        window = self.windows[number]
+        if taken := self.budget.take(window, expected, size):
+            window.settle(size, size)
+        return taken
+
+    def acks(self, number: int, message: Message) -> list[int]:
+        """Returns whom that wakes."""
+        self.woken.clear()
+        self.windows[number].ack([message])
+        return self.woken
+
+
+def test_what_is_under_way_counts_and_turns_come_in_order():
+    sharing = Sharing(200, 4)
+    assert [sharing.asks(number) for number in range(4)] == [True, True, False, False]
+    sharing.windows[0].settle(100)  # nothing came
+    assert sharing.woken == [2]
+    assert not sharing.asks(0), "who asks again comes last"
+    assert sharing.asks(2)
+    sharing.windows[1].settle(100)
+    sharing.windows[2].settle(100)
+    assert sharing.woken == [2, 3, 0]
+
+
+def test_a_turn_that_is_not_used_is_passed_on():
+    sharing = Sharing(100, 3)
+    assert [sharing.asks(number) for number in range(3)] == [True, False, False]
+    sharing.windows[0].settle(100)
+    assert sharing.woken == [1]
+    sharing.windows[1].pass_on()
+    assert sharing.woken == [1, 2]
+    sharing.windows[2].drop()
+    assert sharing.asks(0)
+
+
+def test_one_that_waits_and_is_dropped_is_not_waited_for():
+    sharing = Sharing(100, 3)
+    assert [sharing.asks(number) for number in range(3)] == [True, False, False]
+    sharing.windows[1].drop()
+    sharing.windows[0].settle(100)
+    assert sharing.woken == [2]
+
+
+def test_what_a_window_holds_is_free_when_it_ends():
+    sharing = Sharing(100, 2)
+    assert sharing.asks(0)
+    sharing.gets(0, 100)
+    assert not sharing.asks(1)
+    sharing.windows[0].drop()
+    sharing.windows[0].fence()
+    assert sharing.woken == [1]
+    assert sharing.budget.held == 0
+
+
+def test_while_workers_are_idle_one_after_the_other_goes_beyond_what_may_be_held():
+    async def scenario():
+        is_idle = False
+        sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: is_idle))
+        assert sharing.asks(0)
+        stuck = sharing.gets(0, 500)
+        assert [sharing.asks(number) for number in (1, 2, 3)] == [False, False, False]
+        await asyncio.sleep(1)
+        assert sharing.woken == [], "the workers are busy"
+        is_idle = True
+        await asyncio.sleep(1)
+        assert sharing.woken == [1], "one at a time"
+        assert sharing.asks(1)
+        assert not sharing.takes(2, 70)
+        assert sharing.takes(1, 70, 100)
+        sharing.gets(1, 70, 0)
+        await asyncio.sleep(1)
+        assert sharing.woken == [1, 2]
+        sharing.windows[2].pass_on()
+        await asyncio.sleep(1)
+        assert sharing.woken == [1, 2, 3]
+        assert not sharing.asks(0)
+        assert sharing.acks(0, stuck) == [0]
+
+    run(scenario())
+
+
+def test_a_window_that_holds_something_does_not_pass_those_that_hold_nothing():
+    sharing = Sharing(1000, 3)
+    assert sharing.asks(0)
+    first = sharing.gets(0, 100)
+    assert sharing.asks(0), "900 are left"
+    second = sharing.gets(0, 800)
+    assert not sharing.asks(0), "100 are left"
+    assert sharing.asks(1)
+    assert not sharing.asks(2)
+    assert sharing.acks(0, first) == [2], "it comes to nothing itself while others wait"
+    assert sharing.asks(2, 300)
+    assert sharing.acks(0, second) == [0], "it holds nothing"
+
+
+def test_an_answer_that_was_not_foreseen_is_not_taken_when_there_is_no_room():
+    sharing = Sharing(100, 2)
+    assert sharing.takes(1, 70)
+    assert sharing.asks(0)
+    message = sharing.gets(0, 100)
+    assert not sharing.takes(1, 70)
+    sharing.acks(0, message)
+    assert sharing.budget.take(sharing.windows[0], 0, 100)
+    assert not sharing.takes(1, 70), "what has arrived counts before it is put"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 2000), st.lists(st.integers(1, 300), min_size=1, max_size=8), st.randoms())
+def test_all_is_consumed_and_never_much_more_is_held(limit, sizes, random):
+    """Windows pull five answers each, of sizes nobody knows before, while others are acked, at random."""
+    sharing = Sharing(limit, len(sizes))
+    left = dict.fromkeys(range(len(sizes)), 5)
+    asked: dict[int, int] = {}
+    held: list[tuple[int, Message]] = []
+    awake = set(left)
+    while left or asked or held:
+        number = random.choice([*awake, *asked, *(-1 for _ in held)])
+        if number == -1:
+            held_by, message = held.pop(random.randrange(len(held)))
+            awake.update(each for each in sharing.acks(held_by, message))
+        elif number in asked:
+            expected = asked.pop(number)
+            window, size = sharing.windows[number], sizes[number]
+            if sharing.budget.take(window, expected, size):
+                held.append((number, sharing.gets(number, size, 0)))
+                window.settle(size, size)
+                left[number] -= 1
+            else:
+                window.settle(expected)
+            awake.add(number)
+        else:
+            awake.discard(number)
+            if not left.get(number):
+                left.pop(number, None)
+                sharing.windows[number].pass_on()
+            elif sharing.asks(number, expected := random.randint(1, 400)):
+                asked[number] = expected
+        awake.update(sharing.woken)
+        sharing.woken.clear()
+        assert sharing.budget.held <= limit + max(sizes)
+        assert awake or asked or held or not left, "somebody can go on"
+    assert (sharing.budget.held, sharing.budget.expect(sharing.windows[0], 0, 1)) == (0, True)
 
 
 def test_the_estimate_of_listener_time_rises_fast_and_falls_slowly():

@@ -73,11 +73,9 @@ def test_bytes_are_shared_by_the_queues(embedded, topic, group):
     try:
         options = {**OPTIONS, "max_cached_bytes": 1_000_000}
         with consuming(embedded, topic, group, seen, **options) as (consumer, _):
-            until(lambda: len(consumer.progress()) == 5, "four queues, and the retry topic's")
-            share = 1_000_000 / 5
-            until(lambda: all(each.cached_bytes >= share for each in of(consumer, topic).values()), "the share is used")
-            for progress in settled(consumer, topic).values():
-                assert progress.cached_bytes <= share + 2 * BATCH * 10_500
+            until(lambda: all(each.cached_bytes > 0 for each in of(consumer, topic).values()), "each queue has some")
+            together = sum(each.cached_bytes for each in settled(consumer, topic).values())
+            assert 500_000 < together <= 1_000_000 + BATCH * 10_500, "an answer more than the limit"
             seen.let_go()
             seen.wait(lambda seen: len(seen.messages) >= 400)
             until(lambda: all(each.cached_bytes == 0 for each in of(consumer, topic).values()), "nothing is left")
@@ -135,12 +133,12 @@ def test_limits_may_differ_by_topic(embedded, topic, group):
         with consuming(embedded, topic, group, seen, **options) as (consumer, _):
             consumer.subscribe(other, seen)
             seen.wait(lambda seen: {topic, other} <= {message.topic for message in seen.messages})
-            until(lambda: [each.cached_bytes >= 40_000 for each in of(consumer, other).values()] == [True], "full")
+            until(lambda: [each.cached_bytes >= 20_000 for each in of(consumer, other).values()] == [True], "full")
             (mine,) = settled(consumer, topic).values()
             (theirs,) = settled(consumer, other).values()
             assert mine.cached <= 10
             assert 10 < theirs.cached < 400
-            assert theirs.cached_bytes <= 60_000
+            assert theirs.cached_bytes <= 25_000, "one queue takes no more when it holds as much as is left"
             seen.let_go()
             seen.wait(lambda seen: len(seen.messages) >= 800)
     finally:
