@@ -1,6 +1,6 @@
-"""For tests: a RocketMQ cluster inside the process, with scriptable faults. Not a production broker.
+"""For tests: messages by themselves, and a RocketMQ cluster inside the process, with scriptable faults.
 
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.testing import EmbeddedCluster, message
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ if TYPE_CHECKING:
     )
     from pyrocket_consumer.testing.feed import Sent
     from pyrocket_consumer.testing.recording import Recorded
+    from pyrocket_consumer.testing.sample import message
+    from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 
 _HOMES = {  # imported when first used: the pytest plugin is loaded in every run of a user's tests
-    "cluster": ("EmbeddedCluster",),
-    "embedded_node": ("EmbeddedBroker", "EmbeddedNameServer", "EmbeddedNode"),
-    "faults": (
+    "testing.cluster": ("EmbeddedCluster",),
+    "testing.embedded_node": ("EmbeddedBroker", "EmbeddedNameServer", "EmbeddedNode"),
+    "testing.faults": (
         "Exchange", "Fault", "Gate", "answer", "close_connection", "cut_after", "delay", "delay_request", "drop",
         "drop_answer", "duplicate", "garbage", "handle_and_close", "now_and_then", "reset_connection", "rewrite",
     ),
-    "feed": ("Sent",),
-    "recording": ("Recorded",),
+    "testing.feed": ("Sent",),
+    "testing.recording": ("Recorded",),
+    "testing.sample": ("message",),
+    "wire.codes": ("RequestCode", "ResponseCode"),
 }  # fmt: skip
 
 __all__ = [
@@ -52,6 +56,8 @@ __all__ = [
     "Fault",
     "Gate",
     "Recorded",
+    "RequestCode",
+    "ResponseCode",
     "Sent",
     "answer",
     "close_connection",
@@ -63,6 +69,7 @@ __all__ = [
     "duplicate",
     "garbage",
     "handle_and_close",
+    "message",
     "now_and_then",
     "reset_connection",
     "rewrite",
@@ -72,7 +79,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
+            return getattr(import_module(f"pyrocket_consumer.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
