@@ -260,6 +260,7 @@ class ConsumerConfig(ClientConfig):
     max_reconsume_times: int | None = None
     auto_commit: bool = True
     consume_timeout_s: float = 900.0
+    start_wait_s: float = 5.0
     shutdown_timeout_s: float = 30.0
     pull_hold_s: float = 15.0
     pull_retry_delay_s: float = 1.0
@@ -293,6 +294,7 @@ class ConsumerConfig(ClientConfig):
         if not self.auto_commit and not self.orderly:
             raise ConfigError("auto_commit=False works with orderly=True only; leave it out, or consume orderly")
         check_range("consume_timeout_s", self.consume_timeout_s, 0.05, 7 * 86400)
+        check_range("start_wait_s", self.start_wait_s, 0, 600)
         check_range("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400)
         check_range("pull_hold_s", self.pull_hold_s, 0.05, 300)
         check_range("pull_retry_delay_s", self.pull_retry_delay_s, 0.001, 300)
@@ -347,6 +349,7 @@ class ConsumerOptions(ClientOptions, total=False):
     max_reconsume_times: int | None
     auto_commit: bool
     consume_timeout_s: float
+    start_wait_s: float
     shutdown_timeout_s: float
     pull_hold_s: float
     pull_retry_delay_s: float

@@ -151,6 +151,7 @@ class EventKind(StrEnum):
     OFFSET_CORRECTED = "offset-corrected"
     OFFSET_RESET = "offset-reset"
     OFFSET_FORGOTTEN = "offset-forgotten"
+    OFFSET_WENT_BACK = "offset-went-back"
     STORE_UNWRITABLE = "store-unwritable"
     STORE_RECOVERED = "store-recovered"
     STORE_FALLBACK = "store-fallback"

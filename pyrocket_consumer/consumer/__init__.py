@@ -1,5 +1,6 @@
 """The push consumer: rebalance, pull, consume, commit."""
 
+from pyrocket_consumer.consumer.assignments import QueueProgress
 from pyrocket_consumer.consumer.listener import (
     ConsumeContext,
     ConsumeResult,
@@ -8,7 +9,7 @@ from pyrocket_consumer.consumer.listener import (
     Retry,
     Suspend,
 )
-from pyrocket_consumer.consumer.member import ConsumerState, QueueProgress
+from pyrocket_consumer.consumer.member import ConsumerState
 from pyrocket_consumer.consumer.push_consumer import AsyncPushConsumer, PushConsumer, sql
 
 __all__ = [

@@ -1,23 +1,26 @@
-"""The queues we hold: how one begins, is corrected or reset, and ends."""
+"""The queues we hold: how one begins, moves, and ends. Each of these is a step of the member's own."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from pyrocket_consumer.consumer.commit import Commits
+from pyrocket_consumer.consumer.consume import Workers
+from pyrocket_consumer.consumer.group import Group
+from pyrocket_consumer.consumer.locks import QueueLocks
 from pyrocket_consumer.consumer.process_queue import Budget, Limits, ProcessQueue
 from pyrocket_consumer.consumer.puller import Puller
-from pyrocket_consumer.consumer.statistics import Totals
+from pyrocket_consumer.consumer.pulling import Pulling
+from pyrocket_consumer.consumer.statistics import Counts, Totals
 from pyrocket_consumer.errors import OffsetStoreError, RocketError
-from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue, PullAnswer
-
-if TYPE_CHECKING:
-    from pyrocket_consumer.consumer.member import GroupMember
+from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue
 
 log = logging.getLogger("pyrocket_consumer.consumer")
 
@@ -29,8 +32,18 @@ GRACE_S = 1.0
 ORDERLY_GRACE_S = 20.0
 """The same for an orderly queue: if its next owner began meanwhile, the order would be lost."""
 
-DISBELIEF_TRIES = 5
-DISBELIEF_PAUSE_S = 1.0
+
+class Calls(Protocol):
+    """What runs the listener calls of windows."""
+
+    def running(self, window: ProcessQueue | None = None) -> int:
+        """Return how many listener calls are running (of `window`)."""
+
+    def forget(self, window: ProcessQueue) -> None:
+        """The window's life has ended."""
+
+    def workers(self) -> list[Workers]:
+        """Return the kinds of workers in use."""
 
 
 @dataclass(slots=True)
@@ -38,30 +51,64 @@ class Assignment:
     """One queue we hold: its window, its pull loop, and where it began."""
 
     window: ProcessQueue
-    puller: Puller | None = None
-    origin: str = ""
-    start_offset: int = -1
+    puller: Puller
+    origin: str
+    start_offset: int
     ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueueProgress:
+    """Where one queue stands. Offsets are the next to consume; `broker_max` is the end at the last pull's answer."""
+
+    committed: int | None
+    persisted: int | None
+    next_to_pull: int
+    cached_bytes: int
+    unfinished: int
+    oldest_unfinished: str | None
+    broker_max: int
+    origin: str
+    start_offset: int
+    paused: bool
+    last_error: str
+
+    @property
+    def lag(self) -> int:
+        """How many offsets lie between what is committed and the broker's end."""
+        return max(0, self.broker_max - (self.committed if self.committed is not None else self.start_offset))
 
 
 def _counted(assignment: Assignment) -> Totals:
     window, puller = assignment.window, assignment.puller
-    if puller is None:
-        return Totals(finished=window.finished)
     return Totals(puller.pulls, puller.pull_time_s, puller.pulled, window.finished)
 
 
 class Assignments:
-    """Queues held, by queue. Confined to the I/O thread."""
+    """Queues held, by queue. Confined to the I/O thread, but for `wake`."""
 
-    def __init__(self, member: GroupMember) -> None:
-        self._member = member
+    def __init__(
+        self,
+        group: Group,
+        commits: Commits,
+        pulling: Pulling,
+        calls: Calls,
+        locks: QueueLocks | None,
+        counts: Counts,
+    ) -> None:
+        self._group = group
+        self._commits = commits
+        self._pulling = pulling
+        self._calls = calls
+        self._locks = locks
+        self._counts = counts
         self._held: dict[MessageQueue, Assignment] = {}
         self._epochs: dict[MessageQueue, int] = {}
         self._changing: dict[MessageQueue, asyncio.Lock] = {}
         self._leaving: set[MessageQueue] = set()
         self._budgets: dict[str, Budget] = {}  # by topic, or one for all
-        self._past: dict[str, Totals] = {}  # of queues that have ended, and what is not counted by queue
+        self._woken: deque[ProcessQueue] = deque()
+        self._wake_due = False
 
     # --- what is held
 
@@ -72,83 +119,162 @@ class Assignments:
         """Return a copy of what is held."""
         return dict(self._held)
 
+    def windows(self) -> dict[MessageQueue, ProcessQueue]:
+        """Return the windows of all queues held."""
+        return {queue: assignment.window for queue, assignment in self._held.items()}
+
     def held(self, topic: str) -> list[MessageQueue]:
-        return [queue for queue in self._held if queue.topic == topic]
+        """Return the queues of `topic` that are ours, and that we are not giving up."""
+        return [queue for queue in self._held if queue.topic == topic and queue not in self._leaving]
 
     def topics(self) -> set[str]:
         return {queue.topic for queue in self._held}
 
     def totals(self) -> dict[str, Totals]:
         """Return what has happened to the messages of each topic since the start."""
-        totals = {topic: replace(past) for topic, past in self._past.items()}
+        totals = self._counts.past()
         for queue, assignment in self._held.items():
             if not assignment.ended:
                 totals.setdefault(queue.topic, Totals()).add(_counted(assignment))
         return totals
-
-    def count(self, topic: str, *, failed: int = 0, sent_back: int = 0) -> None:
-        """Count messages whose listener failed, and those that were sent back or given up."""
-        self._past.setdefault(topic, Totals()).add(Totals(failed=failed, sent_back=sent_back))
 
     def listener_time_s(self, topic: str) -> float:
         """Return how long listener calls of `topic` take at present, on average."""
         times = [each.window.listener_time_s for queue, each in self._held.items() if queue.topic == topic]
         return sum(times) / len(times) if times else 0.0
 
-    def _lock(self, queue: MessageQueue) -> asyncio.Lock:
-        return self._changing.setdefault(queue, asyncio.Lock())
+    def progress(self) -> dict[MessageQueue, QueueProgress]:
+        """Return where each queue we hold stands."""
+        table = {}
+        for queue, assignment in sorted(self._held.items()):
+            puller = assignment.puller
+            unfinished, cached_bytes, oldest = assignment.window.unfinished()
+            table[queue] = QueueProgress(
+                committed=self._commits.current(queue),
+                persisted=self._commits.persisted(queue),
+                next_to_pull=puller.next_offset,
+                cached_bytes=cached_bytes,
+                unfinished=unfinished,
+                oldest_unfinished=oldest.message_id if oldest else None,
+                broker_max=puller.max_offset,
+                origin=assignment.origin,
+                start_offset=assignment.start_offset,
+                paused=self._pulling.paused(queue),
+                last_error=puller.last_error,
+            )
+        return table
+
+    # --- pulling
+
+    def pull_all(self) -> None:
+        """Pull whatever there is room for: a pause is over."""
+        for assignment in self._held.values():
+            assignment.puller.pull()
+
+    def stop_pulling(self) -> None:
+        """Pull nothing more; what is cached stays."""
+        for assignment in self._held.values():
+            assignment.puller.stop()
+
+    def wake(self, window: ProcessQueue) -> None:
+        """Room was made in a window whose puller waits for it. Called by workers."""
+        self._woken.append(window)
+        if not self._wake_due:  # one wake-up serves all that come before it; two now and then do no harm
+            self._wake_due = True
+            self._group.soon(self._pull_woken)
+
+    def _pull_woken(self) -> None:
+        self._wake_due = False
+        while self._woken:
+            window = self._woken.popleft()
+            assignment = self._held.get(window.queue)
+            if assignment is not None and assignment.window is window:
+                assignment.puller.pull()
 
     # --- a queue's life
 
-    async def begin(self, queue: MessageQueue) -> bool:
-        """Take `queue` on and start pulling. Returns False when its start offset cannot be told now."""
-        member = self._member
-        await member.resets.before_begin(queue)  # what was reset while we were away counts for its start offset
+    def _lock(self, queue: MessageQueue) -> asyncio.Lock:
+        return self._changing.setdefault(queue, asyncio.Lock())
+
+    async def begin(self, queue: MessageQueue, *, is_new: bool, is_ours: Callable[[], bool]) -> bool:
+        """Take `queue` on and start pulling. Returns False when its start offset cannot be told or stored now.
+
+        `is_new`: it was added to its topic while we consume. `is_ours` is asked again before each thing that could
+        not be taken back.
+        """
+        group = self._group
+
+        def is_wanted() -> bool:
+            return is_ours() and not group.closing and group.subscriptions.get(queue.topic) is not None
+
         async with self._lock(queue):
-            if queue in self._held or queue.topic not in member.topics() or member.closing:
+            if queue in self._held or not is_wanted():
                 return True
             locked_until = None
             try:
-                if member.locks is not None:
-                    locked_until = await member.locks.take(queue)  # before the offset is read: no owner commits after
+                if self._locks is not None:
+                    locked_until = await self._locks.take(queue)  # before the offset is read: no owner commits after
                     if locked_until is None:
                         return False  # its last owner has it still
-                offset, origin = await self._start_offset(queue)
+                offset, origin = await self._start_offset(queue, is_new)
+                if is_wanted() and (origin != "stored" or offset == 0):  # brokers of 4.9 say 0 where they have none
+                    await self._store_start(queue, offset)
             except RocketError as error:
-                member.trouble(
-                    EventKind.BROKER_UNREACHABLE, f"start offset of {queue} is not known yet: {error}", queue
-                )
+                text = f"where {queue} begins is not known or not stored yet: {error}"
+                group.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
+                await self._unlock(queue)
                 return False
+            if not is_wanted():
+                self._commits.forget(queue)
+                await self._unlock(queue)
+                return True
             assignment = self._open(queue, offset, origin, locked_until)
-        member.event(
+        group.event(
             EventKind.QUEUE_ASSIGNED, f"starts at {offset} ({origin})", queue, {"offset": offset, "origin": origin}
         )
-        assert assignment.puller is not None
         assignment.puller.pull()
         return True
 
-    def _open(
-        self, queue: MessageQueue, offset: int, origin: str, locked_until: float | None = None
-    ) -> Assignment:
-        member, config = self._member, self._member.config
+    async def _store_start(self, queue: MessageQueue, offset: int) -> None:
+        """Store where `queue` begins, durably, before one message of it is pulled.
+
+        Until then, whoever takes the queue over would begin at a place of his own, and what lies between would never
+        be consumed.
+        """
+        try:
+            await self._commits.begin_at(queue, offset)
+        except OffsetStoreError as error:
+            text = f"going on from memory: {error}"
+            self._group.event(EventKind.STORE_UNWRITABLE, text, queue, level=logging.ERROR)
+
+    async def _unlock(self, queue: MessageQueue) -> None:
+        if self._locks is not None:
+            await self._locks.release([queue])
+
+    def _open(self, queue: MessageQueue, offset: int, origin: str, locked_until: float | None = None) -> Assignment:
+        config = self._group.config
         epoch = self._epochs[queue] = self._epochs.get(queue, 0) + 1
         limits = Limits(
             config.for_topic("max_cached_messages", queue.topic),
             MAX_OFFSET if config.orderly else config.max_span,
         )
-        budget = self._budget(queue.topic)
         window = ProcessQueue(
-            queue, epoch, limits, member.commits.update, member.wake, self._member.loop.time, budget=budget
+            queue,
+            epoch,
+            limits,
+            self._commits.update,
+            self.wake,
+            self._group.loop.time,
+            budget=self._budget(queue.topic),
         )
         if locked_until is not None:
             window.locked_until = locked_until
         window.start(offset)
-        batch = min(config.for_topic("pull_batch_size", queue.topic), limits.messages)
         puller = Puller(
-            member,
+            self._pulling,
             window,
             offset,
-            batch=batch,
+            batch=min(config.for_topic("pull_batch_size", queue.topic), limits.messages),
             hold_s=config.pull_hold_s,
             call_timeout_s=config.call_timeout_s,
             retry_delay_s=config.pull_retry_delay_s,
@@ -158,87 +284,92 @@ class Assignments:
 
     def _budget(self, topic: str) -> Budget:
         """Return what bounds the bytes of all queues held, or of those of `topic`."""
-        config = self._member.config
+        config = self._group.config
         scope = "" if isinstance(config.max_cached_bytes, int) else topic
         if scope not in self._budgets:
             limit = config.for_topic("max_cached_bytes", topic)
-            self._budgets[scope] = Budget(limit, self._member.loop, self._is_idle)
+            self._budgets[scope] = Budget(limit, self._group.loop, self._is_idle)
         return self._budgets[scope]
 
     def _is_idle(self) -> bool:
         """Tell whether some worker has nothing to do."""
-        workers = self._member.service.workers()
+        workers = self._calls.workers()
         return not any(each.waiting() for each in workers) and any(
             slot.chunk is None for each in workers for slot in each.slots
         )
 
     async def end(self, queue: MessageQueue, why: str) -> None:
         """Give `queue` up: let what runs finish for a moment, store the final offset, forget it."""
-        self._leaving.add(queue)
-        async with self._lock(queue):
-            self._leaving.discard(queue)
-            assignment = self._held.get(queue)
-            if assignment is None:
-                return
-            self._stop(assignment)
-            await self._grace(assignment.window)
-            is_running = self._member.service.running(assignment.window) > 0
-            final = self._fence(assignment)
-            try:
-                await self._member.commits.release(queue)
-                if self._member.locks is not None and not is_running:
-                    await self._member.locks.release([queue])  # only now: the next owner must find this offset
-            except RocketError as error:
-                self._member.event(
-                    EventKind.COMMIT_FAILED,
-                    f"the final offset {final} could not be stored; messages will come again: {error}",
-                    queue,
-                    level=logging.WARNING,
-                )
-            del self._held[queue]  # only now: a close that comes in between stores what is held
-        self._member.event(EventKind.QUEUE_REVOKED, f"{why} at {final}", queue, {"offset": final})
+        if queue in self._held and queue not in self._leaving:
+            self._leaving.add(queue)
+            await self._group.tasks.finish(self._end(queue, why), f"giving up {queue}")
 
-    async def lose(self, queue: MessageQueue) -> None:
+    async def _end(self, queue: MessageQueue, why: str) -> None:
+        group = self._group
+        try:
+            async with self._lock(queue):
+                assignment = self._held.get(queue)
+                if assignment is None or assignment.ended:
+                    return
+                self._stop(assignment)
+                # What is finished is stored before the wait for what is not: the next owner does not wait as long.
+                await self._commits.persist([queue])
+                await self._grace(assignment.window)
+                is_running = self._calls.running(assignment.window) > 0
+                final = self._fence(assignment)
+                try:
+                    await self._commits.release(queue)
+                    if self._locks is not None and not is_running:
+                        await self._locks.release([queue])  # only now: the next owner must find this offset
+                except RocketError as error:
+                    group.event(
+                        EventKind.COMMIT_FAILED,
+                        f"the final offset {final} could not be stored; messages will come again: {error}",
+                        queue,
+                        level=logging.WARNING,
+                    )
+                del self._held[queue]  # only now: a close that comes in between stores what is held
+        finally:
+            self._leaving.discard(queue)
+        group.event(EventKind.QUEUE_REVOKED, f"{why} at {final}", queue, {"offset": final})
+
+    async def lose(self, window: ProcessQueue) -> None:
         """The broker has given the queue's lock to another member: nothing more is consumed, and nothing committed."""
-        member = self._member
+        queue = window.queue
         async with self._lock(queue):
             assignment = self._held.get(queue)
-            if assignment is None:
+            if assignment is None or assignment.window is not window or assignment.ended:
                 return
             self._stop(assignment)
             final = self._fence(assignment)
             del self._held[queue]
-            member.commits.forget(queue)
-        member.event(
+            self._commits.forget(queue)
+        self._group.event(
             EventKind.LOCK_LOST,
             f"another member has the lock; what was consumed up to {final} may come again",
             queue,
             level=logging.WARNING,
         )
-        member.rebalance.soon()
+        self._group.rebalance_wanted.set()
 
     def _fence(self, assignment: Assignment) -> int | None:
         final = assignment.window.fence()
-        self._member.service.forget(assignment.window)
-        assignment.ended = True
-        self._past.setdefault(assignment.window.queue.topic, Totals()).add(_counted(assignment))
+        self._calls.forget(assignment.window)
+        if not assignment.ended:
+            assignment.ended = True
+            self._counts.add(assignment.window.queue.topic, _counted(assignment))
         return final
 
-    def _stop(self, assignment: Assignment) -> None:
-        if assignment.puller is not None:
-            assignment.puller.stop()
+    @staticmethod
+    def _stop(assignment: Assignment) -> None:
+        assignment.puller.stop()
         assignment.window.drop()
 
     async def _grace(self, window: ProcessQueue) -> None:
-        deadline = self._member.loop.time() + (ORDERLY_GRACE_S if self._member.config.orderly else GRACE_S)
-        while self._member.service.running(window) and self._member.loop.time() < deadline:  # noqa: ASYNC110 - workers keep no count: it would cost each call
+        group = self._group
+        deadline = group.loop.time() + (ORDERLY_GRACE_S if group.config.orderly else GRACE_S)
+        while self._calls.running(window) and group.loop.time() < deadline and not group.closing:  # noqa: ASYNC110 - workers keep no count: it would cost each call
             await asyncio.sleep(0.005)
-
-    def stop_pulling(self) -> None:
-        """Pull nothing more; what is cached stays."""
-        for assignment in self._held.values():
-            if assignment.puller is not None:
-                assignment.puller.stop()
 
     def fence_all(self) -> list[MessageQueue]:
         """End every queue's life: later acks are ignored. Returns the queues whose offset is to be stored."""
@@ -249,93 +380,53 @@ class Assignments:
 
     # --- where to start
 
-    async def _start_offset(self, queue: MessageQueue) -> tuple[int, str]:
-        member = self._member
-        stored = await member.commits.start_offset(queue)
+    async def _start_offset(self, queue: MessageQueue, is_new: bool) -> tuple[int, str]:
+        group, commits = self._group, self._commits
+        stored = await commits.start_offset(queue)
+        broker = group.cluster.broker(queue.broker_name)
+        known = commits.last_known(queue)
         if stored is not None:
-            return stored, "stored"
-        broker = member.cluster.broker(queue.broker_name)
-        known = member.commits.last_known(queue)
+            if known is None or stored >= known:
+                return stored, "stored"
+            return await self._went_back(queue, stored, known)
         if known is not None and known <= await broker.max_offset(queue):  # else the topic was made anew
             text = "the broker has no offset of this group any more; going on where this member last knew it to be"
-            member.event(EventKind.OFFSET_FORGOTTEN, text, queue, {"offset": known}, level=logging.WARNING)
+            group.event(EventKind.OFFSET_FORGOTTEN, text, queue, {"offset": known}, level=logging.WARNING)
             return known, "last known by this member"
         if queue.topic.startswith(RETRY_PREFIX):
             return await broker.min_offset(queue), "retry topic"
-        if member.rebalance.is_new(queue):
+        if is_new:
             return await broker.min_offset(queue), "queue added while we consume"
-        where = member.config.consume_from
+        where = group.config.consume_from
         if isinstance(where, datetime):
             return await self.offset_at(queue, int(where.timestamp() * 1000)), f"first start from {where.isoformat()}"
         if where == "first":
             return await broker.min_offset(queue), "first start from the first message"
         return await broker.max_offset(queue), "first start from the end"
 
+    async def _went_back(self, queue: MessageQueue, stored: int, known: int) -> tuple[int, str]:
+        """Return where to go on when the broker has an older offset than it had acknowledged to this member.
+
+        A broker writes offsets to its disk every 5 s, and a slave copies them every 10 s: one that was away, or is new
+        as master, may have lost ours. If it was not, somebody has moved the group.
+        """
+        group, facts = self._group, {"stored": stored, "known": known}
+        may_be_lost = self._commits.may_have_lost(queue)
+        if may_be_lost and known <= await group.cluster.broker(queue.broker_name).max_offset(queue):
+            text = f"the broker was away and has lost {stored} -> {known}; going on at {known}, where this member was"
+            group.event(EventKind.OFFSET_WENT_BACK, text, queue, facts, level=logging.WARNING)
+            return known, "last known by this member"
+        text = f"the broker has {stored} and had acknowledged {known}; somebody may have reset it: going on at {stored}"
+        group.event(EventKind.OFFSET_WENT_BACK, text, queue, facts, level=logging.WARNING)
+        self._commits.forget_last_known(queue)
+        return stored, "stored"
+
     async def offset_at(self, queue: MessageQueue, timestamp_ms: int) -> int:
         """Return the offset of the first message of `queue` stored at or after the time."""
-        member = self._member
-        return await member.cluster.broker(queue.broker_name).search_offset(queue, timestamp_ms, group=member.group)
+        group = self._group
+        return await group.cluster.broker(queue.broker_name).search_offset(queue, timestamp_ms, group=group.name)
 
-    # --- corrections and resets
-
-    async def follow(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
-        """Obey a broker that moved the offset of a queue; one that seems not to be ready is asked again first."""
-        member, queue = self._member, puller.queue
-        if answer.offset_reset:
-            await member.resets.met_mark(queue, answer, asked)
-            return
-        target = answer.next_offset
-        if target < asked:
-            target = await self._believed(puller.window, asked, target)
-            if target == asked:
-                puller.ask_again()
-                return
-        # What is cached lies before the correction, and the broker may have lost it: it is consumed first. An end of
-        # the window now would pass it over.
-        if not await self._finished(puller.window):
-            return
-        facts = {"from": asked, "to": target, "min": answer.min_offset, "max": answer.max_offset}
-        if await self.move(queue, target, puller.window, "correction"):
-            member.event(EventKind.OFFSET_CORRECTED, f"{asked} -> {target}", queue, facts, level=logging.WARNING)
-            if target > asked:
-                member.event(
-                    EventKind.RANGE_SKIPPED,
-                    f"{asked} to {target - 1} are not at the broker any more",
-                    queue,
-                    facts,
-                    level=logging.WARNING,
-                )
-
-    async def _believed(self, window: ProcessQueue, asked: int, target: int) -> int:
-        """Return where a correction backwards leads, after the broker was asked several times: it may be loading.
-
-        A broker that does not answer confirms nothing.
-        """
-        queue, answers = window.queue, 0
-        broker = self._member.cluster.broker(queue.broker_name)
-        while answers < DISBELIEF_TRIES and not window.dropped:
-            await asyncio.sleep(DISBELIEF_PAUSE_S)
-            try:
-                highest, lowest = await broker.max_offset(queue), await broker.min_offset(queue)
-            except RocketError as error:
-                text = f"a correction from {asked} to {target} waits for the queue's range: {error}"
-                self._member.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
-                continue
-            if lowest <= asked <= highest:
-                log.info(
-                    "queue=%s a correction from %d to %d is not followed: the range is %d to %d",
-                    queue, asked, target, lowest, highest,
-                )
-                return asked
-            answers += 1
-            target = min(max(asked, lowest), highest)
-        return target
-
-    async def _finished(self, window: ProcessQueue) -> bool:
-        """Wait until nothing of `window` is unfinished; False if its life ends before."""
-        while not window.dropped and window.unfinished()[0]:  # noqa: ASYNC110 - acks tell nobody: it would cost each
-            await asyncio.sleep(0.01)
-        return not window.dropped
+    # --- moving
 
     async def move(
         self,
@@ -349,6 +440,12 @@ class Assignments:
 
         `expected`: do nothing if the queue has another window by now. `unless`: nor if this holds when its turn comes.
         """
+        work = self._move(queue, target, expected, why, unless)
+        return await self._group.tasks.finish(work, f"moving {queue} to {target}")
+
+    async def _move(
+        self, queue: MessageQueue, target: int, expected: ProcessQueue | None, why: str, unless: Callable[[], bool]
+    ) -> bool:
         async with self._lock(queue):
             assignment = self._held.get(queue)
             if assignment is None or (expected is not None and assignment.window is not expected) or unless():
@@ -377,24 +474,22 @@ class Assignments:
     def begin_anew(self, fenced: Assignment, target: int, why: str) -> None:
         """Begin the next period of a queue that was fenced, and is kept still since then."""
         queue = fenced.window.queue
-        if self._held.get(queue) is fenced and not self._member.closing:
-            fresh = self._open(queue, target, why, fenced.window.locked_until)
-            assert fresh.puller is not None
-            fresh.puller.pull()
+        if self._held.get(queue) is fenced and not self._group.closing:
+            self._open(queue, target, why, fenced.window.locked_until).puller.pull()
 
     async def _store(self, queue: MessageQueue, target: int) -> None:
         """Store `target` durably. A broker is asked until it acknowledges; a full disk is told, memory goes on."""
-        member, pause_s = self._member, 0.1
+        group, pause_s = self._group, 0.1
         while True:
             try:
-                await member.commits.replace(queue, target)
+                await self._commits.replace(queue, target)
                 return
             except OffsetStoreError as error:
-                member.event(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", queue, level=logging.ERROR)
+                group.event(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", queue, level=logging.ERROR)
                 return
             except RocketError as error:
-                member.trouble(EventKind.COMMIT_FAILED, f"moving to {target} is not acknowledged yet: {error}", queue)
-                if member.closing or queue in self._leaving:
+                group.trouble(EventKind.COMMIT_FAILED, f"moving to {target} is not acknowledged yet: {error}", queue)
+                if group.closing or queue in self._leaving:
                     return
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 2.0)

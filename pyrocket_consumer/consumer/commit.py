@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.errors import BrokerError, RequestTimeout, RocketError
+from pyrocket_consumer.errors import BrokerError, OffsetStoreError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, OffsetStore, QueueReset, ReadOffsetType, ResetEpochs
 
@@ -46,6 +46,12 @@ class Commits(Protocol):
 
     def last_known(self, queue: MessageQueue) -> int | None:
         """Return what the broker last told or acknowledged of `queue`, also of one that was given up since."""
+
+    def may_have_lost(self, queue: MessageQueue) -> bool:
+        """Tell whether the broker may have lost what is last known: it was away since, or there is another master."""
+
+    def forget_last_known(self, queue: MessageQueue) -> None:
+        """Somebody has reset a queue we do not hold: where we last knew it to be means nothing any more."""
 
     async def begin_at(self, queue: MessageQueue, offset: int) -> None:
         """Store where `queue` begins, durably, before its first pull. Many that begin together take little longer.
@@ -104,6 +110,7 @@ class BrokerCommits:
         self._memory = MemoryOffsetStore()
         self._persisted: dict[MessageQueue, int] = {}
         self._last_known: dict[MessageQueue, int] = {}
+        self._unsure: set[MessageQueue] = set()  # whose broker was away since what is last known
         self._in_turn: dict[MessageQueue, asyncio.Lock] = {}
         self._first: dict[tuple[str, str], asyncio.Lock] = {}  # by broker and topic
         self._first_unanswered: dict[tuple[str, str], RocketError] = {}  # what became of the last one of each
@@ -129,13 +136,22 @@ class BrokerCommits:
         )
         if offset is not None:
             self._memory.update_offset(queue, offset)
-            self._persisted[queue] = self._last_known[queue] = offset
+            self._persisted[queue] = offset
+            if offset >= self._last_known.get(queue, 0):  # a lower one is judged by whoever begins the queue
+                self._last_known[queue] = offset
             if offset > 0:  # brokers of 4.9 answer 0 for a young queue without any
                 self._tables.add((queue.broker_name, queue.topic))
         return offset
 
     def last_known(self, queue: MessageQueue) -> int | None:
         return self._last_known.get(queue)
+
+    def may_have_lost(self, queue: MessageQueue) -> bool:
+        return queue in self._unsure
+
+    def forget_last_known(self, queue: MessageQueue) -> None:
+        self._last_known.pop(queue, None)
+        self._unsure.discard(queue)
 
     async def begin_at(self, queue: MessageQueue, offset: int) -> None:
         await self.replace(queue, offset)
@@ -205,6 +221,7 @@ class BrokerCommits:
             taken = await self._send(queue, offset)
             if taken:
                 self._last_known[queue] = offset
+                self._unsure.discard(queue)
             else:
                 self.on_reset_waiting(queue)
             if queue in self._unanswered:  # the one before may be executed after this one: once more next time
@@ -268,6 +285,7 @@ class BrokerCommits:
             del self._persisted[queue]
         if broker_name is not None:  # it may have been started again, with a table it read before ours was there
             self._tables = {table for table in self._tables if table[0] != broker_name}
+            self._unsure.update(queue for queue in self._last_known if queue.broker_name == broker_name)
 
     async def close(self, *, until: float | None = None) -> None:
         await _wait(self._under_way, until)
@@ -287,6 +305,7 @@ class StoreCommits:
         self._beginning: dict[MessageQueue, None] = {}  # what the next sync of beginnings will store
         self._next_sync: asyncio.Task[None] | None = None
         self._sync_turn = asyncio.Lock()
+        self._unnoted: dict[MessageQueue, int] = {}  # what the store did not take, to be noted before it persists
         self._thread = ThreadPoolExecutor(1, "pyrocket-store")
 
     @property
@@ -294,13 +313,13 @@ class StoreCommits:
         return self._store
 
     async def _do(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _asked, work, *arguments)
 
     async def _do_until(self, until: float | None, what: str, work: Callable[..., object], *arguments: object) -> None:
         """Do the work; at `until` it is waited for no longer, and goes on."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        doing = loop.run_in_executor(self._thread, work, *arguments)
+        doing = loop.run_in_executor(self._thread, _asked, work, *arguments)
         doing.add_done_callback(_look_at)
         await _wait([doing], until)
         if not doing.done():
@@ -308,10 +327,16 @@ class StoreCommits:
         doing.result()
 
     def update(self, queue: MessageQueue, offset: int) -> None:
-        self._store.update_offset(queue, offset, True)
+        try:
+            self._store.update_offset(queue, offset, True)
+        except Exception:  # of a store of the user's: whoever acknowledges is no one to tell
+            self._unnoted[queue] = offset
 
     def current(self, queue: MessageQueue) -> int | None:
-        return self._store.read_offset(queue, ReadOffsetType.READ_FROM_MEMORY)
+        try:
+            return self._store.read_offset(queue, ReadOffsetType.READ_FROM_MEMORY)
+        except Exception:  # of a store of the user's; its next persist tells
+            return self._persisted.get(queue)
 
     def table(self, topic: str) -> dict[MessageQueue, int]:
         return self._store.clone_offset_table(topic)
@@ -329,6 +354,12 @@ class StoreCommits:
 
     def last_known(self, queue: MessageQueue) -> int | None:
         return None  # the store has what was stored; nobody else deletes from it
+
+    def may_have_lost(self, queue: MessageQueue) -> bool:
+        return False
+
+    def forget_last_known(self, queue: MessageQueue) -> None:
+        pass
 
     async def begin_at(self, queue: MessageQueue, offset: int) -> None:
         self._store.update_offset(queue, offset)
@@ -377,6 +408,7 @@ class StoreCommits:
     async def persist(
         self, queues: Iterable[MessageQueue], *, until: float | None = None
     ) -> dict[MessageQueue, RocketError]:
+        failed = self._note_again()
         changed = {
             queue: offset
             for queue in queues
@@ -385,9 +417,22 @@ class StoreCommits:
         try:  # with none, too: a checkpoint may be due
             await self._do_until(until, "storing offsets", self._store.persist_all, list(changed))
         except RocketError as error:
-            return dict.fromkeys(changed, error)
+            return failed | dict.fromkeys(changed, error)
         self._persisted.update(changed)
-        return {}
+        return failed
+
+    def _note_again(self) -> dict[MessageQueue, RocketError]:
+        """Note what the store did not take before; return what it does not take now."""
+        failed: dict[MessageQueue, RocketError] = {}
+        for queue, offset in list(self._unnoted.items()):
+            try:
+                _asked(self._store.update_offset, queue, offset, True)
+            except RocketError as error:
+                failed[queue] = error
+            else:
+                if self._unnoted.get(queue) == offset:
+                    del self._unnoted[queue]
+        return failed
 
     async def release(self, queue: MessageQueue) -> None:
         await self._do(self._store.remove_offset, queue)
@@ -411,6 +456,21 @@ async def _wait(tasks: Collection[asyncio.Future[Any]], until: float | None) -> 
     if tasks:
         timeout_s = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
         await asyncio.wait(tasks, timeout=timeout_s)
+
+
+def _asked(work: Callable[..., T], *arguments: object) -> T:
+    """Call a method of an offset store. What a store of the user's raises is an error of that call, and of no other.
+
+    Raises:
+        OffsetStoreError: it failed; the text says in what.
+    """
+    try:
+        return work(*arguments)
+    except RocketError:
+        raise
+    except Exception as error:
+        what = getattr(work, "__qualname__", repr(work))
+        raise OffsetStoreError(f"the offset store failed in {what}: {type(error).__name__}: {error}") from error
 
 
 def _look_at(task: asyncio.Future[Any]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
+from pyrocket_consumer.consumer.group import Group
+from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue
-
-if TYPE_CHECKING:
-    from pyrocket_consumer.consumer.member import GroupMember
 
 RENEW_EVERY_S = 20.0
 VALID_S = 30.0
@@ -20,55 +18,66 @@ VALID_S = 30.0
 class QueueLocks:
     """Which queues the brokers have locked for us, and until when we believe it. Confined to the I/O thread."""
 
-    def __init__(self, member: GroupMember, renew_every_s: float = RENEW_EVERY_S, valid_s: float = VALID_S) -> None:
-        self._member = member
-        self._renew_every_s = renew_every_s
-        self._valid_s = valid_s
+    def __init__(self, group: Group) -> None:
+        self._group = group
 
     async def take(self, queue: MessageQueue) -> float | None:
         """Lock a queue; returns until when it is ours (by the loop's clock), None if another member has it."""
-        asked_at = self._member.loop.time()  # the broker counts from when it answers: we never believe longer than it
-        member = self._member
-        granted = await member.cluster.broker(queue.broker_name).lock(member.group, [queue])
-        return asked_at + self._valid_s if queue in granted else None
+        group = self._group
+        asked_at = group.loop.time()  # the broker counts from when it answers: we never believe longer than it
+        granted = await group.cluster.broker(queue.broker_name).lock(group.name, [queue])
+        return asked_at + VALID_S if queue in granted else None
 
     async def release(self, queues: Iterable[MessageQueue]) -> None:
         """Unlock queues, after their last offsets are stored. A broker that cannot be told forgets in a minute."""
-        member = self._member
-        for broker_name, ours in _by_broker(queues).items():
-            try:
-                await member.cluster.broker(broker_name).unlock(member.group, ours)
-            except RocketError as error:
-                text = f"queues of {broker_name} stay locked for up to a minute: {error}"
-                member.trouble(EventKind.BROKER_UNREACHABLE, text)
+        await asyncio.gather(*(self._release(name, ours) for name, ours in _by_broker(queues).items()))
 
-    async def keep(self) -> None:
-        """Renew all locks until cancelled."""
-        while True:
-            await asyncio.sleep(self._renew_every_s)
-            await asyncio.gather(*(self._renew(name, ours) for name, ours in self._held().items()))
-
-    def _held(self) -> dict[str, list[MessageQueue]]:
-        return _by_broker(self._member.assignments.all())
-
-    async def _renew(self, broker_name: str, queues: list[MessageQueue]) -> None:
-        member = self._member
-        asked_at = member.loop.time()
+    async def _release(self, broker_name: str, queues: list[MessageQueue]) -> None:
+        group = self._group
         try:
-            granted = await member.cluster.broker(broker_name).lock(member.group, queues)
+            await group.cluster.broker(broker_name).unlock(group.name, queues)
+        except RocketError as error:
+            text = f"queues of {broker_name} stay locked for up to a minute: {error}"
+            group.trouble(EventKind.BROKER_UNREACHABLE, text)
+
+    async def keep(
+        self,
+        windows: Callable[[], Mapping[MessageQueue, ProcessQueue]],
+        confirmed: Callable[[ProcessQueue], None],
+        lost: Callable[[ProcessQueue], Awaitable[None]],
+    ) -> None:
+        """Renew the locks of all `windows` until cancelled, and tell of each what came of it."""
+        while True:
+            await asyncio.sleep(RENEW_EVERY_S)
+            held = windows()
+            await asyncio.gather(
+                *(
+                    self._renew(name, [held[queue] for queue in ours], confirmed, lost)
+                    for name, ours in _by_broker(held).items()
+                )
+            )
+
+    async def _renew(
+        self,
+        broker_name: str,
+        windows: list[ProcessQueue],
+        confirmed: Callable[[ProcessQueue], None],
+        lost: Callable[[ProcessQueue], Awaitable[None]],
+    ) -> None:
+        group = self._group
+        asked_at = group.loop.time()
+        try:
+            granted = await group.cluster.broker(broker_name).lock(group.name, [window.queue for window in windows])
         except RocketError as error:
             # listener calls stop by themselves when the last confirmation is too old
-            member.trouble(EventKind.BROKER_UNREACHABLE, f"locks of {broker_name} are not renewed: {error}")
+            group.trouble(EventKind.BROKER_UNREACHABLE, f"locks of {broker_name} are not renewed: {error}")
             return
-        for queue in queues:
-            assignment = member.assignments.get(queue)
-            if assignment is None:
-                continue
-            if queue in granted:
-                assignment.window.locked_until = asked_at + self._valid_s
-                member.orderly_goes_on(assignment.window)
-            else:
-                await member.assignments.lose(queue)
+        for window in windows:
+            if window.queue not in granted:
+                await lost(window)
+            elif not window.dropped:
+                window.locked_until = asked_at + VALID_S
+                confirmed(window)
 
 
 def _by_broker(queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:

@@ -19,10 +19,11 @@ from typing import Any, Self, TypeVar, Unpack
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import ConsumerConfig, ConsumerOptions, NameServers, check_topic
+from pyrocket_consumer.consumer.assignments import QueueProgress
 from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
-from pyrocket_consumer.consumer.consume import AsyncWorkers, ThreadWorkers, Workers
+from pyrocket_consumer.consumer.consume import AsyncWorkers, Outcome, ThreadWorkers, Workers
 from pyrocket_consumer.consumer.listener import Listener, MessageListener
-from pyrocket_consumer.consumer.member import ConsumerState, GroupMember, QueueProgress
+from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RocketError
 from pyrocket_consumer.model import ConsumerEvent, MessageQueue, Subscription
 from pyrocket_consumer.offsets import LocalFileOffsetStore, OffsetStore
@@ -128,6 +129,8 @@ class _Face:
             max_reconsume_times (16; orderly: no limit; 0–2³¹−1): failures after which a message goes to %DLQ%
             consume_timeout_s (900; 0.05–604800 s): a listener call that takes longer is told, and its message sent back
                 (not when orderly)
+            start_wait_s (5; 0–600 s): how long start() waits for queues whose brokers are slow; they begin all the
+                same, later
             shutdown_timeout_s (30; 0–86400 s): how long close() waits for listener calls
             pull_hold_s (15; 0.05–300 s): how long a broker may hold a pull that finds nothing
             pull_retry_delay_s (1; 0.001–300 s): pause after a pull that failed
@@ -192,7 +195,7 @@ class _Face:
         subscription = _subscription(wrap(self.config.namespace, topic), selector)
         return subscription, Listener.of(listener, self.config.listener_batch_size)
 
-    def _create(self, workers_for: Callable[[bool, GroupMember], Workers]) -> GroupMember:
+    def _create(self, workers_for: Callable[[bool, Outcome], Workers]) -> GroupMember:
         """Open the offset store, connect, and return the member. Blocks, for at most a few deadlines."""
         if self._final_state is not None or self._member is not None:
             raise ConsumerClosed(f"{self!r} cannot be started again; make a new one")
@@ -290,11 +293,12 @@ class PushConsumer(_Face):
         self._final_state = ConsumerState.CLOSED
         self._ended.set()
 
-    def _workers_for(self, is_async: bool, member: GroupMember) -> Workers:
+    def _workers_for(self, is_async: bool, outcome: Outcome) -> Workers:
         config = self.config
         if is_async:
-            return AsyncWorkers(config.consume_threads, member, config.consume_timeout_s)
-        return ThreadWorkers(config.consume_threads, member, config.consume_timeout_s, member.loop)
+            return AsyncWorkers(config.consume_threads, outcome, config.consume_timeout_s)
+        assert self._cluster is not None
+        return ThreadWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._cluster.loop)
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         assert self._cluster is not None
@@ -425,11 +429,12 @@ class AsyncPushConsumer(_Face):
         """Start consuming; see `PushConsumer.start`."""
         own = asyncio.get_running_loop()
 
-        def workers_for(is_async: bool, member: GroupMember) -> Workers:
+        def workers_for(is_async: bool, outcome: Outcome) -> Workers:
             config = self.config
             if is_async:
-                return AsyncWorkers(config.consume_threads, member, config.consume_timeout_s, own)
-            return ThreadWorkers(config.consume_threads, member, config.consume_timeout_s, member.loop)
+                return AsyncWorkers(config.consume_threads, outcome, config.consume_timeout_s, own)
+            assert self._cluster is not None
+            return ThreadWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._cluster.loop)
 
         member = await asyncio.to_thread(self._create, workers_for)
 
@@ -550,7 +555,8 @@ async def _reset(
 ) -> dict[MessageQueue, int]:
     held = set(member.assignments.held(topic))
     if not held:
-        raise ConfigError(f"no queue of topic {topic!r} is held by this member; it holds {sorted(member.topics())}")
+        topics = sorted(member.group.subscriptions.topics())
+        raise ConfigError(f"no queue of topic {topic!r} is held by this member; it holds {topics}")
     strangers = {*(queues or ()), *(to if isinstance(to, Mapping) else ())} - held
     if strangers:
         shown = min(map(str, strangers))
@@ -564,7 +570,7 @@ async def _reset(
             )
         targets = {}
         for queue in queues or held:
-            broker = member.cluster.broker(queue.broker_name)
+            broker = member.group.cluster.broker(queue.broker_name)
             targets[queue] = await (broker.min_offset(queue) if to == "earliest" else broker.max_offset(queue))
     elif isinstance(to, datetime):
         if to.tzinfo is None:

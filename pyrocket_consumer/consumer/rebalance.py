@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pyrocket_consumer.consumer.allocation import allocate, strategy_of
+from pyrocket_consumer.consumer.assignments import Assignments
+from pyrocket_consumer.consumer.expressions import Expressions
+from pyrocket_consumer.consumer.group import Group
+from pyrocket_consumer.consumer.reset import Resets
 from pyrocket_consumer.errors import RocketError, RouteNotFound
-from pyrocket_consumer.model import MASTER_ID, EventKind, MessageQueue, TopicRoute
-
-if TYPE_CHECKING:
-    from pyrocket_consumer.consumer.member import GroupMember
+from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, TopicRoute
 
 log = logging.getLogger("pyrocket_consumer.consumer")
 
@@ -25,6 +25,9 @@ AGAIN_S = 1.0
 
 HANDOVER_S = 1.0
 """How long a queue's new owner leaves its old one to store the last offset; both hear of the change at once."""
+
+HEARTBEAT_WAIT_S = 1.0
+"""How long a round waits for brokers to take a heartbeat; those that have not by then refuse pulls until they have."""
 
 _SOON_S = 0.001  # timers are not more exact
 
@@ -47,20 +50,26 @@ def plan(held: Iterable[MessageQueue], wanted: Iterable[MessageQueue]) -> Plan:
 
 
 class Rebalance:
-    """Rounds of rebalance: every 20 s, soon after the group or a route changes, and until everything is in place."""
+    """Rounds of rebalance: every 20 s, soon after the group or a route changes, and until everything is in place.
 
-    def __init__(self, member: GroupMember) -> None:
-        self._member = member
-        self._strategy = strategy_of(member.config.allocation)
-        self._wanted = asyncio.Event()
+    A round decides; what follows from it are steps of their own, so that one broker that does not answer holds up only
+    the queues it has. Confined to the I/O thread.
+    """
+
+    def __init__(self, group: Group, assignments: Assignments, resets: Resets, expressions: Expressions) -> None:
+        self._group = group
+        self._assignments = assignments
+        self._resets = resets
+        self._expressions = expressions
+        self._strategy = strategy_of(group.config.allocation)
         self._known: dict[str, frozenset[MessageQueue]] = {}
         self._no_route: set[str] = set()
         self._have_company = False  # the group has other members
+        self._announced: dict[str, frozenset[MessageQueue]] = {}  # what brokers have been told we hold
         self._due: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
-
-    def soon(self) -> None:
-        """Ask for a round."""
-        self._wanted.set()
+        self._coming: dict[MessageQueue, asyncio.Task[None]] = {}
+        self._first_round = asyncio.Event()
+        self._settled = False
 
     def is_new(self, queue: MessageQueue) -> bool:
         """Tell whether `queue` was added to its topic after this consumer first saw the topic."""
@@ -69,142 +78,186 @@ class Rebalance:
 
     async def run(self) -> None:
         """Hold rounds until cancelled."""
-        interval_s = self._member.config.rebalance_interval_s
-        settled = True
+        wanted = self._group.rebalance_wanted
         while True:
+            began = self._group.loop.time()
+            wanted.clear()
+            pause_s = await self.round()
+            self._look_at_first_round()
             try:
-                async with asyncio.timeout(interval_s if settled else min(AGAIN_S, interval_s)):
-                    await self._wanted.wait()
+                async with asyncio.timeout(pause_s):
+                    await wanted.wait()
             except TimeoutError:
-                pass
-            self._wanted.clear()
-            settled = await self.round()
-            await asyncio.sleep(SPACING_S)
+                continue
+            await asyncio.sleep(began + SPACING_S - self._group.loop.time())
 
-    async def round(self) -> bool:
-        """Compare what we hold with what is ours, and change it. Returns whether nothing was left undone.
-
-        While queues wait for their old owners, it goes on looking: what is another's by now is given up while that one
-        waits for us.
-        """
-        known = set[MessageQueue]()
-        while True:
-            began = self._member.loop.time()
-            settled, pause_s = await self._step(known)
-            if not pause_s:
-                return settled
-            if await self._asked_within(pause_s):
-                await asyncio.sleep(began + SPACING_S - self._member.loop.time())
-
-    async def _asked_within(self, timeout_s: float) -> bool:
+    async def first_round(self, timeout_s: float) -> list[MessageQueue]:
+        """Wait until all queues of the first round have begun, or failed to; returns those that have not yet."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._wanted.wait()
+                await self._first_round.wait()
         except TimeoutError:
-            return False
-        self._wanted.clear()
-        return True
+            pass
+        return sorted({*self._due, *self._coming})
 
-    async def _step(self, known: set[MessageQueue]) -> tuple[bool, float]:
-        """Give up what is not ours, and begin what is and has waited.
+    def _look_at_first_round(self) -> None:
+        if not self._due and not self._coming:
+            self._first_round.set()
 
-        Returns whether nothing was left undone, and how long what is left has to wait, 0 if nothing is.
-        `known`: the new queues that brokers have heard of.
-        """
-        member = self._member
-        settled, plans = await self._plans()
-        changes = {topic: change for topic, change in plans.items() if change}
-        await asyncio.gather(
-            *(member.assignments.end(queue, "revoked") for each in changes.values() for queue in each.drop)
-        )
-        news = {topic: change for topic, change in changes.items() if change.drop or not known.issuperset(change.add)}
+    async def round(self) -> float:
+        """Compare what we hold with what is ours, and change it. Returns how long it may be until the next round."""
+        group = self._group
+        settled, wanted = await self._wanted()
+        for topic, ours in wanted.items():
+            held = [*self._assignments.held(topic), *(queue for queue in self._coming if queue.topic == topic)]
+            change = plan(held, ours)
+            for queue in change.drop:
+                self._give_up(queue)
+            at_last = group.loop.time() + (HANDOVER_S if self._have_company else 0.0)
+            due = {queue: self._due.get(queue, at_last) for queue in change.add}
+            self._due = {queue: at for queue, at in self._due.items() if queue.topic != topic} | due
+        news = [topic for topic, ours in wanted.items() if self._announced.get(topic, frozenset()) != ours]
         if news:
-            member.queues_changed(news)
+            self._announced.update((topic, wanted[topic]) for topic in news)
+            group.subscriptions.renew(news)
             # the heartbeat carries the new subscription version and has to be there before the first such pull
-            await member.cluster.heartbeat()
-        now = member.loop.time()
-        at_last = now + (HANDOVER_S if self._have_company else 0.0)
-        self._due = {queue: self._due.get(queue, at_last) for each in changes.values() for queue in each.add}
-        known.update(self._due)
-        ready = [queue for queue, due in self._due.items() if due <= now + _SOON_S]
-        pauses = [due - now for due in self._due.values() if due > now + _SOON_S]
-        begun = await asyncio.gather(*map(member.assignments.begin, ready))
-        for queue, has_begun in zip(ready, begun, strict=True):
-            if has_begun:
-                del self._due[queue]  # it waits again, should it end and come back
-        return settled and all(begun), min(pauses, default=0.0)
+            await self._heartbeat()
+        now = group.loop.time()
+        for queue in [queue for queue, at in self._due.items() if at <= now + _SOON_S]:
+            del self._due[queue]
+            self._begin(queue)
+        pause_s = group.config.rebalance_interval_s
+        if not settled or self._coming:
+            pause_s = min(pause_s, AGAIN_S)
+        return min([pause_s, *(at - now for at in self._due.values())])
 
-    async def _plans(self) -> tuple[bool, dict[str, Plan]]:
-        """Return what is to be changed for each topic, and whether that is sure."""
-        member = self._member
-        settled = True
-        plans: dict[str, Plan] = {}
-        topics = member.topics()
-        for topic in topics:
+    async def _heartbeat(self) -> None:
+        heartbeat = self._group.tasks.begin(self._group.cluster.heartbeat(), "a heartbeat")
+        await asyncio.wait([heartbeat], timeout=HEARTBEAT_WAIT_S)
+
+    def _give_up(self, queue: MessageQueue) -> None:
+        if self._coming.pop(queue, None) is None:  # else it finds that it is not wanted any more
+            self._group.beside(self._assignments.end(queue, "revoked"), f"giving up {queue}")
+
+    def _begin(self, queue: MessageQueue) -> None:
+        async def begin() -> None:
             try:
-                wanted, is_sure = await self._allocation(topic)
+                await self._expressions.before_begin(queue)
             except RocketError as error:
-                settled = False
-                self._tell(topic, error)
-                continue
-            self._no_route.discard(topic)
-            settled = settled and is_sure
-            if wanted is not None:
-                plans[topic] = plan(member.assignments.held(topic), wanted)
-        for topic in member.assignments.topics() - set(topics):  # unsubscribed
-            plans[topic] = plan(member.assignments.held(topic), ())
-        return settled, plans
+                self._group.trouble(EventKind.BROKER_UNREACHABLE, f"{queue} does not begin yet: {error}", queue)
+                return
+            await self._resets.before_begin(queue)  # what was reset while we were away counts for its start offset
+            await self._assignments.begin(
+                queue, is_new=self.is_new(queue), is_ours=lambda: self._coming.get(queue) is task
+            )
 
-    def _tell(self, topic: str, error: RocketError) -> None:
-        if isinstance(error, RouteNotFound):
-            if topic not in self._no_route and not topic.startswith("%RETRY%"):
-                self._member.event(
-                    EventKind.BROKER_UNREACHABLE,
-                    f"topic {topic} has no route yet; still looking",
-                    level=logging.WARNING,
-                )
-            self._no_route.add(topic)
-        else:
-            self._member.trouble(EventKind.BROKER_UNREACHABLE, f"rebalance of {topic} failed, assignment kept: {error}")
+        def begun(done: asyncio.Task[None]) -> None:
+            if self._coming.get(queue) is done:
+                del self._coming[queue]
+            self._look_at_first_round()
 
-    async def _allocation(self, topic: str) -> tuple[list[MessageQueue] | None, bool]:
+        task = self._coming[queue] = self._group.tasks.begin(begin(), f"beginning {queue}")
+        task.add_done_callback(begun)
+
+    async def _wanted(self) -> tuple[bool, dict[str, frozenset[MessageQueue]]]:
+        """Return whether nothing is left open, and which queues of each topic should be ours, where that is known."""
+        topics = self._group.subscriptions.topics()
+        members = _Members(self._group)
+        found = await asyncio.gather(*(self._allocation(topic, members) for topic in topics))
+        if members.asked_any:
+            self._have_company = members.have_company
+        wanted = {topic: frozenset(ours) for topic, (ours, _) in zip(topics, found, strict=True) if ours is not None}
+        gone = (self._assignments.topics() | {queue.topic for queue in self._coming}) - set(topics)
+        return all(is_sure for _, is_sure in found), wanted | dict.fromkeys(gone, frozenset())
+
+    async def _allocation(self, topic: str, members: _Members) -> tuple[list[MessageQueue] | None, bool]:
         """Return our queues of `topic`, and whether to leave it at that until something changes.
 
         None when it cannot be told and everything stays as it is.
         """
-        member = self._member
-        route = await member.cluster.route(topic)
-        queues = route.consume_queues()
-        self._known.setdefault(topic, frozenset(queues))
-        if member.config.broadcasting:
-            return queues, True
-        ids = await self._members(route)
-        if ids is None:
-            return None, True
-        if member.client_id not in ids:
-            # our heartbeat is not there (yet): the broker lets nobody pull for us, and others share our queues
-            await member.cluster.heartbeat()
-            ids = await self._members(route)
+        group = self._group
+        try:
+            route = await group.cluster.route(topic)
+            self._no_route.discard(topic)
+            queues = route.consume_queues()
+            self._known.setdefault(topic, frozenset(queues))
+            if group.config.broadcasting:
+                return queues, True
+            ids = await members.of(route)
             if ids is None:
                 return None, True
-        self._have_company = len(ids) > 1
-        arguments = (self._strategy, member.group, member.client_id, queues, ids)
-        if callable(member.config.allocation):  # code of the user's
-            return await asyncio.to_thread(allocate, *arguments), member.client_id in ids
-        return allocate(*arguments), member.client_id in ids
+        except RocketError as error:
+            self._tell(topic, error)
+            return None, False
+        is_sure = group.client_id in ids
+        arguments = (self._strategy, group.name, group.client_id, queues, ids)
+        try:
+            if callable(group.config.allocation):  # code of the user's
+                return await asyncio.to_thread(allocate, *arguments), is_sure
+            return allocate(*arguments), is_sure
+        except RocketError as error:
+            self._tell(topic, error)
+            return None, False
 
-    async def _members(self, route: TopicRoute) -> list[str] | None:
+    def _tell(self, topic: str, error: RocketError) -> None:
+        group = self._group
+        if isinstance(error, RouteNotFound):
+            if topic not in self._no_route and not topic.startswith(RETRY_PREFIX):
+                text = f"topic {topic} has no route yet; still looking"
+                group.event(EventKind.BROKER_UNREACHABLE, text, level=logging.WARNING)
+            self._no_route.add(topic)
+        else:
+            group.trouble(EventKind.BROKER_UNREACHABLE, f"rebalance of {topic} failed, assignment kept: {error}")
+
+
+class _Members:
+    """Who is in the group, as brokers see it; in one round, each broker is asked once."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._answers: dict[str, asyncio.Task[list[str]]] = {}
+        self._heartbeat: asyncio.Task[int] | None = None
+        self.asked_any = False
+        self.have_company = False
+
+    async def of(self, route: TopicRoute) -> list[str] | None:
         """Return the group's members as one broker of the topic sees them; None if no broker can be asked."""
-        member = self._member
+        ids = await self._ask(route)
+        if ids is not None and self._group.client_id not in ids:
+            # our heartbeat is not there (yet): the broker lets nobody pull for us, and others share our queues
+            if self._heartbeat is None:
+                self._heartbeat = self._group.tasks.begin(self._group.cluster.heartbeat(), "a heartbeat")
+                await asyncio.wait([self._heartbeat], timeout=HEARTBEAT_WAIT_S)
+                self._answers.clear()
+            else:
+                await asyncio.wait([self._heartbeat], timeout=HEARTBEAT_WAIT_S)
+            ids = await self._ask(route)
+        if ids is not None:
+            self.asked_any = True
+            self.have_company = self.have_company or len(ids) > 1
+        return ids
+
+    async def _ask(self, route: TopicRoute) -> list[str] | None:
         names = [broker.broker_name for broker in route.brokers if MASTER_ID in broker.addresses]
         names = names or [broker.broker_name for broker in route.brokers]
-        member.rng.shuffle(names)
+        self._group.rng.shuffle(names)
+        # one that is asked already first: of two that do not answer, only one is waited for
         error: RocketError | None = None
-        for name in names:
+        for name in sorted(names, key=lambda name: self._has_failed(name)):
             try:
-                return await member.cluster.broker(name).consumer_ids(member.group)
+                return list(await asyncio.shield(self._answer(name)))
             except RocketError as failure:
                 error = failure
         if error is not None:
             raise error
         return None
+
+    def _answer(self, name: str) -> asyncio.Task[list[str]]:
+        if name not in self._answers:
+            asking = self._group.cluster.broker(name).consumer_ids(self._group.name)
+            self._answers[name] = self._group.tasks.begin(asking, f"asking {name} for the group's members")
+        return self._answers[name]
+
+    def _has_failed(self, name: str) -> bool:
+        task = self._answers.get(name)
+        return task is not None and task.done() and task.exception() is not None

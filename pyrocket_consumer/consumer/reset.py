@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
 from uuid import UUID
 
 from pyrocket_consumer.cluster.members import Member, Reply, speak_to_all
 from pyrocket_consumer.cluster.reset_record import EpochTaken, NobodyWasHere, ResetRecord
+from pyrocket_consumer.consumer.assignments import Assignments
+from pyrocket_consumer.consumer.commit import Commits
+from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.errors import PermissionDenied, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, PullAnswer
 from pyrocket_consumer.offsets import QueueReset
@@ -32,9 +34,6 @@ from pyrocket_consumer.wire.reset_plan import (
     encode_plan,
     encode_report,
 )
-
-if TYPE_CHECKING:
-    from pyrocket_consumer.consumer.member import GroupMember
 
 log = logging.getLogger("pyrocket_consumer.consumer")
 
@@ -56,10 +55,12 @@ _REFUSES = "this consumer has remote_reset='refuse'"
 
 
 class Resets:
-    """Follows resets for one member. Confined to the I/O thread."""
+    """Follows resets for one group. Confined to the I/O thread."""
 
-    def __init__(self, member: GroupMember) -> None:
-        self._member = member
+    def __init__(self, group: Group, assignments: Assignments, commits: Commits) -> None:
+        self._group = group
+        self._assignments = assignments
+        self._commits = commits
         self._records: dict[tuple[str, str], ResetRecord] = {}
         self._heads: dict[tuple[str, str], int] = {}  # of each record read: nothing to do while it stays
         self._reading: dict[tuple[str, str], asyncio.Lock] = {}
@@ -82,11 +83,11 @@ class Resets:
         self._resets[queue] = count + 1, target
         facts: dict[str, object] = {"from": came_from, "to": target, "epoch": epoch}
         known = {name: value for name, value in facts.items() if value is not None}
-        self._member.event(EventKind.OFFSET_RESET, f"-> {target} ({why})", queue, known, level=logging.WARNING)
+        self._group.event(EventKind.OFFSET_RESET, f"-> {target} ({why})", queue, known, level=logging.WARNING)
 
     # --- a word from an admin or a member, by way of a broker
 
-    async def asked(self, command: RemotingCommand) -> RemotingCommand:
+    async def answer_relayed(self, command: RemotingCommand) -> RemotingCommand:
         """Answer a request for running info that carries a word to us."""
         fields = command.fields
         rid = fields.get("pyrocketId") or "none"
@@ -96,7 +97,7 @@ class Resets:
             header = RelayHeader.from_fields(fields)
             if header.operation == "status":
                 topic = decode_status_question(command.body) if command.body else ""
-                refuses = self._member.config.remote_reset == "refuse"
+                refuses = self._group.config.remote_reset == "refuse"
                 state, reason = ("refused", _REFUSES) if refuses else ("ok", None)
                 return self._answer(command, rid, state, self.report(topic, rid), reason)
             if header.operation == "reset":
@@ -107,16 +108,16 @@ class Resets:
         return self._refused(command, rid, f"operation {header.operation!r:.40} is not known here")
 
     async def _ordered(self, command: RemotingCommand, rid: str, plan: PlanBody) -> RemotingCommand:
-        config = self._member.config
+        config, tasks = self._group.config, self._group.tasks
         if config.remote_reset == "refuse":
             self._told_nothing(f"reset {rid} of {plan.topic} refused: remote_reset='refuse'")
             return self._refused(command, rid, _REFUSES)
         work: asyncio.Task[bool]
         if config.broadcasting:
             resets = {queue: QueueReset(target, plan.epoch) for queue, target in plan.targets.items()}
-            work = self._start(self._follow_all(resets, f"reset {rid}"))
+            work = tasks.begin(self._follow_all(resets, f"reset {rid}"), f"reset {rid}")
         else:
-            work = self._start(self._move_ours(rid, plan))
+            work = tasks.begin(self._move_ours(rid, plan), f"reset {rid}")
         done, _ = await asyncio.wait([work], timeout=ANSWER_WITHIN_S)
         if not done:
             return self._answer(command, rid, "pending", self.report(plan.topic, rid))
@@ -129,11 +130,8 @@ class Resets:
         reason = f"{len(waits)} queues moved in memory only: the store cannot be written" if waits else None
         return self._answer(command, rid, state, self.report(plan.topic, rid), reason)
 
-    def _start(self, work: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
-        return self._member.keep(self._member.loop.create_task(work))
-
     def _told_nothing(self, text: str) -> None:
-        self._member.event(EventKind.OFFSET_RESET, text, level=logging.WARNING)
+        self._group.event(EventKind.OFFSET_RESET, text, level=logging.WARNING)
 
     def _answer(
         self, command: RemotingCommand, rid: str, state: str, report: ReportBody | None, reason: str | None = None
@@ -146,9 +144,9 @@ class Resets:
 
     def report(self, topic: str, rid: str) -> ReportBody:
         """Return what we tell of a topic; epochs only of what is durable."""
-        commits = self._member.commits
+        commits = self._commits
         queues = {queue for queue in self._followed if queue.topic == topic}
-        queues.update(self._member.assignments.held(topic))
+        queues.update(self._assignments.held(topic))
         epochs = {queue: commits.reset_epoch(queue) for queue in queues - self._undurable}
         return ReportBody(
             topic,
@@ -158,19 +156,22 @@ class Resets:
             dict(self._plans.get(rid, {})),
             {queue: target for queue, (_, target) in self._resets.items() if queue.topic == topic},
             {queue: count for queue, (count, _) in self._resets.items() if queue.topic == topic},
-            str(self._member.config.message_model),
+            str(self._group.config.message_model),
         )
 
     # --- broadcasting: following
 
     async def _follow_all(self, resets: Mapping[MessageQueue, QueueReset], why: str, *, recorded: bool = False) -> bool:
-        """Follow what is newer than what we have followed, in one durable step; returns whether anything was.
+        """Follow what is newer than what we have followed, in one durable step; returns whether anything was."""
+        return await self._group.tasks.finish(self._follow_newer(resets, why, recorded), f"following resets ({why})")
+
+    async def _follow_newer(self, resets: Mapping[MessageQueue, QueueReset], why: str, recorded: bool) -> bool:
+        """Do what `_follow_all` says.
 
         Fence, store, new epoch, pull: as for every reset. Queues we do not hold (yet) get their target as well; but a
         recorded reset does not move a queue that we have never consumed: its start rule holds.
         """
-        member = self._member
-        assignments, commits = member.assignments, member.commits
+        group, assignments, commits = self._group, self._assignments, self._commits
         async with assignments.kept_still(resets):
             newer: dict[MessageQueue, QueueReset] = {}
             for queue, reset in resets.items():
@@ -188,9 +189,9 @@ class Resets:
                 await commits.follow(newer)
                 self._undurable.difference_update(newer)
             except RocketError as error:
-                member.event(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", level=logging.ERROR)
+                group.event(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", level=logging.ERROR)
                 self._undurable.update(newer)
-            now = member.loop.time()
+            now = group.loop.time()
             self._recent.update({queue: (now, offset) for queue, offset in moving.items()})
             for assignment in fenced:
                 assignments.begin_anew(assignment, moving[assignment.window.queue], "reset")
@@ -200,12 +201,12 @@ class Resets:
         return True
 
     async def _is_stored(self, queue: MessageQueue) -> bool:
-        return await self._member.commits.start_offset(queue) is not None
+        return await self._commits.start_offset(queue) is not None
 
     def _tell_memory_only(self) -> None:
-        if not self._told_memory_only and not self._member.commits.keeps_epochs:
+        if not self._told_memory_only and not self._commits.keeps_epochs:
             self._told_memory_only = True
-            self._member.event(
+            self._group.event(
                 EventKind.STORE_FALLBACK,
                 "this offset store keeps no reset epochs (see offsets.ResetEpochs): they are in memory, and resets "
                 "made while this consumer is away will not be followed",
@@ -216,9 +217,9 @@ class Resets:
         """Try again to store resets that are in memory only."""
         if queues := list(self._undurable):
             try:
-                await self._member.commits.persist_again(queues)
+                await self._commits.persist_again(queues)
             except RocketError as error:
-                self._member.trouble(EventKind.COMMIT_FAILED, f"resets are not stored yet: {error}")
+                self._group.trouble(EventKind.COMMIT_FAILED, f"resets are not stored yet: {error}")
             else:
                 self._undurable.difference_update(queues)
 
@@ -231,14 +232,14 @@ class Resets:
             await self._read(*key, first=True)
 
     def _reads_records(self, topic: str) -> bool:
-        config = self._member.config
+        config = self._group.config
         return config.broadcasting and config.remote_reset == "accept" and not topic.startswith(RETRY_PREFIX)
 
     async def read_regularly(self) -> None:
         """Look at every record now and then, and soon after a broker was away. Until cancelled."""
-        member = self._member
+        group = self._group
         while True:
-            interval_s = member.config.reset_record_interval_s * member.rng.uniform(0.9, 1.1)
+            interval_s = group.config.reset_record_interval_s * group.rng.uniform(0.9, 1.1)
             try:
                 async with asyncio.timeout(min(interval_s, RETRY_S) if self._unread else interval_s):
                     await self._look_again.wait()
@@ -253,15 +254,15 @@ class Resets:
 
     def _places(self) -> list[tuple[str, str]]:
         places = []
-        for topic in self._member.topics():
-            route = self._member.cluster.known_route(topic) if self._reads_records(topic) else None
+        for topic in self._group.subscriptions.topics():
+            route = self._group.cluster.known_route(topic) if self._reads_records(topic) else None
             for broker in route.brokers if route is not None else ():
                 if MASTER_ID in broker.addresses and self._queue_ids(topic, broker.broker_name):
                     places.append((topic, broker.broker_name))
         return places
 
     def _queue_ids(self, topic: str, broker_name: str) -> range:
-        route = self._member.cluster.known_route(topic)
+        route = self._group.cluster.known_route(topic)
         for data in route.queues if route is not None else ():
             if data.broker_name == broker_name:
                 return range(max(data.read_queues, data.write_queues))
@@ -270,12 +271,12 @@ class Resets:
     def _record(self, topic: str, broker_name: str) -> ResetRecord:
         key = topic, broker_name
         if key not in self._records:
-            self._records[key] = ResetRecord(self._member.cluster, self._member.group, topic, broker_name)
+            self._records[key] = ResetRecord(self._group.cluster, self._group.name, topic, broker_name)
         return self._records[key]
 
     async def _read(self, topic: str, broker_name: str, *, first: bool = False) -> None:
         """Follow what is new in a record. Trouble is told, and tried again."""
-        member, key = self._member, (topic, broker_name)
+        group, key = self._group, (topic, broker_name)
         async with self._reading.setdefault(key, asyncio.Lock()):
             if first and (key in self._heads or key in self._unread):
                 return  # the topic's queues begin at the same time, and one has done it for all
@@ -283,15 +284,15 @@ class Resets:
                 await self._read_in_turn(topic, broker_name)
             except PermissionDenied as error:
                 self._heads.setdefault(key, 0)
-                member.trouble(EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} may not be read: {error}")
+                group.trouble(EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} may not be read: {error}")
             except RocketError as error:
                 self._unread.add(key)
-                member.trouble(EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} are not known: {error}")
+                group.trouble(EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} are not known: {error}")
             else:
                 self._unread.discard(key)
 
     async def _read_in_turn(self, topic: str, broker_name: str) -> None:
-        commits, key = self._member.commits, (topic, broker_name)
+        commits, key = self._commits, (topic, broker_name)
         record = self._record(topic, broker_name)
         head = await record.head()
         if head == self._heads.get(key, 0):
@@ -319,17 +320,31 @@ class Resets:
 
     async def told_by_broker(self, topic: str, targets: Mapping[MessageQueue, int]) -> None:
         """A broker tells every member to move (220)."""
-        member = self._member
-        if member.config.remote_reset == "refuse":
+        group = self._group
+        if group.config.remote_reset == "refuse":
             self._told_nothing(f"a reset of {topic} refused: remote_reset='refuse'")
-        elif member.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
-            log.info("group=%s a reset of %s to where it was reset just now is not repeated", member.group, topic)
+        elif group.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
+            log.info("group=%s a reset of %s to where it was reset just now is not repeated", group.name, topic)
         else:
-            await member.reset(topic, targets, "told by the broker")
+            await self.move_held(topic, targets, "told by the broker")
+
+    async def move_held(self, topic: str, targets: Mapping[MessageQueue, int], why: str) -> dict[MessageQueue, int]:
+        """Move the queues of `topic` we hold to their targets; returns those moved, when they are durable."""
+
+        async def move(queue: MessageQueue, target: int) -> tuple[MessageQueue, int] | None:
+            if not await self._assignments.move(queue, target, None, "reset"):
+                self._commits.forget_last_known(queue)  # should it come to us: the reset counts, not where we once were
+                return None
+            self.moved(queue, target, why)
+            return queue, target
+
+        chosen = [(queue, target) for queue, target in targets.items() if queue.topic == topic and target >= 0]
+        moved = await asyncio.gather(*(move(queue, target) for queue, target in chosen))
+        return dict(each for each in moved if each is not None)
 
     def _is_repeated(self, queue: MessageQueue, target: int) -> bool:
         at, offset = self._recent.get(queue, (0.0, -1))
-        return offset == target and self._member.loop.time() - at < REPEATED_WITHIN_S
+        return offset == target and self._group.loop.time() - at < REPEATED_WITHIN_S
 
     async def met_mark(self, queue: MessageQueue, answer: PullAnswer, asked: int | None) -> None:
         """A pull was answered that the broker has reset the queue. It says so once, to whichever pull comes first.
@@ -337,38 +352,40 @@ class Resets:
         `asked` is where the pull was, None if it had been abandoned: this is the only copy of the reset all the same.
         In broadcasting it is for every member, and we are the one to tell the others.
         """
-        member, target = self._member, answer.next_offset
+        group, target = self._group, answer.next_offset
         how = "told to an abandoned pull" if asked is None else "made at the broker"
-        if member.config.remote_reset == "refuse":
+        if group.config.remote_reset == "refuse":
             await self._keep_place(queue)
             return
-        if member.config.broadcasting and answer.max_offset > 0 and not self._is_repeated(queue, target):
+        if group.config.broadcasting and answer.max_offset > 0 and not self._is_repeated(queue, target):
             epoch = max(
-                member.now_ms(),
-                member.commits.reset_epoch(queue) + 1,
+                group.now_ms(),
+                self._commits.reset_epoch(queue) + 1,
                 self._heads.get((queue.topic, queue.broker_name), 0) + 1,
             )
             await self._follow_all({queue: QueueReset(target, epoch)}, how)
             self._marks.setdefault((queue.topic, queue.broker_name), {})[queue] = target
             await self._spread(queue.topic, queue.broker_name)
             return
-        if await member.assignments.move(queue, target, None, "reset"):
+        if await self._assignments.move(queue, target, None, "reset"):
             self.moved(queue, target, how, asked)
-        elif not member.config.broadcasting and not member.closing:
-            await self._pass_on(queue, target)
+        elif not group.config.broadcasting:
+            self._commits.forget_last_known(queue)
+            if not group.closing:
+                await self._pass_on(queue, target)
 
     async def _keep_place(self, queue: MessageQueue) -> None:
-        assignment = self._member.assignments.get(queue)
+        assignment = self._assignments.get(queue)
         place = assignment.window.commit_offset() if assignment is not None else None
         if assignment is not None and place is not None:
             self._told_nothing(f"a reset of {queue} refused: remote_reset='refuse'")
-            await self._member.assignments.move(queue, place, assignment.window, "reset refused")
+            await self._assignments.move(queue, place, assignment.window, "reset refused")
 
     # --- telling the others
 
     async def _spread(self, topic: str, broker_name: str) -> None:
         """Record resets that only we have heard of, and tell the other members; those that come together, together."""
-        member, key = self._member, (topic, broker_name)
+        group, key = self._group, (topic, broker_name)
         async with self._spreading.setdefault(key, asyncio.Lock()):
             targets = self._marks.pop(key, {})
             if not targets:
@@ -387,7 +404,7 @@ class Resets:
                     epoch = await self._date(targets, error.head + 1)
                 except RocketError as error:
                     failure = str(error)
-                    if not pauses or member.closing or isinstance(error, (PermissionDenied, NobodyWasHere)):
+                    if not pauses or group.closing or isinstance(error, (PermissionDenied, NobodyWasHere)):
                         break
                     await asyncio.sleep(pauses.pop(0))
             told, _ = await self._tell_others(broker_name, PlanBody(topic, epoch, targets))
@@ -397,11 +414,11 @@ class Resets:
         for queue, target in targets.items():
             facts = {"to": target, "epoch": epoch}
             level = logging.WARNING if failure else logging.INFO
-            member.event(EventKind.OFFSET_RESET, f"-> {target} ({text})", queue, facts, level=level)
+            group.event(EventKind.OFFSET_RESET, f"-> {target} ({text})", queue, facts, level=level)
 
     async def _date(self, targets: Mapping[MessageQueue, int], at_least: int) -> int:
         """Return one epoch for resets we have followed, and note that it is that one which we have followed."""
-        epoch = max(at_least, *(self._member.commits.reset_epoch(queue) for queue in targets))
+        epoch = max(at_least, *(self._commits.reset_epoch(queue) for queue in targets))
         await self._follow_all({queue: QueueReset(None, epoch) for queue in targets}, "spread")
         return epoch
 
@@ -410,34 +427,34 @@ class Resets:
 
         A member of ours is told; for others, the broker is asked to reset the queue once more.
         """
-        member = self._member
-        plan = PlanBody(queue.topic, member.now_ms(), {queue: target})
+        group = self._group
+        plan = PlanBody(queue.topic, group.now_ms(), {queue: target})
         told, moved = await self._tell_others(queue.broker_name, plan)
         text = f"-> {target}, told to a pull from when the queue was ours; passed on to {told or 'nobody'}"
-        address = member.cluster.address(queue.broker_name, only_this=True)
+        address = group.cluster.address(queue.broker_name, only_this=True)
         if queue not in moved and address is not None:
             try:
-                header = ResetOffsetHeader(queue.topic, member.group, -1, True, queue.queue_id, target)
-                await member.cluster.call(address, header)
+                header = ResetOffsetHeader(queue.topic, group.name, -1, True, queue.queue_id, target)
+                await group.cluster.call(address, header)
                 text += ", and given back to the broker"
             except RocketError as error:
                 text += f", and not taken back by the broker: {error}"
-        member.event(EventKind.OFFSET_RESET, text, queue, {"to": target}, level=logging.WARNING)
+        group.event(EventKind.OFFSET_RESET, text, queue, {"to": target}, level=logging.WARNING)
 
     async def _tell_others(self, broker_name: str, plan: PlanBody) -> tuple[str, set[MessageQueue]]:
         """Tell every other member; return who was told, and the queues of a clustering group that they have moved."""
-        member = self._member
+        group = self._group
         try:
-            ids = await member.cluster.broker(broker_name).consumer_ids(member.group)
+            ids = await group.cluster.broker(broker_name).consumer_ids(group.name)
         except RocketError as error:
             return f"nobody else, for the members are not known: {error}", set()
-        address = member.cluster.address(broker_name, only_this=True)
+        address = group.cluster.address(broker_name, only_this=True)
         if address is None:
             return "nobody else, for the broker has no master now", set()
-        others = [Member(each, (address,)) for each in ids if each != member.client_id]
-        rid = str(UUID(int=member.rng.getrandbits(128), version=4))
+        others = [Member(each, (address,)) for each in ids if each != group.client_id]
+        rid = str(UUID(int=group.rng.getrandbits(128), version=4))
         replies = await speak_to_all(
-            member.cluster, member.group, others, "reset", rid, encode_plan(plan)
+            group.cluster, group.name, others, "reset", rid, encode_plan(plan)
         )
         told = ", ".join(
             client_id if reply.kind is Reply.OURS else f"{client_id} (in vain: {reply.reason or reply.kind})"
@@ -449,15 +466,16 @@ class Resets:
 
     async def _move_ours(self, rid: str, plan: PlanBody) -> bool:
         """Move those of the queues that we hold, each once per plan."""
-        member = self._member
         moved = self._plans.setdefault(rid, {})
         while len(self._plans) > REMEMBERED_PLANS:
             del self._plans[next(iter(self._plans))]
 
         async def move(queue: MessageQueue, target: int) -> None:
-            if await member.assignments.move(queue, target, None, "reset", unless=lambda: queue in moved):
+            if await self._assignments.move(queue, target, None, "reset", unless=lambda: queue in moved):
                 moved[queue] = target
                 self.moved(queue, target, f"reset {rid}")
+            elif self._assignments.get(queue) is None:
+                self._commits.forget_last_known(queue)
 
         before = len(moved)
         await asyncio.gather(*(move(queue, target) for queue, target in plan.targets.items()))

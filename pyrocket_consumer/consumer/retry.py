@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
+from pyrocket_consumer.consumer.delivery import Delivery
+from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
+from pyrocket_consumer.consumer.statistics import Counts
 from pyrocket_consumer.errors import ConnectError, FlowControl, RequestTimeout, RocketError
 from pyrocket_consumer.model import EventKind, retry_topic
 from pyrocket_consumer.wire.command import SendMessageHeader
 from pyrocket_consumer.wire.message import Message
 from pyrocket_consumer.wire.properties import PropertyName, encode_properties
-
-if TYPE_CHECKING:
-    from pyrocket_consumer.consumer.member import GroupMember
 
 log = logging.getLogger("pyrocket_consumer.consumer")
 
@@ -28,8 +27,10 @@ AT_ONCE = 32
 class Retries:
     """Sends failed messages back; until that is done they stay unfinished, so no crash can lose them."""
 
-    def __init__(self, member: GroupMember) -> None:
-        self._member = member
+    def __init__(self, group: Group, delivery: Delivery, counts: Counts) -> None:
+        self._group = group
+        self._delivery = delivery
+        self._counts = counts
         self._at_once = asyncio.Semaphore(AT_ONCE)
         self._tasks: dict[asyncio.Task[None], int] = {}
         self._going_back: set[int] = set()  # ids of messages: each is the matter of one task
@@ -47,7 +48,7 @@ class Retries:
         for message, delay_level in failed:
             if message._done or window.dropped or id(message) in self._going_back:
                 continue
-            task = self._member.loop.create_task(self._again(window, message, delay_level))
+            task = self._group.loop.create_task(self._again(window, message, delay_level))
             self._tasks[task] = id(message)
             self._going_back.add(id(message))
             task.add_done_callback(self._finished)
@@ -55,7 +56,7 @@ class Retries:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._going_back.discard(self._tasks.pop(task))
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._member.surprised("a failed message could not be sent back", error)
+            self._group.surprised("a failed message could not be sent back", error)
 
     def cancel(self) -> None:
         """Give up what is not done; those messages stay unfinished."""
@@ -63,11 +64,11 @@ class Retries:
             task.cancel()
 
     async def _again(self, window: ProcessQueue, message: Message, delay_level: int) -> None:
-        member = self._member
-        if member.config.broadcasting:
+        group = self._group
+        if group.config.broadcasting:
             window.ack([message])
-            member.assignments.count(window.queue.topic, sent_back=1)
-            member.event(
+            self._counts.sent_back(window.queue.topic, 1)
+            group.event(
                 EventKind.MESSAGE_GIVEN_UP,
                 "a broadcasting group has no retry: the message counts as consumed",
                 window.queue,
@@ -80,8 +81,8 @@ class Retries:
         if error is None:
             if not window.dropped:
                 window.ack([message])
-                member.assignments.count(window.queue.topic, sent_back=1)
-            member.event(
+                self._counts.sent_back(window.queue.topic, 1)
+            group.event(
                 EventKind.MESSAGE_SENT_BACK,
                 "will come again",
                 window.queue,
@@ -89,7 +90,7 @@ class Retries:
                 level=logging.DEBUG,
             )
             return
-        member.trouble(EventKind.SEND_BACK_FAILED, f"message {message.message_id} stays here: {error}", window.queue)
+        group.trouble(EventKind.SEND_BACK_FAILED, f"message {message.message_id} stays here: {error}", window.queue)
         self._resting += 1  # nobody need wait for it
         try:
             await asyncio.sleep(LOCAL_RETRY_S)
@@ -97,29 +98,29 @@ class Retries:
             self._resting -= 1
         if not window.dropped and not message._done:
             message._extra_attempts += 1
-            member.deliver(window, [message])
+            self._delivery.deliver(window, [message])
 
     async def give_up(self, window: ProcessQueue, message: Message) -> bool:
         """Send a message of an orderly queue to the dead letters; returns whether it is there."""
-        member = self._member
+        group = self._group
         facts = {"offset": message.queue_offset, "message_id": message.message_id}
-        if not member.config.broadcasting:
+        if not group.config.broadcasting:
             error = await self._send_back(message, -1, window)
             if error is not None:
-                member.trouble(EventKind.SEND_BACK_FAILED, f"message {message.message_id} stays: {error}", window.queue)
+                group.trouble(EventKind.SEND_BACK_FAILED, f"message {message.message_id} stays: {error}", window.queue)
                 return False
-        member.assignments.count(window.queue.topic, sent_back=1)
+        self._counts.sent_back(window.queue.topic, 1)
         text = f"after {message.reconsume_times} failures the message is given up"
-        member.event(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
+        group.event(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
         return True
 
     async def _send_back(self, message: Message, delay_level: int, window: ProcessQueue) -> RocketError | None:
-        member, pause_s = self._member, FIRST_PAUSE_S
+        group, pause_s = self._group, FIRST_PAUSE_S
         error: RocketError | None = None
         for _ in range(SEND_BACK_TRIES):
             try:
-                await member.cluster.broker(window.queue.broker_name).send_back(
-                    member.group, message, delay_level, member.config.most_attempts
+                await group.cluster.broker(window.queue.broker_name).send_back(
+                    group.name, message, delay_level, group.config.most_attempts
                 )
                 return None
             except RocketError as failure:
@@ -136,20 +137,20 @@ class Retries:
 
     async def _send_again(self, message: Message, delay_level: int) -> None:
         """Send the message to the retry topic ourselves, through any broker. Source: sendMessageBackAsNormalMessage."""
-        member = self._member
-        topic = retry_topic(member.group)
+        group = self._group
+        topic = retry_topic(group.name)
         times = message.reconsume_times + 1
         properties = dict(message.properties)
         properties.setdefault(PropertyName.RETRY_TOPIC, message.topic)
         properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.message_id)
         properties.pop(PropertyName.TRANSACTION_PREPARED, None)
         properties[PropertyName.DELAY] = str(delay_level if delay_level > 0 else 3 + message.reconsume_times)
-        limit = 0 if delay_level < 0 else member.config.most_attempts
-        route = await member.cluster.route(topic)
+        limit = 0 if delay_level < 0 else group.config.most_attempts
+        route = await group.cluster.route(topic)
         error: RocketError | None = None
-        for queue in member.rng.sample(list(route.publish_queues()), k=min(3, len(route.publish_queues()))):
+        for queue in group.rng.sample(list(route.publish_queues()), k=min(3, len(route.publish_queues()))):
             header = SendMessageHeader(
-                producer_group=member.group,  # ACL 2.0 of 5.3.3 checks the group in this field
+                producer_group=group.name,  # ACL 2.0 of 5.3.3 checks the group in this field
                 topic=topic,
                 default_topic="TBW102",
                 default_topic_queue_nums=4,
@@ -165,7 +166,7 @@ class Retries:
                 broker_name=queue.broker_name,
             )
             try:
-                await member.cluster.broker(queue.broker_name).send(header, message.body)
+                await group.cluster.broker(queue.broker_name).send(header, message.body)
                 return
             except RocketError as failure:
                 error = failure

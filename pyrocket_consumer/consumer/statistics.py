@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyrocket_consumer.wire.bodies import TopicStatus
 
@@ -41,6 +41,29 @@ class Totals:
 
 
 _NOTHING = Totals()
+
+
+class Counts:
+    """What has happened to messages, by topic: of queues that have ended, and what is not counted by queue."""
+
+    def __init__(self) -> None:
+        self._past: dict[str, Totals] = {}
+
+    def add(self, topic: str, totals: Totals) -> None:
+        """Count what has happened to messages of `topic`."""
+        self._past.setdefault(topic, Totals()).add(totals)
+
+    def failed(self, topic: str, count: int) -> None:
+        """Count attempts whose listener failed."""
+        self.add(topic, Totals(failed=count))
+
+    def sent_back(self, topic: str, count: int) -> None:
+        """Count messages that were sent back, or given up."""
+        self.add(topic, Totals(sent_back=count))
+
+    def past(self) -> dict[str, Totals]:
+        """Return a copy of what was counted."""
+        return {topic: replace(totals) for topic, totals in self._past.items()}
 
 
 class Statistics:

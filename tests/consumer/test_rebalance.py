@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer.rebalance import AGAIN_S, HANDOVER_S, SPACING_S, Plan, Rebalance, plan
+from pyrocket_consumer.consumer.rebalance import (
+    AGAIN_S,
+    HANDOVER_S,
+    HEARTBEAT_WAIT_S,
+    SPACING_S,
+    Plan,
+    Rebalance,
+    plan,
+)
+from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, RequestTimeout, RouteNotFound
 from pyrocket_consumer.model import BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
 from tests.consumer.virtual_time import run
@@ -47,43 +58,45 @@ def test_a_plan_turns_what_is_held_into_what_is_wanted(held, wanted, drop, add):
 
 
 class Group:
-    """Stands for the member and its cluster: who is in the group, what is held, what happened in which order."""
+    """Stands for the group, its cluster and its queues: who is in it, what is held, what happened in which order."""
 
     def __init__(self, allocation: Any = "average", broadcasting: bool = False) -> None:
         self.config = SimpleNamespace(
             allocation=allocation, broadcasting=broadcasting, rebalance_interval_s=INTERVAL_S, group="app"
         )
-        self.group, self.client_id = "app", "me"
-        self.cluster = self
-        self.assignments = SimpleNamespace(
-            held=self.held, end=self.end, begin=self.begin, topics=lambda: {queue.topic for queue in self.mine}
-        )
+        self.name, self.client_id, self.closing = "app", "me", False
+        self.cluster = self.subscriptions = self
+        self.loop = asyncio.get_running_loop()
+        self.tasks = Tasks(self.loop, self.surprised)
+        self.rebalance_wanted = asyncio.Event()
         self.rng = SimpleNamespace(shuffle=lambda names: None)
         self.routes: dict[str, Any] = {"orders": route()}
         self.ids: Any = ["me"]
         self.ids_after_heartbeat: Any = None
+        self.heartbeat_s = 0.0
         self.refuses: set[MessageQueue] = set()
+        self.begin_s: dict[MessageQueue, float] = {}
         self.mine: set[MessageQueue] = set()
         self.happened: list[Any] = []
         self.told: list[tuple[EventKind, str]] = []
         self.asked: list[str] = []
 
-    # the member
-
-    @property
-    def loop(self):
-        return asyncio.get_running_loop()
-
     def topics(self):
         return list(self.routes)
+
+    def renew(self, topics):
+        self.happened.append(("version", *sorted(topics)))
 
     def event(self, kind, text, *others, **more):
         self.told.append((kind, text))
 
     trouble = event
 
-    def queues_changed(self, changes):
-        self.happened.append(("version", *sorted(changes)))
+    def surprised(self, what, error):
+        raise AssertionError(what) from error
+
+    def beside(self, work, what):
+        self.tasks.begin(work, what)
 
     # the cluster
 
@@ -95,6 +108,7 @@ class Group:
 
     async def heartbeat(self):
         self.happened.append("heartbeat")
+        await asyncio.sleep(self.heartbeat_s)
         if self.ids_after_heartbeat is not None:
             self.ids = self.ids_after_heartbeat
 
@@ -108,41 +122,73 @@ class Group:
             raise found
         return list(found)
 
-    # the assignments
-
-    def held(self, topic):
-        return [queue for queue in self.mine if queue.topic == topic]
-
-    async def end(self, queue, why):
-        self.happened.append(("end", queue.queue_id))
-        self.mine.discard(queue)
-
-    async def begin(self, queue):
-        self.happened.append(("begin", queue.queue_id))
-        if queue in self.refuses:
-            return False
-        self.mine.add(queue)
-        return True
-
     # what tests do
 
     def rebalance(self) -> Rebalance:
-        return Rebalance(self)  # type: ignore[arg-type]
+        return Rebalance(self, Queues(self), Unasked(), Unasked())  # type: ignore[arg-type]
 
 
-def test_a_round_ends_then_tells_then_begins():
+class Queues:
+    """Stands for the assignments."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def topics(self):
+        return {queue.topic for queue in self.group.mine}
+
+    def held(self, topic):
+        return [queue for queue in self.group.mine if queue.topic == topic]
+
+    async def end(self, queue, why):
+        self.group.happened.append(("end", queue.queue_id))
+        self.group.mine.discard(queue)
+
+    async def begin(self, queue, *, is_new, is_ours):
+        group = self.group
+        group.happened.append(("begin", queue.queue_id))
+        await asyncio.sleep(group.begin_s.get(queue, 0))
+        if queue in group.refuses:
+            return False
+        if is_ours():
+            group.mine.add(queue)
+        return True
+
+
+class Unasked:
+    """Stands for resets and expressions: they have nothing to say."""
+
+    async def before_begin(self, queue):
+        pass
+
+
+@asynccontextmanager
+async def rebalancing(group: Group) -> AsyncIterator[Rebalance]:
+    """Hold rounds as a member does."""
+    rebalance = group.rebalance()
+    task = asyncio.create_task(rebalance.run())
+    yield rebalance
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def begun(group: Group) -> list[int]:
+    return [what[1] for what in group.happened if what[0] == "begin"]
+
+
+def test_what_is_not_ours_ends_brokers_are_told_and_what_is_ours_begins():
     async def scenario():
         group = Group()
         group.mine = set(queues(3, 7))
-        group.ids = ["me"]
-        group.routes["orders"] = route(4)
-        assert await group.rebalance().round()
-        assert group.happened[:3] == [("end", 7), ("version", "orders"), "heartbeat"]
-        assert sorted(group.happened[3:]) == [("begin", 0), ("begin", 1), ("begin", 2)]
-        assert group.mine == set(queues(0, 1, 2, 3))
-        group.happened.clear()
-        assert await group.rebalance().round()
-        assert group.happened == [], "nothing to change: no new version, no heartbeat"
+        async with rebalancing(group):
+            await asyncio.sleep(0.1)
+            assert group.happened.index(("version", "orders")) < group.happened.index("heartbeat")
+            assert ("end", 7) in group.happened[:3]
+            assert sorted(group.happened[3:]) == [("begin", 0), ("begin", 1), ("begin", 2)]
+            assert group.mine == set(queues(0, 1, 2, 3))
+            group.happened.clear()
+            await asyncio.sleep(3 * INTERVAL_S)
+            assert group.happened == [], "nothing to change: no new version, no heartbeat"
 
     run(scenario())
 
@@ -152,8 +198,9 @@ def test_members_share():
         group = Group()
         group.ids = ["before", "me", "you"]
         group.routes["orders"] = route(8)
-        assert await group.rebalance().round()
-        assert group.mine == set(queues(3, 4, 5))
+        async with rebalancing(group):
+            await asyncio.sleep(HANDOVER_S + 0.1)
+            assert group.mine == set(queues(3, 4, 5))
 
     run(scenario())
 
@@ -163,10 +210,11 @@ def test_a_member_of_a_company_leaves_the_old_owners_time_to_store():
         group = Group()
         group.ids = ["me", "you"]
         group.mine = set(queues(1))
-        began = group.loop.time()
-        assert await group.rebalance().round()
-        assert group.loop.time() == pytest.approx(began + HANDOVER_S, abs=0.01)
-        assert group.happened == [("version", "orders"), "heartbeat", ("begin", 0)]
+        async with rebalancing(group):
+            await asyncio.sleep(HANDOVER_S - 0.01)
+            assert group.happened == [("version", "orders"), "heartbeat"]
+            await asyncio.sleep(0.02)
+            assert group.happened == [("version", "orders"), "heartbeat", ("begin", 0)]
 
     run(scenario())
 
@@ -176,26 +224,25 @@ def test_what_is_another_s_by_now_is_given_up_while_queues_are_awaited():
 
     async def scenario():
         group = Group()
-        group.ids = ["me"]
-        rebalance = group.rebalance()
-        await rebalance.round()
-        assert group.mine == set(queues(0, 1, 2, 3))
-        group.ids = ["me", "you"]
-        await rebalance.round()
-        assert group.mine == set(queues(0, 1))
-        group.mine = set(queues(1))  # the first is to come back, and waits for its owner
-        began = group.loop.time()
-        round_ = asyncio.create_task(rebalance.round())
-        await asyncio.sleep(0.2)
-        group.happened.clear()
-        group.ids = ["me", "you", "zoe", "zora"]
-        rebalance.soon()
-        await asyncio.sleep(HANDOVER_S - 0.3)
-        assert group.happened[0] == ("end", 1), "not only when the wait is over"
-        assert await round_
-        assert ("begin", 0) in group.happened
-        assert group.loop.time() == pytest.approx(began + HANDOVER_S, abs=0.01), "nothing waits twice"
-        assert group.mine == set(queues(0))
+        async with rebalancing(group):
+            await asyncio.sleep(SPACING_S)
+            assert group.mine == set(queues(0, 1, 2, 3))
+            group.ids = ["me", "you"]
+            group.rebalance_wanted.set()
+            await asyncio.sleep(SPACING_S)
+            assert group.mine == set(queues(0, 1))
+            group.mine = set(queues(1))  # the first is to come back, and waits for its owner
+            group.happened.clear()
+            group.rebalance_wanted.set()
+            await asyncio.sleep(SPACING_S + 0.01)
+            group.ids = ["me", "you", "zoe", "zora"]
+            group.rebalance_wanted.set()
+            await asyncio.sleep(SPACING_S / 2)
+            assert ("end", 1) in group.happened, "not only when the wait is over"
+            assert begun(group) == []
+            await asyncio.sleep(HANDOVER_S)
+            assert begun(group) == [0]
+            assert group.mine == set(queues(0))
 
     run(scenario())
 
@@ -204,18 +251,14 @@ def test_each_queue_waits_for_its_own_second_only():
     async def scenario():
         group = Group()
         group.ids = ["me", "you"]
-        rebalance = group.rebalance()
-        began = group.loop.time()
-        round_ = asyncio.create_task(rebalance.round())
-        await asyncio.sleep(0.6)
-        group.routes["payments"] = route(2, "payments")
-        rebalance.soon()
-        await asyncio.sleep(HANDOVER_S - 0.6 + 0.05)
-        begun = [what for what in group.happened if what[0] == "begin"]
-        assert begun == [("begin", 0), ("begin", 1)], "of the first topic"
-        assert await round_
-        assert group.loop.time() == pytest.approx(began + 0.6 + HANDOVER_S, abs=0.01)
-        assert len(group.mine) == 3
+        async with rebalancing(group):
+            await asyncio.sleep(0.6)
+            group.routes["payments"] = route(2, "payments")
+            group.rebalance_wanted.set()
+            await asyncio.sleep(HANDOVER_S - 0.6 + 0.05)
+            assert begun(group) == [0, 1], "of the first topic"
+            await asyncio.sleep(0.6)
+            assert len(group.mine) == 3
 
     run(scenario())
 
@@ -226,30 +269,32 @@ def test_a_queue_that_was_given_up_between_rounds_is_waited_for_again():
     async def scenario():
         group = Group()
         group.ids = ["me", "you"]
-        rebalance = group.rebalance()
-        await rebalance.round()
-        assert group.mine == set(queues(0, 1))
-        group.mine.clear()
-        began = group.loop.time()
-        assert await rebalance.round()
-        assert group.mine == set(queues(0, 1))
-        assert group.loop.time() == pytest.approx(began + HANDOVER_S, abs=0.01)
+        async with rebalancing(group):
+            await asyncio.sleep(HANDOVER_S + SPACING_S)
+            assert group.mine == set(queues(0, 1))
+            group.mine.clear()
+            group.happened.clear()
+            group.rebalance_wanted.set()
+            await asyncio.sleep(HANDOVER_S - 0.1)
+            assert begun(group) == []
+            await asyncio.sleep(0.2)
+            assert group.mine == set(queues(0, 1))
 
     run(scenario())
 
 
-def test_a_queue_that_could_not_begin_has_waited_already():
+def test_a_queue_that_could_not_begin_is_tried_again_and_waits_as_little_as_before():
     async def scenario():
         group = Group()
-        group.ids = ["me", "you"]
-        group.refuses = set(queues(1))
-        rebalance = group.rebalance()
-        assert not await rebalance.round()
-        group.refuses = set()
-        began = group.loop.time()
-        assert await rebalance.round()
-        assert group.loop.time() == pytest.approx(began, abs=0.01)
-        assert group.mine == set(queues(0, 1))
+        group.refuses = set(queues(2))
+        async with rebalancing(group):
+            await asyncio.sleep(0.1)
+            assert group.mine == set(queues(0, 1, 3))
+            await asyncio.sleep(AGAIN_S)
+            assert begun(group).count(2) == 2
+            group.refuses.clear()
+            await asyncio.sleep(AGAIN_S)
+            assert group.mine == set(queues(0, 1, 2, 3))
 
     run(scenario())
 
@@ -258,12 +303,57 @@ def test_a_queue_that_is_not_ours_any_more_after_the_wait_does_not_begin():
     async def scenario():
         group = Group()
         group.ids = ["me", "you"]
-        round_ = asyncio.create_task(group.rebalance().round())
-        await asyncio.sleep(HANDOVER_S / 2)
-        group.ids = ["me", "you", "zoe", "zora"]
-        assert await round_
-        assert group.mine == set(queues(0))
-        assert ("begin", 1) not in group.happened
+        async with rebalancing(group):
+            await asyncio.sleep(HANDOVER_S / 4)
+            group.ids = ["me", "you", "zoe", "zora"]
+            group.rebalance_wanted.set()
+            await asyncio.sleep(2 * HANDOVER_S)
+            assert group.mine == set(queues(0))
+            assert begun(group) == [0]
+
+    run(scenario())
+
+
+def test_a_queue_that_is_not_ours_any_more_while_it_begins_is_not_taken_on():
+    async def scenario():
+        group = Group()
+        group.begin_s = dict.fromkeys(queues(2, 3), 5.0)
+        async with rebalancing(group):
+            await asyncio.sleep(SPACING_S)
+            group.ids = ["me", "you"]
+            group.rebalance_wanted.set()
+            await asyncio.sleep(10)
+            assert group.mine == set(queues(0, 1))
+            assert ("end", 2) not in group.happened, "it was never ours"
+
+    run(scenario())
+
+
+def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
+    async def scenario():
+        group = Group()
+        group.begin_s = {queues(2)[0]: 60.0}
+        async with rebalancing(group):
+            await asyncio.sleep(0.1)
+            assert group.mine == set(queues(0, 1, 3))
+            group.routes["orders"] = route(5)
+            group.rebalance_wanted.set()
+            await asyncio.sleep(AGAIN_S)
+            assert group.mine == set(queues(0, 1, 3, 4))
+            await asyncio.sleep(60)
+            assert group.mine == set(queues(0, 1, 2, 3, 4))
+            assert begun(group).count(2) == 1
+
+    run(scenario())
+
+
+def test_a_broker_that_does_not_take_a_heartbeat_holds_up_a_round_for_a_second():
+    async def scenario():
+        group = Group()
+        group.heartbeat_s = 60.0
+        async with rebalancing(group):
+            await asyncio.sleep(HEARTBEAT_WAIT_S + 0.1)
+            assert group.mine == set(queues(0, 1, 2, 3))
 
     run(scenario())
 
@@ -272,22 +362,33 @@ def test_a_broadcasting_member_takes_all_and_asks_nobody():
     async def scenario():
         group = Group(broadcasting=True)
         group.ids = AssertionError("asked")
-        assert await group.rebalance().round()
-        assert group.mine == set(queues(0, 1, 2, 3))
+        async with rebalancing(group):
+            await asyncio.sleep(0.1)
+            assert group.mine == set(queues(0, 1, 2, 3))
 
     run(scenario())
 
 
-def test_what_could_not_begin_is_tried_again():
+@pytest.mark.parametrize(("ids", "waits_s"), [(["me"], 0.0), (["me", "you"], HANDOVER_S)])
+def test_a_start_waits_until_the_queues_of_the_first_round_have_begun(ids, waits_s):
     async def scenario():
         group = Group()
-        group.refuses = set(queues(2))
-        rebalance = group.rebalance()
-        assert not await rebalance.round()
-        assert group.mine == set(queues(0, 1, 3))
-        group.refuses.clear()
-        assert await rebalance.round()
-        assert group.mine == set(queues(0, 1, 2, 3))
+        group.ids = ids
+        async with rebalancing(group) as rebalance:
+            assert await rebalance.first_round(5.0) == []
+            assert group.loop.time() == pytest.approx(waits_s, abs=0.01)
+            assert len(group.mine) == 4 / len(ids)
+
+    run(scenario())
+
+
+def test_a_start_waits_for_no_broker_for_ever():
+    async def scenario():
+        group = Group()
+        group.begin_s = {queues(2)[0]: 60.0}
+        async with rebalancing(group) as rebalance:
+            assert await rebalance.first_round(5.0) == queues(2)
+            assert group.loop.time() == pytest.approx(5.0, abs=0.01)
 
     run(scenario())
 
@@ -306,7 +407,7 @@ def test_what_is_held_is_kept_while_the_members_are_not_known(error):
         group = Group()
         group.mine = set(queues(0, 1))
         group.ids = error
-        assert not await group.rebalance().round()
+        assert await group.rebalance().round() == AGAIN_S
         assert group.mine == set(queues(0, 1))
         assert group.happened == []
         assert str(error) in group.told[0][1]
@@ -320,7 +421,8 @@ def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
         group = Group()
         group.routes["orders"] = route(2, brokers=("a", "b"))
         group.ids = {"a": error, "b": ["me"]}
-        assert await group.rebalance().round()
+        async with rebalancing(group):
+            await asyncio.sleep(0.1)
         assert group.asked == ["a", "b"]
         assert len(group.mine) == 4
         assert group.told == []
@@ -334,9 +436,8 @@ def test_trouble_with_one_topic_leaves_it_alone_and_does_not_stop_the_others(err
         group = Group()
         group.routes = {"orders": error, "payments": route(2, "payments")}
         group.mine = set(queues(0, 1))
-        rebalance = group.rebalance()
-        assert not await rebalance.round()
-        assert not await rebalance.round()
+        async with rebalancing(group):
+            await asyncio.sleep(1.5 * AGAIN_S)
         assert group.mine == set(queues(0, 1) + queues(0, 1, topic="payments"))
         assert len([text for kind, text in group.told if "orders" in text]) == (1 if "refused" not in str(error) else 2)
 
@@ -347,7 +448,8 @@ def test_a_member_the_broker_does_not_list_sends_a_heartbeat_and_asks_again():
     async def scenario():
         group = Group()
         group.ids, group.ids_after_heartbeat = ["you"], ["me", "you"]
-        assert await group.rebalance().round()
+        async with rebalancing(group):
+            await asyncio.sleep(HANDOVER_S + 0.1)
         assert group.happened[0] == "heartbeat"
         assert group.mine == set(queues(0, 1))
 
@@ -361,9 +463,12 @@ def test_a_member_that_is_still_not_listed_holds_nothing_and_looks_again_soon():
         group = Group()
         group.mine = set(queues(0, 1))
         group.ids = ["you"]
-        rebalance = group.rebalance()
-        assert not await rebalance.round()
-        assert group.mine == set()
+        async with rebalancing(group):
+            await asyncio.sleep(0.1)
+            assert group.mine == set()
+            asked = len(group.asked)
+            await asyncio.sleep(AGAIN_S)
+            assert len(group.asked) > asked
 
     run(scenario())
 
@@ -390,8 +495,7 @@ def test_a_strategy_that_fails_keeps_the_assignment_and_is_told_and_tried_again(
     async def scenario():
         group = Group(strategy)
         group.mine = set(queues(0, 1))
-        rebalance = group.rebalance()
-        assert not await rebalance.round()
+        assert await group.rebalance().round() == AGAIN_S
         assert group.mine == set(queues(0, 1))
         assert words in group.told[0][1]
         assert "rebalance of orders failed, assignment kept" in group.told[0][1]
@@ -408,7 +512,8 @@ def test_a_strategy_runs_where_it_may_take_its_time():
 
     async def scenario():
         group = Group(slow)
-        assert await group.rebalance().round()
+        await group.rebalance().round()
+        await asyncio.sleep(0.01)
         assert len(group.mine) == 4
 
     asyncio.run(scenario())
@@ -430,33 +535,37 @@ def test_an_unknown_strategy_is_refused_at_once():
 def test_rounds_come_by_the_timer_soon_after_a_request_and_quickly_while_unsettled():
     async def scenario():
         group = Group()
-        rebalance, loop, rounds = group.rebalance(), asyncio.get_running_loop(), []
+        rounds = []
 
         async def ids(name):
-            rounds.append(loop.time())
+            rounds.append(group.loop.time())
             return ["me"]
 
         group._ids = ids
-        task = asyncio.create_task(rebalance.run())
-        await asyncio.sleep(INTERVAL_S + 1)
-        assert rounds == [INTERVAL_S]
-        for _ in range(10):
-            rebalance.soon()
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(3 * SPACING_S)
-        assert len(rounds) == 3, "the first at once, the other requests together after a pause"
-        group.refuses = set(queues(0))
-        group.mine.clear()
-        del rounds[:]
-        rebalance.soon()
-        await asyncio.sleep(10)
-        assert len(rounds) >= 10 / (AGAIN_S + SPACING_S) - 1
-        group.refuses.clear()
-        await asyncio.sleep(AGAIN_S + SPACING_S + 0.1)
-        del rounds[:]
-        await asyncio.sleep(INTERVAL_S - 2)
-        assert rounds == []
-        task.cancel()
+        async with rebalancing(group):
+            await asyncio.sleep(0.1)
+            assert rounds == [0.0]
+            await asyncio.sleep(AGAIN_S)  # its queues had not begun when the first one ended
+            del rounds[:]
+            await asyncio.sleep(INTERVAL_S)
+            assert len(rounds) == 1
+            del rounds[:]
+            for _ in range(10):
+                group.rebalance_wanted.set()
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(3 * SPACING_S)
+            assert len(rounds) <= 2, "the first at once, the other requests together after a pause"
+            group.refuses = set(queues(0))
+            group.mine.clear()
+            del rounds[:]
+            group.rebalance_wanted.set()
+            await asyncio.sleep(10)
+            assert len(rounds) >= 10 / (AGAIN_S + SPACING_S) - 1
+            group.refuses.clear()
+            await asyncio.sleep(2 * AGAIN_S + 0.1)
+            del rounds[:]
+            await asyncio.sleep(INTERVAL_S - 3)
+            assert rounds == []
 
     run(scenario())
 

@@ -11,6 +11,7 @@ import pytest
 
 from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.consumer.retry import AT_ONCE, LOCAL_RETRY_S, Retries
+from pyrocket_consumer.consumer.statistics import Counts
 from pyrocket_consumer.errors import (
     BrokerError,
     ConnectError,
@@ -46,9 +47,8 @@ class Member:
 
     def __init__(self, *send_backs: Exception | None, sends: Any = (), broadcasting: bool = False) -> None:
         self.config = SimpleNamespace(broadcasting=broadcasting, most_attempts=16)
-        self.group, self.loop, self.rng = "app", asyncio.get_running_loop(), random.Random(1)
+        self.name, self.loop, self.rng = "app", asyncio.get_running_loop(), random.Random(1)
         self.cluster = self
-        self.assignments = SimpleNamespace(count=lambda topic, **counts: None)
         self.answers = {"send_back": list(send_backs) or [None], "send": list(sends) or [None]}
         self.found: Any = route()
         self.calls: list[tuple[float, str, str]] = []
@@ -97,6 +97,9 @@ class Member:
     def surprised(self, what, error):
         self.surprises.append(error)
 
+    def retries(self) -> Retries:
+        return Retries(self, self, Counts())  # type: ignore[arg-type]
+
     @property
     def kinds_of_calls(self) -> list[str]:
         return [what for _, what, _ in self.calls]
@@ -132,7 +135,7 @@ async def settled(retries: Retries) -> None:
 def test_a_message_the_broker_takes_back_is_finished_here():
     async def scenario():
         member = Member()
-        retries, (window, messages) = Retries(member), filled()
+        retries, (window, messages) = member.retries(), filled()
         retries.add(window, [(messages[0], 0)])
         assert window.unfinished()[0] == 1, "not before it is there"
         await settled(retries)
@@ -147,7 +150,7 @@ def test_a_message_the_broker_takes_back_is_finished_here():
 def test_a_busy_or_silent_broker_is_asked_again_after_a_pause(trouble):
     async def scenario():
         member = Member(trouble, trouble, None)
-        retries, (window, messages) = Retries(member), filled()
+        retries, (window, messages) = member.retries(), filled()
         retries.add(window, [(messages[0], 0)])
         await settled(retries)
         times = [at for at, _, _ in member.calls]
@@ -162,7 +165,7 @@ def test_a_busy_or_silent_broker_is_asked_again_after_a_pause(trouble):
 def test_a_message_that_cannot_be_taken_back_is_sent_as_a_new_one(trouble):
     async def scenario():
         member = Member(trouble)
-        retries, (window, messages) = Retries(member), filled()
+        retries, (window, messages) = member.retries(), filled()
         retries.add(window, [(messages[0], 0)])
         await settled(retries)
         assert window.commit_offset() == 1
@@ -182,7 +185,7 @@ def test_a_message_that_cannot_be_taken_back_is_sent_as_a_new_one(trouble):
 def test_the_level_asked_for_goes_with_it(delay_level, delay, limit):
     async def scenario():
         member = Member(REFUSED)
-        retries, (window, messages) = Retries(member), filled()
+        retries, (window, messages) = member.retries(), filled()
         retries.add(window, [(messages[0], delay_level)])
         await settled(retries)
         ((header, _),) = member.sent
@@ -194,7 +197,7 @@ def test_the_level_asked_for_goes_with_it(delay_level, delay, limit):
 def test_another_broker_is_tried():
     async def scenario():
         member = Member(REFUSED, sends=[BUSY, None])
-        retries, (window, messages) = Retries(member), filled()
+        retries, (window, messages) = member.retries(), filled()
         retries.add(window, [(messages[0], 0)])
         await settled(retries)
         assert {name for _, what, name in member.calls if what == "send"} == {"a", "b"}
@@ -212,7 +215,7 @@ def test_a_message_nobody_takes_stays_unfinished_and_is_tried_here_again(found):
     async def scenario():
         member = Member(AWAY)
         member.found = found
-        retries, (window, messages) = Retries(member), filled()
+        retries, (window, messages) = member.retries(), filled()
         retries.add(window, [(messages[0], 0)])
         await settled(retries)
         assert window.commit_offset() == 0
@@ -230,7 +233,7 @@ def test_a_message_nobody_takes_stays_unfinished_and_is_tried_here_again(found):
 def test_what_ended_meanwhile_is_not_tried_here_again():
     async def scenario():
         member = Member(REFUSED, sends=[REFUSED])
-        retries = Retries(member)
+        retries = member.retries()
         consumed, (one,) = filled()
         lost, (other,) = filled()
         retries.add(consumed, [(one, 0)])
@@ -247,7 +250,7 @@ def test_what_ended_meanwhile_is_not_tried_here_again():
 def test_what_is_finished_or_given_up_already_is_not_sent_back():
     async def scenario():
         member = Member()
-        retries = Retries(member)
+        retries = member.retries()
         window, messages = filled(2)
         window.ack(messages[:1])
         retries.add(window, [(messages[0], 0)])
@@ -263,7 +266,7 @@ def test_not_all_go_at_once():
     async def scenario():
         member = Member()
         member.call_s = 1.0
-        retries, (window, messages) = Retries(member), filled(3 * AT_ONCE)
+        retries, (window, messages) = member.retries(), filled(3 * AT_ONCE)
         retries.add(window, [(message, 0) for message in messages])
         await settled(retries)
         assert member.most_under_way == AT_ONCE
@@ -276,7 +279,7 @@ def test_cancelled_they_stay_unfinished():
     async def scenario():
         member = Member()
         member.call_s = 3600.0
-        retries, (window, messages) = Retries(member), filled(3)
+        retries, (window, messages) = member.retries(), filled(3)
         retries.add(window, [(message, 0) for message in messages])
         await asyncio.sleep(1)
         retries.cancel()
@@ -290,7 +293,7 @@ def test_cancelled_they_stay_unfinished():
 def test_a_broadcasting_group_gives_the_message_up_and_says_so():
     async def scenario():
         member = Member(broadcasting=True)
-        retries, (window, messages) = Retries(member), filled()
+        retries, (window, messages) = member.retries(), filled()
         retries.add(window, [(messages[0], 0)])
         await settled(retries)
         assert window.commit_offset() == 1
@@ -303,7 +306,7 @@ def test_a_broadcasting_group_gives_the_message_up_and_says_so():
 def test_a_bug_is_a_surprise():
     async def scenario():
         member = Member(ZeroDivisionError())
-        retries, (window, messages) = Retries(member), filled()
+        retries, (window, messages) = member.retries(), filled()
         retries.add(window, [(messages[0], 0)])
         await settled(retries)
         assert [type(error) for error in member.surprises] == [ZeroDivisionError]

@@ -10,7 +10,7 @@ from typing import Any
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
-from pyrocket_consumer.consumer.consume import AsyncWorkers
+from pyrocket_consumer.consumer.consume import AsyncWorkers, Outcome
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import RocketError
@@ -128,8 +128,8 @@ class Member:
             end = self._embedded.broker(queue.broker_name).max_offset(TOPIC, queue.queue_id)
             self._history.promised.setdefault(queue, end)
 
-    def _workers(self, is_async: bool, member: GroupMember) -> AsyncWorkers:
-        return AsyncWorkers(self.config.consume_threads, member, self.config.consume_timeout_s, self._world)
+    def _workers(self, is_async: bool, outcome: Outcome) -> AsyncWorkers:
+        return AsyncWorkers(self.config.consume_threads, outcome, self.config.consume_timeout_s, self._world)
 
     def kill(self, power: bool = False) -> None:
         """Die as with kill -9, or with the machine."""

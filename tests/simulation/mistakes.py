@@ -50,7 +50,7 @@ def correction_without_store() -> None:
     """A correction is followed, but the new offset is not stored first."""
 
     async def store(self: Assignments, queue: MessageQueue, target: int, *rest: Any, **more: Any) -> None:
-        self._member.commits.forget(queue)
+        self._commits.forget(queue)
 
     Assignments._store = store  # type: ignore[method-assign]
 

@@ -11,10 +11,14 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING
 
+from pyrocket_consumer.consumer.assignments import Assignments
+from pyrocket_consumer.consumer.commit import Commits
+from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.listener import ConsumeContext, Listener, failed_messages
 from pyrocket_consumer.consumer.locks import VALID_S
+from pyrocket_consumer.consumer.reset import Resets
+from pyrocket_consumer.consumer.statistics import Statistics
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import EventKind, MessageQueue
 from pyrocket_consumer.wire import bodies
@@ -30,23 +34,27 @@ from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.message import decode_messages
 from pyrocket_consumer.wire.reset_plan import is_relayed
 
-if TYPE_CHECKING:
-    from pyrocket_consumer.cluster import Cluster
-    from pyrocket_consumer.consumer.member import GroupMember
-
 log = logging.getLogger("pyrocket_consumer.consumer")
 
 CONSUME_DIRECTLY_S = 9.0  # the broker waits 10 s
 
 
-class Asked:
-    """Answers for one member."""
+class BrokerRequests:
+    """Answers them for one member. Confined to the I/O thread."""
 
-    def __init__(self, member: GroupMember) -> None:
-        self._member = member
+    def __init__(
+        self, group: Group, assignments: Assignments, commits: Commits, resets: Resets, statistics: Statistics
+    ) -> None:
+        self.started_at_ms = 0
+        self._group = group
+        self._assignments = assignments
+        self._commits = commits
+        self._resets = resets
+        self._statistics = statistics
 
-    def answer_through(self, cluster: Cluster) -> None:
-        """Register with the cluster's dispatch."""
+    def begin(self) -> None:
+        """Answer from now on."""
+        cluster, self.started_at_ms = self._group.cluster, self._group.now_ms()
         cluster.on_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, self._ids_changed)
         cluster.on_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, self._reset)
         cluster.on_request(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, self._status)
@@ -54,37 +62,37 @@ class Asked:
         cluster.on_request(RequestCode.CONSUME_MESSAGE_DIRECTLY, self._consume_directly)
 
     def _not_ours(self, command: RemotingCommand, group: str) -> RemotingCommand | None:
-        if group == self._member.group:
+        if group == self._group.name:
             return None
         remark = f"The Consumer Group <{group}> not exist in this consumer"
         return command.answer(ResponseCode.SYSTEM_ERROR, remark)
 
     async def _ids_changed(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
-        if NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group == self._member.group:
-            self._member.rebalance.soon()
+        if NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group == self._group.name:
+            self._group.rebalance_wanted.set()
         return None
 
     async def _reset(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = ResetOffsetHeader.from_fields(command.fields)
-        if header.group != self._member.group or not command.body:
+        if header.group != self._group.name or not command.body:
             return None
         try:
             targets = bodies.decode_offset_table(command.body)
         except ProtocolError as error:
-            self._member.event(
+            self._group.event(
                 EventKind.OFFSET_RESET,
                 f"a reset of {header.topic} from {address} cannot be read, nothing moved: {error}",
                 level=logging.ERROR,
             )
             return None
-        await self._member.resets.told_by_broker(header.topic, targets)
+        await self._resets.told_by_broker(header.topic, targets)
         return None
 
     async def _status(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = GetConsumerStatusHeader.from_fields(command.fields)
         table: dict[MessageQueue, int] = {}
-        if header.group == self._member.group:
-            table = self._member.commits.table(header.topic)
+        if header.group == self._group.name:
+            table = self._commits.table(header.topic)
         return command.answer(body=bodies.encode_consumer_status(table))
 
     async def _running_info(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
@@ -93,52 +101,53 @@ class Asked:
         if refusal is not None:
             return refusal
         if is_relayed(command.fields):
-            return await self._member.resets.asked(command)
+            return await self._resets.answer_relayed(command)
         return command.answer(body=bodies.encode_running_info(self.running_info(bool(header.jstack_enable))))
 
     def running_info(self, with_stacks: bool) -> bodies.RunningInfo:
         """Return what tools show of this member."""
-        member, now = self._member, time.time() * 1000
-        loop_now = member.loop.time()
+        group, now = self._group, time.time() * 1000
+        loop_now = group.loop.time()
+        is_locked = group.config.orderly and not group.config.broadcasting
 
         def wall_ms(loop_time: float) -> int:
             return int(now - 1000 * (loop_now - loop_time))
 
         queues = {}
-        for queue, assignment in member.assignments.all().items():
+        for queue, assignment in self._assignments.all().items():
             window, puller = assignment.window, assignment.puller
             count, size, _ = window.unfinished()
             low, high = window.cached_range()
             queues[queue] = bodies.QueueRunningInfo(
-                commit_offset=offset if (offset := member.commits.current(queue)) is not None else -1,
+                commit_offset=offset if (offset := self._commits.current(queue)) is not None else -1,
                 cached_msg_min_offset=low,
                 cached_msg_max_offset=high,
                 cached_msg_count=count,
                 cached_msg_size_in_mib=size >> 20,
-                locked=member.locks is not None and loop_now < window.locked_until,
-                last_lock_timestamp=wall_ms(window.locked_until - VALID_S) if member.locks is not None else 0,
+                locked=is_locked and loop_now < window.locked_until,
+                last_lock_timestamp=wall_ms(window.locked_until - VALID_S) if is_locked else 0,
                 dropped=window.dropped,
-                last_pull_timestamp=wall_ms(puller.last_pull_at) if puller else 0,
+                last_pull_timestamp=wall_ms(puller.last_pull_at),
                 last_consume_timestamp=wall_ms(window.last_consumed_at) if window.last_consumed_at else 0,
             )
         return bodies.RunningInfo(
             properties=self._properties(),
-            subscriptions=tuple(member.subscriptions()),
+            subscriptions=tuple(group.subscriptions.all()),
             queues=queues,
-            status=member.statistics.status(),
+            status=self._statistics.status(),
             jstack=_stacks() if with_stacks else None,
         )
 
     def _properties(self) -> dict[str, str]:
         """What tools ask for by name, and the settings by the names they have in Java."""
-        config, told = self._member.config, self._member.heartbeat_data()
+        config, told = self._group.config, self._group.heartbeat_data()
         settings: dict[str, object] = {
             "consumerGroup": config.group,
             "messageModel": told.message_model,
             "consumeFromWhere": told.consume_from_where,
             "allocateMessageQueueStrategy": config.allocation,
             "instanceName": config.instance_name,
-            "clientIP": self._member.client_id.partition("@")[0],
+            "clientIP": self._group.client_id.partition("@")[0],
             "namesrvAddr": ";".join(config.name_servers),
             "consumeThreadMin": config.consume_threads,
             "consumeThreadMax": config.consume_threads,
@@ -157,7 +166,7 @@ class Asked:
         return {
             **{name: str(value) for name, value in settings.items()},
             "PROP_CONSUME_TYPE": "CONSUME_PASSIVELY",
-            "PROP_CONSUMER_START_TIMESTAMP": str(self._member.started_at_ms),
+            "PROP_CONSUMER_START_TIMESTAMP": str(self.started_at_ms),
             "PROP_CONSUMEORDERLY": "true" if config.orderly else "false",
             "PROP_CLIENT_VERSION": version_name(CLIENT_VERSION),
             "PROP_NAMESERVER_ADDR": "".join(f"{address};" for address in config.name_servers),
@@ -171,7 +180,7 @@ class Asked:
         if refusal is not None:
             return refusal
         messages = decode_messages(command.body)
-        topic = self._member.topic(messages[0].topic) if len(messages) == 1 else None
+        topic = self._group.subscriptions.get(messages[0].topic) if len(messages) == 1 else None
         if topic is None:
             return command.answer(ResponseCode.SYSTEM_ERROR, "no listener of this consumer takes that message")
         message = messages[0]
@@ -194,7 +203,7 @@ class Asked:
             outcome, remark = "CR_THROW_EXCEPTION", f"{type(error).__name__}: {error}"
         spent = int((time.perf_counter() - began) * 1000)
         result_body = bodies.ConsumeDirectlyResult(
-            outcome, order=self._member.config.orderly, spent_time_mills=spent, remark=remark
+            outcome, order=self._group.config.orderly, spent_time_mills=spent, remark=remark
         )
         return command.answer(body=bodies.encode_consume_directly_result(result_body))
 

@@ -1,0 +1,98 @@
+"""The broker moved us: the one door for corrections and for resets that brokers tell to pulls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pyrocket_consumer.consumer.assignments import Assignments
+from pyrocket_consumer.consumer.group import Group
+from pyrocket_consumer.consumer.process_queue import ProcessQueue
+from pyrocket_consumer.consumer.puller import Puller
+from pyrocket_consumer.consumer.reset import Resets
+from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.model import EventKind, MessageQueue, PullAnswer
+
+log = logging.getLogger("pyrocket_consumer.consumer")
+
+DISBELIEF_TRIES = 5
+DISBELIEF_PAUSE_S = 1.0
+
+
+class Corrections:
+    """Follows brokers that say where a queue goes on. Confined to the I/O thread."""
+
+    def __init__(self, group: Group, assignments: Assignments, resets: Resets) -> None:
+        self._group = group
+        self._assignments = assignments
+        self._resets = resets
+
+    def moved(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
+        """A pull at `asked` was answered with another place. The puller waits until that is decided."""
+        self._group.beside(self._follow(puller, asked, answer), f"following the broker on {puller.queue}")
+
+    def met_late(self, queue: MessageQueue, answer: PullAnswer) -> None:
+        """A pull that was given up has brought a reset: it is the only copy."""
+        self._group.beside(self._resets.met_mark(queue, answer, None), f"resetting {queue}")
+
+    def reset_waits(self, queue: MessageQueue) -> None:
+        """The broker ignores commits of `queue`, because it has a reset for the next pull."""
+        assignment = self._assignments.get(queue)
+        if assignment is not None:
+            assignment.puller.ask_master()
+
+    async def _follow(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
+        """Obey; a broker that seems not to be ready is asked again first."""
+        queue = puller.queue
+        if answer.offset_reset:
+            await self._resets.met_mark(queue, answer, asked)
+            return
+        target = answer.next_offset
+        if target < asked:
+            target = await self._believed(puller.window, asked, target)
+            if target == asked:
+                puller.ask_again()
+                return
+        # What is cached lies before the correction, and the broker may have lost it: it is consumed first. An end of
+        # the window now would pass it over.
+        if not await self._finished(puller.window):
+            return
+        facts = {"from": asked, "to": target, "min": answer.min_offset, "max": answer.max_offset}
+        if await self._assignments.move(queue, target, puller.window, "correction"):
+            tell = self._group.event
+            tell(EventKind.OFFSET_CORRECTED, f"{asked} -> {target}", queue, facts, level=logging.WARNING)
+            if target > asked:
+                text = f"{asked} to {target - 1} are not at the broker any more"
+                tell(EventKind.RANGE_SKIPPED, text, queue, facts, level=logging.WARNING)
+
+    async def _believed(self, window: ProcessQueue, asked: int, target: int) -> int:
+        """Return where a correction backwards leads, after the broker was asked several times: it may be loading.
+
+        A broker that does not answer confirms nothing.
+        """
+        queue, answers = window.queue, 0
+        broker = self._group.cluster.broker(queue.broker_name)
+        while answers < DISBELIEF_TRIES and not window.dropped:
+            await asyncio.sleep(DISBELIEF_PAUSE_S)
+            try:
+                highest, lowest = await broker.max_offset(queue), await broker.min_offset(queue)
+            except RocketError as error:
+                text = f"a correction from {asked} to {target} waits for the queue's range: {error}"
+                self._group.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
+                continue
+            if lowest <= asked <= highest:
+                log.info(
+                    "group=%s queue=%s a correction from %d to %d is not followed: the range is %d to %d",
+                    self._group.name, queue, asked, target, lowest, highest,
+                )  # fmt: skip
+                return asked
+            answers += 1
+            target = min(max(asked, lowest), highest)
+        return target
+
+    @staticmethod
+    async def _finished(window: ProcessQueue) -> bool:
+        """Wait until nothing of `window` is unfinished; False if its life ends before."""
+        while not window.dropped and window.unfinished()[0]:  # noqa: ASYNC110 - acks tell nobody: it would cost each
+            await asyncio.sleep(0.01)
+        return not window.dropped

@@ -1,0 +1,117 @@
+"""What all parts of a member know: settings, cluster, subscriptions, events, tasks. It knows none of the parts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.config import ConsumerConfig
+from pyrocket_consumer.consumer.events import Events
+from pyrocket_consumer.consumer.subscriptions import Subscriptions
+from pyrocket_consumer.consumer.tasks import Tasks
+from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
+from pyrocket_consumer.wire.bodies import ConsumerData
+
+log = logging.getLogger("pyrocket_consumer.consumer")
+
+TROUBLE_EVERY_S = 10.0
+"""The same trouble is told once in this time."""
+
+
+class Group:
+    """The consumer group as one of its members sees it."""
+
+    def __init__(
+        self,
+        config: ConsumerConfig,
+        cluster: Cluster,
+        rng: random.Random | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config
+        self.name = config.group
+        self.cluster = cluster
+        self.loop = cluster.loop
+        self.client_id = cluster.client_id
+        self.rng = rng or random.Random()
+        self.subscriptions = Subscriptions.of_group(
+            self.name, broadcasting=config.broadcasting, now_ms=self.now_ms
+        )
+        self.events = Events(config.on_event)
+        self.tasks = Tasks(self.loop, self.surprised)
+        self.closing = False
+        """The member is ending: no queue begins any more."""
+        self.rebalance_wanted = asyncio.Event()
+        """Set by whoever has a reason to look again at which queues are ours."""
+        self.on_surprise: Callable[[str, BaseException], None] = lambda what, error: None
+        self._wall_clock = wall_clock
+        self._told: dict[tuple[EventKind, str], float] = {}
+
+    def now_ms(self) -> int:
+        """Return the time of day."""
+        return int(self._wall_clock() * 1000)
+
+    def heartbeat_data(self) -> ConsumerData:
+        """Return what heartbeats say of this group."""
+        where = {"first": "CONSUME_FROM_FIRST_OFFSET", "last": "CONSUME_FROM_LAST_OFFSET"}
+        return ConsumerData(
+            self.name,
+            message_model=str(self.config.message_model).upper(),
+            consume_from_where=where.get(str(self.config.consume_from), "CONSUME_FROM_TIMESTAMP"),
+            subscriptions=tuple(self.subscriptions.all()),
+        )
+
+    # --- telling the user
+
+    def event(
+        self,
+        kind: EventKind,
+        text: str,
+        queue: MessageQueue | None = None,
+        facts: Mapping[str, object] | None = None,
+        level: int = logging.INFO,
+    ) -> None:
+        """Tell the user: one log line, one count, one event. Any thread."""
+        event = ConsumerEvent(kind, text, queue, facts or {})
+        log.log(level, "group=%s %s", self.name, event)
+        self.events.tell(event)
+
+    def trouble(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:
+        """Tell the user about something that is tried again, once in a while and not every time."""
+        key = (kind, str(queue.broker_name if queue else text[:40]))
+        now = self.loop.time()
+        if now - self._told.get(key, -TROUBLE_EVERY_S) < TROUBLE_EVERY_S:
+            log.debug("group=%s %s %s", self.name, kind, text)
+            return
+        self._told[key] = now
+        self.event(kind, text, queue, level=logging.WARNING)
+
+    def surprised(self, what: str, error: BaseException) -> None:
+        """Something of ours failed that must not: the member has failed."""
+        self.on_surprise(what, error)
+
+    # --- work
+
+    def beside(self, work: Coroutine[Any, Any, object], what: str) -> None:
+        """Begin a step that nobody waits for: that it could not be done is told."""
+
+        async def told() -> None:
+            try:
+                await work
+            except RocketError as error:
+                self.trouble(EventKind.BROKER_UNREACHABLE, f"{what}: {error}")
+
+        self.tasks.begin(told(), what)
+
+    def soon(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Have something done on the I/O thread, unless that has ended: a listener may outlive it. Any thread."""
+        try:
+            self.loop.call_soon_threadsafe(work, *arguments)
+        except RuntimeError:
+            pass

@@ -1,0 +1,57 @@
+"""What listener calls come to, besides acknowledgements: told by workers, followed on the I/O thread."""
+
+from __future__ import annotations
+
+import logging
+
+from pyrocket_consumer.consumer.events import shown
+from pyrocket_consumer.consumer.group import Group
+from pyrocket_consumer.consumer.listener import Failed
+from pyrocket_consumer.consumer.process_queue import ProcessQueue
+from pyrocket_consumer.consumer.retry import Retries
+from pyrocket_consumer.consumer.statistics import Counts
+from pyrocket_consumer.model import ConsumerEvent, EventKind
+from pyrocket_consumer.wire.message import Message
+
+log = logging.getLogger("pyrocket_consumer.consumer")
+
+
+class Outcomes:
+    """The `Outcome` of every worker of a member. Any thread."""
+
+    def __init__(self, group: Group, retries: Retries, counts: Counts) -> None:
+        self._group = group
+        self._retries = retries
+        self._counts = counts
+
+    def failed(self, window: ProcessQueue, failed: list[Failed]) -> None:
+        self._group.soon(self._failed, window, failed)
+
+    def _failed(self, window: ProcessQueue, failed: list[Failed]) -> None:
+        self._counts.failed(window.queue.topic, len(failed))
+        if not self._group.closing:
+            self._retries.add(window, failed)
+
+    def listener_raised(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
+        log.warning(
+            "group=%s queue=%s offset=%d the listener raised; the message comes again",
+            self._group.name,
+            window.queue,
+            message.queue_offset,
+            exc_info=error,
+        )
+        facts = {"offset": message.queue_offset, "error": shown(error)}
+        event = ConsumerEvent(EventKind.LISTENER_FAILED, "the message comes again", window.queue, facts)
+        self._group.events.tell(event)
+
+    def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
+        self._group.event(
+            EventKind.LISTENER_RESULT_UNKNOWN,
+            f"the listener returned {shown(result)}, which counts as RETRY; return None, ConsumeResult or Retry",
+            window.queue,
+            {"offset": message.queue_offset},
+            level=logging.WARNING,
+        )
+
+    def worker_failed(self, error: BaseException) -> None:
+        self._group.soon(self._group.surprised, "a worker failed", error)

@@ -1,0 +1,89 @@
+"""What the pull loops need of their member: subscriptions, pauses, connections, and who takes what they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from pyrocket_consumer.consumer.delivery import Delivery
+from pyrocket_consumer.consumer.group import Group
+from pyrocket_consumer.consumer.process_queue import ProcessQueue
+from pyrocket_consumer.consumer.puller import Puller
+from pyrocket_consumer.errors import ConnectError
+from pyrocket_consumer.model import EventKind, MessageQueue, PullAnswer, Subscription
+from pyrocket_consumer.net.connection import Connection
+from pyrocket_consumer.wire.message import Message
+
+
+class Pulling:
+    """The `PullHost` of every puller of a member. Confined to the I/O thread."""
+
+    def __init__(self, group: Group, delivery: Delivery) -> None:
+        self.loop = group.loop
+        self.group = group.name
+        self.on_moved: Callable[[Puller, int, PullAnswer], None] = lambda puller, asked, answer: None
+        """Called when the broker moves the queue of a puller, which waits."""
+        self.on_late_reset: Callable[[MessageQueue, PullAnswer], None] = lambda queue, answer: None
+        """Called when a pull that was given up has brought a reset."""
+        self._group = group
+        self._delivery = delivery
+        self._paused: set[MessageQueue] = set()
+        self._all_paused = False
+
+    # --- pauses
+
+    def pause(self, queues: Iterable[MessageQueue] | None) -> None:
+        """Pull no more from `queues`, or from all."""
+        if queues is None:
+            self._all_paused = True
+        else:
+            self._paused.update(queues)
+
+    def resume(self, queues: Iterable[MessageQueue] | None) -> None:
+        """Let `queues`, or all, be pulled again."""
+        if queues is None:
+            self._all_paused = False
+            self._paused.clear()
+        else:
+            self._paused.difference_update(queues)
+
+    def paused(self, queue: MessageQueue) -> bool:
+        return self._all_paused or queue in self._paused
+
+    # --- what pullers ask and tell
+
+    def subscription(self, topic: str) -> Subscription | None:
+        return self._group.subscriptions.subscription(topic)
+
+    def connection_to(self, broker_name: str, broker_id: int) -> Connection | None:
+        cluster = self._group.cluster
+        address = cluster.address(broker_name, broker_id)
+        return cluster.peek_member(address) if address is not None else None
+
+    async def connect_to(self, broker_name: str, broker_id: int) -> None:
+        cluster = self._group.cluster
+        address = cluster.address(broker_name, broker_id)
+        if address is None:
+            raise ConnectError(broker_name, "no route names an address of this broker now")
+        await cluster.member_connection(address)
+
+    async def refresh(self, topic: str, *, heartbeat: bool) -> None:
+        if heartbeat:
+            await self._group.cluster.heartbeat()
+        else:
+            await self._group.cluster.route(topic, refresh=True)
+            self._group.rebalance_wanted.set()
+
+    def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
+        self._delivery.deliver(window, messages)
+
+    def offset_moved(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
+        self.on_moved(puller, asked, answer)
+
+    def late_reset(self, queue: MessageQueue, answer: PullAnswer) -> None:
+        self.on_late_reset(queue, answer)
+
+    def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
+        self._group.trouble(EventKind.BROKER_UNREACHABLE, f"pull failed, tried again: {error}", queue)
+
+    def surprised(self, what: str, error: BaseException) -> None:
+        self._group.surprised(what, error)

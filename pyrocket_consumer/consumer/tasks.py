@@ -1,0 +1,68 @@
+"""Who keeps the tasks of a member: its loops, and the steps that change something."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from pyrocket_consumer.errors import RocketError
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """Owns every task of a member. Confined to the I/O thread.
+
+    A loop runs until the member ends. A step (begin, move, end, reset, send back, commit) is never ended in the
+    middle: whoever asked for it waits for it, and may stop waiting.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, surprised: Callable[[str, BaseException], None]) -> None:
+        self._loop = loop
+        self._surprised = surprised
+        self._loops: dict[asyncio.Task[Any], str] = {}
+        self._steps: dict[asyncio.Task[Any], str] = {}
+
+    def keep_running(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Run a loop. That it ends by itself with an error is a surprise."""
+        self._kept(self._loops, work, what)
+
+    def begin(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
+        """Begin a step that somebody may or may not wait for. Only a RocketError is for whoever waits."""
+        return self._kept(self._steps, work, what)
+
+    async def finish(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """Return what the step returns. The caller may be cancelled; the step goes on."""
+        return await asyncio.shield(self.begin(work, what))
+
+    def _kept(self, kind: dict[asyncio.Task[Any], str], work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
+        def ended(task: asyncio.Task[T]) -> None:
+            kind.pop(task, None)
+            error = None if task.cancelled() else task.exception()
+            if error is not None and (kind is self._loops or not isinstance(error, RocketError)):
+                self._surprised(what, error)
+
+        task = self._loop.create_task(work, name=f"pyrocket {what}")
+        kind[task] = what
+        task.add_done_callback(ended)
+        return task
+
+    async def stop_loops(self) -> None:
+        """End every loop; steps that loops have begun go on."""
+        await self._end(self._loops)
+
+    async def settle(self, until: float) -> list[str]:
+        """Wait for the steps under way until the loop's time `until`; end those that are not done, and name them."""
+        if self._steps:
+            await asyncio.wait(list(self._steps), timeout=max(0.0, until - self._loop.time()))
+        left = list(self._steps.values())
+        await self._end(self._steps)
+        return left
+
+    @staticmethod
+    async def _end(tasks: dict[asyncio.Task[Any], str]) -> None:
+        ending = [task for task in tasks if task is not asyncio.current_task()]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
