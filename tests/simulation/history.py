@@ -69,6 +69,8 @@ class History:
         self.disturbed_at: list[float] = []  # from then on, a broker or a member may know less than it did
         self.starts: list[Course] = []
         self.closes: list[Course] = []
+        self.left: list[tuple[float, str, str]] = []  # when, by whom, what: tasks and connections after a close
+        self.settled_at = float("inf")  # by then all should be done, without anybody ending or joining
         self.promised: dict[MessageQueue, int] = {}  # where queues ended when a start that took them on returned
 
     def digest(self) -> str:
@@ -181,8 +183,8 @@ class History:
                     )
 
     def check_everything_was_consumed(self) -> None:
-        """In the end every message owed was consumed, every queue pulled from, and committed to its end."""
-        done = {each.body for each in self.consumed if each.success}
+        """In calm, before the end, every message owed was consumed; in the end all queues are committed to theirs."""
+        done = {each.body for each in self.consumed if each.success and each.at <= self.settled_at}
         bodies, first = self._bodies(), self._first_pulled()
         for queue, end in self.promised.items():
             if first.get(queue, end) > end:
@@ -210,7 +212,8 @@ class History:
         for member in sorted(set(self.addresses.values())):
             first = self._first_pulled(member)
             owed = {body for (queue, offset), body in bodies.items() if offset >= first.get(queue, 1 << 63)}
-            missing = owed - {each.body for each in self.consumed if each.member == member}
+            mine = (each for each in self.consumed if each.member == member and each.at <= self.settled_at)
+            missing = owed - {each.body for each in mine}
             if missing:
                 what = f"{len(missing)} of {len(owed)} messages: {sorted(missing)[:3]}"
                 raise Wrong(f"member {member} never saw {what}")
@@ -247,6 +250,11 @@ class History:
             if close.ended - close.due > close_s:
                 late_s = close.ended - close.due
                 raise Wrong(f"t={close.ended:.3f} a close of {close.member} ended {late_s:.1f} s after its time-out")
+
+    def check_nothing_is_left(self) -> None:
+        """A member that has closed leaves no task and no connection."""
+        for at, member, what in self.left:
+            raise Wrong(f"t={at:.3f} {member} has closed and leaves {what}")
 
     def check_nobody_is_left(self) -> None:
         """When all have closed, the group has no members."""

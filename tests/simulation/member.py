@@ -26,8 +26,8 @@ from tests.simulation.world import Process, World, kill
 
 TOPIC, GROUP = "orders", "app"
 
-WITHIN = 60
-"""Steps of the process within which a call that is to be cancelled is cancelled."""
+SOON = 60
+"""Steps of a process within which most calls are done."""
 
 
 class _Io:
@@ -63,36 +63,39 @@ class Member:
 
     # --- its lives
 
-    def start(self, cancelled: bool = False) -> None:
-        """Begin a new life, unless there is one. `cancelled`: whoever starts it stops waiting, and starts it again."""
+    def start(self, cancelled_at: int | None = None) -> None:
+        """Begin a new life, unless there is one; `cancelled_at` this step its program waits for it no longer."""
         if self.process is not None and not self.process.dead:
             return
         self._lives += 1
         self.process = self._world.process(f"{self.name}.{self._lives}")
-        self._run(self._live(f"10.0.0.{self.name}@{self._lives}", cancelled))
+        self._run(self._live(f"10.0.0.{self.name}@{self._lives}", cancelled_at))
 
-    def _run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        return self._world.run_as(self.process, work)
+    def _run(self, work: Coroutine[Any, Any, Any], cancelled_at: int | None = None) -> asyncio.Task[Any]:
+        """Have the program do something, or stop waiting for it just before this step of its process."""
+        task = self._world.run_as(self.process, work)
+        if cancelled_at is not None:
+            assert self.process is not None
+            self.process.before(cancelled_at, task.cancel)
+        return task
 
-    def _in_a_while(self, task: asyncio.Task[Any]) -> None:
-        """Have `task` cancelled between any two steps of the process."""
+    def soon(self) -> int:
+        """Return a step that comes soon, or is the next."""
         assert self.process is not None
-        steps = self._world.random.randrange(WITHIN)
-        self.process.before(self.process.steps + steps, task.cancel)
+        return self.process.steps + self._world.random.randrange(SOON)
 
-    async def _live(self, client_id: str, cancelled: bool) -> None:
-        if cancelled:
-            attempt = self._run(self.begin(client_id))
-            self._in_a_while(attempt)
-            await asyncio.wait([attempt])
-            if self.member is not None:
-                return
+    async def _live(self, client_id: str, cancelled_at: int | None) -> None:
         while True:
-            try:
-                await self.begin(client_id)
+            attempt = self._run(self.begin(client_id), cancelled_at)
+            await asyncio.wait([attempt])
+            cancelled_at = None
+            if attempt.cancelled() or attempt.exception() is not None:
+                if not attempt.cancelled() and not isinstance(error := attempt.exception(), RocketError):
+                    assert error is not None
+                    raise error
+                await asyncio.sleep(1)  # whoever starts it, starts it again
+            else:
                 return
-            except RocketError:  # whoever starts it, starts it again
-                await asyncio.sleep(1)
 
     async def begin(self, client_id: str) -> None:
         """Start, as the faces of a consumer do."""
@@ -145,6 +148,9 @@ class Member:
             process = self.process
             await self._run(self._close(member))
             if process is not None:
+                await asyncio.sleep(1)
+                left = (each for each in self._world.left_of(process) if not each.startswith("Member."))
+                self._history.left += [(self._world.now, self.name, each) for each in left]
                 self._world.end(process)
 
     async def _close(self, member: GroupMember) -> None:
@@ -153,20 +159,20 @@ class Member:
         self._history.closes.append(Course(self.name, begun + timeout_s, self._world.now))
         await self.cluster.close_on_loop()
 
-    def cancel_close(self) -> None:
-        """Close, but wait no longer at some step; the process ends a moment later, whatever still runs."""
+    def cancel_close(self, cancelled_at: int, ends_after_s: float) -> None:
+        """Close, and wait no longer at some step; the process ends later, and is started again."""
         member, self.member = self.member, None
         if member is None:
             return
-        process, rng = self.process, self._world.random
-        self._in_a_while(self._run(self._close(member)))
+        process = self.process
+        self._run(self._close(member), cancelled_at)
 
         def end() -> None:
             if self.process is process:
                 self.kill()
+                self._world.call_later(5, self.start)
 
-        self._world.call_later(rng.uniform(0, 40), end)
-        self._world.call_later(rng.uniform(40, 50), self.start)
+        self._world.call_later(ends_after_s, end)
 
     def fail(self) -> None:
         """Something of the consumer's own ends by surprise. Its program does not notice."""
@@ -174,14 +180,14 @@ class Member:
         async def surprise() -> None:
             raise RuntimeError("put in on purpose")
 
-        self._world.run_as(self.process, self._spawn(surprise()))
+        self._run(self._spawn(surprise()))
 
     async def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self.cluster.spawn(work, "what fails on purpose")
 
     # --- what its program calls
 
-    def reset(self, chance: Callable[[], float], cancelled: bool = False) -> None:
+    def reset(self, chance: Callable[[], float], cancelled_at: int | None = None) -> None:
         """Move one of our queues to somewhere behind."""
         member = self.member
         if member is None or not self.running:
@@ -190,9 +196,7 @@ class Member:
         if held:
             queue = held[int(chance() * len(held))]
             offset = int(chance() * ((member.commits.current(queue) or 0) + 1))
-            task = self._run(self._reset(member, queue, offset))
-            if cancelled:
-                self._in_a_while(task)
+            self._run(self._reset(member, queue, offset), cancelled_at)
 
     async def _reset(self, member: GroupMember, queue: MessageQueue, offset: int) -> None:
         history = self._history
@@ -213,13 +217,13 @@ class Member:
         await asyncio.sleep(seconds)
         member.resume(None)
 
-    def unsubscribe(self, seconds: float) -> None:
+    def unsubscribe(self, seconds: float, cancelled_at: int | None = None) -> None:
         """Do without the topic for a while."""
         assert self.member is not None
-        self._run(self._unsubscribe(self.member, seconds))
+        self._run(self._unsubscribe(self.member, seconds, cancelled_at))
 
-    async def _unsubscribe(self, member: GroupMember, seconds: float) -> None:
-        await member.unsubscribe(TOPIC)
+    async def _unsubscribe(self, member: GroupMember, seconds: float, cancelled_at: int | None) -> None:
+        await asyncio.wait([self._run(member.unsubscribe(TOPIC), cancelled_at)])
         await asyncio.sleep(seconds)
         if member.state is ConsumerState.RUNNING:
             await member.subscribe(parse_subscription(TOPIC, "*"), Listener.of(self._handle))

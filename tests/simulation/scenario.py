@@ -66,6 +66,7 @@ class Scenario:
         self._heal()
         sending.cancel()
         await asyncio.sleep(self.plan.calm_s)
+        history.settled_at = self.world.now
         for member in self.members:
             await member.close()
         return history
@@ -179,16 +180,16 @@ class Scenario:
         rng = self.random
         if kind == "cancelled-start":
             member.kill()
-            member.start(cancelled=True)
+            member.start(cancelled_at=rng.randrange(200))
         elif not member.running:
             return
         elif kind == "cancelled-close":
-            member.cancel_close()
+            member.cancel_close(member.soon(), rng.uniform(0, 40))
         elif kind == "cancelled-reset":
             if not self.world.network.parted and self._each_queue_has_one_owner():
-                member.reset(rng.random, cancelled=True)
+                member.reset(rng.random, cancelled_at=member.soon())
         elif kind == "unsubscribe":
-            member.unsubscribe(rng.uniform(0, 5))
+            member.unsubscribe(rng.uniform(0, 5), rng.choice((None, member.soon())))
 
     async def _misplace(self) -> None:
         """While nobody runs, the group's offsets get beyond the queues' ends: brokers will correct them."""
@@ -233,6 +234,7 @@ class Scenario:
 def check(history: History, plan: Plan) -> None:
     """Look for broken rules."""
     history.check_nobody_is_left()
+    history.check_nothing_is_left()
     if set(plan.faults) <= {"join", "restart", "reset", "fail", "slow-node"}:
         history.check_starts_and_closes_end(start_s=15, close_s=10)
     if plan.broadcasting:

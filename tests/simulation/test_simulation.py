@@ -1,22 +1,10 @@
-"""Simulated worlds: hundreds of seeds are right, five mistakes are each found, a seed repeats its world exactly.
-
-Each run is a process of its own, because the order of sets of text depends on a setting of the interpreter.
-"""
+"""Simulated worlds: hundreds of seeds are right, mistakes are each found, a seed repeats its world exactly."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "tests.simulation", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+from tests.simulation.running import simulate
 
 
 @pytest.mark.parametrize(

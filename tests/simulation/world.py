@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
+import warnings
+import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -31,13 +33,13 @@ class Process:
         return f"<{self.name}{' dead' if self.dead else ''}>"
 
     def before(self, step: int, action: Callable[[], object]) -> None:
-        """Have `action` called just before the process takes a step: between any two of its own doings."""
+        """Have `action` called, from outside, just before the process takes a step: between any two of its doings."""
         self._due.setdefault(step, []).append(action)
 
     def step(self) -> None:
         """Note that a callback is about to run."""
         for action in self._due.pop(self.steps, ()):
-            action()
+            contextvars.Context().run(action)
         self.steps += 1
 
 
@@ -72,6 +74,7 @@ class World(asyncio.BaseEventLoop):
         self.processes: list[Process] = []
         self.surprises: list[dict[str, Any]] = []
         self._left: set[asyncio.Task[Any]] = set()
+        self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], Process] = weakref.WeakKeyDictionary()
         self._selector = _NoSelector(self)
         self.set_exception_handler(self._surprised)
 
@@ -95,6 +98,20 @@ class World(asyncio.BaseEventLoop):
         """Make a process."""
         self.processes.append(Process(name))
         return self.processes[-1]
+
+    def create_task(self, work: Any, *, context: contextvars.Context | None = None, **options: Any) -> Any:
+        task = super().create_task(work, context=context, **options)
+        process = (context or contextvars.copy_context()).get(CURRENT)
+        if process is not None:
+            self._owners[task] = process
+        return task
+
+    def left_of(self, process: Process) -> list[str]:
+        """Return what a process still has, by name: tasks and connections."""
+        mine = (task for task, owner in self._owners.items() if owner is process and not task.done())
+        tasks = sorted(task.get_coro().__qualname__ for task in mine)
+        ends = (end for pair in self.network.pairs for end in pair if end.process is process and not end.gone)
+        return tasks + [f"connection to {end.get_extra_info('peername')}" for end in ends]
 
     def end(self, process: Process) -> None:
         """Have nothing of `process` run any more.
@@ -161,7 +178,8 @@ class World(asyncio.BaseEventLoop):
         while tasks := asyncio.all_tasks(self) - apart:
             for task in tasks:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
-                with suppress(RuntimeError):
+                with suppress(RuntimeError), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RuntimeWarning)  # some died before their first step
                     task.get_coro().close()
             apart |= tasks
         CURRENT.reset(before)

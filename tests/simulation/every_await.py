@@ -1,0 +1,187 @@
+"""Interfere with each call of a consumer at its every step: python -m tests.simulation.every_await --call reset
+
+A step is a callback of the process on the event loop, so something happens between any two doings of all its tasks:
+whoever called stops waiting; the broker loses requests, or answers, for a while; the process is killed. The call is
+made once undisturbed, to count its steps, and then once for each of them, in worlds that are the same up to there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+
+from pyrocket_consumer.testing import Fault, drop, drop_answer
+from tests.simulation.history import History, Wrong
+from tests.simulation.member import Member
+from tests.simulation.plans import DEFAULTS, Plan
+from tests.simulation.scenario import Scenario
+
+BEGINS_S = 12.0
+"""When the call is made: everybody has settled, and the last commit is a moment ago."""
+
+LASTS_S = 4.0
+"""How long after the call was made steps count as its: rounds of rebalance, and the grace of a hand-over."""
+
+SILENT_S = 12.0
+
+PLAN = Plan(
+    options=DEFAULTS, members=0, queues=3, faults=(), failing=0.0, slow=0.1, slowest_s=3.0, quickest_s=0.02, rate=4.0,
+    bursts=(1, 2), calm_s=70.0,
+)  # fmt: skip
+
+CALLS = ("start", "take-over", "hand-over", "reset", "unsubscribe", "close")
+
+INTERFERENCES = ("cancelled", "requests-lost", "answers-lost", "killed")
+
+
+KINDS = {"clustering": {}, "orderly": {"orderly": True}, "broadcasting": {"broadcasting": True}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, what happens to it, and before which of its steps; at none to count them."""
+
+    kind: str
+    call: str
+    interference: str = "none"
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return f"--kind {self.kind} --call {self.call} --interference {self.interference} --step {self.step}"
+
+
+class Interfered(Scenario):
+    """A world in which one call is interfered with. Member 0 makes it."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(1, replace(PLAN, **KINDS[case.kind]))
+        self.case = case
+        self.steps = 0
+
+    async def _trouble(self) -> None:
+        """Make the call, as part of a life in which messages come and go."""
+        case, subject, other = self.case, self._member(), self._member()
+        if case.call != "start":
+            (other if case.call == "take-over" else subject).start()
+        await asyncio.sleep(BEGINS_S)
+        if case.call in ("start", "take-over"):
+            self._interfere(subject, 0, lambda at: subject.start(at))
+        elif case.call == "hand-over":
+            self._interfere(subject, self._steps_of(subject), lambda at: other.start())
+        elif case.call == "reset":
+            self._interfere(subject, self._steps_of(subject), lambda at: subject.reset(lambda: 0.5, at))
+        elif case.call == "unsubscribe":
+            self._interfere(subject, self._steps_of(subject), lambda at: subject.unsubscribe(LASTS_S + 1, at))
+        else:
+            self._interfere(subject, self._steps_of(subject), lambda at: subject.cancel_close(at, 60.0))
+        begun = self._steps_of(subject)
+        await asyncio.sleep(LASTS_S)
+        self.steps = self._steps_of(subject) - begun
+        await asyncio.sleep(30.0)
+        if not other.running:
+            other.start()  # goes on from what is stored
+
+    def _member(self) -> Member:
+        member = Member(str(len(self.members)), self.world, self.history, self.cluster, self.plan)
+        self.members.append(member)
+        return member
+
+    def _steps_of(self, member: Member) -> int:
+        return member.process.steps if member.process is not None else 0
+
+    def _interfere(self, member: Member, now: int, call: Callable[[int | None], None]) -> None:
+        """Make the call; before its step, let happen what is to happen."""
+        step = None if self.case.step is None else now + self.case.step
+        call(step if self.case.interference == "cancelled" else None)
+        if step is None or self.case.interference == "cancelled":
+            return
+        assert member.process is not None
+        if self.case.interference == "killed":
+            member.process.before(step, lambda: self._kill(member))
+        else:
+            fault = drop if self.case.interference == "requests-lost" else drop_answer
+            member.process.before(step, lambda: self._silence(fault))
+
+    def _kill(self, member: Member) -> None:
+        member.kill()
+        self.world.call_later(3, member.start)
+
+    def _silence(self, fault: Fault) -> None:
+        broker = self.cluster.brokers[0]
+        self.history.disturbed_at.append(self.world.now)
+        broker.on(None, fault, times=None)
+        self.world.call_later(SILENT_S, broker.clear_faults)
+
+
+def live(case: Case) -> int:
+    """Live through one case and look whether all was right; returns how many steps the call took.
+
+    Raises:
+        Wrong: a rule was broken.
+    """
+    world = Interfered(case)
+    history = world.run()
+    check(history, case.kind)
+    return world.steps
+
+
+def check(history: History, kind: str) -> None:
+    """Look for broken rules."""
+    history.check_nobody_is_left()
+    history.check_nothing_is_left()
+    history.check_starts_and_closes_end(start_s=SILENT_S + 5, close_s=10)
+    if kind == "broadcasting":
+        history.check_every_member_consumed_everything()
+        return
+    history.check_nothing_is_passed_over()
+    history.check_resets_are_kept()
+    history.check_everything_was_consumed()
+    if kind == "orderly":
+        history.check_unlocked_only_after_the_last_commit()
+
+
+def sample(steps: int, most: int | None) -> list[int]:
+    """Return all steps, or a number of them, most of them early, where a call has most to do."""
+    if most is None or most >= steps:
+        return list(range(steps))
+    return sorted({int(steps * (number / most) ** 2) for number in range(most)})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=[*KINDS], action="append", help="default: all; repeatable, as the next two")
+    parser.add_argument("--call", choices=CALLS, action="append")
+    parser.add_argument("--interference", choices=INTERFERENCES, action="append")
+    parser.add_argument("--step", type=int, help="only before this step")
+    parser.add_argument("--sample", type=int, metavar="N", help="before N steps of each, not before all")
+    parser.add_argument("--log", action="store_true", help="show the consumer's log")
+    options = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in an order that depends on it
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
+    logging.basicConfig(level=logging.DEBUG if options.log else logging.CRITICAL + 1)
+    began, wrong, worlds = time.monotonic(), 0, 0
+    for kind, call in product(options.kind or KINDS, options.call or CALLS):
+        steps = [options.step] if options.step is not None else sample(live(Case(kind, call)), options.sample)
+        for interference, step in product(options.interference or INTERFERENCES, steps):
+            if (call, interference) == ("hand-over", "cancelled"):
+                continue  # nobody waits for it
+            case = Case(kind, call, interference, step)
+            worlds += 1
+            try:
+                live(case)
+            except Wrong as error:
+                wrong += 1
+                print(f"WRONG {error}\n  repeat: python -m tests.simulation.every_await {case}", flush=True)
+    print(f"{worlds} worlds, {wrong} wrong, {time.monotonic() - began:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

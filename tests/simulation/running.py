@@ -1,0 +1,14 @@
+"""Simulations are run as processes of their own: the order of sets of text depends on a setting of the interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def simulate(*arguments: str, module: str = "tests.simulation") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", module, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
