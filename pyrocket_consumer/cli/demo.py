@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -97,7 +96,7 @@ class Member:
 
     def kill(self) -> None:
         """End it as a crash would."""
-        self._process.send_signal(signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
         self._reader.join(5)
 

@@ -22,18 +22,19 @@ def write_anywhere() -> None:
 
 def reader_has_left() -> bool:
     """Tell whether nobody reads our output any more, as after `| head -2`; False where that cannot be known."""
-    return _told_of_output(0, 0) not in (None, 0)
+    return _told_of_output("", 0) not in (None, 0)
 
 
 def may_write(within_s: float) -> bool:
     """Wait until a line can be written, or nobody reads: a pipe may be full. True where that cannot be known."""
-    return _told_of_output(select.POLLOUT, within_s) != 0
+    return _told_of_output("POLLOUT", within_s) != 0
 
 
-def _told_of_output(wanted: int, within_s: float) -> int | None:
+def _told_of_output(wanted: str, within_s: float) -> int | None:
+    """Return what the system tells of our output, 0 if nothing within the time; None where it has no `poll`."""
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), wanted)
+        poll.register(sys.stdout.fileno(), getattr(select, wanted) if wanted else 0)
     except (AttributeError, OSError, ValueError):
         return None
     return next((told for _, told in poll.poll(within_s * 1000)), 0)
