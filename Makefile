@@ -5,7 +5,7 @@ SPARK ?= 4.0 4.1
 RUN := .venv/bin
 
 # Adds an extra to the virtual environment, once per change of the metadata.
-.venv/.%: setup.cfg pyproject.toml | .venv/bin/python
+.venv/.%: setup.cfg setup.py pyproject.toml | .venv/bin/python
 	$(RUN)/python -m pip install --quiet --editable '.[$*]'
 	@touch $@
 

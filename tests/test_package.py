@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import email.message
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +21,8 @@ import pyrocket_consumer
 ROOT = Path(pyrocket_consumer.__file__).parent.parent
 
 PACKAGES = ("pyrocket_consumer", "pyspark_rocketmq")  # the second is how Spark finds us
+
+LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 
 SIDE_EFFECTS = """
 import logging, os, sys, threading
@@ -94,19 +99,28 @@ def test_the_version_is_the_one_of_the_metadata():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from a copy so that nothing is left beside the sources."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source)
-    ignore = shutil.ignore_patterns("__pycache__")
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, source / package, ignore=ignore)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+def built(tmp_path_factory) -> Path:
+    """What `python -m build` makes, the wheel from the source distribution; of a copy, so that nothing is left here."""
+    source, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("built")
+    left_out = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "*.egg-info")
+    ignore = shutil.ignore_patterns(*left_out)
+    shutil.copytree(ROOT, source, ignore=ignore)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    return next(out.glob("*.whl"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    return next(built.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
 
 
 def test_the_wheel_is_small_and_pure(wheel):
@@ -130,16 +144,37 @@ def test_the_wheel_runs_alone(wheel, tmp_path):
     assert str(wheel) in run_python(code, cwd=tmp_path)
 
 
-def test_the_metadata_names_commands_extras_and_dependencies(wheel):
+def test_the_source_distribution_has_what_the_readme_speaks_of(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    linked = {path.partition("#")[0] for _, path in LINK.findall((ROOT / "README.md").read_text())}
+    spoken_of = {path for path in linked if "://" not in path}
+    assert len(spoken_of) > 8
+    assert spoken_of | {"Makefile", "ruff.toml", ".ci/install-java", "tests/golden/5.5.0.zip"} <= names
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
+
+
+def test_on_a_package_index_no_link_of_the_readme_leads_nowhere(metadata):
+    """There is nothing beside it there: what links into the sources becomes the file's name."""
+    shown, readme = metadata.get_payload(decode=True).decode(), (ROOT / "README.md").read_text()
+    assert [path for _, path in LINK.findall(shown) if not path.startswith("https://")] == []
+    assert "docs/spark.md" in shown
+    assert "the command line (docs/reference.md#what-the-command-line-takes)" in shown
+    assert re.findall(r"^```.*?^```", shown, re.MULTILINE | re.DOTALL) == re.findall(
+        r"^```.*?^```", readme, re.MULTILINE | re.DOTALL
+    )
+    assert "project-url" not in metadata, "the project has no public address; once it has, name it here"
+
+
+def test_the_metadata_names_commands_extras_and_dependencies(wheel, metadata):
     with zipfile.ZipFile(wheel) as archive:
-        info = next(name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name)
-        metadata = archive.read(f"{info}/METADATA").decode()
-        entry_points = archive.read(f"{info}/entry_points.txt").decode()
-    needed = [line.split()[1] for line in metadata.splitlines() if line.startswith("Requires-Dist") and ";" not in line]
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        entry_points = archive.read(name).decode()
+    needed = [each for each in metadata.get_all("requires-dist") if ";" not in each]
     assert sorted(each.split(">")[0] for each in needed) == ["filelock", "orjson"]
-    assert "Requires-Python: >=3.11" in metadata
-    extras = {line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")}
-    assert extras == {
+    assert metadata["requires-python"] == ">=3.11"
+    assert metadata["description-content-type"] == "text/markdown"
+    assert set(metadata.get_all("provides-extra")) == {
         "spark", "cli", "lz4", "zstd", "otel", "prometheus", "native", "test", "dev", "docs", "all",
     }  # fmt: skip
     assert "pyrocket = pyrocket_consumer.cli:main" in entry_points
