@@ -3,6 +3,7 @@ PYTHON ?= python3
 BENCH ?= consume
 SPARK ?= 4.0 4.1
 RUN := .venv/bin
+unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each would compile everything anew
 
 # Adds an extra to the virtual environment, once per change of the metadata.
 .venv/.%: setup.cfg setup.py pyproject.toml | .venv/bin/python
@@ -13,15 +14,24 @@ RUN := .venv/bin
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help test check wheel demo spark-demo bench soak spark-soak spark-versions spark-connect clean
+.PHONY: help quick test system-packages java check wheel demo spark-demo bench soak spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
-test: .venv/.test  ## all tests; real brokers too where Java and Maven are (ARGS='-k offsets --real=all')
-	@.ci/install-java
-	$(RUN)/python -m pytest -n 2 $(ARGS)
+quick: .venv/.test  ## what needs no Java, with a tenth of the random trials: two minutes (ARGS='-k offsets')
+	$(RUN)/python -m pytest -q -n auto --quick $(ARGS)
+
+test: .venv/.test  ## all tests; Spark and real brokers too where Java and Maven are (ARGS='-k offsets --real=all')
+	$(RUN)/python -m pytest -n auto $(ARGS)
+
+system-packages:  ## installs Java and Maven, for Spark and real brokers: as root, or with sudo
+	@.ci/system-packages
+
+java:
+	@"$${JAVA_HOME:+$$JAVA_HOME/bin/}java" -version >/dev/null 2>&1 || { \
+	    echo "Java 17 or newer is needed, and was not found; 'make system-packages' installs it" >&2; exit 1; }
 
 check: .venv/.dev  ## ruff and mypy --strict
 	$(RUN)/ruff check .
@@ -33,38 +43,32 @@ wheel: .venv/.test  ## dist/pyrocket_consumer-*.whl
 
 demo: .venv/.cli  ## produce and consume on the embedded broker, or on a real one: make demo BROKER=5.5.0
 ifdef BROKER
-	@.ci/install-java
 	$(RUN)/python -m tests.real_brokers --version $(BROKER) -- $(RUN)/pyrocket demo $(ARGS)
 else
 	$(RUN)/pyrocket demo $(ARGS)
 endif
 
-spark-demo: .venv/.spark  ## windowed counts with PySpark, from a topic to a topic (ARGS='--seconds 30 --rate 2000')
-	@.ci/install-java
+spark-demo: java .venv/.spark  ## windowed counts with PySpark, from a topic to a topic (ARGS='--seconds 30 --rate 2000')
 	$(RUN)/python -m pyrocket_consumer.spark.demo $(ARGS)
 
 bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|offset_persist|decode|spark_read|spark_write ARGS=--quick
-	@.ci/install-java
 	$(RUN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 soak: .venv/.test  ## hours of faults: 10 000 simulated worlds, 100 000 crash points of the offset store
 	$(RUN)/python -m tests.simulation --seeds 0-999
 	PYROCKET_TRIALS=15 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
 
-spark-soak: .venv/.test  ## a streaming query killed twenty times: 200 000 messages into files, each exactly once
-	@.ci/install-java
+spark-soak: java .venv/.test  ## a streaming query killed twenty times: 200 000 messages into files, each exactly once
 	PYROCKET_SPARK_KILLS=20 PYROCKET_SPARK_MESSAGES=200000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_kill.py
 
-spark-versions: .venv/.test  ## the Spark tests with older releases: make spark-versions SPARK="4.0 4.1"
-	@.ci/install-java
+spark-versions: java .venv/.test  ## the Spark tests with older releases: make spark-versions SPARK="4.0 4.1"
 	for version in $(SPARK); do \
 	    $(PYTHON) -m venv .venv/spark-$$version && \
 	    .venv/spark-$$version/bin/python -m pip install --quiet --editable '.[test]' "pyspark==$$version.*" && \
 	    CI=true .venv/spark-$$version/bin/python -m pytest -q --real=none -m spark_versions tests/spark || exit 1; \
 	done
 
-spark-connect: .venv/.test  ## the Spark tests with Spark Connect
-	@.ci/install-java
+spark-connect: java .venv/.test  ## the Spark tests with Spark Connect
 	$(RUN)/python -m pip install --quiet 'pyspark[connect]'
 	CI=true $(RUN)/python -m pytest -q --real=none -m spark_connect tests/spark
 

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import uuid
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.real_brokers import NEWEST, VERSIONS, CannotRun, RealCluster, check_machine
 from tests.real_brokers.jars import classes
+from tests.trials import trials
 
 EMBEDDED = "embedded"
 NO_VERSION = "none"
 
-_ON_A_RELEASE = re.compile(rf"[\[-]({'|'.join(map(re.escape, VERSIONS))})[-\]]")
+TELLING = ("conformance", "hazards", "system", "simulation")
+"""The folders whose tests begin: what users would see, and what waits the longest."""
+WORKER_BYTES = 2 << 30
+"""The memory of a worker with the brokers it runs."""
+
+_ON_A_RELEASE = re.compile(rf"[\[-]real-({'|'.join(map(re.escape, VERSIONS))})[-\]]")
 _versions = pytest.StashKey[tuple[str, ...]]()
 _required = pytest.StashKey[bool]()
 _not_run = pytest.StashKey[str]()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is in the background; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +41,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"RocketMQ releases to run against: none, all, or some of {','.join(VERSIONS)}. "
         f"Default: {NEWEST} where Java and Maven are present; with CI=true all, which then must run.",
     )
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="leave out what needs Java, make a tenth of the random trials, and begin with what failed the last time",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before the cache plugin looks at its option
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if config.option.quick:
+        config.option.real = config.option.real or NO_VERSION
+        config.option.failedfirst = True
+        os.environ.setdefault("PYROCKET_TRIALS", "0.1")
+    hypothesis.settings.register_profile("trials", max_examples=trials(hypothesis.settings.default.max_examples))
+    hypothesis.settings.load_profile("trials")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,11 +84,17 @@ def _prepare(config: pytest.Config, versions: Iterable[str]) -> None:
         if config.stash[_required]:
             raise pytest.UsageError(f"tests against real brokers cannot run: {error}") from error
         config.stash[_versions] = ()
-        config.stash[_not_run] = f"{error}; `make test` installs what is needed where it may"
+        config.stash[_not_run] = str(error)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"RocketMQ releases: {', '.join((EMBEDDED, *config.stash[_versions]))}"
+    missing = ""
+    if config.stash[_versions]:
+        try:
+            check_machine()
+        except CannotRun as error:
+            missing = f" (CANNOT RUN: {error})"
+    return f"RocketMQ releases: {', '.join((EMBEDDED, *config.stash[_versions]))}{missing}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -70,9 +103,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     only = metafunc.definition.get_closest_marker("versions")
     chosen = [version for version in versions if only is None or version in only.args]
     if "cluster_kind" in metafunc.fixturenames:
-        metafunc.parametrize("cluster_kind", [EMBEDDED, *chosen])
+        metafunc.parametrize("cluster_kind", [EMBEDDED, *chosen], ids=_test_id)
     if "real_version" in metafunc.fixturenames:
-        metafunc.parametrize("real_version", chosen or [NO_VERSION])
+        metafunc.parametrize("real_version", chosen or [NO_VERSION], ids=_test_id)
+
+
+def _test_id(kind: str) -> str:
+    """Return how a test's name says what it runs on: `embedded`, `real-5.5.0`; other tests have versions, too."""
+    return f"real-{kind}" if kind in VERSIONS else kind
 
 
 @pytest.hookimpl(trylast=True)  # what -k leaves out needs no broker
@@ -84,28 +122,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     possible = {None, *config.stash[_versions]}
     config.hook.pytest_deselected(items=[item for item in items if _version(item) not in possible])
     items[:] = [item for item in items if _version(item) in possible]
-    items.sort(key=_place)
+    items.sort(key=partial(_place, released_first=hasattr(config, "workerinput")))
     if hasattr(config, "workeroutput"):
         config.workeroutput["not_run"] = config.stash[_not_run]
 
 
-def _place(item: pytest.Item) -> tuple[int, str]:
-    """Return what items are ordered by: those without a release, then release by release, like clusters together."""
+def _place(item: pytest.Item, released_first: bool) -> tuple[int, int | str]:
+    """Return what items are ordered by: the most telling first, then release by release, like clusters together.
+
+    Workers begin with the releases, because these are the longest.
+    """
     version = _version(item)
-    return (-1, "") if version is None else (VERSIONS.index(version), _options_key(item))
+    if version is not None:
+        return (VERSIONS.index(version) - released_first * len(VERSIONS), _options_key(item))
+    folder = item.path.parent.name
+    return (-1 + released_first, TELLING.index(folder) if folder in TELLING else len(TELLING))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """With `-n auto`: three for each core, because tests mostly wait; as many as there is memory for."""
+    cores, memory = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(2, min(3 * cores, memory // WORKER_BYTES))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, have real brokers be one worker's work, begun first, Spark another's, and divide the rest by file."""
+    """With `-n`: each release is one worker's work, Spark another's, and every other test goes to whoever is free."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            if _ON_A_RELEASE.search(nodeid):
-                return "real brokers"  # one release at a time: two clusters are too much for two cores
-            return "spark" if nodeid.startswith("tests/spark/") else nodeid.split("::", 1)[0]
+            if release := _ON_A_RELEASE.search(nodeid):
+                return release[1]
+            return "spark" if nodeid.startswith("tests/spark/") else nodeid
 
+    config.option.loadscopereorder = False
     return Scheduling(config, log)
 
 

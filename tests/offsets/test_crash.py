@@ -10,7 +10,7 @@ import pytest
 
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from tests.offsets.driving import QUEUES, History
-from tests.offsets.trials import crash_points, trials
+from tests.trials import crash_points, trials
 
 ROOT = Path(__file__).parents[2]
 

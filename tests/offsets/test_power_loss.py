@@ -24,7 +24,7 @@ from pyrocket_consumer.offsets.offsets_json import decode_offsets
 from pyrocket_consumer.offsets.recovery import recover
 from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
 from tests.offsets.driving import History, step
-from tests.offsets.trials import crash_points, trials
+from tests.trials import crash_points, trials
 
 Read = Callable[[MemoryDisk], dict[MessageQueue, int]]
 

@@ -12,7 +12,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ResetEpochs
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, decode_offsets
 from tests.offsets.disks import Failing, MemoryDisk, PowerCut, WatchedDisk
-from tests.offsets.trials import crash_points, trials
+from tests.trials import crash_points, trials
 
 QUEUES = [MessageQueue("orders%", "broker-a", number) for number in range(3)]
 FIRST, SECOND, THIRD = QUEUES

@@ -18,7 +18,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
 from pyrocket_consumer.offsets.directories import read_store
 from tests.offsets.disks import Failing, MemoryDisk, WatchedDisk
-from tests.offsets.trials import trials
+from tests.trials import trials
 
 QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "%RETRY%g") for broker in ("a", "b") for n in range(2)]
 queues = st.sampled_from(QUEUES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
 import socket
@@ -25,7 +26,8 @@ from tests.real_brokers.remoting import Peer, Refused
 START_TIMEOUT_S = 120
 CLUSTER = "DefaultCluster"
 
-_PORTS = range(20_000, 32_000, 10)  # below those that systems give to outgoing connections
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_PORTS = range(20_000, 32_000, 10)[_WORKER[0] :: _WORKER[1]]  # below those that systems give to outgoing connections
 _GET_ALL_CONSUMER_OFFSETS = 43  # what a slave asks; the only call that tells "none" from 0 in every release
 _DELETE_EXPIRED_FILES = 329
 _PULL_WITH_SUBSCRIPTION = 4  # neither commit nor suspend
@@ -43,6 +45,8 @@ _BROKER_SETTINGS: dict[str, object] = {
     "enablePropertyFilter": True,
     "diskMaxUsedSpaceRatio": 99,
     "waitTimeMillsInSendQueue": 10_000,
+    "timerFlushIntervalMs": 10_000,  # of the 37 MB of timers: each second it takes a quarter of a core
+    "transactionMetricFlushInterval": 500,  # for as long, at first, 5.3 and later spin: 10 s of a core if left alone
 }
 
 

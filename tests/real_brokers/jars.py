@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 RESOLVE_TIMEOUT_S = 900
 RESOLVE_ATTEMPTS = 3
 OLDEST_JAVA = 17
+NO_MAVEN = "mvn was not found; `make system-packages` installs Maven"
 
 
 class CannotRun(Exception):
@@ -39,7 +40,7 @@ def java_tool(name: str) -> str:
     found = shutil.which(name, path=os.path.join(home, "bin")) if home else None
     found = found or shutil.which(name)
     if found is None:
-        raise CannotRun(f"{name} was not found; install a JDK, {OLDEST_JAVA} or newer")
+        raise CannotRun(f"{name} was not found; `make system-packages` installs Java ({OLDEST_JAVA} or newer)")
     return found
 
 
@@ -55,7 +56,7 @@ def check_machine() -> None:
     if found is None or int(found[1]) < OLDEST_JAVA:
         raise CannotRun(f"the JDK is {(answer.stdout + answer.stderr).strip()!r}; {OLDEST_JAVA} or newer is needed")
     if shutil.which("mvn") is None and not all(_jars(version).is_dir() for version in VERSIONS):
-        raise CannotRun("mvn was not found; install Maven")
+        raise CannotRun(NO_MAVEN)
 
 
 def jars(version: str) -> Path:
@@ -81,7 +82,7 @@ def _resolve(version: str, target: Path) -> None:
     partial = target.with_name(target.name + ".partial")
     maven = shutil.which("mvn")
     if maven is None:
-        raise CannotRun("mvn was not found; install Maven")
+        raise CannotRun(NO_MAVEN)
     command = [
         maven, "-q", "-B", "-f", str(HERE / "pom.xml"), f"-Drocketmq={version}", "dependency:copy-dependencies",
         f"-DoutputDirectory={partial}", "-DincludeScope=runtime",

@@ -12,6 +12,7 @@ from pyrocket_consumer.wire.fastjson import loads
 from pyrocket_consumer.wire.frame import decode_command
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests import golden
+from tests.trials import trials
 
 QUEUE = MessageQueue("TopicA", "broker-a", 0)
 OTHER_QUEUE = MessageQueue("TopicA", "broker-a", 1)
@@ -469,7 +470,7 @@ def test_properties_follow_the_rules_of_java(text, settings):
 
 
 @given(st.dictionaries(st.text(), st.text()))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=trials(300), deadline=None)
 def test_properties_survive_both_ways(settings):
     assert bodies.decode_java_properties(bodies.encode_java_properties(settings)) == settings
 

@@ -17,6 +17,7 @@ from pyrocket_consumer.wire.frame import Extent, decode_command
 from pyrocket_consumer.wire.message import BatchItem, StoredMessage, decode_messages, encode_batch, encode_message
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests import golden
+from tests.trials import trials
 from tests.wire.records import QUEUE, WORKED_RECORD, hosts, i32, i64, property_maps, times_ms, topics
 
 TYPES = {
@@ -196,19 +197,19 @@ tag_sets = st.sampled_from([frozenset(), frozenset({"A", "B"})])
 
 
 @given(answers("plain", "plain", "compressed", "batch"), tag_sets)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=trials(60), deadline=None)
 def test_few_records_of_any_kind_are_what_messages_are(answers, tags):
     assert_same(answers, tags)
 
 
 @given(answers("plain", "plain", "compressed"), tag_sets)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=trials(120), deadline=None)
 def test_many_records_are_what_messages_are(answers, tags):
     assert_same(answers * FEW_RECORDS, tags)
 
 
 @given(answers("plain", "compressed", "batch"), tag_sets)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=trials(20), deadline=None)
 def test_many_records_among_which_are_batches_are_what_messages_are(answers, tags):
     assert_same(answers * FEW_RECORDS, tags)
 
@@ -217,7 +218,7 @@ def test_many_records_among_which_are_batches_are_what_messages_are(answers, tag
     st.lists(records("plain", "compressed"), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 255)), min_size=1, max_size=3),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=trials(100), deadline=None)
 def test_damaged_records_are_what_messages_say_or_a_protocol_error(parts, changes):
     damaged = bytearray(b"".join(parts))
     for place, value in changes:

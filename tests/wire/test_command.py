@@ -23,6 +23,7 @@ from pyrocket_consumer.wire.command import (
 )
 from pyrocket_consumer.wire.frame import decode_command, encode_command
 from tests import golden
+from tests.trials import trials
 
 HEADERS = [
     value
@@ -86,7 +87,7 @@ def test_pull_response_of_a_broker():
 
 @pytest.mark.parametrize("header", HEADERS, ids=lambda header: header.__name__)
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=trials(20), deadline=None)
 def test_every_header_survives_both_ways(header, data):
     made = {"str": st.text(), "int": st.integers(-(2**63), 2**63 - 1), "bool": st.booleans()}
     values = {}
@@ -167,7 +168,7 @@ LONGS = st.integers(-(2**63), 2**63 - 1)
     numbers=st.tuples(LONGS, LONGS, LONGS, LONGS), offsets=st.tuples(LONGS, LONGS), sys_flag=st.integers(0, 31),
     opaque=st.integers(0, 2**31 - 1),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=trials(300), deadline=None)
 def test_a_pull_template_writes_what_the_header_would(
     group, topic, broker_name, expression, expression_type, numbers, offsets, sys_flag, opaque
 ):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.fastjson import MAX_DEPTH, ObjectKey, dumps, loads
+from tests.trials import trials
 
 
 def key(queue_id: int, topic: str = "broadcast-test-topic") -> ObjectKey:
@@ -150,7 +151,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=trials(300), deadline=None)
 def test_what_is_written_reads_the_same(value):
     assert loads(dumps(value)) == value
 
@@ -159,7 +160,7 @@ STANDARD = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries
 
 
 @given(STANDARD, st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=trials(300), deadline=None)
 def test_standard_json_reads_as_any_reader_reads_it(value, ascii_only):
     text = json.dumps({"x": value}, ensure_ascii=ascii_only)
     slow = "{0:" + text + "}"  # the key that is no standard JSON sends it through our own reader

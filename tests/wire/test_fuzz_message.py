@@ -18,6 +18,7 @@ from pyrocket_consumer.wire.message import (
     encode_message,
 )
 from tests import golden
+from tests.trials import trials
 from tests.wire.records import QUEUE, WORKED_RECORD, property_maps, stored_messages
 
 ATTRIBUTES = [name for name in dir(Message) if not name.startswith("_") and name not in ("property", "detach")]
@@ -64,7 +65,7 @@ def test_every_attribute_is_touched():
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=300)
+@settings(max_examples=trials(300))
 def test_any_bytes_give_messages_or_a_protocol_error(data):
     decode_and_touch(data)
 
@@ -78,7 +79,7 @@ def test_any_bytes_give_messages_or_a_protocol_error(data):
     body_length=st.one_of(st.integers(0, 100), st.integers(0, 2**32 - 1)),
     rest=st.binary(max_size=200),
 )
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=trials(300), suppress_health_check=[HealthCheck.too_slow])
 def test_any_record_behind_a_good_magic_gives_messages_or_a_protocol_error(
     total, magic, head, sys_flag, middle, body_length, rest
 ):
@@ -93,7 +94,7 @@ def test_any_record_behind_a_good_magic_gives_messages_or_a_protocol_error(
     changes=st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 255)), max_size=6),
     cut=st.one_of(st.none(), st.integers(0, 2**32)),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=trials(400), deadline=None)
 def test_changed_and_cut_records_give_messages_or_a_protocol_error(data, changes, cut):
     damaged = bytearray(data)
     for place, value in changes:
@@ -113,7 +114,7 @@ def test_a_record_cut_anywhere_and_with_any_byte_changed_is_borne(record):
 
 
 @given(st.binary(max_size=200), st.integers(0, 0x7FF))
-@settings(max_examples=300)
+@settings(max_examples=trials(300))
 def test_any_bytes_decompress_or_are_a_protocol_error(data, sys_flag):
     try:
         decompress(data, sys_flag, max_bytes=1 << 20)

@@ -18,6 +18,7 @@ from pyrocket_consumer.wire import bodies, fastjson
 from pyrocket_consumer.wire import command as headers
 from pyrocket_consumer.wire.frame import FrameBuffer, InPlaceFrames, RemotingCommand, decode_command, encode_command
 from tests import golden
+from tests.trials import trials
 
 Decoder = Callable[[bytes], object]
 
@@ -43,7 +44,7 @@ BODIES = sorted(
     }
 )
 
-FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=trials(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def value_or_protocol_error(decode: Decoder, data: bytes) -> None:
@@ -169,7 +170,7 @@ def fed(buffer: Any, stream: bytes, pieces: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("header", HEADERS, ids=lambda header: header.__name__)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=trials(30), deadline=None)
 def test_any_fields(header, data):
     known = ["topic", "queueId", "offset", "a", "e", "consumerGroup", "clientID", *header_names(header)]
     values = st.text(max_size=30) | st.integers().map(str) | st.sampled_from(["", "-", "true", "9" * 5000, "١"])
@@ -189,14 +190,14 @@ def header_names(header: type[headers.Header]) -> list[str]:
 
 
 @given(st.binary(max_size=300) | JSON_LIKE | damaged(BODIES))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=trials(1500), deadline=None)
 def test_any_json(data):
     value_or_protocol_error(fastjson.loads, data)
 
 
 @pytest.mark.parametrize("name", BODY_DECODERS)
 @given(data=st.binary(max_size=200) | JSON_LIKE | damaged(BODIES))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=trials(250), deadline=None)
 def test_any_body(name, data):
     value_or_protocol_error(BODY_DECODERS[name], data)
 
@@ -216,7 +217,7 @@ ANYTHING = st.recursive(
 
 @pytest.mark.parametrize("name", BODY_DECODERS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=trials(60), deadline=None)
 def test_any_value_in_any_field_of_a_body(name, data):
     fields = [
         "offsetTable", "messageQueueTable", "consumerTable", "mqTable", "properties", "statusTable", "subscriptionSet",

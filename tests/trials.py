@@ -1,0 +1,19 @@
+"""How many random trials a test makes: few by default, a tenth of them in `--quick`, many in a soak."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+crash_points: Counter[str] = Counter()
+"""How often a store was stopped in the middle of something, and what was found then compared: by kind."""
+
+
+def factor() -> str:
+    """Return what PYROCKET_TRIALS says: a factor."""
+    return os.environ.get("PYROCKET_TRIALS", "1")
+
+
+def trials(default: int) -> int:
+    """Return `default` times PYROCKET_TRIALS, at least one."""
+    return max(1, int(default * float(factor())))
