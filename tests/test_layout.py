@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,23 @@ def test_imports_point_one_way(module):
     known |= EXCEPTIONS.get(name_of(module), set())
     wrong = parts_imported(module) - known - {"__version__"}
     assert not wrong, f"{name_of(module)} imports {sorted(wrong)}, which are not below {part}"
+
+
+def imports_within(folder: Path) -> dict[str, set[str]]:
+    """Return module -> the modules of the same folder that it imports anywhere, for the types alone, too."""
+    prefix = f"{PACKAGE}.{folder.name}."
+    found: dict[str, set[str]] = {}
+    for module in sorted(folder.glob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}  # a module, or what it has
+        names |= {name.rpartition(".")[0] for name in names}
+        found[module.stem] = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return {module: names & found.keys() for module, names in found.items()}
+
+
+@pytest.mark.parametrize("folder", ["admin", "cli"])
+def test_nothing_is_imported_in_a_circle(folder):
+    TopologicalSorter(imports_within(ROOT / folder)).prepare()  # raises CycleError, which names the circle
 
 
 def test_every_folder_is_a_package():

@@ -12,8 +12,10 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from pyrocket_consumer.admin import groups, topics
 from pyrocket_consumer.admin.lag import GroupLag, group_lag
-from pyrocket_consumer.admin.reset import ResetProgress, ResetResult, execute, forget_reset
-from pyrocket_consumer.admin.reset_plan import ResetPlan, plan_reset
+from pyrocket_consumer.admin.reset import execute, forget_reset
+from pyrocket_consumer.admin.reset_plan import ResetPlan
+from pyrocket_consumer.admin.reset_planning import plan_reset
+from pyrocket_consumer.admin.reset_result import ResetProgress, ResetResult
 from pyrocket_consumer.admin.topics import OffsetRange
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.places import To
@@ -253,6 +255,7 @@ class Admin:
 
         Raises:
             RouteNotFound: there is no such topic.
+            ConfigError: no broker knows the group.
         """
         self._run(forget_reset, group, topic)
 

@@ -10,7 +10,7 @@ from pyrocket_consumer.admin.topics import delete_topic
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.config import check_group
-from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.errors import ConfigError, PermissionDenied
 from pyrocket_consumer.model import dlq_topic, retry_topic
 from pyrocket_consumer.wire.bodies import (
     SubscriptionGroupConfig,
@@ -80,3 +80,13 @@ async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
         and not name.startswith(_SYSTEM_PREFIX)
         and (not namespace or name.startswith(f"{namespace}%"))
     )
+
+
+async def check_group_exists(cluster: Cluster, group: str) -> None:
+    """Raise ConfigError when brokers know no such group. Where an account may not ask, they will say so themselves."""
+    try:
+        known = await list_groups(cluster, include_system=True)
+    except PermissionDenied:
+        return
+    if wrap(cluster.config.namespace, group) not in known:
+        raise ConfigError(f"no broker knows group {group!r}; check its name (known: {', '.join(known[:20]) or 'none'})")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from pyrocket_consumer.admin.groups import list_groups
+from pyrocket_consumer.admin.groups import check_group_exists
 from pyrocket_consumer.admin.masters import at_each, masters
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.each import for_each
@@ -14,7 +14,7 @@ from pyrocket_consumer.cluster.members import GroupMembers, Member, group_member
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.places import first_and_last
 from pyrocket_consumer.config import check_group, check_topic
-from pyrocket_consumer.errors import ConfigError, PermissionDenied, RocketError, RouteNotFound
+from pyrocket_consumer.errors import RocketError, RouteNotFound
 from pyrocket_consumer.model import MessageModel, MessageQueue
 from pyrocket_consumer.wire.bodies import decode_consume_stats
 from pyrocket_consumer.wire.command import GetConsumeStatsHeader
@@ -80,7 +80,7 @@ async def group_lag(cluster: Cluster, group: str, topic: str | None = None) -> G
         brokers = await masters(cluster)
     found = await group_members(cluster, wire_group, brokers)
     if not found.members:
-        await _check_group_exists(cluster, group, wire_group)
+        await check_group_exists(cluster, group)
     unreached: dict[str, str] = {}
     if found.model is MessageModel.BROADCASTING:
         rows = await _of_members(cluster, wire_group, topic and wrap(namespace, topic), found, unreached)
@@ -94,15 +94,6 @@ async def group_lag(cluster: Cluster, group: str, topic: str | None = None) -> G
         for row in sorted(rows, key=lambda row: (row.member or "", row.queue))
     )  # fmt: skip
     return GroupLag(group, found.model, tuple(member.client_id for member in found.members), outward, unreached)
-
-
-async def _check_group_exists(cluster: Cluster, group: str, wire_group: str) -> None:
-    try:
-        known = await list_groups(cluster, include_system=True)
-    except PermissionDenied:
-        return
-    if wire_group not in known:
-        raise ConfigError(f"no broker knows group {group!r}; check its name (known: {', '.join(known[:20]) or 'none'})")
 
 
 async def _of_brokers(

@@ -5,19 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from uuid import uuid4
 
-from pyrocket_consumer.admin.reset_plan import (
-    BrokerPlan,
-    MemberPlan,
-    ResetPlan,
-    ResetWay,
-    columns,
-    place,
-    way_for,
-)
+from pyrocket_consumer.admin.groups import check_group_exists
+from pyrocket_consumer.admin.reset_plan import BrokerPlan, MemberPlan, ResetPlan, ResetWay, way_for
+from pyrocket_consumer.admin.reset_result import ResetOutcome, ResetProgress, ResetResult, ResetState, queue_name
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.members import (
@@ -48,77 +41,6 @@ TABLE_TRIES = 5
 _WORTH_ASKING_AGAIN = frozenset({Reply.SILENT, Reply.FAILED})
 
 
-class ResetState(StrEnum):
-    """What has become of a reset at a member, or for a queue of a clustering group."""
-
-    MOVED = "moved"
-    ALREADY = "already"  # it was there before, by the same reset or a newer one
-    GONE = "gone"  # the member has left; what is recorded waits for it
-    PENDING = "pending"  # it has begun, and was not done when we stopped asking
-    UNCONFIRMED = "unconfirmed"  # told, but nothing was seen of it
-    REFUSED = "refused"
-    UNREACHED = "unreached"
-
-    @property
-    def is_done(self) -> bool:
-        return self in (ResetState.MOVED, ResetState.ALREADY, ResetState.GONE)
-
-
-@dataclass(frozen=True, slots=True)
-class ResetOutcome:
-    """What has become of the reset at one member (broadcasting), or for one queue (clustering)."""
-
-    subject: str
-    state: ResetState
-    text: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.subject}: {self.state}" + (f" ({self.text})" if self.text else "")
-
-
-@dataclass(frozen=True, slots=True)
-class ResetProgress:
-    """A step of a reset. `subject` is the broker, member or queue it is about."""
-
-    step: str
-    subject: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.step} {self.subject}: {self.text}"
-
-
-@dataclass(frozen=True, slots=True)
-class ResetResult:
-    """What has become of a reset. `id` and `epoch` are what members know it by."""
-
-    id: str
-    epoch: int
-    outcomes: tuple[ResetOutcome, ...]
-    brokers: Mapping[str, str]
-    raced: tuple[MessageQueue, ...] = ()
-
-    @property
-    def verified(self) -> bool:
-        """Whether everybody who is online has moved, and nobody else reset the same queues meanwhile."""
-        return not self.raced and all(outcome.state.is_done for outcome in self.outcomes)
-
-    @property
-    def unmoved(self) -> list[ResetOutcome]:
-        """Return who has not moved, or did not confirm it."""
-        return [outcome for outcome in self.outcomes if not outcome.state.is_done]
-
-    def __str__(self) -> str:
-        rows = [[outcome.subject, outcome.state, outcome.text] for outcome in self.outcomes]
-        lines = [f"Reset {self.id}: {'verified' if self.verified else 'NOT verified'}"]
-        lines += columns(["who", "state", ""], rows) if rows else ["  nobody is online"]
-        lines += [f"  {name}: {text}" for name, text in sorted(self.brokers.items())]
-        if self.raced:
-            names = ", ".join(map(place, self.raced))
-            lines.append(f"  Somebody else has reset {names} at the same time; theirs was later, and counts.")
-        return "\n".join(lines)
-
-
 Tell = Callable[[ResetProgress], None]
 
 
@@ -141,6 +63,7 @@ async def forget_reset(cluster: Cluster, group: str, topic: str) -> None:
     namespace = cluster.config.namespace
     wire_group, wire_topic = wrap(namespace, check_group(group)), wrap(namespace, check_topic(topic))
     route = await cluster.route(wire_topic, refresh=True)
+    await check_group_exists(cluster, group)
     for data in route.queues:
         record = ResetRecord(cluster, wire_group, wire_topic, data.broker_name)
         await record.forget(range(max(data.read_queues, data.write_queues)))
@@ -411,7 +334,8 @@ class _Execution:
                 for queue, target in reply.report.moved.items():
                     if left.get(queue) == target:
                         del left[queue]
-                        outcomes.append(self._told(ResetOutcome(place(queue), ResetState.MOVED, f"by {client_id}")))
+                        moved = ResetOutcome(queue_name(queue), ResetState.MOVED, f"by {client_id}")
+                        outcomes.append(self._told(moved))
             if left and self._cluster.loop.time() > deadline:
                 break
             if left:
@@ -422,7 +346,7 @@ class _Execution:
         else:
             why = "; ".join(f"{client_id}: {reason}" for client_id, reason in sorted(refusals.items()))
             outcomes += [
-                self._told(ResetOutcome(place(queue), ResetState.UNREACHED, f"nobody has moved it ({why})"))
+                self._told(ResetOutcome(queue_name(queue), ResetState.UNREACHED, f"nobody has moved it ({why})"))
                 for queue in left
             ]
         return sorted(outcomes, key=lambda outcome: outcome.subject)
@@ -439,8 +363,8 @@ class _Execution:
                 await self._reset_at_broker(queue, target)
             now = await broker.query_offset(self._group, queue, set_zero_if_not_found=False)
             if now == target:
-                return self._told(ResetOutcome(place(queue), ResetState.MOVED, "committed"))
-            return self._told(ResetOutcome(place(queue), ResetState.UNCONFIRMED, f"the broker has {now}"))
+                return self._told(ResetOutcome(queue_name(queue), ResetState.MOVED, "committed"))
+            return self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, f"the broker has {now}"))
 
         return list((await for_each(sorted(wanted), confirm)).values())
 
@@ -480,7 +404,7 @@ class _Execution:
                 await self._send_table(broker, queues)
             self._tell("broker", broker.name, f"{len(queues)} queues are to be reset")
         outcomes: dict[MessageQueue, ResetOutcome] = {
-            queue: ResetOutcome(place(queue), ResetState.ALREADY, "it was there")
+            queue: ResetOutcome(queue_name(queue), ResetState.ALREADY, "it was there")
             for queue, target in self._targets.items()
             if before[queue] == target
         }
@@ -489,9 +413,9 @@ class _Execution:
             await asyncio.sleep(LOOK_EVERY_S)
             for queue, text in (await self._seen_by(online, resets_before, before)).items():
                 if queue not in outcomes:
-                    outcomes[queue] = self._told(ResetOutcome(place(queue), ResetState.MOVED, text))
+                    outcomes[queue] = self._told(ResetOutcome(queue_name(queue), ResetState.MOVED, text))
         for queue in self._targets.keys() - outcomes.keys():
-            outcomes[queue] = self._told(ResetOutcome(place(queue), ResetState.UNCONFIRMED, _not_seen([queue])))
+            outcomes[queue] = self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, _not_seen([queue])))
         return [outcomes[queue] for queue in sorted(outcomes)]
 
     async def _reset_counts(self, members: Sequence[Member]) -> dict[str, MemberReply]:
@@ -556,4 +480,4 @@ def _seen_moved(
 
 
 def _not_seen(queues: Iterable[MessageQueue]) -> str:
-    return f"told, and not seen to move: {', '.join(map(place, sorted(queues)))}"
+    return f"told, and not seen to move: {', '.join(map(queue_name, sorted(queues)))}"

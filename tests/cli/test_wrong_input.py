@@ -116,6 +116,7 @@ def test_a_name_server_that_says_nothing(told):
         (["offsets", "reset", "G", "T", "--to", "earliest"], "group 'G'", "check its name"),
         (["offsets", "reset", "G", "T", "--queue", "broker-a/9=1"], "broker-a/9", "its queues: broker-a/0, broker-a/1"),
         (["offsets", "forget-reset", "G", "nowhere"], "'nowhere'", "create the topic, or check its name"),
+        (["offsets", "forget-reset", "G", "T"], "no broker knows group 'G'", "check its name"),
     ],
 )
 def test_what_the_cluster_or_the_protocol_does_not_allow(told, address, command, value, remedy):
