@@ -93,6 +93,8 @@ class Cluster:
         self._failure_hooks: list[Callable[[BaseException], None]] = []
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._greeting: set[str] = set()
+        self._in_use: Callable[[str], bool] = lambda broker_name: False
+        self._lingering: dict[str, str] = {}  # addresses that no route names, of brokers in use
         self._unanswered: dict[str, int] = {}
         self._refresh_wanted = asyncio.Event()
 
@@ -402,8 +404,11 @@ class Cluster:
         self._routes.forget(topic)
 
     def broker_addresses(self) -> AddressTable:
-        """Return broker name -> id -> address, from all routes known."""
-        return MappingProxyType(self._routes.brokers)
+        """Return broker name -> id -> address, from all routes known, and of brokers kept within reach."""
+        named, former = self._routes.brokers, self._routes.former
+        if not former:
+            return MappingProxyType(named)
+        return {name: {**former.get(name, {}), **named.get(name, {})} for name in named.keys() | former.keys()}
 
     def address(self, broker_name: str, broker_id: int = MASTER_ID, *, only_this: bool = False) -> str | None:
         """Return where to reach a broker: at the id asked for, else, unless `only_this`, at the next best one."""
@@ -418,15 +423,33 @@ class Cluster:
         self._route_hooks.append(hook)
 
     def _route_changed(self, route: TopicRoute | None, came: frozenset[str], went: frozenset[str]) -> None:
+        for address in came & self._lingering.keys():
+            del self._lingering[address]
+        former = {address: name for name, ids in self._routes.former.items() for address in ids.values()}
         for address in went:
             log.info("broker=%s is named by no route any more", address)
-            self._heartbeats.forget(address)
-            if self._connections is not None:
-                self._connections.drop(address, "no route names this broker any more")
+            if address in former and self._in_use(former[address]):
+                self._lingering[address] = former[address]
+            else:
+                self._let_go(address)
         for address in self._members() & came:
             self._greet(address)
         if route is not None:
             self._tell(self._route_hooks, route.topic, route)
+
+    def keep_brokers(self, in_use: Callable[[str], bool]) -> None:
+        """Have brokers that no route names any more kept within reach while `in_use(broker_name)`.
+
+        Name servers may lose sight of one that is up, and the last offsets of its queues are to be stored there.
+        """
+        self._in_use = in_use
+
+    def _let_go(self, address: str) -> None:
+        self._lingering.pop(address, None)
+        self._routes.let_go(address)
+        self._heartbeats.forget(address)
+        if self._connections is not None:
+            self._connections.drop(address, "no route names this broker any more")
 
     async def _keep_routes_fresh(self) -> None:
         while True:
@@ -438,6 +461,8 @@ class Cluster:
                 pass
             self._refresh_wanted.clear()
             await self._routes.refresh()
+            for address in [address for address, name in self._lingering.items() if not self._in_use(name)]:
+                self._let_go(address)
             await asyncio.sleep(min(_REFRESH_GAP_S, self.config.route_refresh_interval_s))
 
     def _jittered(self, interval_s: float) -> float:
@@ -505,7 +530,9 @@ class Cluster:
 
     def _members(self, *, every: bool = False) -> frozenset[str]:
         """Return the brokers that should know us."""
-        return self._routes.addresses if every or self._heartbeats.consuming else self._routes.masters()
+        if every or self._heartbeats.consuming:
+            return self._routes.addresses | self._lingering.keys() if self._lingering else self._routes.addresses
+        return self._routes.masters()
 
     async def _connect_member(self, address: str) -> Connection:
         return await self._open().get(address)
@@ -532,7 +559,7 @@ class Cluster:
     def _connection_lost(self, connection: Connection, reason: str) -> None:
         address = connection.address
         self._unanswered.pop(address, None)
-        if self.state is not ClusterState.RUNNING or address not in self._routes.addresses:
+        if self.state is not ClusterState.RUNNING or address not in self._members(every=True):
             return
         log.warning("broker=%s connection lost reason=%s", address, reason)
         self._refresh_wanted.set()

@@ -31,6 +31,7 @@ class Routes:
         self._stale: set[str] = set()  # those whose last refresh was refused
         self._asking: dict[str, asyncio.Task[TopicRoute]] = {}
         self.brokers: AddressTable = {}  # replaced, never changed
+        self.former: AddressTable = {}  # where brokers were that no route names now; the same
         self.addresses: frozenset[str] = frozenset()
 
     @property
@@ -98,8 +99,22 @@ class Routes:
             self._known = {other: known for other, known in self._known.items() if other != topic}
             self._on_change(None, *self._follow_brokers())
 
+    def let_go(self, address: str) -> None:
+        """Forget the former address of a broker."""
+        self.former = {
+            name: {its_id: each for its_id, each in ids.items() if each != address} for name, ids in self.former.items()
+        }
+
     def _follow_brokers(self) -> tuple[frozenset[str], frozenset[str]]:
-        self.brokers = address_table(self._known.values())
+        now = address_table(self._known.values())
+        names = self.brokers.keys() | self.former.keys()
+        gone = {
+            name: {its_id: each for its_id, each in ids.items() if its_id not in now.get(name, {})}
+            for name in names
+            for ids in ({**self.former.get(name, {}), **self.brokers.get(name, {})},)
+        }
+        self.former = {name: ids for name, ids in gone.items() if ids}
+        self.brokers = now
         before, self.addresses = (
             self.addresses,
             frozenset(address for ids in self.brokers.values() for address in ids.values()),
@@ -111,8 +126,12 @@ class Routes:
         return frozenset(ids[MASTER_ID] for ids in self.brokers.values() if MASTER_ID in ids)
 
     def address(self, broker_name: str, broker_id: int = MASTER_ID, *, only_this: bool = False) -> str | None:
-        """Return where to reach a broker: at the id asked for, else, unless `only_this`, at the next best one."""
-        return choose_address(self.brokers.get(broker_name, {}), broker_id, only_this=only_this)
+        """Return where to reach a broker: at the id asked for, else, unless `only_this`, at the next best one.
+
+        One that no route names any more is reached where it was, until that is let go.
+        """
+        address = choose_address(self.brokers.get(broker_name, {}), broker_id, only_this=only_this)
+        return address or self.former.get(broker_name, {}).get(broker_id)
 
 
 def choose_address(addresses: Mapping[int, str], broker_id: int, *, only_this: bool = False) -> str | None:

@@ -109,6 +109,7 @@ class Assignments:
         self._budgets: dict[str, Budget] = {}  # by topic, or one for all
         self._woken: deque[ProcessQueue] = deque()
         self._wake_due = False
+        group.cluster.keep_brokers(self._holds_of)
 
     # --- what is held
 
@@ -126,6 +127,9 @@ class Assignments:
     def held(self, topic: str) -> list[MessageQueue]:
         """Return the queues of `topic` that are ours, and that we are not giving up."""
         return [queue for queue in self._held if queue.topic == topic and queue not in self._leaving]
+
+    def _holds_of(self, broker_name: str) -> bool:
+        return any(queue.broker_name == broker_name for queue in self._held)
 
     def topics(self) -> set[str]:
         return {queue.topic for queue in self._held}

@@ -192,6 +192,25 @@ def test_a_broker_no_route_names_any_more_is_disconnected(connect):
         assert lost.nothing
 
 
+def test_a_broker_no_route_names_any_more_is_kept_while_it_is_in_use(connect):
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic("orders")
+        client = connect(cluster, route_refresh_interval_s=0.1)
+        in_use = ["broker-b"]
+        client.keep_brokers(in_use.__contains__)
+        assert join(client, consumer="app") == 2
+        gone = cluster.broker("broker-b")
+        address = client.address("broker-b")
+        cluster.call(lambda: cluster.unregister(gone))
+        client.run(client.route("orders", refresh=True), 30)
+        assert client.address("broker-b") == address
+        assert client.run(client.heartbeat(), 30) == 2
+        assert gone.connections
+        in_use.clear()
+        cluster.wait_until(lambda: not gone.connections)
+        assert client.address("broker-b") is None
+
+
 def test_a_lost_connection_has_the_routes_asked_for_at_once(connect):
     with EmbeddedCluster(brokers=2) as cluster:
         cluster.create_topic("orders", queues=4)
