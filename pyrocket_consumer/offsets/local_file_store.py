@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from pyrocket_consumer.config import ConsumerConfig, check_choice, check_int, check_range
-from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked, OffsetStoreUnwritable
+from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError, OffsetStoreLocked, OffsetStoreUnwritable
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
 from pyrocket_consumer.offsets.checkpoint_file import CheckpointFile
 from pyrocket_consumer.offsets.directories import base_directory, find_orphans, slot_ids, store_directory
@@ -498,9 +498,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._disk.make_directories(directory)
             self._ownership = Ownership.take(self._disk, directory)
         except OSError as error:
+            option = "" if self._member is None else " (offset_store_dir)"
             raise OffsetStoreUnwritable(
-                f"offset store {directory} cannot be opened: {_reason_and_remedy(error)}, or choose another directory "
-                "(offset_store_dir). Nothing was started"
+                f"offset store {directory} cannot be opened: {_reason_and_remedy(error)}, or choose another "
+                f"directory{option}. Nothing was started"
             ) from error
         if directory != self._directory:
             self._directory = directory
@@ -516,6 +517,14 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         journal, main, backup = (self._read(name) for name in (JOURNAL_FILE, MAIN_FILE, BACKUP_FILE))
         try:
             found = recover(main, backup, journal, self._on_unreadable)
+        except OffsetStoreCorrupt as error:
+            chosen = f"on_unreadable_store={self._on_unreadable!r}"
+            if self._member is None:  # whoever made it by itself
+                chosen = f"LocalFileOffsetStore(…, on_unreadable={self._on_unreadable!r})"
+            raise OffsetStoreCorrupt(
+                f"offset store {self._directory}: {error}, or choose another policy than {chosen}: "
+                f"'backup' uses {BACKUP_FILE}, 'start_over' begins anew when that is no better"
+            ) from error
         except OffsetStoreError as error:
             raise type(error)(f"offset store {self._directory}: {error}") from error
         if found.source == "new" and self._existing_only:

@@ -81,7 +81,7 @@ def _read_journal(result: Recovered, journal: bytes | None, on_unreadable: OnUnr
         result.header = decode_header(journal)
     except ProtocolError as error:
         if on_unreadable == "raise":
-            raise _corrupt(f"{JOURNAL_FILE} is unreadable: {error}", on_unreadable) from error
+            raise _corrupt(f"{JOURNAL_FILE} is unreadable: {error}") from error
         result.unreadable.append(JOURNAL_FILE)
         result.note(
             f"{JOURNAL_FILE} is unreadable: {error}; offsets persisted since the last checkpoint are lost, their "
@@ -116,7 +116,7 @@ def _read_checkpoint(
             result.source = "file"
             return
     if on_unreadable == "raise":
-        raise _corrupt(reason, on_unreadable)
+        raise _corrupt(reason)
     if backup is None:
         reason += f"; there is no {BACKUP_FILE}"
     else:
@@ -133,13 +133,10 @@ def _read_checkpoint(
             )
             return
     if on_unreadable == "backup":
-        raise _corrupt(reason, on_unreadable)
+        raise _corrupt(reason)
     result.source = "started-over"
     result.note(f"{reason}; starting over with what the journal has")
 
 
-def _corrupt(reason: str, on_unreadable: OnUnreadable) -> OffsetStoreCorrupt:
-    return OffsetStoreCorrupt(
-        f"{reason}. Restore the file from a copy, or choose with on_unreadable (now {on_unreadable!r}) what to do: "
-        f"'backup' uses {BACKUP_FILE}, 'start_over' begins anew when that is no better"
-    )
+def _corrupt(reason: str) -> OffsetStoreCorrupt:
+    return OffsetStoreCorrupt(f"{reason}. Restore the file from a copy")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError
+from pyrocket_consumer import PushConsumer
+from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError, OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.journal import HEADER_BYTES, decode_header, replay
 from pyrocket_consumer.offsets.offsets_json import decode_offsets, encode_offsets
+from pyrocket_consumer.testing import EmbeddedCluster
 from tests.offsets.disks import MemoryDisk
 
 QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(3)]
@@ -143,6 +146,49 @@ def test_with_neither_file_readable_the_policy_decides(main, backup):
     assert "starting over" in events[0].text
     aside = [data for path, data in disk.files().items() if ".unreadable-" in path]
     assert sorted(aside) == sorted(data for data in (main, backup) if data is not None)
+
+
+def damage(directory, files):
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        (directory / name).write_bytes(b"{")
+
+
+@pytest.mark.parametrize("policy", ["raise", "backup"])
+def test_the_error_names_the_option_its_reader_has_in_hand(policy, tmp_path):
+    """A consumer's option is another than the parameter of a store that was made by itself."""
+    files = ["offsets.json", "offsets.json.bak"]
+    damage(tmp_path / "alone", files)
+    with pytest.raises(OffsetStoreCorrupt) as alone:
+        LocalFileOffsetStore(tmp_path / "alone", on_unreadable=policy).load()
+    assert f"LocalFileOffsetStore(…, on_unreadable={policy!r})" in str(alone.value)
+    damage(tmp_path / "10.0.0.1@DEFAULT" / "g", files)
+    options = {"message_model": "broadcasting", "client_ip": "10.0.0.1", "offset_store_dir": tmp_path}
+    with EmbeddedCluster() as cluster:
+        consumer = PushConsumer("g", name_server=cluster.name_server, on_unreadable_store=policy, **options)
+        with pytest.raises(OffsetStoreCorrupt) as consumers:
+            consumer.start()
+    told = str(consumers.value)
+    assert f"on_unreadable_store={policy!r}" in told
+    assert "on_unreadable=" not in told
+    for error in (alone, consumers):
+        assert "'start_over'" in str(error.value) and "Restore the file" in str(error.value)
+
+
+def test_who_only_looks_is_told_to_restore_the_file_and_of_no_option(tmp_path):
+    damage(tmp_path, ["offsets.json", "offsets.json.bak"])
+    with pytest.raises(OffsetStoreCorrupt, match="Restore the file") as refused:
+        read_store(tmp_path)
+    assert "on_unreadable" not in str(refused.value)
+
+
+def test_a_directory_that_cannot_be_used_is_named_as_its_reader_gave_it(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OffsetStoreUnwritable, match=r"another directory\. Nothing was started"):
+        LocalFileOffsetStore(tmp_path / "file" / "store").load()
+    options = {"message_model": "broadcasting", "offset_store_dir": tmp_path / "file"}
+    with EmbeddedCluster() as cluster, pytest.raises(OffsetStoreUnwritable, match=r"directory \(offset_store_dir\)\."):
+        PushConsumer("g", name_server=cluster.name_server, **options).start()
 
 
 def test_a_missing_main_file_is_not_a_new_store():
