@@ -522,14 +522,17 @@ def test_a_store_that_cannot_write_says_so_for_each_queue_and_is_asked_again():
     asyncio.run(scenario())
 
 
-def test_a_bug_of_a_store_is_no_trouble_but_an_error():
+def test_whatever_a_store_raises_is_an_error_of_that_call_only():
     async def scenario():
         commits, store = in_store()
         commits.update(ONE, 5)
-        store.error = ZeroDivisionError()
-        with pytest.raises(ZeroDivisionError):
-            await commits.persist([ONE])
+        store.error = ZeroDivisionError("of the store")
+        failed = await commits.persist([ONE])
+        assert isinstance(failed[ONE], OffsetStoreError)
+        assert "ZeroDivisionError: of the store" in str(failed[ONE])
         store.error = None
+        assert await commits.persist([ONE]) == {}
+        assert store.read_offset(ONE, ReadOffsetType.READ_FROM_STORE) == 5
         await commits.close()
 
     asyncio.run(scenario())
