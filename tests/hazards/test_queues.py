@@ -127,7 +127,8 @@ class QueuesExpire(LongPause):
             if self.world.now - pulls[-1].at_s > 120:
                 for mq in owner.member.assignments.held(SIMULATED):
                     await self.world.run_as(owner.process, owner.member.assignments.end(mq, "expired"))
-                    await self.world.run_as(owner.process, owner.member.assignments.begin(mq))
+                    beginning = owner.member.assignments.begin(mq, is_new=False, is_ours=lambda: True)
+                    await self.world.run_as(owner.process, beginning)
                 return
 
 
