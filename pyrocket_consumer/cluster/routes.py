@@ -101,9 +101,10 @@ class Routes:
 
     def let_go(self, address: str) -> None:
         """Forget the former address of a broker."""
-        self.former = {
+        left = {
             name: {its_id: each for its_id, each in ids.items() if each != address} for name, ids in self.former.items()
         }
+        self.former = {name: ids for name, ids in left.items() if ids}
 
     def _follow_brokers(self) -> tuple[frozenset[str], frozenset[str]]:
         now = address_table(self._known.values())
