@@ -329,6 +329,7 @@ class ConsumerConfig(ClientConfig):
 
     @property
     def broadcasting(self) -> bool:
+        """Whether every member gets every message."""
         return self.message_model is MessageModel.BROADCASTING
 
 

@@ -126,10 +126,12 @@ class ResetPlan:
 
     @property
     def wire_group(self) -> str:
+        """The group as brokers know it, with its namespace."""
         return wrap(self.namespace, self.group)
 
     @property
     def wire_topic(self) -> str:
+        """The topic as brokers know it, with its namespace."""
         return wrap(self.namespace, self.topic)
 
     @property
@@ -195,6 +197,7 @@ class ResetPlan:
 
     @property
     def broadcasting(self) -> bool:
+        """Whether every member of the group gets every message, and keeps its own offsets."""
         return self.model is MessageModel.BROADCASTING
 
 

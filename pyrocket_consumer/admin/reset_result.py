@@ -22,6 +22,7 @@ class ResetState(StrEnum):
 
     @property
     def is_done(self) -> bool:
+        """Whether there is nothing left to do."""
         return self in (ResetState.MOVED, ResetState.ALREADY, ResetState.GONE)
 
 

@@ -278,6 +278,7 @@ class EmbeddedCluster:
 
     @property
     def name_server_nodes(self) -> list[EmbeddedNameServer]:
+        """All name servers, for faults and their records."""
         return [name_server for name_server, _ in self._name_servers]
 
     def broker(self, name: str) -> EmbeddedBroker:

@@ -34,6 +34,7 @@ class EmbeddedNode:
 
     @property
     def running(self) -> bool:
+        """Whether it can be connected to."""
         return self._server.is_open
 
     # --- faults
@@ -113,6 +114,7 @@ class EmbeddedNameServer(EmbeddedNode):
         self.cluster.call(self.stop_now)
 
     def stop_now(self) -> None:
+        """Do what `stop` does, from the cluster's own loop."""
         self._server.close()
         self._name_server.forget()
 
@@ -143,6 +145,7 @@ class EmbeddedBroker(EmbeddedNode):
 
     @property
     def name(self) -> str:
+        """The broker name, which its slaves share."""
         return self.core.name
 
     @property
@@ -160,6 +163,7 @@ class EmbeddedBroker(EmbeddedNode):
         self.cluster.call(lambda: self.stop_now(keep_route=keep_route))
 
     def stop_now(self, *, keep_route: bool = False) -> None:
+        """Do what `stop` does, from the cluster's own loop."""
         self._server.close()
         self._ended(lose_unflushed=False, keep_route=keep_route)
 
