@@ -228,6 +228,8 @@ class Admin:
         queues: Iterable[MessageQueue] | None = None,
         *,
         model: str | None = None,
+        member: str | None = None,
+        wait_s: float = 30.0,
     ) -> ResetPlan:
         """Return what a reset would do. Nothing is changed before `execute()` of the plan is called.
 
@@ -237,15 +239,16 @@ class Admin:
 
         `to` is "earliest" (or "first"), "latest" (or "last"), an aware datetime or its text (the first message stored
         then or later), or {queue: offset}.
-        Only `queues` are moved, if they are given. `model` ("clustering" or "broadcasting") is for groups of which
-        nobody is online, where it cannot be told.
+        Only `queues` are moved, if they are given; of a broadcasting group only `member` (a client id), if it is given.
+        `model` ("clustering" or "broadcasting") is for groups of which nobody is online, where it cannot be told.
+        Members have `wait_s` seconds to say where they are.
 
         Raises:
             RouteNotFound: there is no such topic.
-            ConfigError: there is no such group or queue, or `to` is none of these.
+            ConfigError: there is no such group, queue or member online, or `to` is none of these.
         """
         cluster = self._started()
-        plan = cluster.run(plan_reset(cluster, group, topic, to, queues, model), _SLOW_TIMEOUT_S)
+        plan = cluster.run(plan_reset(cluster, group, topic, to, queues, model, member, wait_s), _SLOW_TIMEOUT_S)
         return replace(plan, _execute=self._execute)
 
     def forget_reset(self, group: str, topic: str) -> None:

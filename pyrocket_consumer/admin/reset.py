@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from uuid import uuid4
 
 from pyrocket_consumer.admin.groups import check_group_exists
@@ -31,7 +32,7 @@ from pyrocket_consumer.wire.command import ResetOffsetHeader, UpdateConsumerOffs
 from pyrocket_consumer.wire.reset_plan import PlanBody, encode_plan, encode_status_question
 
 ASK_AGAIN_AFTER_S = (2.0, 3.0, 5.0)
-"""A member that had no answer ready is asked for its state at 2, 5 and 10 s."""
+"""A member that had no answer ready is asked for its state after 2, 5 and 10 s, and every 5 s from then on."""
 
 LOOK_EVERY_S = 0.5
 """How often members of other clients are looked at; what they replay quickly is not seen."""
@@ -76,7 +77,7 @@ class _Execution:
         self._cluster = cluster
         self._plan = plan
         self._tell_progress = tell
-        self._wait_s = wait_s
+        self._deadline = cluster.loop.time() + wait_s
         self._id = str(uuid4())
         self._group, self._topic = plan.wire_group, plan.wire_topic
         self._targets = plan.wire_targets
@@ -85,6 +86,11 @@ class _Execution:
 
     def _tell(self, step: str, subject: str, text: str) -> None:
         self._tell_progress(ResetProgress(step, subject, text))
+
+    @property
+    def _left_s(self) -> float:
+        """How long members may still be waited for."""
+        return max(0.0, self._deadline - self._cluster.loop.time())
 
     def _told(self, outcome: ResetOutcome) -> ResetOutcome:
         self._tell("member", outcome.subject, f"{outcome.state}" + (f" ({outcome.text})" if outcome.text else ""))
@@ -110,7 +116,7 @@ class _Execution:
         epoch = await self._epoch(records, partial)
         while True:
             try:
-                raced = await self._write(records, epoch, partial)
+                raced = await self._write(records, epoch, partial) if self._plan.member is None else []
                 break
             except EpochTaken as error:
                 self._tell("record", self._topic, f"{error}; recorded again after it")
@@ -118,9 +124,13 @@ class _Execution:
         targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}
         plan = PlanBody(self._topic, epoch, targets)
         planned = {each.client_id: each for each in self._plan.members}
-        online = {member.client_id: member for member in await self._online()}
+        online = {
+            member.client_id: member
+            for member in await self._online()
+            if self._plan.member in (None, member.client_id)
+        }
         outcomes = {
-            client_id: ResetOutcome(client_id, ResetState.GONE, "it has left; it follows at its next start")
+            client_id: self._gone(client_id)
             for client_id in planned.keys() - online.keys()
         }
         foreign = [each for each in planned.values() if each.reply.kind is Reply.FOREIGN]
@@ -196,15 +206,15 @@ class _Execution:
                 else:
                     self._told(outcome)
 
-        body, question = encode_plan(plan), encode_status_question(self._topic)
-        pauses = [after for after in ASK_AGAIN_AFTER_S if after <= self._wait_s]
-        replies = await speak_to_all(self._cluster, self._group, waiting.values(), "reset", self._id, body)
-        judge(replies, last=not pauses)
-        while waiting and pauses:
-            await asyncio.sleep(pauses.pop(0))
+        word, body = "reset", encode_plan(plan)
+        for pause_s in chain(ASK_AGAIN_AFTER_S, repeat(ASK_AGAIN_AFTER_S[-1])):
             asked = list(waiting.values())
-            replies = await speak_to_all(self._cluster, self._group, asked, "status", self._id, question)
-            judge(replies, last=not pauses)
+            replies = await speak_to_all(self._cluster, self._group, asked, word, self._id, body, self._left_s)
+            judge(replies, last=self._left_s < pause_s)
+            if not waiting:
+                break
+            await asyncio.sleep(pause_s)
+            word, body = "status", encode_status_question(self._topic)
         return outcomes
 
     def _judge(self, client_id: str, reply: MemberReply, plan: PlanBody) -> ResetOutcome:
@@ -217,16 +227,22 @@ class _Execution:
                 state = ResetState.ALREADY if reply.state == "already" else ResetState.MOVED
                 return ResetOutcome(client_id, state)
             return ResetOutcome(client_id, ResetState.PENDING, reply.reason or "not stored yet")
-        texts = {
-            Reply.GONE: (ResetState.GONE, "it has left; it follows at its next start"),
-            Reply.FORBIDDEN: (
-                ResetState.UNCONFIRMED, "recorded, unconfirmed: this account may not speak to members"
-            ),
-            Reply.FOREIGN: (ResetState.UNREACHED, "it is no client of ours"),
-        }  # fmt: skip
-        unanswered = ResetState.UNREACHED, f"recorded, but it does not answer: {reply.reason}"
-        state, text = texts.get(reply.kind, unanswered)
-        return ResetOutcome(client_id, state, text)
+        recorded = "recorded, " if self._plan.member is None else ""
+        if reply.kind is Reply.GONE:
+            return self._gone(client_id)
+        if reply.kind is Reply.FORBIDDEN:
+            text = f"{recorded}unconfirmed: this account may not speak to members"
+            return ResetOutcome(client_id, ResetState.UNCONFIRMED, text)
+        if reply.kind is Reply.FOREIGN:
+            return ResetOutcome(client_id, ResetState.UNREACHED, "it is no client of ours")
+        but = "recorded, but " if recorded else ""
+        return ResetOutcome(client_id, ResetState.UNREACHED, f"{but}it does not answer: {reply.reason}")
+
+    def _gone(self, client_id: str) -> ResetOutcome:
+        """What is to be said of a member that has left: it finds the record, if there is one."""
+        if self._plan.member is not None:
+            return ResetOutcome(client_id, ResetState.UNREACHED, "it has left, and nothing is recorded for it")
+        return ResetOutcome(client_id, ResetState.GONE, "it has left; it follows at its next start")
 
     # --- broadcasting: members of other clients
 
@@ -245,7 +261,8 @@ class _Execution:
                 self._told(ResetOutcome(each.client_id, ResetState.UNREACHED, "a broker was left out"))
                 for each in reachable
             ]
-        before = {each.client_id: await self._offsets_of(each.member) for each in reachable}
+        offsets = await for_each([each.member for each in reachable], self._offsets_of)
+        before = {member.client_id: table for member, table in offsets.items()}
         try:
             for broker in self._brokers.values():
                 await self._tell_through_placeholders(broker, targets)
@@ -256,11 +273,10 @@ class _Execution:
             ]
         waiting = {each.client_id: each.member for each in reachable}
         unmoved = {client_id: set(targets) for client_id in waiting}
-        deadline = self._cluster.loop.time() + self._wait_s
-        while waiting and self._cluster.loop.time() < deadline:
+        while waiting and self._left_s:
             await asyncio.sleep(LOOK_EVERY_S)
-            for client_id, member in list(waiting.items()):
-                now = await self._offsets_of(member)
+            for member, now in (await for_each(list(waiting.values()), self._offsets_of)).items():
+                client_id = member.client_id
                 unmoved[client_id] -= _seen_moved(before[client_id], now, targets)
                 if not unmoved[client_id]:
                     del waiting[client_id]
@@ -272,7 +288,7 @@ class _Execution:
 
     async def _offsets_of(self, member: Member) -> dict[MessageQueue, int]:
         try:
-            return await member_offsets(self._cluster, self._group, member, self._topic)
+            return await member_offsets(self._cluster, self._group, member, self._topic, self._left_s)
         except RocketError:
             return {}
 
@@ -301,7 +317,9 @@ class _Execution:
         unknown = [member for member in online if member.client_id not in planned]
         if unknown:
             question = encode_status_question(self._topic)
-            replies = await speak_to_all(self._cluster, self._group, unknown, "status", self._id, question)
+            replies = await speak_to_all(
+                self._cluster, self._group, unknown, "status", self._id, question, self._left_s
+            )
             planned |= {
                 member.client_id: MemberPlan(member, replies[member.client_id], True, "") for member in unknown
             }
@@ -321,13 +339,12 @@ class _Execution:
         """Tell the members, again and again until each queue was moved by the one that holds it."""
         outcomes: list[ResetOutcome] = []
         left, refusals, pause_s = dict(self._targets), dict[str, str](), 0.1
-        deadline = self._cluster.loop.time() + self._wait_s
         while left:
             online = await self._online()
             if not online:
                 break
             body = encode_plan(PlanBody(self._topic, max(1, int(time.time() * 1000)), left))
-            replies = await speak_to_all(self._cluster, self._group, online, "reset", self._id, body)
+            replies = await speak_to_all(self._cluster, self._group, online, "reset", self._id, body, self._left_s)
             for client_id, reply in sorted(replies.items()):
                 if reply.kind is not Reply.OURS or reply.state == "refused":
                     refusals[client_id] = reply.reason or reply.kind
@@ -336,7 +353,7 @@ class _Execution:
                         del left[queue]
                         moved = ResetOutcome(queue_name(queue), ResetState.MOVED, f"by {client_id}")
                         outcomes.append(self._told(moved))
-            if left and self._cluster.loop.time() > deadline:
+            if left and not self._left_s:
                 break
             if left:
                 await asyncio.sleep(pause_s)
@@ -408,8 +425,7 @@ class _Execution:
             for queue, target in self._targets.items()
             if before[queue] == target
         }
-        deadline = self._cluster.loop.time() + self._wait_s
-        while len(outcomes) < len(self._targets) and self._cluster.loop.time() < deadline:
+        while len(outcomes) < len(self._targets) and self._left_s:
             await asyncio.sleep(LOOK_EVERY_S)
             for queue, text in (await self._seen_by(online, resets_before, before)).items():
                 if queue not in outcomes:
@@ -421,7 +437,9 @@ class _Execution:
     async def _reset_counts(self, members: Sequence[Member]) -> dict[str, MemberReply]:
         """Ask members of ours how often their queues were reset, and where to."""
         question = encode_status_question(self._topic)
-        return await speak_to_all(self._cluster, self._group, members, "status", self._id, question)
+        return await speak_to_all(
+            self._cluster, self._group, members, "status", self._id, question, self._left_s
+        )
 
     async def _seen_by(
         self, members: Sequence[Member], resets_before: Mapping[str, MemberReply], before: Mapping[MessageQueue, int]

@@ -19,17 +19,19 @@ class ResetWay(StrEnum):
     """How a reset goes its way."""
 
     MEMBERS = "members"
+    MEMBER = "member"
     BROKERS = "brokers"
     COMMITS = "commits"
 
 
 _WAYS = {
     (ResetWay.MEMBERS, MessageModel.BROADCASTING): (
-        "recorded at the brokers for members that are away, and told to each member that is online"
+        "will be recorded at the brokers for members that are away, and told to each member that is online"
     ),
-    (ResetWay.MEMBERS, MessageModel.CLUSTERING): "told to the members that hold the queues",
-    (ResetWay.BROKERS, MessageModel.CLUSTERING): "by the brokers, for there are members of other clients",
-    (ResetWay.COMMITS, MessageModel.CLUSTERING): "committed for the group, for nobody is online",
+    (ResetWay.MEMBER, MessageModel.BROADCASTING): "will be told to this member alone; nothing is recorded",
+    (ResetWay.MEMBERS, MessageModel.CLUSTERING): "will be told to the members that hold the queues",
+    (ResetWay.BROKERS, MessageModel.CLUSTERING): "will be made by the brokers, for there are members of other clients",
+    (ResetWay.COMMITS, MessageModel.CLUSTERING): "will be committed for the group, for nobody is online",
 }
 
 
@@ -101,6 +103,11 @@ class MemberPlan:
     def client_id(self) -> str:
         return self.member.client_id
 
+    @property
+    def client(self) -> str:
+        """Which client it is, for people."""
+        return "pyrocket_consumer" if self.reply.kind is Reply.OURS else self.member.client
+
 
 Execute = Callable[["ResetPlan", Callable[[ResetProgress], None] | None, bool, float], ResetResult]
 
@@ -122,6 +129,7 @@ class ResetPlan:
     members: tuple[MemberPlan, ...]
     all_queues: bool
     namespace: str | None = None
+    member: str | None = None
     _execute: Execute | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -153,6 +161,24 @@ class ResetPlan:
         """How the reset will go, in a sentence."""
         return _WAYS[self.way, self.model]
 
+    @property
+    def subject(self) -> str:
+        """What is reset, and what it is."""
+        return f"group {self.group} ({self.model})" + (f" at {self.member} alone" if self.member is not None else "")
+
+    @property
+    def undo(self) -> dict[str | None, dict[MessageQueue, int]]:
+        """Return what undoes this reset: where the group (None) goes back to, in broadcasting each member by itself.
+
+        Members of a broadcasting group are at different places, and of those that are offline it is not known where:
+        what is recorded for them can be forgotten. An offset that is not known is left out.
+        """
+        found: dict[str | None, dict[MessageQueue, int]] = {}
+        for move in self.moves:
+            if move.current not in (None, move.target):
+                found.setdefault(move.member, {})[move.queue] = move.current
+        return found
+
     def execute(
         self,
         progress: Callable[[ResetProgress], None] | None = None,
@@ -160,12 +186,12 @@ class ResetPlan:
         partial: bool = False,
         wait_s: float = 30.0,
     ) -> ResetResult:
-        """Do it, and return when every member was verified or given up, after at most a minute.
+        """Do it, and return when every member was verified, or given up after `wait_s` seconds.
 
         `progress` is called, on this thread, with each step. With `partial` the queues of brokers that cannot be asked
-        are left out; otherwise nothing is moved then. For about `wait_s` seconds members that are not done are asked
+        are left out; otherwise nothing is moved then. For at most `wait_s` seconds members that are not done are asked
         again, those of other clients watched (Java takes up to 25 s), and queues looked for that nobody holds during a
-        rebalance.
+        rebalance. Each member has a second at least.
 
         Raises:
             RocketError: it was not begun, or stopped before anything moved; a note says so.
@@ -176,7 +202,7 @@ class ResetPlan:
         return self._execute(self, progress, partial, wait_s)
 
     def __str__(self) -> str:
-        lines = [f"Reset of group {self.group} ({self.model}) on topic {self.topic}: {self.way_text}", ""]
+        lines = [f"Reset of {self.subject} on topic {self.topic}: {self.way_text}", ""]
         heads = ["queue", "current", "target", "replayed", "skipped"]
         rows: list[list[object]] = []
         notes = {each.queue: each for each in self.targets}
@@ -190,9 +216,9 @@ class ResetPlan:
         lines += ["", "Brokers:", *(f"  {broker}" for broker in self.brokers)]
         lines += ["", "Members online:" if self.members else "Nobody of the group is online."]
         for each in self.members:
-            lines.append(f"  {each.client_id} ({each.member.client}): {each.how}")
-        if self.broadcasting:
-            lines.append("Members that are offline follow at their next start.")
+            lines.append(f"  {each.client_id} ({each.client}): {each.how}")
+        if self.broadcasting and self.member is None:
+            lines.append("Members that are offline will follow at their next start.")
         return "\n".join(lines)
 
     @property

@@ -19,6 +19,8 @@ from pyrocket_consumer.admin.reset_result import queue_name
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.members import (
+    RELAYS_AT_ONCE,
+    GroupMembers,
     Member,
     MemberReply,
     Reply,
@@ -29,7 +31,7 @@ from pyrocket_consumer.cluster.members import (
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.places import TOOLS_GROUP, To, check_to, first_and_last, offsets_at
 from pyrocket_consumer.cluster.reset_record import ResetRecord
-from pyrocket_consumer.config import Place, check_choice, check_group, check_topic
+from pyrocket_consumer.config import Place, check_choice, check_group, check_range, check_topic
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, TopicRoute
 from pyrocket_consumer.wire.bodies import decode_java_properties
@@ -56,6 +58,8 @@ async def plan_reset(
     to: To,
     queues: Iterable[MessageQueue] | None,
     model: str | None,
+    member: str | None,
+    wait_s: float,
 ) -> ResetPlan:
     """Find out what the reset would do."""
     namespace = cluster.config.namespace
@@ -64,6 +68,7 @@ async def plan_reset(
     where = check_to(to)
     if model is not None:
         check_choice("model", model, [each.value for each in MessageModel])
+    check_range("wait_s", wait_s, 0, 120)
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
     route = await cluster.route(wire_topic, refresh=True)
     chosen = _chosen(route, unwrap(namespace, topic), wire_topic, where, queues)
@@ -74,12 +79,14 @@ async def plan_reset(
     replies: dict[str, MemberReply] = {}
     if found.members:
         question = encode_status_question(wire_topic)
-        replies = await speak_to_all(cluster, wire_group, found.members, "status", str(uuid4()), question)
+        replies = await speak_to_all(cluster, wire_group, found.members, "status", str(uuid4()), question, wait_s)
         decided = decided or found.model or _reported_model(replies)
     else:
         await check_group_exists(cluster, group)
     if decided is None:
         decided = await _recalled_model(cluster, wire_group, group, chosen, brokers)
+    if member is not None:
+        found = _alone(found, member, decided)
     targets = await _targets(cluster, wire_group, [queue for queue in chosen if queue.broker_name in usable], where)
     all_queues = all(
         MessageQueue(wire_topic, data.broker_name, number) in chosen
@@ -87,12 +94,13 @@ async def plan_reset(
         for number in range(data.write_queues)
     )
     members = tuple(
-        _member_plan(member, replies[member.client_id], decided, brokers, all_queues) for member in found.members
+        _member_plan(each, replies[each.client_id], decided, brokers, all_queues, alone=member is not None)
+        for each in found.members
     )
-    way = way_for(decided, members)
+    way = way_for(decided, members) if member is None else ResetWay.MEMBER
     if way is ResetWay.BROKERS:
         _check_brokers_can(brokers, all_queues, members)
-    moves = await _moves(cluster, wire_group, wire_topic, decided, members, targets)
+    moves = await _moves(cluster, wire_group, wire_topic, decided, members, targets, wait_s)
 
     def outward(queue: MessageQueue) -> MessageQueue:
         return MessageQueue(topic, queue.broker_name, queue.queue_id)
@@ -108,7 +116,23 @@ async def plan_reset(
         members,
         all_queues,
         namespace,
+        member,
     )
+
+
+def _alone(found: GroupMembers, client_id: str, model: MessageModel) -> GroupMembers:
+    """Return the one member that shall move.
+
+    Raises:
+        ConfigError: there is none, or it has no offsets of its own.
+    """
+    if model is MessageModel.CLUSTERING:
+        raise ConfigError(f"member={client_id!r}: members of a clustering group share its offsets; leave it out")
+    one = tuple(member for member in found.members if member.client_id == client_id)
+    if not one:
+        online = ", ".join(member.client_id for member in found.members) or "nobody"
+        raise ConfigError(f"no member {client_id!r} of the group is online; online: {online}")
+    return GroupMembers(one, found.model)
 
 
 def _chosen(
@@ -215,9 +239,16 @@ async def _targets(
 
 
 def _member_plan(
-    member: Member, reply: MemberReply, model: MessageModel, brokers: Sequence[BrokerPlan], all_queues: bool
+    member: Member,
+    reply: MemberReply,
+    model: MessageModel,
+    brokers: Sequence[BrokerPlan],
+    all_queues: bool,
+    alone: bool,
 ) -> MemberPlan:
     reachable, how = _reach(member, reply, model, brokers, all_queues)
+    if alone and reply.kind is Reply.FOREIGN:
+        reachable, how = False, f"{member.client} cannot be reset alone by any call; {_BY_HAND}"
     if member.connections > 1:
         how += f"; {member.connections} processes share this client id, and only one of them can be spoken to"
     return MemberPlan(member, reply, reachable, how)
@@ -230,15 +261,15 @@ def _reach(
     if reply.kind is Reply.OURS:
         if reply.state == "refused":
             return False, f"refuses: {reply.reason}"
-        return True, "told, and verified"
+        return True, "will be told, and verified"
     if reply.kind is Reply.FOREIGN:
         if broadcasting:
             return _reach_foreign_broadcasting(member, brokers, all_queues)
-        return True, "reset by its broker; verified where it can be seen"
+        return True, "will be reset by its broker, and verified where it can be seen"
     if reply.kind is Reply.FORBIDDEN:
         text = "this account may not speak to members (RocketMQ wants Get on the group)"
-        return False, f"{text}; it follows the record within a minute, unconfirmed" if broadcasting else text
-    recorded = "; if it is one of ours, it follows the record when it is well again" if broadcasting else ""
+        return False, f"{text}; it will follow the record within a minute, unconfirmed" if broadcasting else text
+    recorded = "; if it is one of ours, it will follow the record when it is well again" if broadcasting else ""
     return False, f"{reply.reason or reply.kind}{recorded}"
 
 
@@ -255,7 +286,7 @@ def _reach_foreign_broadcasting(
         return False, f"{member.client} cannot be reset in broadcasting by any call; {_BY_HAND}"
     if not all_queues:
         return False, f"{member.client} can only be reset with all queues at once; name them all, or {_BY_HAND}"
-    return True, "told by the broker, with offsets committed for a moment; looked at after 12 to 25 s"
+    return True, "will be told by the broker, with offsets committed for a moment; seen after 12 to 25 s"
 
 
 def _check_brokers_can(
@@ -280,6 +311,7 @@ async def _moves(
     model: MessageModel,
     members: Sequence[MemberPlan],
     targets: Sequence[QueueTarget],
+    wait_s: float,
 ) -> list[QueueMove]:
     if model is MessageModel.CLUSTERING:
 
@@ -292,19 +324,20 @@ async def _moves(
     if not members:
         return [QueueMove(target.queue, None, None, target.target) for target in targets]
 
-    async def offsets(member: MemberPlan) -> Mapping[MessageQueue, int]:
+    async def offsets(number: int) -> Mapping[MessageQueue, int]:
+        member = members[number]
         if member.reply.kind is Reply.OURS:
             return member.reply.report.offsets
         if member.reply.kind is Reply.FOREIGN:
             try:
-                return await member_offsets(cluster, wire_group, member.member, wire_topic)
+                return await member_offsets(cluster, wire_group, member.member, wire_topic, wait_s)
             except RocketError:
                 return {}
         return {}
 
-    tables = [await offsets(member) for member in members]
+    tables = await for_each(range(len(members)), offsets, at_once=RELAYS_AT_ONCE)
     return [
         QueueMove(target.queue, member.client_id, table.get(target.queue), target.target)
-        for member, table in zip(members, tables, strict=True)
+        for member, table in zip(members, tables.values(), strict=True)
         for target in targets
     ]

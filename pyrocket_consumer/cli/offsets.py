@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +49,8 @@ _RESET_EXAMPLES = """\
   pyrocket offsets reset orders-app orders --to latest --queue broker-a/3 --execute
   pyrocket offsets reset orders-app orders --queue broker-a/0=120 --queue broker-a/1=77 --execute
 
-Exit code 3: somebody has not moved, or did not confirm it. To repeat a reset is safe.
+Plan and result name the commands that undo it. Exit code 3: somebody has not moved, or did not confirm it. To repeat
+a reset is safe.
 """
 _FORGET_EXAMPLES = """\
   pyrocket offsets forget-reset orders-app orders                     # members that are away will not follow it
@@ -92,6 +95,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--queue", action="append", default=[], type=_queue, metavar="BROKER/ID[=OFFSET]",
         help="only this queue, or exactly to this offset; repeatable",
     )  # fmt: skip
+    reset.add_argument("--member", metavar="CLIENT-ID", help="only this member of a broadcasting group")
     reset.add_argument(
         "--model", choices=("clustering", "broadcasting"), help="what the group is, when nobody of it is online"
     )
@@ -99,7 +103,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     reset.add_argument("--execute", action="store_true", help="do it; without this it is only planned")
     reset.add_argument("--partial", action="store_true", help="leave brokers out that cannot be asked")
     reset.add_argument(
-        "--wait", type=seconds, default=30.0, metavar="SECONDS", help="how long to ask again who is not done (30)"
+        "--wait", type=seconds, default=30.0, metavar="SECONDS", help="how long to wait for members in all (30)"
     )
 
 
@@ -225,23 +229,56 @@ def _lag_as_json(found: GroupLag) -> dict[str, Any]:
 
 def run_reset(options: argparse.Namespace) -> int:
     to, queues = _where(options)
+    began = time.monotonic()
     with _admin(options) as admin:
-        plan = admin.plan_reset(options.group, options.topic, to, queues, model=options.model)
+        plan = admin.plan_reset(
+            options.group, options.topic, to, queues,
+            model=options.model, member=options.member, wait_s=options.wait / 2,
+        )  # fmt: skip
         as_json = options.output == "json"
+        undo = _undo(plan, options)
         if not as_json:
             _print_plan(plan)
+            _print_undo(undo)
         if not options.execute:
             if as_json:
-                _print_json({"plan": _plan_as_json(plan), "result": None})
+                _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": None})
             else:
                 print("\nNothing was changed. Add --execute to do it.")
             return 0
-        result = plan.execute(None if as_json else _print_step, partial=options.partial, wait_s=options.wait)
+        left_s = max(0.0, options.wait - (time.monotonic() - began))
+        result = plan.execute(None if as_json else _print_step, partial=options.partial, wait_s=left_s)
     if as_json:
-        _print_json({"plan": _plan_as_json(plan), "result": _result_as_json(result)})
+        _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": _result_as_json(result)})
     else:
         _print_result(result)
+        _print_undo(undo)
     return 0 if result.verified else 3
+
+
+def _undo(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
+    """Return the commands that bring everybody back to where the plan found them."""
+    where = [*(["-n", options.name_server] if options.name_server else []), *(["--tls"] if options.tls else [])]
+    where += ["--tls-ca", options.tls_ca] if options.tls_ca else []
+    command = ["pyrocket", "offsets"]
+    commands = [
+        [
+            *command, "reset", plan.group, plan.topic, *(["--member", member] if member is not None else []),
+            *(word for queue, offset in sorted(offsets.items()) for word in ("--queue", f"{_name(queue)}={offset}")),
+            "--execute", *where,
+        ]
+        for member, offsets in plan.undo.items()
+    ]  # fmt: skip
+    if plan.broadcasting and plan.member is None:
+        commands.append([*command, "forget-reset", plan.group, plan.topic, *where])
+    return [shlex.join(words) for words in commands]
+
+
+def _print_undo(commands: Sequence[str]) -> None:
+    if commands:
+        print("\nTo undo it:")
+        for command in commands:
+            print(f"  {command}")
 
 
 def _where(options: argparse.Namespace) -> tuple[Any, list[MessageQueue] | None]:
@@ -268,16 +305,16 @@ def _print_plan(plan: ResetPlan) -> None:
         current = "-" if move.current is None else move.current
         who = [move.member or "(offline)"] if broadcasting else []
         rows.append([*who, _name(move.queue), current, move.target, move.replayed, move.skipped, note])
-    print_table(f"Reset of {plan.group} ({plan.model}) in topic {plan.topic}: {plan.way_text}", heads, rows)
+    print_table(f"Reset of {plan.subject} in topic {plan.topic}: {plan.way_text}", heads, rows)
     print()
     for broker in plan.brokers:
         print(f"  {broker}")
     for each in plan.members:
-        print(f"  {each.client_id} ({each.member.client}): {each.how}")
+        print(f"  {each.client_id} ({each.client}): {each.how}")
     if not plan.members:
         print("  nobody of the group is online")
-    if broadcasting:
-        print("  members that are offline follow at their next start")
+    if broadcasting and plan.member is None:
+        print("  members that are offline will follow at their next start")
 
 
 def _print_step(step: ResetProgress) -> None:
@@ -317,7 +354,7 @@ def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
             for each in plan.moves
         ],
         "members": [
-            {"client_id": each.client_id, "client": each.member.client, "reachable": each.reachable, "how": each.how}
+            {"client_id": each.client_id, "client": each.client, "reachable": each.reachable, "how": each.how}
             for each in plan.members
         ],
     }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,6 +30,7 @@ from pyrocket_consumer.wire.reset_plan import (
 RELAY_TIMEOUT_S = 12.0  # a broker waits 10 s for a member
 RELAYS_AT_ONCE = 8  # each silent member takes one of the broker's 16 threads for such calls
 STATUS_TIMEOUT_S = 8.0  # here it waits 5 s
+LEAST_WAIT_S = 1.0  # for one answer, however little time is left for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class Member:
         """Which client it is, for people."""
         if not self.language:
             return "unknown"
+        if self.language == "PYTHON":
+            return "PYTHON"  # its version is that of the protocol it speaks, as ours is
         return f"{self.language} {version_name(self.version).removeprefix('V').replace('_', '.')}"
 
 
@@ -155,25 +160,49 @@ async def speak_to(
 
 
 async def speak_to_all(
-    cluster: Cluster, group: str, members: Iterable[Member], operation: str, rid: str, body: bytes
+    cluster: Cluster,
+    group: str,
+    members: Iterable[Member],
+    operation: str,
+    rid: str,
+    body: bytes,
+    within_s: float = math.inf,
 ) -> dict[str, MemberReply]:
-    """Pass a word to members at the same time: one that is silent must not hold up the others."""
+    """Pass a word to members at the same time: one that is silent must not hold up the others.
+
+    All have `within_s` seconds together to answer; but each a second, though others before it were silent.
+    """
     by_id = {member.client_id: member for member in members}
-    return await for_each(
-        by_id,
-        lambda client_id: speak_to(cluster, group, by_id[client_id], operation, rid, body),
-        at_once=RELAYS_AT_ONCE,
-    )
+    deadline = cluster.loop.time() + within_s
+
+    async def word(client_id: str) -> MemberReply:
+        left_s = max(LEAST_WAIT_S, deadline - cluster.loop.time())
+        try:
+            async with asyncio.timeout(left_s if left_s < math.inf else None):
+                return await speak_to(cluster, group, by_id[client_id], operation, rid, body)
+        except TimeoutError:
+            return MemberReply(Reply.SILENT, reason=f"it did not answer within {left_s:.2g} s")
+
+    return await for_each(by_id, word, at_once=RELAYS_AT_ONCE)
 
 
 async def member_offsets(
-    cluster: Cluster, group: str, member: Member, topic: str = ""
+    cluster: Cluster, group: str, member: Member, topic: str = "", within_s: float = math.inf
 ) -> dict[MessageQueue, int]:
     """Return where a member stands, as it says itself, in `topic` or in all; any client answers.
 
     Raises:
-        RocketError: it did not answer, or may not be asked.
+        RocketError: it did not answer, within `within_s` seconds or as long as its brokers wait; or may not be asked.
     """
+    left_s = max(LEAST_WAIT_S, within_s)
+    try:
+        async with asyncio.timeout(left_s if left_s < math.inf else None):
+            return await _told_offsets(cluster, group, member, topic)
+    except TimeoutError as error:
+        raise RocketError(f"{member.client_id} did not answer within {left_s:.2g} s") from error
+
+
+async def _told_offsets(cluster: Cluster, group: str, member: Member, topic: str) -> dict[MessageQueue, int]:
     failure: RocketError | None = None
     for address in member.addresses:
         try:

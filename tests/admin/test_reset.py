@@ -281,6 +281,32 @@ def test_a_silent_member_holds_up_nobody(embedded, admin, stores):
         ]
 
 
+@pytest.mark.parametrize("model", ["broadcasting", "clustering"])
+def test_a_frozen_member_is_waited_for_as_long_as_was_said(embedded, admin, stores, model):
+    fill(embedded, "T", 10)
+    options = {**stores, "message_model": model}
+    with (
+        consuming(embedded, "T", "G", **options) as (_, seen),
+        ForeignMember(embedded, "G", "T", {}, model=model.upper(), client_id="zzz@frozen", silent=True),
+    ):
+        wait_until_seen(seen, 1, 10)
+        began = time.monotonic()
+        plan = admin.plan_reset("G", "T", "earliest", wait_s=1)
+        result = plan.execute(wait_s=1)
+        assert time.monotonic() - began < 8, "a broker waits 10 s for such a member, each time"
+        assert not result.verified
+
+
+def test_a_plan_says_what_will_be_and_what_it_speaks_to(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        text = str(admin.plan_reset("G", "T", "earliest"))
+        assert f"{consumer.client_id} (pyrocket_consumer): will be told, and verified" in text
+        assert "will be recorded" in text
+        assert "4.9.4" not in text
+
+
 def test_when_members_may_not_be_spoken_to_the_record_reaches_them(embedded, admin, stores):
     fill(embedded, "T", 10)
     with consuming(embedded, "T", "G", reset_record_interval_s=0.3, **stores) as (consumer, seen):
@@ -295,6 +321,61 @@ def test_when_members_may_not_be_spoken_to_the_record_reaches_them(embedded, adm
         ]
         assert not result.verified
         wait_until_seen(seen, 2, 10)
+
+
+# --- one member of a broadcasting group
+
+
+def test_one_member_is_moved_alone_and_nothing_is_recorded(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with (
+        consuming(embedded, "T", "G", instance_name="one", **stores) as (one, seen_by_one),
+        consuming(embedded, "T", "G", instance_name="other", **stores) as (_, seen_by_other),
+    ):
+        wait_until_seen(seen_by_one, 1, 10)
+        wait_until_seen(seen_by_other, 1, 10)
+        plan = admin.plan_reset("G", "T", "earliest", member=one.client_id)
+        assert "will be told to this member alone" in str(plan)
+        assert {move.member for move in plan.moves} == {one.client_id}
+        result = plan.execute()
+        assert (result.verified, [outcome.subject for outcome in result.outcomes]) == (True, [one.client_id])
+        wait_until_seen(seen_by_one, 2, 10)
+        assert reset(admin, "G", "T", {queue("T", 0): 3}).verified, "its epoch is above that of the one before"
+        seen_by_one.wait(lambda seen: len(seen.messages) == 22)
+        seen_by_other.wait(lambda seen: len(seen.messages) == 12)
+    assert embedded.committed("G", RETRY)[area().head] == plan_epoch(embedded)
+
+
+def plan_epoch(cluster) -> int:
+    """Return the highest epoch that is recorded for a queue."""
+    slots = cluster.committed("G", RETRY)
+    return max(slots.get(area().epoch(number), 0) for number in (0, 1))
+
+
+def test_who_cannot_be_moved_alone_is_told(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with (
+        consuming(embedded, "T", "G", **stores) as (consumer, seen),
+        ForeignMember(embedded, "G", "T", {}) as java,
+    ):
+        wait_until_seen(seen, 1, 10)
+        with pytest.raises(ConfigError, match=f"no member 'nobody' .*; online: .*{consumer.client_id}"):
+            admin.plan_reset("G", "T", "earliest", member="nobody")
+        plan = admin.plan_reset("G", "T", "earliest", member=java.client_id)
+        assert "cannot be reset alone" in plan.problems[0]
+        assert [outcome.state for outcome in plan.execute(wait_s=1).outcomes] == [ResetState.UNREACHED]
+        gone = admin.plan_reset("G", "T", "earliest", member=consumer.client_id)
+    assert [outcome.state for outcome in gone.execute().outcomes] == [ResetState.UNREACHED]
+    assert len(seen.messages) == 10
+    assert embedded.committed("G", RETRY) == {}
+
+
+def test_members_of_a_clustering_group_have_no_offsets_of_their_own(embedded, admin):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G") as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        with pytest.raises(ConfigError, match="share its offsets; leave it out"):
+            admin.plan_reset("G", "T", "earliest", member=consumer.client_id)
 
 
 # --- members of other clients

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -90,6 +93,63 @@ def test_a_plan_changes_nothing_and_execute_does_it(embedded, offsets, stores):
         assert ": verified" in text
         assert f"member {consumer.client_id}: moved" in beside
         wait_until_seen(seen, 2, 20)
+
+
+def undoing(text: str) -> list[list[str]]:
+    """Return the commands that undo a reset, without `pyrocket`."""
+    told = text.rpartition("To undo it:\n")[2]
+    return [shlex.split(line)[1:] for line in told.splitlines() if line.startswith("  pyrocket ")]
+
+
+def test_a_clustering_reset_is_undone_by_the_command_that_is_printed(embedded, offsets):
+    with consuming(embedded, "T", "G") as (_, seen):
+        wait_until_seen(seen, 1, 20)
+    until(lambda: embedded.members("G") == [], "it has left")
+    _, plan, _ = offsets("reset", "G", "T", "--to", "earliest")
+    _, result, _ = offsets("reset", "G", "T", "--to", "earliest", "--execute")
+    assert embedded.committed("G", "T") == {0: 0, 1: 0}
+    assert undoing(plan) == undoing(result)
+    (command,) = undoing(result)
+    assert main(command) == 0
+    assert embedded.committed("G", "T") == {0: 10, 1: 10}
+
+
+def test_a_broadcasting_reset_is_undone_member_by_member(embedded, offsets, stores):
+    """They are at different places: one reset for all cannot bring them back."""
+
+    def places(consumer) -> list[int | None]:
+        return [progress.committed for _, progress in sorted(consumer.progress().items())]
+
+    with (
+        consuming(embedded, "T", "G", instance_name="one", **stores) as (one, seen_by_one),
+        consuming(embedded, "T", "G", instance_name="other", **stores) as (other, seen_by_other),
+    ):
+        wait_until_seen(seen_by_other, 1, 20)
+        other.pause()
+        fill(embedded, "T", 10, start=20)
+        wait_until_seen(seen_by_one, 1, 30)
+        one.pause()
+        until(lambda: places(one) == [15, 15] and len(seen_by_other.messages) >= 20, "consumed")
+        before = places(other)
+        _, plan, _ = offsets("reset", "G", "T", "--to", "earliest")
+        code, result, _ = offsets("reset", "G", "T", "--to", "earliest", "--execute")
+        assert (code, places(one), places(other)) == (0, [0, 0], [0, 0])
+        assert undoing(plan) == undoing(result)
+        for command in undoing(result):
+            assert main(command) == 0
+        assert (places(one), places(other)) == ([15, 15], before)
+    recorded = embedded.committed("G", "%RETRY%G")
+    assert sorted(recorded.values())[:-1] == [0] * (len(recorded) - 1), "members that are away stay where they are"
+
+
+def test_wait_bounds_the_whole_reset():
+    with EmbeddedCluster() as cluster, ExitStack() as stack:  # its brokers wait 10 s for a member
+        cluster.create_topic("T", queues=2)
+        stack.enter_context(ForeignMember(cluster, "G", "T", {}, silent=True))
+        began = time.monotonic()
+        arguments = ["reset", "G", "T", "--to", "earliest", "--execute", "--wait", "3", "--model", "broadcasting"]
+        assert main(["offsets", *arguments, "-n", cluster.name_server]) == 3
+        assert time.monotonic() - began < 8
 
 
 def test_exit_code_3_when_somebody_has_not_moved(embedded, offsets, stores):
