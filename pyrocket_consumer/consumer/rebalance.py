@@ -29,6 +29,9 @@ HANDOVER_S = 1.0
 HEARTBEAT_WAIT_S = 1.0
 """How long a round waits for brokers to take a heartbeat; those that have not by then refuse pulls until they have."""
 
+BEGIN_AT_ONCE = 200
+"""How many queues of one broker begin at a time: calls of thousands at once would wait for their answers too long."""
+
 _SOON_S = 0.001  # timers are not more exact
 
 
@@ -68,6 +71,7 @@ class Rebalance:
         self._announced: dict[str, frozenset[MessageQueue]] = {}  # what brokers have been told we hold
         self._due: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
         self._coming: dict[MessageQueue, asyncio.Task[None]] = {}
+        self._places: dict[str, asyncio.Semaphore] = {}  # by broker name, for those that begin there
         self._first_round = asyncio.Event()
         self._settled = False
 
@@ -140,7 +144,13 @@ class Rebalance:
             self._group.beside(self._assignments.end(queue, "revoked"), f"giving up {queue}")
 
     def _begin(self, queue: MessageQueue) -> None:
+        places = self._places.setdefault(queue.broker_name, asyncio.Semaphore(BEGIN_AT_ONCE))
+
         async def begin() -> None:
+            async with places:
+                await begin_here()
+
+        async def begin_here() -> None:
             try:
                 await self._expressions.before_begin(queue)
             except RocketError as error:

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 
 from pyrocket_consumer import PushConsumer
+from pyrocket_consumer.testing import Gate
+from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import until
 
 QUEUES = 100
@@ -85,3 +87,23 @@ def test_queues_that_are_stuck_stop_no_other_even_if_they_hold_all_there_is_room
         finally:
             slow.let_go()
     assert set(slow.places.values()) == {1}
+
+
+def test_thousands_of_queues_do_not_ask_their_broker_all_at_once(embedded, broker, topic, group):
+    """Else the last calls would wait so long for their turn at the broker that they time out, and are made again."""
+    embedded.create_topic(topic, queues=500)
+    embedded.send(topic, b"x", count=500)
+    gate, slow = Gate(), Slow(lambda message: False)
+
+    def is_ours(command) -> bool:
+        return command.fields["topic"] == topic
+
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None, when=is_ours)
+    consumer = PushConsumer(group, name_server=embedded.name_server, consume_from="first", start_wait_s=0.5)
+    consumer.subscribe(topic, slow)
+    with consumer:
+        assert len(gate.wait_held(200)) == 200
+        gate.open()
+        until(lambda: len(slow.places) == 500, "all have begun")
+    asked = [each for each in broker.requests(RequestCode.QUERY_CONSUMER_OFFSET) if is_ours(each.command)]
+    assert len(asked) == 500
