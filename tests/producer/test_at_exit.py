@@ -47,27 +47,46 @@ def bodies(embedded) -> list[int]:
 @pytest.mark.parametrize(
     ("program", "code"),
     [
-        ("producer = send()", 0),
-        ("send()", 0),
-        ("producer = send()\nsys.exit(3)", 3),
-        ("producer = send()\nraise LookupError('on purpose')", 1),
-        ("def main():\n    send()\n    sys.exit()\nmain()", 0),
+        ("producer = send(2000, {0})", 0),
+        ("send(2000, {0})", 0),
+        ("producer = send(2000, {0})\nsys.exit(3)", 3),
+        ("producer = send(2000, {0})\nraise LookupError('on purpose')", 1),
+        ("def main():\n    send(2000, {0})\n    sys.exit()\nmain()", 0),
     ],
     ids=["kept", "not kept", "sys.exit", "exception", "inside a function"],
 )
-def test_all_2000_are_sent_by_default(embedded, program, code):
-    done = run(program, embedded.name_server)
+def test_all_2000_are_sent_however_the_process_ends(embedded, program, code):
+    done = run(program.format(PATIENT), embedded.name_server)
     assert done.returncode == code
     assert bodies(embedded) == list(range(2000)), done.stderr
 
 
+def test_with_default_options_none_of_2000_is_lost_without_a_word(embedded):
+    """All are sent, unless the machine is so busy that 3 s are over before: then it is said."""
+    done = run(
+        """
+        import atexit
+        futures = []
+        atexit.register(lambda: print(sum(not each.done() or each.exception() is not None for each in futures)))
+        producer = Producer(name_server=sys.argv[1])
+        for number in range(2000):
+            futures.append(producer.send_async("orders", b"%d" % number))
+        """,
+        embedded.name_server,
+    )
+    lost = int(done.stdout)
+    assert lost == 0 or "not closed" in done.stderr
+    assert len(set(bodies(embedded))) >= 2000 - lost
+    assert done.returncode == 0
+
+
 def test_it_says_that_it_was_not_closed_and_how_many_were_on_their_way(embedded):
     for name in ("broker-a", "broker-b"):
-        embedded.broker(name).on(SEND, delay(0.5), times=None)
+        embedded.broker(name).on(SEND, delay(2), times=None)  # time enough for a busy machine to come to the end
     done = run(f"producer = send(50, group='shop', {PATIENT})", embedded.name_server)
     assert bodies(embedded) == list(range(50))
     (line,) = done.stderr.splitlines()
-    assert re.search(r"group=shop .*not closed.* 50 messages.* all .*sent.*flush\(\)", line)
+    assert re.search(r"group=shop .*not closed: 50 messages were on their way, all are sent.*flush\(\)", line)
 
 
 def test_nothing_is_said_where_nothing_was_on_its_way(embedded):
@@ -82,12 +101,11 @@ def test_nothing_is_said_where_nothing_was_on_its_way(embedded):
 def test_a_broker_that_never_answers_does_not_keep_the_process_and_the_lost_are_counted(embedded):
     embedded.broker("broker-a").on(SEND, drop, times=None)
     started = time.monotonic()
-    done = run("send(10)\nsend(5, group='other')\nprint(time.monotonic())", embedded.name_server)
-    assert time.monotonic() - float(done.stdout) < 30, "3 s, and what a busy machine adds"
-    assert time.monotonic() - started < 60
+    done = run("send(10, send_timeout_s=6)\nsend(5, send_timeout_s=6, group='other')", embedded.name_server)
+    assert time.monotonic() - started < 60, "6 s, and what a busy machine adds"
     assert done.returncode == 0
-    assert re.search(r"10 messages.*10 .*not sent", done.stderr)
-    assert re.search(r"group=other .*5 messages.*5 .*not sent", done.stderr)
+    assert re.search(r"10 messages were on their way, 0 are sent, 10 were not sent, 0 have no answer", done.stderr)
+    assert re.search(r"group=other .*5 messages were on their way, 0 are sent, 5 were not sent", done.stderr)
 
 
 @pytest.mark.cluster(brokers=1)
@@ -107,10 +125,10 @@ def test_a_message_with_a_long_deadline_of_its_own_does_not_keep_the_process(emb
 @pytest.mark.cluster(brokers=1)
 def test_what_brokers_refuse_is_counted_with_a_reason(embedded):
     def refuse(exchange):
-        exchange.later(0.5, lambda: answer(ResponseCode.MESSAGE_ILLEGAL, "too odd")(exchange))
+        exchange.later(2, lambda: answer(ResponseCode.MESSAGE_ILLEGAL, "too odd")(exchange))
 
     embedded.broker("broker-a").on(SEND, refuse, times=3)
-    embedded.broker("broker-a").on(SEND, delay(0.5), times=None)
+    embedded.broker("broker-a").on(SEND, delay(2), times=None)
     done = run(f"send(10, {PATIENT})", embedded.name_server)
     assert re.search(r"10 messages.*7 are sent, 3 were not sent, 0 have no answer; .* reason=.*too odd", done.stderr)
 
