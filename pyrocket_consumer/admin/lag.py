@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
 
 from pyrocket_consumer.admin.groups import check_group_exists
 from pyrocket_consumer.admin.masters import at_each, masters
+from pyrocket_consumer.admin.topics import list_topics
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.members import GroupMembers, Member, group_members, member_offsets
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.places import first_and_last
+from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.config import check_group, check_topic
-from pyrocket_consumer.errors import RocketError, RouteNotFound
-from pyrocket_consumer.model import MessageModel, MessageQueue
+from pyrocket_consumer.errors import PermissionDenied, RocketError, RouteNotFound
+from pyrocket_consumer.model import MessageModel, MessageQueue, retry_topic
 from pyrocket_consumer.wire.bodies import decode_consume_stats
 from pyrocket_consumer.wire.command import GetConsumeStatsHeader
 
@@ -45,7 +48,9 @@ class QueueLag:
 class GroupLag:
     """Where a group is. `unreached` are the members that did not tell, with the reason: their lag is not known.
 
-    `model` is None when nobody is online; what is committed at the brokers is shown then.
+    When nobody is online, what is committed at the brokers is shown, and `model` is None. Members of a broadcasting
+    group keep their offsets themselves: of those only the last reset is known, where it led. `not_known` says of what
+    nothing is known at all; it is empty when there is nothing of the kind.
     """
 
     group: str
@@ -53,6 +58,12 @@ class GroupLag:
     members: tuple[str, ...]
     rows: tuple[QueueLag, ...]
     unreached: Mapping[str, str] = field(default_factory=dict)
+    not_known: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the lag of everybody is known."""
+        return not self.unreached and not self.not_known
 
     @property
     def total(self) -> int:
@@ -82,41 +93,98 @@ async def group_lag(cluster: Cluster, group: str, topic: str | None = None) -> G
     if not found.members:
         await check_group_exists(cluster, group)
     unreached: dict[str, str] = {}
-    if found.model is MessageModel.BROADCASTING:
-        rows = await _of_members(cluster, wire_group, topic and wrap(namespace, topic), found, unreached)
+    wire_topic, model, not_known = topic and wrap(namespace, topic), found.model, ""
+    if model is MessageModel.BROADCASTING:
+        rows = await _of_members(cluster, wire_group, wire_topic, found, unreached)
     else:
-        rows = await _of_brokers(cluster, wire_group, topic and wrap(namespace, topic), brokers)
+        rows = await _of_brokers(cluster, wire_group, wire_topic, brokers, found.topics)
+        retry = retry_topic(wire_group)
+        if not found.members and all(row.committed is None for row in rows if row.queue.topic != retry):
+            # Who has committed nothing is no clustering group, or has never consumed.
+            recorded, unrecorded = await _recorded(cluster, wire_group, wire_topic)
+            not_known = f"nobody of {group} is online, and it has committed nothing"
+            if recorded:
+                rows, model = recorded, MessageModel.BROADCASTING
+                names = ", ".join(sorted(str(_outward(namespace, queue)) for queue in unrecorded))
+                not_known = names and f"nobody of {group} is online, and no reset tells of {names}"
     outward = tuple(
         QueueLag(
-            MessageQueue(unwrap(namespace, row.queue.topic), row.queue.broker_name, row.queue.queue_id),
-            row.committed, row.min, row.max, row.member, row.consumed_at,
+            _outward(namespace, row.queue), row.committed, row.min, row.max, row.member, row.consumed_at,
         )
         for row in sorted(rows, key=lambda row: (row.member or "", row.queue))
     )  # fmt: skip
-    return GroupLag(group, found.model, tuple(member.client_id for member in found.members), outward, unreached)
+    members = tuple(member.client_id for member in found.members)
+    return GroupLag(group, model, members, outward, unreached, not_known)
+
+
+def _outward(namespace: str | None, queue: MessageQueue) -> MessageQueue:
+    return MessageQueue(unwrap(namespace, queue.topic), queue.broker_name, queue.queue_id)
 
 
 async def _of_brokers(
-    cluster: Cluster, group: str, topic: str | None, brokers: Mapping[str, str]
+    cluster: Cluster, group: str, topic: str | None, brokers: Mapping[str, str], subscribed: Collection[str]
 ) -> list[QueueLag]:
+    """Return the rows of what is committed, and of what is there to consume though nothing is committed for it.
+
+    A broker tells only of topics in which the group has committed something there.
+    """
     answers = await at_each(brokers, lambda address: cluster.call(address, GetConsumeStatsHeader(group, topic)))
     stats = {
         queue: facts for answer in answers.values() for queue, facts in decode_consume_stats(answer.body).queues.items()
     }
-    ends = await _ends(cluster, stats)
+    topics = {topic} if topic else {queue.topic for queue in stats} | {*subscribed, retry_topic(group)}
+    there = await for_each(topics, lambda name: _queues(cluster, name))
+    ends = await _ends(cluster, {*stats, *chain.from_iterable(there.values())})
 
     async def committed(queue: MessageQueue) -> int | None:
-        if stats[queue].consumer_offset:
+        if queue in stats and stats[queue].consumer_offset:
             return stats[queue].consumer_offset
         # Brokers report 0 for what was never committed, too.
         return await cluster.broker(queue.broker_name).query_offset(group, queue, set_zero_if_not_found=False)
 
-    offsets = await for_each(stats, committed)
-    return [
-        QueueLag(queue, offsets[queue], *ends[queue], None, _time(facts.last_timestamp))
-        for queue, facts in stats.items()
-        if queue in ends
+    offsets = await for_each(ends, committed)
+    rows = [
+        QueueLag(queue, offsets[queue], low, high, None, _time(stats[queue].last_timestamp) if queue in stats else None)
+        for queue, (low, high) in ends.items()
     ]
+    return [row for row in rows if row.queue in stats or row.committed or row.lag]
+
+
+async def _queues(cluster: Cluster, topic: str) -> list[MessageQueue]:
+    """Return the queues of a topic that can be read; none of one that does not exist."""
+    try:
+        return (await cluster.route(topic)).consume_queues()
+    except RouteNotFound:
+        return []
+
+
+OFFLINE = "(offline)"
+"""In the place of a member, for all that are."""
+
+
+async def _recorded(
+    cluster: Cluster, group: str, topic: str | None
+) -> tuple[list[QueueLag], list[MessageQueue]]:
+    """Return where resets have led members that are offline, and the queues of those topics that were never reset."""
+    namespace = cluster.config.namespace
+    try:
+        names = await list_topics(cluster, include_system=False) if topic is None else []
+    except PermissionDenied:
+        names = []
+    targets: dict[MessageQueue, int] = {}
+    without: list[MessageQueue] = []
+    for name in [topic] if topic is not None else [wrap(namespace, each) for each in names]:
+        queues = await _queues(cluster, name)
+        found: dict[MessageQueue, int] = {}
+        for broker_name in sorted({queue.broker_name for queue in queues}):
+            record = ResetRecord(cluster, group, name, broker_name)
+            if await record.head():
+                resets = await record.read(queue.queue_id for queue in queues if queue.broker_name == broker_name)
+                found |= {MessageQueue(name, broker_name, number): each.target for number, each in resets.items()}
+        targets |= found
+        without += [queue for queue in queues if found and queue not in found]
+    ends = await first_and_last(cluster, targets)
+    return [QueueLag(queue, targets[queue], *its_ends, OFFLINE) for queue, its_ends in ends.items()], without
 
 
 def _time(at_ms: int) -> datetime | None:
@@ -148,12 +216,5 @@ async def _ends(cluster: Cluster, queues: Iterable[MessageQueue]) -> dict[Messag
     """Return min and max of those queues that exist: members remember topics that were deleted since."""
     asked = list(queues)
 
-    async def exists(topic: str) -> bool:
-        try:
-            await cluster.route(topic)
-        except RouteNotFound:
-            return False
-        return True
-
-    there = await for_each({queue.topic for queue in asked}, exists)
+    there = await for_each({queue.topic for queue in asked}, lambda topic: _queues(cluster, topic))
     return await first_and_last(cluster, [queue for queue in asked if there[queue.topic]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from uuid import uuid4
 
 from pyrocket_consumer.admin.groups import check_group_exists
@@ -132,7 +133,7 @@ def _alone(found: GroupMembers, client_id: str, model: MessageModel) -> GroupMem
     if not one:
         online = ", ".join(member.client_id for member in found.members) or "nobody"
         raise ConfigError(f"no member {client_id!r} of the group is online; online: {online}")
-    return GroupMembers(one, found.model)
+    return replace(found, members=one)
 
 
 def _chosen(

@@ -39,7 +39,7 @@ _SHOW_EXAMPLES = """\
   pyrocket offsets show orders-app orders -o json
 """
 _LAG_EXAMPLES = """\
-  pyrocket offsets lag orders-app                                     # every topic of the group
+  pyrocket offsets lag orders-app                                     # every topic of the group, and its retries
   pyrocket offsets lag orders-app --max 10000                         # exit code 3 when one is further behind
 """
 _RESET_EXAMPLES = """\
@@ -87,7 +87,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         command.add_argument("group", help="consumer group")
     for command in (show, reset, forget):
         command.add_argument("topic")
-    lag.add_argument("--max", type=whole, metavar="N", help="exit with code 3 when a topic's lag is above N")
+    lag.add_argument(
+        "--max", type=whole, metavar="N", help="exit with code 3 when a topic's lag is above N, or not known"
+    )
     reset.add_argument(
         "--to", type=place, metavar="PLACE", help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z"
     )
@@ -159,7 +161,7 @@ def run_lag(options: argparse.Namespace) -> int:
     with _admin(options) as admin:
         found = admin.lag(options.group)
     totals = _by_topic(found)
-    too_far = options.max is not None and (bool(found.unreached) or any(each[-1] > options.max for each in totals))
+    too_far = options.max is not None and (not found.is_complete or any(each[-1] > options.max for each in totals))
     code = 3 if too_far else 0
     if options.output == "json":
         _print_json(_lag_as_json(found))
@@ -183,12 +185,15 @@ def _by_topic(found: GroupLag) -> list[tuple[str | None, str, int, int]]:
 
 def _online(found: GroupLag) -> str:
     kind = f"{found.model}, " if found.model else ""
-    return f" ({kind}{len(found.members)} online)"
+    led = ": where the last reset led them" if found.model == "broadcasting" and not found.members else ""
+    return f" ({kind}{len(found.members)} online{led})"
 
 
 def _tell_unreached(found: GroupLag) -> int:
     for client_id, reason in found.unreached.items():
         print(f"  {client_id} did not tell: {reason}", file=sys.stderr)
+    if found.not_known:
+        print(f"  not known: {found.not_known}", file=sys.stderr)
     return 0
 
 
@@ -207,6 +212,7 @@ def _lag_as_json(found: GroupLag) -> dict[str, Any]:
         "members": list(found.members),
         "lag": found.total,
         "unreached": dict(found.unreached),
+        "not_known": found.not_known or None,
         "queues": [
             {
                 "topic": row.queue.topic,

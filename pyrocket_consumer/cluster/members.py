@@ -59,10 +59,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class GroupMembers:
-    """A group's members that are online, and how they share a topic: None if nobody is, or it may not be known."""
+    """A group's members that are online, and how they share topics: None if nobody is, or it may not be known.
+
+    `topics` are what they subscribe to, where brokers tell.
+    """
 
     members: tuple[Member, ...]
     model: MessageModel | None
+    topics: frozenset[str] = frozenset()
 
 
 async def group_members(cluster: Cluster, group: str, brokers: Mapping[str, str]) -> GroupMembers:
@@ -70,6 +74,7 @@ async def group_members(cluster: Cluster, group: str, brokers: Mapping[str, str]
     connections: dict[str, list[tuple[str, str, int]]] = {}
     counts: dict[str, int] = {}
     models: set[str] = set()
+    topics: set[str] = set()
 
     async def ask(broker_name: str) -> None:
         accept = (ResponseCode.SUCCESS, ResponseCode.CONSUMER_NOT_ONLINE)
@@ -85,6 +90,7 @@ async def group_members(cluster: Cluster, group: str, brokers: Mapping[str, str]
             return
         found = decode_consumer_connection(answer.body)
         models.add(found.message_model.lower())
+        topics.update(each.topic for each in found.subscriptions)
         here: dict[str, int] = {}
         for each in found.connections:
             here[each.client_id] = here.get(each.client_id, 0) + 1
@@ -106,7 +112,7 @@ async def group_members(cluster: Cluster, group: str, brokers: Mapping[str, str]
         for client_id, places in sorted(connections.items())
     )
     known = [model for model in MessageModel if model.value in models]
-    return GroupMembers(members, known[0] if len(known) == 1 else None)
+    return GroupMembers(members, known[0] if len(known) == 1 else None, frozenset(topics))
 
 
 class Reply(StrEnum):

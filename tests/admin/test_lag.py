@@ -1,0 +1,113 @@
+"""How far a group is: nothing that is left to consume is passed over, and what is not known is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.admin import Admin
+from pyrocket_consumer.cli import main
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.admin.foreign import ForeignMember
+from tests.consuming import consuming, until
+from tests.resetting import fill, queue, reset, wait_until_seen
+
+VERSIONS = ["4.9.7", "5.5.0"]
+
+
+@pytest.fixture(params=VERSIONS)
+def embedded(request):
+    with EmbeddedCluster(version=request.param) as cluster:
+        cluster.create_topic("T", queues=2)
+        fill(cluster, "T", 10)
+        yield cluster
+
+
+@pytest.fixture
+def admin(embedded):
+    with Admin(name_server=embedded.name_server) as admin:
+        yield admin
+
+
+@pytest.fixture
+def exit_code(embedded, capsys):
+    """Return the exit code of `offsets lag G --max …`, and what it told beside."""
+
+    def run(most: int) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["offsets", "lag", "G", "--max", str(most), "-n", embedded.name_server])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def by_topic(found) -> dict[str, int]:
+    return {topic: sum(row.lag for row in found.rows if row.queue.topic == topic) for topic in topics(found)}
+
+
+def topics(found) -> set[str]:
+    return {row.queue.topic for row in found.rows}
+
+
+def test_failed_messages_that_nobody_has_consumed_again_count(embedded, admin, exit_code):
+    embedded.broker("broker-a").create_group("G")
+    embedded.broker("broker-a").commit("G", "T", {0: 5, 1: 5})
+    assert exit_code(0) == (0, "")
+    embedded.create_topic("%RETRY%G", queues=1)
+    assert (topics(admin.lag("G")), exit_code(0)) == ({"T"}, (0, "")), "an empty one says nothing"
+    embedded.send("%RETRY%G", count=3)
+    assert by_topic(admin.lag("G")) == {"T": 0, "%RETRY%G": 3}
+    assert (exit_code(2)[0], exit_code(3)[0]) == (3, 0)
+    embedded.broker("broker-a").commit("G", "%RETRY%G", {0: 2})
+    assert by_topic(admin.lag("G")) == {"T": 0, "%RETRY%G": 1}
+
+
+def test_a_broker_at_which_nothing_was_committed_counts():
+    with EmbeddedCluster(brokers=2) as cluster, Admin(name_server=cluster.name_server) as admin:
+        cluster.create_topic("T", queues=1)
+        fill(cluster, "T", 10)
+        cluster.broker("broker-a").create_group("G")
+        cluster.broker("broker-b").create_group("G")
+        cluster.broker("broker-a").commit("G", "T", {0: 5})
+        rows = {row.queue: (row.committed, row.lag) for row in admin.lag("G").rows}
+        assert rows == {queue("T", 0): (5, 0), queue("T", 0, "broker-b"): (None, 5)}
+
+
+def test_a_topic_that_members_subscribe_to_counts_before_they_commit(embedded, admin):
+    with ForeignMember(embedded, "G", "T", {}, model="CLUSTERING"):
+        assert by_topic(admin.lag("G")) == {"T": 10}
+
+
+def test_a_group_that_has_consumed_everything_is_not_behind(embedded, exit_code):
+    with consuming(embedded, "T", "G") as (_, seen):
+        wait_until_seen(seen, 1, 10)
+    until(lambda: embedded.members("G") == [], "it has left")
+    assert exit_code(0) == (0, "")
+
+
+def test_broadcasting_members_that_are_all_offline_are_not_known(embedded, admin, exit_code, tmp_path):
+    with consuming(embedded, "T", "G", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+    until(lambda: embedded.members("G") == [], "it has left")
+    found = admin.lag("G")
+    assert (found.is_complete, found.rows) == (False, ())
+    code, told = exit_code(1_000_000)
+    assert (code, "not known: nobody of G is online, and it has committed nothing" in told) == (3, True)
+
+
+def test_of_broadcasting_members_that_are_offline_the_last_reset_is_known(embedded, admin, exit_code, tmp_path):
+    with consuming(embedded, "T", "G", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        assert reset(admin, "G", "T", {queue("T", 0): 3}).verified
+        seen.wait(lambda seen: len(seen.messages) == 12)
+        assert admin.lag("G").is_complete
+    until(lambda: embedded.members("G") == [], "it has left")
+    found = admin.lag("G")
+    assert [(row.queue, row.member, row.committed, row.lag) for row in found.rows] == [
+        (queue("T", 0), "(offline)", 3, 2)
+    ]
+    code, told = exit_code(1_000_000)
+    assert (code, "no reset tells of T/broker-a/1" in told) == (3, True)
+    assert reset(admin, "G", "T", "latest").verified
+    assert (exit_code(0), admin.lag("G").total) == ((0, ""), 0)
+    fill(embedded, "T", 2, start=10)
+    assert exit_code(0)[0] == 3
