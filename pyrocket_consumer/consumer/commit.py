@@ -313,13 +313,13 @@ class StoreCommits:
         return self._store
 
     async def _do(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _asked, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _call_store, work, *arguments)
 
     async def _do_until(self, until: float | None, what: str, work: Callable[..., object], *arguments: object) -> None:
         """Do the work; at `until` it is waited for no longer, and goes on."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        doing = loop.run_in_executor(self._thread, _asked, work, *arguments)
+        doing = loop.run_in_executor(self._thread, _call_store, work, *arguments)
         doing.add_done_callback(_look_at)
         await _wait([doing], until)
         if not doing.done():
@@ -426,7 +426,7 @@ class StoreCommits:
         failed: dict[MessageQueue, RocketError] = {}
         for queue, offset in list(self._unnoted.items()):
             try:
-                _asked(self._store.update_offset, queue, offset, True)
+                _call_store(self._store.update_offset, queue, offset, True)
             except RocketError as error:
                 failed[queue] = error
             else:
@@ -458,7 +458,7 @@ async def _wait(tasks: Collection[asyncio.Future[Any]], until: float | None) -> 
         await asyncio.wait(tasks, timeout=timeout_s)
 
 
-def _asked(work: Callable[..., T], *arguments: object) -> T:
+def _call_store(work: Callable[..., T], *arguments: object) -> T:
     """Call a method of an offset store. What a store of the user's raises is an error of that call, and of no other.
 
     Raises:
