@@ -234,7 +234,7 @@ class GroupMember:
         await group.tasks.settle(last_call_at)
         failure: Exception | None = None
         try:
-            await commits.close(until=last_call_at)
+            await commits.close(until=max(last_call_at, loop.time() + LAST_CALLS_S / 3))
         except Exception as error:  # of a store of the user's
             failure = error
         if self.state is not ConsumerState.FAILED:
