@@ -159,6 +159,7 @@ class EventKind(StrEnum):
     LOCK_LOST = "lock-lost"
     MESSAGE_SENT_BACK = "message-sent-back"
     MESSAGE_GIVEN_UP = "message-given-up"
+    MESSAGE_UNWANTED = "message-unwanted"
     MESSAGE_STUCK = "message-stuck"
     SEND_BACK_FAILED = "send-back-failed"
     LISTENER_RESULT_UNKNOWN = "listener-result-unknown"

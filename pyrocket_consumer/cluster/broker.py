@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
+from pyrocket_consumer.net.connection import OnLate
 from pyrocket_consumer.wire.bodies import (
     LockRequest,
     decode_consumer_list,
@@ -59,6 +60,9 @@ STORED_CODES = DEGRADED_CODES | {ResponseCode.SUCCESS}
 _PULL_CODES = frozenset(status.value for status in PullStatus)
 RESET_REMARK = "OFFSET_RESET"
 """How a broker marks a correction that is a reset made at the broker."""
+
+_STORED_REMARKS = frozenset({"FLUSH_DISK_TIMEOUT", "FLUSH_SLAVE_TIMEOUT", "SLAVE_NOT_AVAILABLE"})
+"""What a broker says, as an error, of a message it has taken back and stored, but not as safely as it should be."""
 
 _RESET_PENDING_REMARK = "previously reset"
 _NO_CONSUMER_REMARK = "no consumer for this group"
@@ -164,15 +168,23 @@ class Broker:
         await self._cluster.oneway(await self._address(header.topic), header, body)
 
     async def send_back(
-        self, group: str, message: Message, delay_level: int, max_reconsume_times: int | None = None
+        self,
+        group: str,
+        message: Message,
+        delay_level: int,
+        max_reconsume_times: int | None = None,
+        *,
+        on_late: Callable[[], None] = lambda: None,
     ) -> None:
         """Have `group` get `message` again later, as one of its retry topic.
 
         `delay_level` 0 lets the broker choose by the number of attempts; a negative one gives the message up (to the
-        dead-letter topic), and so does the broker after `max_reconsume_times` attempts.
+        dead-letter topic), and so does the broker after `max_reconsume_times` attempts. `on_late` is called when
+        the broker says that it is done after RequestTimeout was raised.
 
         Raises:
-            FlowControl: the broker is busy. Repeat it.
+            RequestTimeout, ConnectionLost: it may have been done. Each repetition may be one message more.
+            FlowControl: the broker is busy and has not done it. Repeat it.
             BrokerError: for example 1, the broker has deleted the message.
         Source: ConsumerSendMsgBackRequestHeader.
         """
@@ -186,7 +198,16 @@ class Broker:
             max_reconsume_times=max_reconsume_times,
             broker_name=self.name,
         )
-        await self._call(header, message.queue.topic)
+
+        def late(answer: RemotingCommand) -> None:
+            if answer.code == ResponseCode.SUCCESS or answer.remark in _STORED_REMARKS:
+                on_late()
+
+        try:
+            await self._call(header, message.queue.topic, on_late=late)
+        except BrokerError as error:
+            if error.remark not in _STORED_REMARKS:
+                raise
 
     # --- offsets
 
@@ -322,9 +343,15 @@ class Broker:
     # --- addresses
 
     async def _call(
-        self, header: Header, topic: str | None, body: bytes = b"", *, accept: Container[int] = (0,)
+        self,
+        header: Header,
+        topic: str | None,
+        body: bytes = b"",
+        *,
+        accept: Container[int] = (0,),
+        on_late: OnLate | None = None,
     ) -> RemotingCommand:
-        return await self._cluster.call(await self._address(topic), header, body, accept=accept)
+        return await self._cluster.call(await self._address(topic), header, body, accept=accept, on_late=on_late)
 
     async def _address(self, topic: str | None, broker_id: int = MASTER_ID, *, any_id: bool = False) -> str:
         """Return the address of the master; with `any_id` that of `broker_id` or, if it is away, the next best.

@@ -10,6 +10,7 @@ import random
 import ssl
 from collections.abc import Awaitable, Callable, Collection, Container, Coroutine
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import MASTER_ID, TopicRoute
-from pyrocket_consumer.net.connection import Connection, Sign
+from pyrocket_consumer.net.connection import Connection, OnLate, Sign
 from pyrocket_consumer.net.connections import Connections
 from pyrocket_consumer.net.direct import DirectConnection, open_direct
 from pyrocket_consumer.net.io_thread import IoThread
@@ -235,10 +236,12 @@ class Cluster:
         timeout_s: float | None = None,
         accept: Container[int] = (0,),
         code: int | None = None,
+        on_late: OnLate | None = None,
     ) -> RemotingCommand:
         """Return the answer of the server at `address`. Connecting, if need be, counts towards `timeout_s`.
 
-        `accept` are the codes that are no error; `code` replaces the header's request code.
+        `accept` are the codes that are no error; `code` replaces the header's request code. `on_late` gets an answer
+        that comes after the timeout.
 
         Raises:
             BrokerError: it answered with another code; PermissionDenied and FlowControl are kinds of it.
@@ -246,7 +249,7 @@ class Cluster:
             RequestTimeout, ConnectionLost: no answer came. It may have been done or not.
         """
         command = request(header, body, code=code)
-        return await self._send(address, command, timeout_s or self.config.call_timeout_s, accept)
+        return await self._send(address, command, timeout_s or self.config.call_timeout_s, accept, on_late)
 
     async def call_each(
         self, address: str, commands: Collection[RemotingCommand]
@@ -269,12 +272,16 @@ class Cluster:
         return [_judged(answer, address) for answer in answers]
 
     async def _send(
-        self, address: str, command: RemotingCommand, timeout_s: float, accept: Container[int]
+        self,
+        address: str,
+        command: RemotingCommand,
+        timeout_s: float,
+        accept: Container[int],
+        on_late: OnLate | None = None,
     ) -> RemotingCommand:
         connection, timeout_s = await self._connected(address, timeout_s)
-        is_member = self._is_member(address)
-        answer = await (connection.call(command, timeout_s) if is_member else self._ask(connection, command, timeout_s))
-        return check_answer(answer, address, accept)
+        ask = connection.call if self._is_member(address) else partial(self._ask, connection)
+        return check_answer(await ask(command, timeout_s, on_late), address, accept)
 
     async def _connected(self, address: str, timeout_s: float) -> tuple[Connection, float]:
         """Return an open connection, and what it has left of `timeout_s`."""
@@ -292,7 +299,9 @@ class Cluster:
     def _is_member(self, address: str) -> bool:
         return self._heartbeats.needed and address in self._members()
 
-    async def _ask(self, connection: Connection, command: RemotingCommand, timeout_s: float) -> RemotingCommand:
+    async def _ask(
+        self, connection: Connection, command: RemotingCommand, timeout_s: float, on_late: OnLate | None = None
+    ) -> RemotingCommand:
         """Return the answer; close a connection on which several in a row did not come.
 
         What has become of a peer that fell silent is learned only by a new connection: the old one may wait for a
@@ -300,7 +309,7 @@ class Cluster:
         """
         address = connection.address
         try:
-            answer = await connection.call(command, timeout_s)
+            answer = await connection.call(command, timeout_s, on_late)
         except RequestTimeout:
             self._not_answered(connection, 1)
             raise

@@ -13,7 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, failed_messages
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
@@ -21,21 +23,30 @@ from pyrocket_consumer.wire.message import Message
 
 log = logging.getLogger("pyrocket_consumer.consumer")
 
+T = TypeVar("T")
+
 CHUNK_TIME_S = 0.0005
 LARGEST_CHUNK = 32
 STUCK_AFTER_S = 0.005
 
+_calling: ContextVar[Workers | None] = ContextVar("pyrocket_calling", default=None)
+"""Whose listener call this is. Set once in each worker; what a listener begins (tasks, `to_thread`) has it, too."""
+
 
 class Chunk:
-    """Units for one worker, of one queue. The worker takes from the left; what it has not begun can be taken back."""
+    """Units for one worker, of one queue. The worker takes from the left; what it has not begun can be taken back.
 
-    __slots__ = ("window", "listener", "todo", "done", "begun_at", "current", "turn")
+    So can what it has finished, while it is stuck: each message that failed is handed over by whoever takes it out.
+    """
+
+    __slots__ = ("window", "listener", "todo", "done", "failed", "begun_at", "current", "turn")
 
     def __init__(self, window: ProcessQueue, listener: Listener, units: deque[list[Message]] | deque[Message]) -> None:
         self.window = window
         self.listener = listener
         self.todo: deque[Any] = units
         self.done: list[Message] = []
+        self.failed: list[Failed] = []
         self.begun_at = 0.0
         self.current: Any = None  # the unit whose listener call is running
         self.turn: Turn | None = None  # what an orderly queue has to say
@@ -47,8 +58,11 @@ class Turn(Protocol):
     def may_go_on(self) -> bool:
         """Tell whether the next listener call may begin."""
 
-    def judge(self, outcome: Outcome, unit: Any, result: object) -> bool:
-        """Note the result of a call that did not simply succeed. Returns whether the turn goes on."""
+    def judge(self, unit: Any, result: object) -> tuple[bool, bool]:
+        """Note the result of a call that did not simply succeed.
+
+        Returns whether the turn goes on, and whether the result means something.
+        """
 
     def committed(self) -> list[Message]:
         """Return what now counts as consumed."""
@@ -67,7 +81,7 @@ class Outcome(Protocol):
         """A listener raised instead of returning."""
 
     def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
-        """A listener returned something that means nothing."""
+        """A listener returned something that means nothing, for the first time something of that type."""
 
     def worker_failed(self, error: BaseException) -> None:
         """What surrounds the listener failed, which must not be: the offset store, or something of ours."""
@@ -95,11 +109,56 @@ class Workers(Protocol):
     def waiting(self) -> int:
         """Return how many chunks no worker has begun, about."""
 
+    def hand_over(self, chunk: Chunk) -> None:
+        """Hand over what became of messages of a chunk whose worker is still in it; not for orderly queues."""
+
     def stop(self) -> None:
         """Begin no further chunk. What runs goes on; nothing waits for it here."""
 
     def abandon(self) -> None:
         """Wait for what still runs no longer; cancel it where that can be done."""
+
+    async def call_once(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """Call a listener where these workers call it, beside their work. Returns its result, or what it raised."""
+
+
+class Service:
+    """What hands messages to workers: plain and async ones, made when the first listener of their kind needs them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, workers_for: Callable[[bool], Workers]) -> None:
+        """`workers_for` gets whether the workers are to await their listeners."""
+        self._loop = loop
+        self._workers_for = workers_for
+        self._by_kind: dict[bool, Workers] = {}
+
+    def _workers_of(self, listener: Listener) -> Workers:
+        workers = self._by_kind.get(listener.is_async)
+        if workers is None:
+            workers = self._by_kind[listener.is_async] = self._workers_for(listener.is_async)
+        return workers
+
+    def workers(self) -> list[Workers]:
+        """Return the kinds of workers in use."""
+        return list(self._by_kind.values())
+
+    def is_own_call(self) -> bool:
+        """Tell whether the caller is a listener call of this consumer, or something that one began. Any thread.
+
+        Who waits there until no call runs waits for itself.
+        """
+        return (calling := _calling.get()) is not None and calling in self.workers()
+
+    async def call_once(
+        self, listener: Listener, unit: Any, context: ConsumeContext
+    ) -> tuple[object, BaseException | None]:
+        """Call `listener` where it is always called, beside the work. Returns its result, or what it raised."""
+        arguments = (unit, context) if listener.wants_context else (unit,)
+        return await self._workers_of(listener).call_once(partial(listener.call, *arguments))
+
+    def abandon(self) -> None:
+        """Wait for listener calls no longer."""
+        for workers in self.workers():
+            workers.abandon()
 
 
 def messages_of(unit: Any) -> Sequence[Message]:
@@ -119,43 +178,65 @@ class _Runner:
     def __init__(self, outcome: Outcome, consume_timeout_s: float) -> None:
         self.outcome = outcome
         self.consume_timeout_s = consume_timeout_s
+        self._told: dict[tuple[int, type], Listener] = {}  # results that mean nothing; kept, so that ids stay theirs
 
     def context(self, chunk: Chunk, unit: Any) -> ConsumeContext:
         first = messages_of(unit)[0]
         deadline = time.monotonic() + self.consume_timeout_s
         return ConsumeContext(chunk.window.queue, first.reconsume_times + 1, deadline)
 
-    def judge(self, chunk: Chunk, unit: Any, result: object, failed: list[Failed]) -> bool:
+    def judge(self, chunk: Chunk, unit: Any, result: object) -> bool:
         """Sort the messages of a call that did not simply succeed. Returns whether the chunk goes on."""
-        if chunk.turn is not None:
-            return chunk.turn.judge(self.outcome, unit, result)
         messages = messages_of(unit)
-        bad, known = failed_messages(result, messages)
+        if chunk.turn is not None:
+            goes_on, known = chunk.turn.judge(unit, result)
+        else:
+            bad, known = failed_messages(result, messages)
+            goes_on = True
+            chunk.failed.extend(bad)
+            again = {id(message) for message, _ in bad}
+            chunk.done.extend(message for message in messages if id(message) not in again)
         if not known:
-            self.outcome.result_unknown(chunk.window, messages[0], result)
-        failed.extend(bad)
-        again = {id(message) for message, _ in bad}
-        chunk.done.extend(message for message in messages if id(message) not in again)
-        return True
+            self._unknown(chunk, messages[0], result)
+        return goes_on
 
-    def raised(self, chunk: Chunk, unit: Any, error: BaseException, failed: list[Failed]) -> bool:
+    def _unknown(self, chunk: Chunk, message: Message, result: object) -> None:
+        """Tell of the first such result of a listener: the thousandth says nothing new."""
+        key = (id(chunk.listener), type(result))
+        if key not in self._told:
+            self._told[key] = chunk.listener
+            self.outcome.result_unknown(chunk.window, message, result)
+
+    def raised(self, chunk: Chunk, unit: Any, error: BaseException) -> bool:
         """Note that a listener raised. Returns whether the chunk goes on."""
         messages = messages_of(unit)
         self.outcome.listener_raised(chunk.window, messages[0], error)
         if chunk.turn is not None:
-            return chunk.turn.judge(self.outcome, unit, ConsumeResult.RETRY)
-        failed.extend((message, 0) for message in messages)
+            return chunk.turn.judge(unit, ConsumeResult.RETRY)[0]
+        chunk.failed.extend((message, 0) for message in messages)
         return True
 
-    def finish(self, chunk: Chunk, calls: int, failed: list[Failed]) -> None:
+    def hand_over(self, chunk: Chunk) -> None:
+        """Hand over what became of messages of a chunk whose worker is still in it. Called on the I/O thread."""
+        try:
+            chunk.window.ack(pop_all(chunk.done))
+        except BaseException as error:
+            self.outcome.worker_failed(error)
+        if failed := pop_all(chunk.failed):
+            self.outcome.failed(chunk.window, failed)
+
+    def finish(self, chunk: Chunk, calls: int) -> None:
+        """Hand over what became of the chunk's messages. An error of the offset store keeps none of it back."""
         chunk.current = None
         chunk.window.last_consumed_at = now = chunk.window.clock()
-        done = chunk.done if chunk.turn is None else chunk.turn.committed()
-        chunk.window.ack(done, now - chunk.begun_at, calls)
-        if failed:
-            self.outcome.failed(chunk.window, failed)
-        if chunk.turn is not None:
-            chunk.turn.end()
+        try:
+            done = chunk.done if chunk.turn is None else chunk.turn.committed()
+            chunk.window.ack(done, now - chunk.begun_at, calls)
+        finally:
+            if chunk.failed and (failed := pop_all(chunk.failed)):
+                self.outcome.failed(chunk.window, failed)
+            if chunk.turn is not None:
+                chunk.turn.end()
 
     def leave(self, chunk: Chunk) -> None:
         """Work has stopped: unfinished messages stay unfinished. They come again, to somebody else."""
@@ -230,7 +311,32 @@ class ThreadWorkers(_Runner):
     def abandon(self) -> None:
         """A thread cannot be cancelled: what it runs finishes unheard, and its thread then ends."""
 
+    async def call_once(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """Call on a thread of its own, which keeps no process alive."""
+        answer = self._loop.create_future()
+
+        def run() -> None:
+            _calling.set(self)
+            result, raised = None, None
+            try:
+                result = call()
+            except BaseException as error:  # it must not end the thread, nor the loop that hears of it
+                raised = error
+            try:
+                self._loop.call_soon_threadsafe(told, result, raised)
+            except RuntimeError:
+                pass  # the loop has ended
+
+        def told(result: Any, raised: BaseException | None) -> None:
+            if not answer.done():
+                answer.set_result((result, raised))
+
+        threading.Thread(target=run, name="pyrocket-consume-once", daemon=True).start()
+        found: tuple[Any, BaseException | None] = await answer
+        return found
+
     def _work(self, slot: Slot) -> None:
+        _calling.set(self)
         take, bell = self._chunks.popleft, threading.Lock()
         bell.acquire()
         while True:
@@ -260,7 +366,7 @@ class ThreadWorkers(_Runner):
         window, listener, take, done = chunk.window, chunk.listener, chunk.todo.popleft, chunk.done
         call, context = listener.call, listener.wants_context
         add = done.extend if listener.batch_size > 1 else done.append
-        turn, failed, calls = chunk.turn, list[Failed](), 0
+        turn, calls = chunk.turn, 0
         while not window.dropped and (turn is None or turn.may_go_on()):
             try:
                 unit = take()
@@ -271,14 +377,14 @@ class ThreadWorkers(_Runner):
             try:
                 result = call(unit, self.context(chunk, unit)) if context else call(unit)
             except BaseException as error:  # SystemExit of a listener must not end a worker
-                if self.raised(chunk, unit, error, failed):
+                if self.raised(chunk, unit, error):
                     continue
                 break
             if result is None or result is ConsumeResult.SUCCESS:
                 add(unit)
-            elif not self.judge(chunk, unit, result, failed):
+            elif not self.judge(chunk, unit, result):
                 break
-        self.finish(chunk, calls, failed)
+        self.finish(chunk, calls)
 
 
 class AsyncWorkers(_Runner):
@@ -292,30 +398,59 @@ class AsyncWorkers(_Runner):
         self._own = loop is None
         self._loop = loop or asyncio.new_event_loop()
         self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of their slot
+        self._missing: list[int] = []  # slots whose worker was cancelled by somebody else
         self._arrived: deque[Chunk] = deque()
         self._stopping = False
+        self._abandoned = False
+        self._ended = False
         if self._own:
             threading.Thread(target=self._run_loop, name="pyrocket-listener", daemon=True).start()
         self._loop.call_soon_threadsafe(self._begin)
 
     def _run_loop(self) -> None:
+        """Run the loop until its workers have ended, whatever listeners do to it."""
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._ended:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:  # SystemExit and KeyboardInterrupt of a task leave the loop, too
+                log.error("a task that a listener began raised %r", error, exc_info=error)
         self._loop.close()
 
     def _begin(self) -> None:
-        self._tasks = [self._loop.create_task(self._work(slot)) for slot in self.slots]
+        for number in range(len(self.slots)):
+            self._begin_worker(number)
+
+    def _begin_worker(self, number: int) -> None:
+        task = self._tasks[number] = self._loop.create_task(self._work(self.slots[number]))
+        task.add_done_callback(lambda task: self._worker_ended(number))
+
+    def _worker_ended(self, number: int) -> None:
+        """Note that a worker was cancelled: by a listener, which ran in its task, or because the loop is to end.
+
+        So another begins only when there is work: whoever ends a loop waits until no task is left.
+        """
+        if not self._stopping:
+            self._missing.append(number)
+            if not self._chunks.empty():
+                self._begin_missing()
+
+    def _begin_missing(self) -> None:
+        while self._missing and not self._stopping:
+            self._begin_worker(self._missing.pop())
 
     def put(self, chunk: Chunk) -> None:
         self._arrived.append(chunk)
         if len(self._arrived) == 1:  # one wake-up serves all that come before it
-            self._loop.call_soon_threadsafe(self._take_arrived)
+            self._on_loop(self._take_arrived)
 
     def waiting(self) -> int:
         return self._chunks.qsize() + len(self._arrived)
 
     def _take_arrived(self) -> None:
+        if self._missing:
+            self._begin_missing()
         while True:
             try:
                 self._chunks.put_nowait(self._arrived.popleft())
@@ -339,17 +474,38 @@ class AsyncWorkers(_Runner):
         self._take_arrived()
         while not self._chunks.empty():
             self.leave(self._chunks.get_nowait())
-        for task, slot in zip(self._tasks, self.slots, strict=True):
-            if slot.chunk is None:
+        for number, task in self._tasks.items():
+            if self.slots[number].chunk is None:
                 task.cancel()
         if self._own:
-            asyncio.gather(*self._tasks, return_exceptions=True).add_done_callback(lambda done: self._loop.stop())
+            asyncio.gather(*self._tasks.values(), return_exceptions=True).add_done_callback(self._end_loop)
+
+    def _end_loop(self, done: object) -> None:
+        self._ended = True
+        self._loop.stop()
 
     def _end_all(self) -> None:
-        for task in self._tasks:
+        self._abandoned = True
+        for task in self._tasks.values():
             task.cancel()
 
+    async def call_once(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        async def run() -> tuple[Any, BaseException | None]:
+            _calling.set(self)
+            try:
+                return await call(), None
+            except BaseException as error:  # it must not end the loop
+                return None, error
+
+        running = run()
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, self._loop))
+        except RuntimeError as error:  # the loop has ended
+            running.close()
+            return None, error
+
     async def _work(self, slot: Slot) -> None:
+        _calling.set(self)
         while not self._stopping:
             chunk = await self._chunks.get()
             slot.chunk = chunk
@@ -364,8 +520,8 @@ class AsyncWorkers(_Runner):
 
     async def _consume(self, chunk: Chunk) -> None:
         chunk.begun_at = chunk.window.clock()
-        listener, turn = chunk.listener, chunk.turn
-        failed, calls, goes_on = list[Failed](), 0, True
+        listener, turn, cancelling = chunk.listener, chunk.turn, _this_task().cancelling
+        calls, goes_on = 0, True
         while goes_on and not chunk.window.dropped and (turn is None or turn.may_go_on()):
             try:
                 unit = chunk.current = chunk.todo.popleft()
@@ -378,38 +534,36 @@ class AsyncWorkers(_Runner):
                 )
                 result = await call
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise  # we are being stopped; the messages stay unfinished
-                goes_on = self.raised(chunk, unit, asyncio.CancelledError("the listener was cancelled"), failed)
+                if self._abandoned:
+                    raise  # the messages stay unfinished
+                goes_on = self.raised(chunk, unit, asyncio.CancelledError("the listener was cancelled"))
             except BaseException as error:
                 if isinstance(error, GeneratorExit) and not self._loop.is_running():
                     raise  # the loop was closed under us
-                goes_on = self.raised(chunk, unit, error, failed)
+                goes_on = self.raised(chunk, unit, error)
             else:
-                goes_on = self.judge(chunk, unit, result, failed)
-        self.finish(chunk, calls, failed)
+                goes_on = self.judge(chunk, unit, result)
+            if cancelling():  # this task: the next listener shall not pay for it, so another worker takes what is left
+                if turn is None and (rest := pop_all(chunk.todo)):
+                    self._chunks.put_nowait(Chunk(chunk.window, listener, deque(rest)))
+                self.finish(chunk, calls)
+                raise asyncio.CancelledError
+        self.finish(chunk, calls)
 
 
-class ConsumeService:
+def _this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+class ConsumeService(Service):
     """Cuts answers into chunks for the workers, and looks after the slow ones. Confined to the I/O thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, workers_for: Callable[[bool], Workers]) -> None:
-        self._loop = loop
-        self._workers_for = workers_for
-        self._workers: dict[bool, Workers] = {}
+        super().__init__(loop, workers_for)
         self._tick: asyncio.TimerHandle | None = None
         self._quiet_looks = 0
-
-    def workers(self) -> list[Workers]:
-        """Return the kinds of workers in use."""
-        return list(self._workers.values())
-
-    def _workers_of(self, listener: Listener) -> Workers:
-        workers = self._workers.get(listener.is_async)
-        if workers is None:
-            workers = self._workers[listener.is_async] = self._workers_for(listener.is_async)
-        return workers
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
         """Hand `messages` to the workers."""
@@ -426,21 +580,21 @@ class ConsumeService:
             self._tick = self._loop.call_later(STUCK_AFTER_S, self._take_back)
 
     def _take_back(self) -> None:
-        """Give to others what workers stuck in a chunk have not begun; go on while anything divisible runs."""
+        """Take from workers stuck in a chunk what need not wait for their call; go on while there is any such chunk."""
         self._tick = None
         now = self._loop.time()
         busy = False
-        for workers in self._workers.values():
+        for workers in self.workers():
             busy = busy or workers.waiting() > 0
             for slot in workers.slots:
                 chunk = slot.chunk
-                if chunk is None or not chunk.todo:
+                if chunk is None or not (chunk.todo or chunk.done or chunk.failed):
                     continue
                 busy = True
                 if chunk.begun_at and now - chunk.begun_at > STUCK_AFTER_S:
-                    for unit in _pop_all(chunk.todo):
+                    for unit in pop_all(chunk.todo):
                         workers.put(Chunk(chunk.window, chunk.listener, deque((unit,))))
-                    chunk.window.ack(chunk.done[:])  # what it has finished need not wait for the call that is stuck
+                    workers.hand_over(chunk)
         self._quiet_looks = 0 if busy else self._quiet_looks + 1
         if self._quiet_looks < 3:  # a worker may be between taking a chunk and showing it
             self._tick = self._loop.call_later(STUCK_AFTER_S, self._take_back)
@@ -448,7 +602,7 @@ class ConsumeService:
     def stuck(self, timeout_s: float, now: float) -> list[tuple[ProcessQueue, Sequence[Message]]]:
         """Return the messages whose listener call was already running, at an earlier look, `timeout_s` ago."""
         found = []
-        for workers in self._workers.values():
+        for workers in self.workers():
             for slot in workers.slots:
                 chunk = slot.chunk
                 unit = chunk.current if chunk is not None else None
@@ -462,7 +616,7 @@ class ConsumeService:
         """Return how many listener calls are running (of `window`)."""
         return sum(
             1
-            for workers in self._workers.values()
+            for workers in self.workers()
             for slot in workers.slots
             if (chunk := slot.chunk) is not None and (window is None or chunk.window is window)
         )
@@ -478,23 +632,19 @@ class ConsumeService:
         if self._tick is not None:
             self._tick.cancel()
             self._tick = None
-        for workers in self._workers.values():
+        for workers in self.workers():
             workers.stop()
             for slot in workers.slots:
                 if (chunk := slot.chunk) is not None:
-                    _pop_all(chunk.todo)
-
-    def abandon(self) -> None:
-        """Wait for listener calls no longer."""
-        for workers in self._workers.values():
-            workers.abandon()
+                    pop_all(chunk.todo)
+                    workers.hand_over(chunk)
 
 
-def _pop_all(units: deque[Any]) -> list[Any]:
-    """Empty `units` from the right, while its worker may take from the left; return them in order."""
-    taken = []
+def pop_all(from_: deque[T] | list[T]) -> list[T]:
+    """Empty a deque or list from the right, while its worker may take from the left or add; return it in order."""
+    taken: list[T] = []
     while True:
         try:
-            taken.append(units.pop())
+            taken.append(from_.pop())
         except IndexError:
             return taken[::-1]

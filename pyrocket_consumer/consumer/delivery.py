@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from pyrocket_consumer.consumer.listener import Listener
@@ -25,6 +26,8 @@ class Delivery:
     def __init__(self, subscriptions: Subscriptions, service: Service) -> None:
         self._subscriptions = subscriptions
         self._service = service
+        self.on_unwanted: Callable[[ProcessQueue, Message], None] = lambda window, message: None
+        """Gets retried messages of topics that are not subscribed to."""
 
     def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
         """Hand `messages` over; nothing when their topic is not subscribed to any more: the queue ends soon."""
@@ -36,11 +39,14 @@ class Delivery:
             self._service.dispatch(window, found.listener, messages)
             return
         for message in messages:  # retried messages of several topics share a queue
-            self._service.dispatch(window, self._listener(message, found.listener), [message])
+            if (listener := self._listener(message, found.listener)) is not None:
+                self._service.dispatch(window, listener, [message])
+            else:
+                self.on_unwanted(window, message)
 
-    def _listener(self, message: Message, otherwise: Listener) -> Listener:
+    def _listener(self, message: Message, of_retry_topic: Listener) -> Listener | None:
         try:
             found = self._subscriptions.get(message.topic)
         except ProtocolError:  # a damaged record; its listener will meet the error
-            found = None
-        return found.listener if found is not None else otherwise
+            return of_retry_topic
+        return found.listener if found is not None else None

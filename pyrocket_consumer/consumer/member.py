@@ -80,6 +80,7 @@ class GroupMember:
         self.service = self._service(lambda is_async: workers_for(is_async, self._outcomes), counts)
         delivery = Delivery(group.subscriptions, self.service)
         self.retries = Retries(group, delivery, counts)
+        delivery.on_unwanted = self.retries.add_unwanted
         self._outcomes = Outcomes(group, self.retries, counts)
         self._pulling = Pulling(group, delivery)
         self.assignments = Assignments(group, commits, self._pulling, self.service, self.locks, counts)
@@ -91,7 +92,9 @@ class GroupMember:
         self._expressions = Expressions(group)
         self._rebalance = Rebalance(group, self.assignments, self.resets, self._expressions)
         self._statistics = Statistics(group.loop.time, self.assignments.totals, self.assignments.listener_time_s)
-        self._requests = BrokerRequests(group, self.assignments, commits, self.resets, self._statistics)
+        self._requests = BrokerRequests(
+            group, self.assignments, commits, self.resets, self._statistics, self.service
+        )
         self._masters: dict[str, str] = {}  # by broker name
         self._ending: asyncio.Task[None] | None = None
         self._end_calls_by = float("inf")
@@ -105,8 +108,10 @@ class GroupMember:
             workers_for,
             auto_commit=config.auto_commit,
             max_attempts=config.most_attempts,
+            begin=self.group.tasks.begin,
             give_up=lambda window, message: self.retries.give_up(window, message),
             failed=lambda window, count: counts.failed(window.queue.topic, count),
+            held_up=lambda window: self._outcomes.held_up(window),
         )
 
     # --- subscriptions
@@ -224,12 +229,14 @@ class GroupMember:
                 level=logging.WARNING,
             )
         self.retries.cancel()
+        # The lock of a queue whose call runs on is left to expire: its next owner shall not begin beside that call.
+        free = [queue for queue, window in self.assignments.windows().items() if not self.service.running(window)]
         queues = self.assignments.fence_all()
         self.service.abandon()
         last_call_at = loop.time() + LAST_CALLS_S
         await self._store_finally(queues, last_call_at)
         await asyncio.wait(
-            [loop.create_task(self._leave(queues))], timeout=max(last_call_at - loop.time(), LAST_CALLS_S / 3)
+            [loop.create_task(self._leave(free))], timeout=max(last_call_at - loop.time(), LAST_CALLS_S / 3)
         )
         await group.tasks.settle(last_call_at)
         failure: Exception | None = None
@@ -257,7 +264,7 @@ class GroupMember:
             self.group.event(EventKind.COMMIT_FAILED, text, queue, level=logging.WARNING)
 
     async def _leave(self, queues: list[MessageQueue]) -> None:
-        """Give locks back and have the brokers forget us, so that others need not wait until they find out."""
+        """Unlock `queues` and have the brokers forget us, so that others need not wait until they find out."""
         group = self.group
         if self.locks is not None:
             await self.locks.release(queues)

@@ -2,45 +2,81 @@
 
 A queue's messages wait in its line. One turn at a time is with a worker; what a turn could not finish goes back to the
 head of the line, and the line pauses. In a clustering group a queue is ours only while the broker's lock is: a turn
-looks at the lock before each call.
+looks at the lock before each call. A queue that begins anew (after a reset, say) has a new line, which waits until the
+call of the former one has returned.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from pyrocket_consumer.consumer.consume import (
     CHUNK_TIME_S,
     LARGEST_CHUNK,
     Chunk,
-    Outcome,
+    Service,
     Workers,
     messages_of,
     units_of,
 )
 from pyrocket_consumer.consumer.listener import SUSPEND_S, ConsumeResult, Listener, suspension
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
+from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.message import Message
 
-GiveUp = Callable[[ProcessQueue, Message], Awaitable[bool]]
-"""Sends a message to the dead letters; returns whether it is there."""
+GiveUp = Callable[[ProcessQueue, Message], Awaitable[float]]
+"""Sends a message to the dead letters; returns 0 once it is there, else after how many seconds to try again."""
+
+Consumed = list[tuple[Listener, list[Message]]]
+"""Messages in order, with the listener that each is for: those of a retry topic's queue are of several topics."""
+
+HELD_UP_AFTER_S = 5.0
+"""A new line that has waited so long for the call of the former one is told."""
 
 
 class Line:
     """The messages of one window that wait for their turn. Confined to the I/O thread, but for `uncommitted`."""
 
-    __slots__ = ("window", "listener", "waiting", "busy", "pause", "uncommitted")
+    __slots__ = ("window", "waiting", "pause", "uncommitted")
 
-    def __init__(self, window: ProcessQueue, listener: Listener) -> None:
+    def __init__(self, window: ProcessQueue) -> None:
         self.window = window
-        self.listener = listener
-        self.waiting: deque[Any] = deque()
-        self.busy = False
+        self.waiting: deque[tuple[Listener, deque[Any]]] = deque()  # units, those next to each other that are alike
         self.pause: asyncio.TimerHandle | None = None
-        self.uncommitted: list[Message] = []  # consumed, not yet committed by the listener; of the worker in turn
+        self.uncommitted: Consumed = []  # consumed, not yet committed by the listener; of the worker in turn
+
+    def append(self, listener: Listener, units: list[Any]) -> None:
+        """Add units to the end."""
+        if self.waiting and self.waiting[-1][0] is listener:
+            self.waiting[-1][1].extend(units)
+        elif units:
+            self.waiting.append((listener, deque(units)))
+
+    def put_back(self, listener: Listener, units: list[Any]) -> None:
+        """Add units before the first."""
+        if self.waiting and self.waiting[0][0] is listener:
+            self.waiting[0][1].extendleft(reversed(units))
+        elif units:
+            self.waiting.appendleft((listener, deque(units)))
+
+    def take(self, most: int) -> tuple[Listener, deque[Any]]:
+        """Remove the first units, of one listener; there must be any."""
+        listener, units = self.waiting[0]
+        taken = deque(units.popleft() for _ in range(min(most, len(units))))
+        if not units:
+            self.waiting.popleft()
+        return listener, taken
+
+    def remove(self, gone: list[Message]) -> None:
+        """Remove messages wherever they are."""
+        ids = {id(message) for message in gone}
+        before, self.waiting = self.waiting, deque()
+        for listener, units in before:
+            left = [message for unit in units for message in messages_of(unit) if id(message) not in ids]
+            self.append(listener, units_of(listener, left))
 
 
 class LineTurn:
@@ -49,7 +85,7 @@ class LineTurn:
     def __init__(self, service: OrderlyService, line: Line, chunk: Chunk) -> None:
         self.line = line
         self.chunk = chunk
-        self.left: list[Message] = []  # what comes again first, when the turn ended early
+        self.left: Consumed = []  # what comes again first, when the turn ended early
         self.failed = False  # their listener failed; else it rolled them back
         self.suspend_s = 0.0
         self._service = service
@@ -58,37 +94,37 @@ class LineTurn:
     def may_go_on(self) -> bool:
         return self.line.window.may_consume() and not self._service.stopped
 
-    def judge(self, outcome: Outcome, unit: Any, result: object) -> bool:
-        messages, done, uncommitted = messages_of(unit), self.chunk.done, self.line.uncommitted
+    def judge(self, unit: Any, result: object) -> tuple[bool, bool]:
+        messages, listener, done = messages_of(unit), self.chunk.listener, self.chunk.done
         if result is ConsumeResult.COMMIT:
-            self._final += [*uncommitted, *done, *messages]
-            uncommitted.clear()
+            self._final += [*(each for _, some in self.line.uncommitted for each in some), *done, *messages]
+            self.line.uncommitted.clear()
             done.clear()
-            return True
+            return True, True
         if result is ConsumeResult.ROLLBACK and not self._service.auto_commit:
-            self.left, self.suspend_s = [*uncommitted, *done, *messages], SUSPEND_S
-            uncommitted.clear()
+            self.left, self.suspend_s = [*self.line.uncommitted, (listener, [*done, *messages])], SUSPEND_S
+            self.line.uncommitted.clear()
             done.clear()
-            return False
-        self.left, self.suspend_s, known = suspension(result, messages)
-        if not known:
-            outcome.result_unknown(self.line.window, messages[0], result)
-        done.extend(messages[: len(messages) - len(self.left)])
-        self.failed = bool(self.left)
-        return not self.left
+            return False, True
+        left, self.suspend_s, known = suspension(result, messages)
+        done.extend(messages[: len(messages) - len(left)])
+        if left:
+            self.left, self.failed = [(listener, left)], True
+        return not left, known
 
     def committed(self) -> list[Message]:
         """Return what the turn has finished; without auto-commit, only what the listener committed."""
         if self._service.auto_commit:
             return self._final + self.chunk.done
-        self.line.uncommitted += self.chunk.done
+        if self.chunk.done:
+            self.line.uncommitted.append((self.chunk.listener, self.chunk.done))
         return self._final
 
     def end(self) -> None:
         self._service.turn_ended(self)
 
 
-class OrderlyService:
+class OrderlyService(Service):
     """Gives each queue's messages to the workers in order. Confined to the I/O thread."""
 
     def __init__(
@@ -98,83 +134,106 @@ class OrderlyService:
         *,
         auto_commit: bool,
         max_attempts: int | None,
+        begin: Callable[[Coroutine[Any, Any, None], str], object],
         give_up: GiveUp,
         failed: Callable[[ProcessQueue, int], None] = lambda window, count: None,
+        held_up: Callable[[ProcessQueue], None] = lambda window: None,
     ) -> None:
+        """`begin` begins a task and keeps it; `held_up` hears of queues that wait for a call of their former period."""
+        super().__init__(loop, workers_for)
         self.auto_commit = auto_commit
         self.stopped = False
-        self._loop = loop
-        self._workers_for = workers_for
-        self._workers: dict[bool, Workers] = {}
         self._max_attempts = max_attempts
+        self._begin = begin
         self._give_up = give_up
         self._failed = failed
-        self._lines: dict[ProcessQueue, Line] = {}
-        self._disposals: set[asyncio.Task[None]] = set()
+        self._held_up = held_up
+        self._lines: dict[MessageQueue, Line] = {}
+        self._in_turn: dict[MessageQueue, Line] = {}  # whose messages are with a worker, or are being given up
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
         """Add `messages` to the end of their line."""
-        line = self._lines.get(window)
-        if line is None:
-            line = self._lines[window] = Line(window, listener)
-        line.listener = listener
-        line.waiting.extend(units_of(listener, messages))
+        line = self._lines.get(window.queue)
+        if line is None or line.window is not window:
+            line = self._lines[window.queue] = Line(window)
+            if window.queue in self._in_turn:
+                self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_held_up, line, self._in_turn[window.queue])
+        line.append(listener, units_of(listener, messages))
         self._next(line)
+
+    def _tell_if_held_up(self, line: Line, former: Line) -> None:
+        queue = line.window.queue
+        if self._in_turn.get(queue) is former and self._lines.get(queue) is line and not self.stopped:
+            self._held_up(line.window)
 
     def go_on(self, window: ProcessQueue) -> None:
         """The queue's lock is there again."""
-        if (line := self._lines.get(window)) is not None:
+        if (line := self._line(window)) is not None:
             self._next(line)
+
+    def _line(self, window: ProcessQueue) -> Line | None:
+        line = self._lines.get(window.queue)
+        return line if line is not None and line.window is window else None
 
     def forget(self, window: ProcessQueue) -> None:
         """The window's life has ended."""
-        line = self._lines.pop(window, None)
-        if line is not None and line.pause is not None:
-            line.pause.cancel()
+        if (line := self._line(window)) is not None:
+            del self._lines[window.queue]
+            if line.pause is not None:
+                line.pause.cancel()
 
     def _next(self, line: Line) -> None:
         window = line.window
-        if line.busy or line.pause is not None or not line.waiting or self.stopped or not window.may_consume():
+        if (
+            window.queue in self._in_turn
+            or line.pause is not None
+            or not line.waiting
+            or self.stopped
+            or not window.may_consume()
+        ):
             return
-        size = min(max(int(CHUNK_TIME_S / window.listener_time_s), 1), LARGEST_CHUNK, len(line.waiting))
-        line.busy = True
-        chunk = Chunk(window, line.listener, deque(line.waiting.popleft() for _ in range(size)))
+        listener, units = line.take(min(max(int(CHUNK_TIME_S / window.listener_time_s), 1), LARGEST_CHUNK))
+        chunk = Chunk(window, listener, units)
         chunk.turn = LineTurn(self, line, chunk)
-        self._workers_of(line.listener).put(chunk)
-
-    def _workers_of(self, listener: Listener) -> Workers:
-        workers = self._workers.get(listener.is_async)
-        if workers is None:
-            workers = self._workers[listener.is_async] = self._workers_for(listener.is_async)
-        return workers
+        self._in_turn[window.queue] = line
+        self._workers_of(listener).put(chunk)
 
     def turn_ended(self, turn: LineTurn) -> None:
         """A worker is through with a turn. Called by workers."""
-        self._loop.call_soon_threadsafe(self._ended, turn)
+        try:
+            self._loop.call_soon_threadsafe(self._ended, turn)
+        except RuntimeError:
+            pass  # the consumer has ended before its listener
 
     def _ended(self, turn: LineTurn) -> None:
-        line, chunk, left = turn.line, turn.chunk, turn.left
+        line, chunk = turn.line, turn.chunk
         rest = list(chunk.todo)
         chunk.todo.clear()
-        line.waiting.extendleft(reversed([*units_of(chunk.listener, left), *rest]))
+        line.put_back(chunk.listener, rest)
+        for listener, messages in reversed(turn.left):
+            line.put_back(listener, units_of(listener, messages))
         exhausted: list[Message] = []
         if turn.failed:
-            self._failed(line.window, len(left))
-            for message in left:
+            failed = [message for _, messages in turn.left for message in messages]
+            self._failed(line.window, len(failed))
+            for message in failed:
                 message._extra_attempts += 1
                 if self._max_attempts is not None and message.reconsume_times > self._max_attempts:
                     exhausted.append(message)
-        if exhausted:
-            task = self._loop.create_task(self._dispose(line, exhausted))
-            self._disposals.add(task)
-            task.add_done_callback(self._disposals.discard)
-            return
-        line.busy = False
-        self._pause(line, turn.suspend_s)
+        if exhausted and not line.window.dropped:
+            self._begin(self._dispose(line, exhausted), "giving messages up")
+        else:
+            self._release(line, turn.suspend_s)
 
-    def _pause(self, line: Line, seconds: float) -> None:
-        if seconds > 0 and not self.stopped and line.window in self._lines:
-            line.pause = self._loop.call_later(seconds, self._resume, line)
+    def _release(self, line: Line, pause_s: float) -> None:
+        """End the turn of a line; the next one is its own after a pause, or that of the line that has followed it."""
+        self._in_turn.pop(line.window.queue, None)
+        present = self._lines.get(line.window.queue)
+        if present is not line:
+            if present is not None:
+                self._next(present)
+        elif pause_s > 0 and not self.stopped:
+            line.pause = self._loop.call_later(pause_s, self._resume, line)
         else:
             self._next(line)
 
@@ -184,24 +243,19 @@ class OrderlyService:
 
     async def _dispose(self, line: Line, exhausted: list[Message]) -> None:
         """Give messages up that have had their attempts; those that could not be sent stay at the head."""
-        gone = []
-        for message in exhausted:
-            if line.window.dropped or not await self._give_up(line.window, message):
-                break
-            gone.append(message)
-        if gone:
-            done = {id(message) for message in gone}
-            waiting = [message for unit in line.waiting for message in messages_of(unit) if id(message) not in done]
-            line.waiting = deque(units_of(line.listener, waiting))
+        gone: list[Message] = []
+        pause_s = 0.0
+        try:
+            for message in exhausted:
+                if line.window.dropped or (pause_s := await self._give_up(line.window, message)):
+                    break
+                gone.append(message)
+        finally:
+            line.remove(gone)
             line.window.ack(gone)
-        line.busy = False
-        self._pause(line, 0.0 if len(gone) == len(exhausted) else 1.0)
+            self._release(line, pause_s)
 
     # --- what both services do
-
-    def workers(self) -> list[Workers]:
-        """Return the kinds of workers in use."""
-        return list(self._workers.values())
 
     def stuck(self, timeout_s: float, now: float) -> list[tuple[ProcessQueue, list[Message]]]:
         """Nothing counts as stuck: to go on without the message would break the order."""
@@ -209,7 +263,7 @@ class OrderlyService:
 
     def running(self, window: ProcessQueue | None = None) -> int:
         """Return how many turns are with workers (of `window`)."""
-        return sum(line.busy and (window is None or line.window is window) for line in self._lines.values())
+        return sum(window is None or line.window is window for line in self._in_turn.values())
 
     def stop(self) -> None:
         """Begin no further listener call."""
@@ -217,15 +271,8 @@ class OrderlyService:
         for line in self._lines.values():
             if line.pause is not None:
                 line.pause.cancel()
-        for workers in self._workers.values():
+        for workers in self.workers():
             workers.stop()
             for slot in workers.slots:
                 if (chunk := slot.chunk) is not None:
                     chunk.todo.clear()
-
-    def abandon(self) -> None:
-        """Wait for listener calls no longer."""
-        for task in self._disposals:
-            task.cancel()
-        for workers in self._workers.values():
-            workers.abandon()

@@ -34,24 +34,30 @@ class Outcomes:
 
     def listener_raised(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
         log.warning(
-            "group=%s queue=%s offset=%d the listener raised; the message comes again",
+            "group=%s queue=%s offset=%d the listener raised; the message has failed",
             self._group.name,
             window.queue,
             message.queue_offset,
             exc_info=error,
         )
         facts = {"offset": message.queue_offset, "error": shown(error)}
-        event = ConsumerEvent(EventKind.LISTENER_FAILED, "the message comes again", window.queue, facts)
+        event = ConsumerEvent(EventKind.LISTENER_FAILED, "the message has failed", window.queue, facts)
         self._group.events.tell(event)
 
     def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
         self._group.event(
             EventKind.LISTENER_RESULT_UNKNOWN,
-            f"the listener returned {shown(result)}, which counts as RETRY; return None, ConsumeResult or Retry",
+            f"the listener returned {shown(result)}, which counts as RETRY: each such message comes again (told once); "
+            "have it return nothing (None) when a message is consumed, else ConsumeResult or Retry",
             window.queue,
             {"offset": message.queue_offset},
             level=logging.WARNING,
         )
+
+    def held_up(self, window: ProcessQueue) -> None:
+        """An orderly queue that began anew waits for a call of before."""
+        text = "a listener call from before the queue began anew still runs; the queue waits until it returns"
+        self._group.event(EventKind.MESSAGE_STUCK, text, window.queue, level=logging.WARNING)
 
     def worker_failed(self, error: BaseException) -> None:
         self._group.soon(self._group.surprised, "a worker failed", error)

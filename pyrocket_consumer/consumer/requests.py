@@ -14,8 +14,10 @@ import traceback
 
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.commit import Commits
+from pyrocket_consumer.consumer.consume import Service
+from pyrocket_consumer.consumer.events import shown
 from pyrocket_consumer.consumer.group import Group
-from pyrocket_consumer.consumer.listener import ConsumeContext, Listener, failed_messages
+from pyrocket_consumer.consumer.listener import ConsumeContext, failed_messages
 from pyrocket_consumer.consumer.locks import VALID_S
 from pyrocket_consumer.consumer.reset import Resets
 from pyrocket_consumer.consumer.statistics import Statistics
@@ -43,7 +45,13 @@ class BrokerRequests:
     """Answers them for one member. Confined to the I/O thread."""
 
     def __init__(
-        self, group: Group, assignments: Assignments, commits: Commits, resets: Resets, statistics: Statistics
+        self,
+        group: Group,
+        assignments: Assignments,
+        commits: Commits,
+        resets: Resets,
+        statistics: Statistics,
+        calls: Service,
     ) -> None:
         self.started_at_ms = 0
         self._group = group
@@ -51,6 +59,7 @@ class BrokerRequests:
         self._commits = commits
         self._resets = resets
         self._statistics = statistics
+        self._calls = calls
 
     def begin(self) -> None:
         """Answer from now on."""
@@ -191,28 +200,21 @@ class BrokerRequests:
         )
         began = time.perf_counter()
         outcome, remark = "CR_SUCCESS", None
+        unit = [message] if topic.listener.batch_size > 1 else message
         try:
-            unit = [message] if topic.listener.batch_size > 1 else message
             async with asyncio.timeout(CONSUME_DIRECTLY_S):
-                result = await asyncio.to_thread(_call, topic.listener, unit, context)
-            if failed_messages(result, [message])[0]:
-                outcome = "CR_LATER"
+                result, raised = await self._calls.call_once(topic.listener, unit, context)
         except TimeoutError:
             return command.answer(ResponseCode.CONSUME_MSG_TIMEOUT, "the listener took too long")
-        except Exception as error:
-            outcome, remark = "CR_THROW_EXCEPTION", f"{type(error).__name__}: {error}"
+        if raised is not None:
+            outcome, remark = "CR_THROW_EXCEPTION", shown(raised)
+        elif failed_messages(result, [message])[0]:
+            outcome = "CR_LATER"
         spent = int((time.perf_counter() - began) * 1000)
         result_body = bodies.ConsumeDirectlyResult(
             outcome, order=self._group.config.orderly, spent_time_mills=spent, remark=remark
         )
         return command.answer(body=bodies.encode_consume_directly_result(result_body))
-
-
-def _call(listener: Listener, unit: object, context: ConsumeContext) -> object:
-    arguments = (unit, context) if listener.wants_context else (unit,)
-    if listener.is_async:
-        return asyncio.run(listener.call(*arguments))
-    return listener.call(*arguments)
 
 
 def _stacks() -> str:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 
 from pyrocket_consumer.consumer.delivery import Delivery
 from pyrocket_consumer.consumer.group import Group
+from pyrocket_consumer.consumer.listener import Failed
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.statistics import Counts
-from pyrocket_consumer.errors import ConnectError, FlowControl, RequestTimeout, RocketError
-from pyrocket_consumer.model import EventKind, retry_topic
+from pyrocket_consumer.errors import (
+    ConnectError,
+    ConnectionLost,
+    FlowControl,
+    ProtocolError,
+    RequestTimeout,
+    RocketError,
+)
+from pyrocket_consumer.model import EventKind, dlq_topic, retry_topic
 from pyrocket_consumer.wire.command import SendMessageHeader
 from pyrocket_consumer.wire.message import Message
 from pyrocket_consumer.wire.properties import PropertyName, encode_properties
@@ -18,122 +29,259 @@ from pyrocket_consumer.wire.properties import PropertyName, encode_properties
 log = logging.getLogger("pyrocket_consumer.consumer")
 
 SEND_BACK_TRIES = 3
+"""How often a broker that is busy is asked before another one is."""
+
 FIRST_PAUSE_S = 0.1
 LOCAL_RETRY_S = 5.0
+LONGEST_PAUSE_S = 300.0
+GIVE_UP_AGAIN_S = 1.0
 AT_ONCE = 32
 """Most send-backs under way: a broker answers more than it can store in 200 ms with "busy"."""
 
+UNANSWERED = (RequestTimeout, ConnectionLost)
+"""The broker may have executed what fails like this: each repetition may be one copy more."""
+
+
+@dataclass(slots=True, eq=False)
+class Return:
+    """One failed message on its way back."""
+
+    window: ProcessQueue
+    message: Message
+    delay_level: int
+    running: bool
+    """Its listener call has not returned yet: to call the listener once more would be to have it run twice."""
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Doubt:
+    """A message some of whose send-backs nobody answered. If they were executed, copies of it will come."""
+
+    window: ProcessQueue
+    message: Message
+    pause_s: float
+    due_at: float
+    """Not before is it sent back again, unless an answer comes."""
+    answered: asyncio.Event
+
 
 class Retries:
-    """Sends failed messages back; until that is done they stay unfinished, so no crash can lose them."""
+    """Sends failed messages back; until that is done they stay unfinished, so no crash can lose them.
+
+    A message that no broker takes is given to its listener here again. One whose send-back was not answered is, too,
+    and may be at the broker: its send-backs have pauses that grow, and its copies count as the same message.
+    """
 
     def __init__(self, group: Group, delivery: Delivery, counts: Counts) -> None:
         self._group = group
         self._delivery = delivery
         self._counts = counts
         self._at_once = asyncio.Semaphore(AT_ONCE)
-        self._tasks: dict[asyncio.Task[None], int] = {}
-        self._going_back: set[int] = set()  # ids of messages: each is the matter of one task
+        self._going_back: dict[int, Return] = {}  # by id of the message
+        self._doubts: dict[object, Doubt] = {}  # by what copies of a message have in common
+        self._unwanted: set[str] = set()  # topics that nobody here reads, once told
         self._resting = 0
 
     @property
     def under_way(self) -> int:
-        return len(self._tasks) - self._resting
+        """How many messages are being sent back; those that wait to be tried again do not count."""
+        return len(self._going_back) - self._resting
 
-    def add(self, window: ProcessQueue, failed: list[tuple[Message, int]]) -> None:
+    def add(self, window: ProcessQueue, failed: Iterable[Failed], *, running: bool = False) -> None:
         """Have messages of `window` consumed again, later; not those that are on their way already.
 
-        A listener that took too long may fail just while its message is sent back.
+        `running`: their listener takes too long, and may still return or fail.
         """
         for message, delay_level in failed:
-            if message._done or window.dropped or id(message) in self._going_back:
+            if message._done or window.dropped:
                 continue
-            task = self._group.loop.create_task(self._again(window, message, delay_level))
-            self._tasks[task] = id(message)
-            self._going_back.add(id(message))
-            task.add_done_callback(self._finished)
+            if (going := self._going_back.get(id(message))) is not None:
+                going.running = going.running and running
+                continue
+            going = self._going_back[id(message)] = Return(window, message, delay_level, running)
+            going.task = self._group.tasks.begin(self._again(going), "sending a failed message back")
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._going_back.discard(self._tasks.pop(task))
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._group.surprised("a failed message could not be sent back", error)
+    def add_unwanted(self, window: ProcessQueue, message: Message) -> None:
+        """Send a retried message back that is of a topic nobody here reads (any more).
+
+        Somebody else may read it, or will; after its attempts it is among the dead letters.
+        """
+        topic = message.topic
+        if topic not in self._unwanted:
+            self._unwanted.add(topic)
+            text = (
+                f"retried messages of {topic} come here, which this member has not subscribed to: they are sent back "
+                "until they have had their attempts, and are dead letters then; subscribe to it to have them consumed"
+            )
+            facts = {"topic": topic, "offset": message.queue_offset}
+            self._group.event(EventKind.MESSAGE_UNWANTED, text, window.queue, facts, level=logging.WARNING)
+        self.add(window, [(message, 0)])
 
     def cancel(self) -> None:
         """Give up what is not done; those messages stay unfinished."""
-        for task in self._tasks:
-            task.cancel()
+        for going in self._going_back.values():
+            if going.task is not None:
+                going.task.cancel()
+        self._going_back.clear()
 
-    async def _again(self, window: ProcessQueue, message: Message, delay_level: int) -> None:
-        group = self._group
-        if group.config.broadcasting:
-            window.ack([message])
-            self._counts.sent_back(window.queue.topic, 1)
-            group.event(
-                EventKind.MESSAGE_GIVEN_UP,
-                "a broadcasting group has no retry: the message counts as consumed",
-                window.queue,
-                {"offset": message.queue_offset, "message_id": message.message_id},
-                level=logging.WARNING,
-            )
-            return
-        async with self._at_once:
-            error = await self._send_back(message, delay_level, window)
-        if error is None:
-            if not window.dropped:
-                window.ack([message])
-                self._counts.sent_back(window.queue.topic, 1)
-            group.event(
-                EventKind.MESSAGE_SENT_BACK,
-                "will come again",
-                window.queue,
-                {"offset": message.queue_offset, "attempt": message.reconsume_times + 1},
-                level=logging.DEBUG,
-            )
-            return
-        group.trouble(EventKind.SEND_BACK_FAILED, f"message {message.message_id} stays here: {error}", window.queue)
-        self._resting += 1  # nobody need wait for it
+    async def _again(self, going: Return) -> None:
+        window, message = going.window, going.message
         try:
-            await asyncio.sleep(LOCAL_RETRY_S)
+            if self._group.config.broadcasting:
+                self._passed_over(window, message)
+            else:
+                await self._back(going)
         finally:
-            self._resting -= 1
-        if not window.dropped and not message._done:
+            self._going_back.pop(id(message), None)  # before the listener gets it, who may fail at once
+        if not message._done and not window.dropped:
             message._extra_attempts += 1
             self._delivery.deliver(window, [message])
 
-    async def give_up(self, window: ProcessQueue, message: Message) -> bool:
-        """Send a message of an orderly queue to the dead letters; returns whether it is there."""
-        group = self._group
-        facts = {"offset": message.queue_offset, "message_id": message.message_id}
-        if not group.config.broadcasting:
-            error = await self._send_back(message, -1, window)
-            if error is not None:
-                group.trouble(EventKind.SEND_BACK_FAILED, f"message {message.message_id} stays: {error}", window.queue)
-                return False
-        self._counts.sent_back(window.queue.topic, 1)
-        text = f"after {message.reconsume_times} failures the message is given up"
-        group.event(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
-        return True
+    async def _back(self, going: Return) -> None:
+        """Send a message back, or wait until it is its listener's turn again."""
+        window, message = going.window, going.message
+        if (doubt := self._doubt(window, message)) is not None and not message._done:
+            await self._rest(doubt.due_at - self._group.loop.time(), doubt)
+        while not message._done and not window.dropped:
+            try:
+                async with self._at_once:
+                    given_up = await self._send_back(window, message, going.delay_level)
+                self._settle(window, message, given_up)
+            except RocketError as error:
+                text = f"message {shown_id(message)} stays here: {error}"
+                self._group.trouble(EventKind.SEND_BACK_FAILED, text, window.queue)
+                pause_s = self._pause_s(window, message, error, LOCAL_RETRY_S)
+                await self._rest(pause_s, self._doubts.get(identity(message)))
+                if not going.running:
+                    return
 
-    async def _send_back(self, message: Message, delay_level: int, window: ProcessQueue) -> RocketError | None:
+    async def _rest(self, seconds: float, doubt: Doubt | None) -> None:
+        """Wait for a time, or until the doubt is settled. Nobody need wait for who rests."""
+        self._resting += 1
+        try:
+            async with asyncio.timeout(seconds):
+                await (doubt.answered if doubt is not None else asyncio.Event()).wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._resting -= 1
+
+    async def give_up(self, window: ProcessQueue, message: Message) -> float:
+        """Send a message of an orderly queue to the dead letters.
+
+        Returns 0 once it is there, else after how many seconds to try again.
+        """
+        if self._group.config.broadcasting:
+            self._tell_given_up(window, message, "it counts as consumed")
+            return 0.0
+        if message._done:  # an answer came late
+            return 0.0
+        try:
+            self._settle(window, message, await self._send_back(window, message, -1))
+        except RocketError as error:
+            text = f"message {shown_id(message)} stays: {error}"
+            self._group.trouble(EventKind.SEND_BACK_FAILED, text, window.queue)
+            return self._pause_s(window, message, error, GIVE_UP_AGAIN_S)
+        return 0.0
+
+    # --- what becomes of a message
+
+    def _settle(self, window: ProcessQueue, message: Message, given_up: bool) -> None:
+        """A broker has the message: it is finished here."""
+        if (doubt := self._doubts.pop(identity(message), None)) is not None:
+            doubt.answered.set()
+        if message._done:
+            return  # another answer came before, or a copy of it
+        window.ack([message])
+        if given_up:
+            self._tell_given_up(window, message, f"it is in {dlq_topic(self._group.name)}")
+            return
+        self._counts.sent_back(window.queue.topic, 1)
+        facts = {"offset": message.queue_offset, "attempt": message.reconsume_times + 1}
+        self._group.event(EventKind.MESSAGE_SENT_BACK, "will come again", window.queue, facts, level=logging.DEBUG)
+
+    def _passed_over(self, window: ProcessQueue, message: Message) -> None:
+        window.ack([message])
+        self._tell_given_up(window, message, "a broadcasting group has no retry: it counts as consumed")
+
+    def _tell_given_up(self, window: ProcessQueue, message: Message, what: str) -> None:
+        self._counts.sent_back(window.queue.topic, 1)
+        failures = message.reconsume_times + (0 if self._group.config.orderly else 1)
+        text = f"the message is given up after {failures} failure{'s' if failures > 1 else ''}: {what}"
+        facts = {"offset": message.queue_offset, "message_id": shown_id(message), "failures": failures}
+        self._group.event(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
+
+    # --- send-backs that were not answered
+
+    def _doubt(self, window: ProcessQueue, message: Message) -> Doubt | None:
+        """Return the doubt about send-backs of a message, or of another copy of it.
+
+        Of several copies that are unfinished here, one that has been sent back most often stands for all: that it is
+        here shows that the broker has executed the send-backs of the others.
+        """
+        doubt = self._doubts.get(identity(message))
+        if doubt is None or doubt.message is message:
+            return doubt
+        other, others_window = doubt.message, doubt.window
+        if other._done or others_window.dropped or stored_times(message) >= stored_times(other):
+            doubt.window, doubt.message = window, message
+            others_window.ack([other])
+        else:
+            window.ack([message])
+        return doubt
+
+    def _pause_s(self, window: ProcessQueue, message: Message, error: RocketError, pause_s: float) -> float:
+        """Return after how long a message is tried again that could not be sent back."""
+        if not isinstance(error, UNANSWERED):
+            return pause_s
+        now = self._group.loop.time()
+        if (doubt := self._doubt(window, message)) is not None:
+            doubt.pause_s = min(2 * doubt.pause_s, LONGEST_PAUSE_S)
+            doubt.due_at = now + doubt.pause_s
+            return doubt.pause_s
+        self._doubts = {
+            key: each for key, each in self._doubts.items() if not each.message._done and not each.window.dropped
+        }
+        self._doubts[identity(message)] = Doubt(window, message, pause_s, now + pause_s, asyncio.Event())
+        return pause_s
+
+    # --- requests
+
+    async def _send_back(self, window: ProcessQueue, message: Message, delay_level: int) -> bool:
+        """Have a broker take a message; returns whether that gives it up.
+
+        What may have been executed is not repeated here, neither as it is nor in another form. An answer that says
+        yes counts even when it comes late.
+
+        Raises:
+            RocketError: no broker took it; one of UNANSWERED: or perhaps one did.
+        """
         group, pause_s = self._group, FIRST_PAUSE_S
-        error: RocketError | None = None
+        most = group.config.most_attempts
+        given_up = delay_level < 0 or (most is not None and stored_times(message) >= most)
         for _ in range(SEND_BACK_TRIES):
             try:
                 await group.cluster.broker(window.queue.broker_name).send_back(
-                    group.name, message, delay_level, group.config.most_attempts
+                    group.name, message, delay_level, most, on_late=partial(self._settle, window, message, given_up)
                 )
-                return None
-            except RocketError as failure:
-                error = failure
-                if not isinstance(failure, (FlowControl, RequestTimeout)):
-                    break
-            await asyncio.sleep(pause_s)
-            pause_s *= 2
+                return given_up
+            except FlowControl as busy:
+                error: RocketError = busy
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
+            except UNANSWERED:
+                raise
+            except RocketError as refused:
+                error = refused
+                break
         try:
             await self._send_again(message, delay_level)
-        except RocketError as failure:
-            return failure if error is None else error
-        return None
+        except UNANSWERED:
+            raise
+        except RocketError as also_refused:
+            raise error from also_refused
+        return delay_level < 0 or (most is not None and message.reconsume_times >= most)
 
     async def _send_again(self, message: Message, delay_level: int) -> None:
         """Send the message to the retry topic ourselves, through any broker. Source: sendMessageBackAsNormalMessage."""
@@ -168,6 +316,32 @@ class Retries:
             try:
                 await group.cluster.broker(queue.broker_name).send(header, message.body)
                 return
+            except UNANSWERED:
+                raise
             except RocketError as failure:
                 error = failure
         raise error or ConnectError(f"topic {topic}", "no route names a queue of it to write to")
+
+
+def stored_times(message: Message) -> int:
+    """Return how often a message had failed when its broker stored it: attempts made here since are not in it."""
+    return message.reconsume_times - message._extra_attempts
+
+
+def shown_id(message: Message) -> str:
+    """Return the id of a message as it is told; a damaged record has none that can be read."""
+    try:
+        return message.message_id
+    except ProtocolError:
+        return f"at offset {message.queue_offset}, whose record is damaged"
+
+
+def identity(message: Message) -> object:
+    """Return what a message and all copies that send-backs make of it have in common, and no other message."""
+    try:
+        if message.body_crc:
+            origin = message.property(PropertyName.ORIGIN_MESSAGE_ID) or message.offset_message_id
+            return message.topic, origin, message.born_at_ms, message.body_crc
+    except ProtocolError:  # a damaged record
+        pass
+    return message.queue, message.queue_offset  # items of an inner batch have the same place in the commit log

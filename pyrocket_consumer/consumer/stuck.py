@@ -51,5 +51,5 @@ class StuckCalls:
                     level=logging.WARNING,
                 )
                 if not group.config.broadcasting:
-                    self._retries.add(window, [(message, 3) for message in waiting])
+                    self._retries.add(window, [(message, 3) for message in waiting], running=True)
             told = ids

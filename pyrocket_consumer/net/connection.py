@@ -62,10 +62,13 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- requests
 
-    def call(self, command: RemotingCommand, timeout_s: float) -> asyncio.Future[RemotingCommand]:
+    def call(
+        self, command: RemotingCommand, timeout_s: float, on_late: OnLate | None = None
+    ) -> asyncio.Future[RemotingCommand]:
         """Send a request; the future gets its answer, whatever the code.
 
-        The future raises RequestTimeout past `timeout_s`, or ConnectionLost when the connection ends first.
+        The future raises RequestTimeout past `timeout_s`, or ConnectionLost when the connection ends first. `on_late`
+        gets an answer that comes after the timeout.
         """
         future: asyncio.Future[RemotingCommand] = self._loop.create_future()
 
@@ -77,7 +80,8 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 future.set_result(answer)
 
-        self.send(lambda opaque: self.encode(command, opaque), on_answer, timeout_s, request_name(command.code))
+        what = request_name(command.code)
+        self.send(lambda opaque: self.encode(command, opaque), on_answer, timeout_s, what, on_late)
         return future
 
     def call_each(

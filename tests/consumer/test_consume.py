@@ -21,7 +21,7 @@ from pyrocket_consumer.consumer.consume import (
     ThreadWorkers,
     Workers,
 )
-from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry
+from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, Retry
 from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.net.io_thread import IoThread
@@ -109,6 +109,13 @@ class Working:
             self.workers.put(chunk)
 
         self._io.run(put(), PATIENCE_S)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._io.loop
+
+    def run(self, work: Any) -> Any:
+        return self._io.run(work, PATIENCE_S)
 
     @property
     def idle(self) -> bool:
@@ -210,8 +217,20 @@ def test_a_result_that_means_nothing_is_told_and_counts_as_retry(either, result)
     window = either.consume(as_kind(lambda message: result, either), 2)
     either.told.wait(lambda: len(either.told.failures) == 2)
     assert either.told.failures == [(0, 0), (1, 0)]
-    assert [each is result for each in either.told.unknown] == [True, True]
+    assert [each is result for each in either.told.unknown] == [True], "the second says nothing new"
     assert window.finished == 0
+
+
+def test_results_that_mean_nothing_are_told_once_for_each_listener_and_type(either):
+    results = [True, 1, False, 2, "x"]
+
+    def listener():
+        return as_kind(lambda message: results[message.queue_offset], either)
+
+    for _ in range(2):
+        window = either.consume(listener(), 5)
+        until(lambda window=window: either.idle)
+    assert either.told.unknown == [True, 1, "x", True, 1, "x"]
 
 
 def test_a_coroutine_that_is_returned_and_not_awaited_means_nothing(threads):
@@ -274,6 +293,129 @@ def test_an_async_listener_that_is_cancelled_from_within_failed(coroutines):
     coroutines.told.wait(lambda: coroutines.told.failures)
     assert coroutines.told.failures == [(0, 0)]
     assert window.finished == 1
+
+
+def cancels_itself_and_waits():
+    asyncio.current_task().cancel()
+    return asyncio.sleep(3600)
+
+
+async def cancels_itself_and_returns():
+    asyncio.current_task().cancel()
+
+
+async def is_cancelled_when_it_has_returned():
+    task = asyncio.current_task()
+    asyncio.get_running_loop().call_later(0.01, task.cancel)
+
+
+async def leaves_the_loop():
+    async def exits():
+        raise SystemExit(3)
+
+    await asyncio.gather(exits())
+
+
+async def stops_the_loop():
+    asyncio.get_running_loop().stop()
+
+
+async def ends_its_generator():
+    raise GeneratorExit
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [cancels_itself_and_waits, cancels_itself_and_returns, is_cancelled_when_it_has_returned, leaves_the_loop,
+     stops_the_loop, ends_its_generator],
+    ids=lambda deed: deed.__name__,
+)
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+def test_async_workers_outlive_whatever_listeners_do_to_their_tasks_and_their_loop(coroutines, deed):
+    async def handle(message):
+        if message.queue_offset == 0:
+            await deed()
+
+    windows = [coroutines.consume(handle, 2) for _ in range(6)]
+    until(lambda: sum(window.finished for window in windows) + len(coroutines.told.failures) == 12)
+    assert {offset for offset, _ in coroutines.told.failures} <= {0}, "only the one that did it may come again"
+    after = coroutines.consume(handle, 5)
+    until(lambda: after.finished + len(coroutines.told.failures) >= 4 and coroutines.idle)
+    assert coroutines.told.worker_failures == []
+
+
+def test_a_listener_may_close_the_loop_of_async_workers_no_more_than_any_running_one(coroutines):
+    async def handle(message):
+        asyncio.get_running_loop().close()
+
+    coroutines.consume(handle, 1)
+    coroutines.told.wait(lambda: coroutines.told.failures)
+    window = coroutines.consume(as_kind(lambda message: None, coroutines), 3)
+    until(lambda: window.finished == 3)
+
+
+def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
+    """Whoever runs asyncio cancels every task at the end, and waits until it is gone."""
+    told, began = Told(), threading.Event()
+    window, messages = filled(1)
+
+    async def main():
+        async def listen(message):
+            began.set()
+            await asyncio.sleep(3600)
+
+        workers = AsyncWorkers(2, told, 900, asyncio.get_running_loop())
+        workers.put(Chunk(window, Listener.of(listen), deque(messages)))
+        await asyncio.to_thread(began.wait, PATIENCE_S)
+        return workers
+
+    workers = asyncio.run(main())
+    assert told.failures == [(0, 0)]
+    workers.put(Chunk(window, Listener.of(print), deque()))
+    workers.stop()
+
+
+def test_workers_know_their_own_calls_and_what_those_have_begun(either):
+    service = ConsumeService(either.loop, lambda is_async: either.workers)
+    known = []
+
+    def handle(message):
+        known.append(service.is_own_call())
+        known.append(asyncio.run(asyncio.to_thread(service.is_own_call)))
+
+    async def listen(message):
+        known.append(service.is_own_call())
+        known.append(await asyncio.create_task(asyncio.to_thread(service.is_own_call)))
+
+    listener = handle if isinstance(either.workers, ThreadWorkers) else listen
+    window, messages = filled(1)
+    either.loop.call_soon_threadsafe(service.dispatch, window, Listener.of(listener), messages)
+    until(lambda: window.finished == 1)
+    assert known == [True, True]
+    assert not service.is_own_call()
+
+
+class Quit(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [None, ValueError("x"), SystemExit(1), Quit(), KeyboardInterrupt()], ids=repr)
+def test_one_call_beside_the_work_runs_where_the_others_do(either, error):
+    service = ConsumeService(either.loop, lambda is_async: either.workers)
+    names = []
+
+    def handle(message):
+        names.append(threading.current_thread().name)
+        if error is not None:
+            raise error
+        return 5
+
+    _, (message,) = filled(1)
+    listener = Listener.of(as_kind(handle, either))
+    context = ConsumeContext(QUEUE, 1, 0.0)
+    assert either.run(service.call_once(listener, message, context)) == (None if error else 5, error)
+    own = "pyrocket-consume-once" if isinstance(either.workers, ThreadWorkers) else "pyrocket-listener"
+    assert names == [own]
 
 
 def test_a_store_that_raises_inside_an_ack_is_told_and_ends_no_worker(either):
@@ -397,8 +539,8 @@ class Turn:
     def may_go_on(self):
         return True
 
-    def judge(self, outcome, unit, result):
-        return True
+    def judge(self, unit, result):
+        return True, True
 
     def committed(self):
         return []
@@ -444,10 +586,17 @@ class Desk:
     def __init__(self, count: int) -> None:
         self.slots = [Slot() for _ in range(count)]
         self.chunks: deque[Chunk] = deque()
+        self.failed: list[Failed] = []
         self.looks = 0
 
     def put(self, chunk):
         self.chunks.append(chunk)
+
+    def hand_over(self, chunk):
+        chunk.window.ack(chunk.done[:])
+        chunk.done.clear()
+        self.failed += chunk.failed
+        chunk.failed.clear()
 
     def waiting(self):
         self.looks += 1
@@ -502,13 +651,49 @@ def test_what_a_stuck_worker_has_not_begun_is_given_to_the_others_and_what_it_ha
         chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
         chunk.done.append(chunk.current)
         chunk.current = chunk.todo.popleft()
+        chunk.failed.append((messages[31], 7))
         await asyncio.sleep(STUCK_AFTER_S / 2)
         assert (window.finished, len(desk.chunks)) == (0, 0)
         await asyncio.sleep(2 * STUCK_AFTER_S)
         assert [list(each.todo) for each in desk.chunks] == [[message] for message in messages[2:]]
         assert (window.commit_offset(), window.finished) == (1, 1)
+        assert desk.failed == [(messages[31], 7)]
         assert not chunk.todo
         service.stop()
+
+    run(scenario())
+
+
+def test_what_a_worker_has_finished_does_not_wait_for_the_last_call_of_its_chunk():
+    """There is nothing left then that could be given to others."""
+
+    async def scenario():
+        service, desk = serving()
+        window, messages = filled(2)
+        window.listener_time_s = 1e-6
+        service.dispatch(window, Listener.of(handle), messages)
+        chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
+        chunk.failed.append((chunk.current, 0))
+        chunk.current = chunk.todo.popleft()
+        await asyncio.sleep(10 * STUCK_AFTER_S)
+        assert desk.failed == [(messages[0], 0)]
+        service.stop()
+
+    run(scenario())
+
+
+def test_a_stop_hands_over_what_stuck_workers_have_finished():
+    async def scenario():
+        service, desk = serving()
+        window, messages = filled(3)
+        window.listener_time_s = 1e-6
+        service.dispatch(window, Listener.of(handle), messages)
+        chunk = desk.begin(0, asyncio.get_running_loop().time())
+        chunk.done.append(chunk.current)
+        chunk.current = chunk.todo.popleft()
+        service.stop()
+        assert (window.commit_offset(), window.finished) == (1, 1)
+        assert not chunk.todo
 
     run(scenario())
 

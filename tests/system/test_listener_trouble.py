@@ -138,6 +138,69 @@ def test_messages_behind_a_stuck_call_go_to_other_workers(embedded, topic, group
     assert Counter(seen.bodies) == Counter(numbered(300))
 
 
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_result_that_means_nothing_is_told_once(embedded, topic, group, kind, caplog):
+    """Listeners that return True, or how many rows they wrote, do so each time."""
+    embedded.create_topic(topic, queues=2)
+    fill(embedded, topic, 50)
+    seen, events = Seen(lambda message: True if message.reconsume_times == 0 else None), Events()
+
+    async def listen(message):
+        return seen(message)
+
+    listener = seen if kind == "plain" else listen
+    with consuming(embedded, topic, group, listener, on_event=events, **OPTIONS):
+        seen.wait(lambda seen: len(seen.bodies) == 100)
+    (event,) = events.of("listener-result-unknown")
+    assert "True" in event.text
+    assert "None" in event.text, "what to return instead"
+    assert caplog.text.count("listener-result-unknown") == 1
+
+
+@pytest.mark.parametrize("when", ["while it runs", "afterwards"])
+def test_async_listeners_that_cancel_their_task_leave_as_many_workers(embedded, topic, group, when):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 20)
+
+    async def listen(message):
+        task = asyncio.current_task()
+        seen(message)
+        if message.reconsume_times == 0 and message.body != b"last":
+            if when == "while it runs":
+                task.cancel()
+            else:
+                asyncio.get_running_loop().call_later(0.01, task.cancel)
+            await asyncio.sleep(0)
+
+    seen, events = Seen(), Events()
+    with consuming(embedded, topic, group, listen, consume_threads=2, on_event=events, **OPTIONS) as (consumer, _):
+        seen.wait(lambda _: len(set(seen.bodies)) == 20)
+        until(lambda: embedded.committed(group, topic) == {0: 20}, "committed")
+        embedded.send(topic, b"last")
+        seen.wait(lambda _: b"last" in seen.bodies)
+        assert consumer.state is ConsumerState.RUNNING
+    if when == "while it runs":
+        assert len(events.of("listener-failed")) == 20
+
+
+def test_an_async_listener_whose_task_leaves_the_loop_stops_nothing(embedded, topic, group):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 10)
+
+    async def leave():
+        raise SystemExit(3)
+
+    async def listen(message):
+        seen(message)
+        if message.reconsume_times == 0:
+            await asyncio.gather(leave())
+
+    seen = Seen()
+    with consuming(embedded, topic, group, listen, **OPTIONS):
+        seen.wait(lambda _: len(seen.bodies) == 20)
+        until(lambda: embedded.committed(group, topic) == {0: 10}, "committed")
+
+
 def test_an_async_listener_may_be_cancelled_from_within(embedded, topic, group):
     embedded.create_topic(topic, queues=1)
     fill(embedded, topic, 3)

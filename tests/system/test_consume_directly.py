@@ -1,0 +1,106 @@
+"""A broker has the listener called with one message, because somebody at an admin tool wants to see what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import closing
+
+import pytest
+
+from pyrocket_consumer import AsyncPushConsumer, ConsumerState, Retry
+from pyrocket_consumer.wire import fastjson
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import QUICK, Seen, consuming, until
+from tests.real_brokers.remoting import Peer
+
+
+def consume_directly(cluster, group, topic, client_id):
+    """Ask the broker to have a member consume the last message of a topic; returns what it said of it."""
+    message = cluster.messages(topic)[-1]
+    fields = {
+        "consumerGroup": group, "clientId": client_id, "msgId": message.offset_message_id, "topic": topic,
+        "brokerName": "broker-a",
+    }
+    with closing(Peer(cluster.broker("broker-a").address)) as peer:
+        answer = peer.call(RequestCode.CONSUME_MESSAGE_DIRECTLY, fields)
+    assert answer.code == 0, answer.remark
+    return fastjson.loads(answer.body)
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_an_async_listener_runs_on_its_own_loop(embedded, topic, group, orderly):
+    """What it shares with its other calls (connections, locks) belongs to that loop."""
+    embedded.create_topic(topic, queues=1)
+    loops, seen = [], Seen()
+
+    async def listen(message):
+        loops.append((asyncio.get_running_loop(), threading.current_thread().name))
+        seen(message)
+
+    with consuming(embedded, topic, group, listen, orderly=orderly) as (consumer, _):
+        embedded.send(topic, b"x")
+        seen.wait(lambda _: len(seen.messages) == 1)
+        assert consume_directly(embedded, group, topic, consumer.client_id)["consumeResult"] == "CR_SUCCESS"
+        assert len(seen.messages) == 2
+        assert loops[0] == loops[1]
+
+
+def test_an_async_consumer_s_listener_runs_on_the_loop_of_its_user(embedded, topic, group):
+    embedded.create_topic(topic, queues=1)
+    loops = []
+
+    async def main():
+        async def listen(message):
+            loops.append(asyncio.get_running_loop())
+
+        consumer = AsyncPushConsumer(group, name_server=embedded.name_server, **QUICK)
+        await consumer.subscribe(topic, listen)
+        async with consumer:
+            embedded.send(topic, b"x")
+            await asyncio.to_thread(until, lambda: loops, "it came")
+            await asyncio.to_thread(consume_directly, embedded, group, topic, consumer.client_id)
+        assert loops == 2 * [asyncio.get_running_loop()]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize(
+    ("deed", "outcome"),
+    [
+        (ValueError("broken"), "CR_THROW_EXCEPTION"),
+        (SystemExit(3), "CR_THROW_EXCEPTION"),
+        (KeyboardInterrupt(), "CR_THROW_EXCEPTION"),
+        (asyncio.CancelledError(), "CR_THROW_EXCEPTION"),
+        (Retry(), "CR_LATER"),
+        (True, "CR_LATER"),
+    ],
+    ids=repr,
+)
+def test_whatever_the_listener_does_it_is_told_and_the_consumer_goes_on(embedded, topic, group, kind, deed, outcome):
+    embedded.create_topic(topic, queues=1)
+    direct = threading.Event()
+
+    def handle(message):
+        seen(message)
+        if direct.is_set() and isinstance(deed, BaseException):
+            raise deed
+        return deed if direct.is_set() else None
+
+    async def listen(message):
+        return handle(message)
+
+    seen = Seen()
+    with consuming(embedded, topic, group, handle if kind == "plain" else listen) as (consumer, _):
+        embedded.send(topic, b"x")
+        seen.wait_for(1)
+        direct.set()
+        said = consume_directly(embedded, group, topic, consumer.client_id)
+        direct.clear()
+        assert said["consumeResult"] == outcome
+        if isinstance(deed, BaseException):
+            assert type(deed).__name__ in said["remark"]
+        embedded.send(topic, b"y")
+        seen.wait(lambda _: b"y" in seen.bodies)
+        assert consumer.state is ConsumerState.RUNNING

@@ -1,0 +1,178 @@
+"""Orderly queues: one listener call at a time in every situation, and each message with the listener of its topic."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, defaultdict
+
+import pytest
+
+from pyrocket_consumer import PushConsumer, Suspend
+from pyrocket_consumer.testing import answer, drop_answer
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
+
+
+def fill(cluster, topic, count, start=0, **options):
+    for body in numbered(count, start):
+        cluster.send(topic, body, **options)
+
+
+class Held(Seen):
+    """A listener that keeps its first call until it is released, and counts the calls that run at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.released = threading.Event(), threading.Event()
+        self.running = self.most_running = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, message):
+        with self._lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        super().__call__(message)
+        if not self.begun.is_set():
+            self.begun.set()
+            self.released.wait(60)
+        with self._lock:
+            self.running -= 1
+
+
+@pytest.fixture
+def held():
+    listener = Held()
+    yield listener
+    listener.released.set()
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+def test_after_a_reset_no_call_begins_before_the_one_that_runs_has_returned(
+    embedded, topic, group, held, kind, model, tmp_path
+):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 5)
+
+    async def listen(message):
+        await asyncio.to_thread(held, message)
+
+    events = Events()
+    listener = held if kind == "plain" else listen
+    options = {"message_model": model, "orderly": True, "on_event": events}
+    if model == "broadcasting":
+        options["offset_store_dir"] = tmp_path
+    with consuming(embedded, topic, group, listener, **options) as (consumer, _):
+        assert held.begun.wait(30)
+        consumer.reset_offsets(topic, "earliest")
+        until(lambda: any(each.unfinished == 5 for each in consumer.progress().values()), "the new period has them")
+        assert "returns" in events.wait_for("message-stuck").text, "that the queue waits is told"
+        assert len(held.messages) == 1
+        held.released.set()
+        held.wait(lambda seen: len(seen.messages) == 6)
+    assert held.bodies == [b"m0", *numbered(5)]
+    assert held.most_running == 1
+
+
+def test_a_short_call_that_outlives_its_period_is_not_worth_a_word(embedded, topic, group, held):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 2)
+    events = Events()
+    with consuming(embedded, topic, group, held, orderly=True, on_event=events) as (consumer, _):
+        assert held.begun.wait(30)
+        consumer.reset_offsets(topic, "earliest")
+        held.released.set()
+        held.wait(lambda seen: len(seen.messages) == 3)
+    assert not events.of("message-stuck")
+    assert held.most_running == 1
+
+
+def test_a_queue_whose_call_outlives_the_close_stays_locked(embedded, broker, topic, group, held):
+    """The next member gets it when the lock expires: it must not begin beside the call."""
+    embedded.create_topic(topic, queues=2)
+    fill(embedded, topic, 1, queue_id=0)
+    consumer = PushConsumer(group, name_server=embedded.name_server, **{**QUICK, "orderly": True})
+    consumer.subscribe(topic, held)
+    with consumer:
+        assert held.begun.wait(30)
+        consumer.close(timeout_s=0.2)
+    assert [queue.queue_id for queue in broker.locks(group) if queue.topic == topic] == [0]
+    with consuming(embedded, topic, group, orderly=True, rebalance_interval_s=0.2) as (other, seen):
+        until(lambda: [queue.queue_id for queue in other.progress() if queue.topic == topic] == [1], "the other queue")
+        assert not seen.messages
+        held.released.set()
+        broker.expire_locks()
+        seen.wait_for(1)
+
+
+def test_a_lock_is_given_back_when_the_queue_cannot_begin(embedded, broker, topic, group):
+    """Or its next member would wait for a minute."""
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 1)
+
+    def ours(command):
+        return command.fields["consumerGroup"] == group and command.fields["topic"] == topic
+
+    def lock_is_free():
+        return not [queue for queue in broker.locks(group) if queue.topic == topic]
+
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(1, "no"), times=None, when=ours)
+    with consuming(embedded, topic, group, orderly=True) as (consumer, seen):
+        broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, when=ours)
+        until(lock_is_free, "given back")
+        broker.clear_faults()
+        seen.wait_for(1)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_retried_messages_of_several_topics_go_to_their_own_listeners(embedded, topic, group, batch):
+    """They share the queues of the retry topic; orderly consumers get them from members that are not."""
+    topics = [f"{topic}-{number}" for number in range(3)]
+    for each in topics:
+        embedded.create_topic(each, queues=1)
+    retry = f"%RETRY%{group}"
+    embedded.create_topic(retry, queues=1)
+    for number in range(60):
+        embedded.send(retry, b"m%d" % number, properties={"RETRY_TOPIC": topics[number % 3]})
+    got, changed, failed = defaultdict(list), threading.Condition(), set()
+
+    def listener(name):
+        def handle(messages):
+            messages = messages if isinstance(messages, list) else [messages]
+            assert len({message.topic for message in messages}) == 1, "a call is of one topic"
+            first = messages[0]
+            if int(first.body[1:]) % 7 == 0 and first.body not in failed:
+                failed.add(first.body)
+                return Suspend(for_s=0.01)
+            with changed:
+                got[name] += messages
+                changed.notify_all()
+
+        return handle
+
+    consumer = PushConsumer(
+        group, name_server=embedded.name_server, **{**QUICK, "orderly": True, "listener_batch_size": batch}
+    )
+    for each in topics:
+        consumer.subscribe(each, listener(each))
+    with consumer, changed:
+        assert changed.wait_for(lambda: sum(map(len, got.values())) >= 60, 30)
+    for number, each in enumerate(topics):
+        assert [message.topic for message in got[each]] == 20 * [each]
+        assert [message.body for message in got[each]] == numbered(60)[number::3]
+
+
+def test_dead_letters_of_an_orderly_queue_are_sent_with_growing_pauses(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 2)
+    broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, drop_answer, times=3)
+    seen = Seen(lambda message: Suspend(for_s=0.01) if message.body == b"m0" else None)
+    began = time.monotonic()
+    with consuming(
+        embedded, topic, group, seen, orderly=True, max_reconsume_times=1, call_timeout_s=0.3
+    ):
+        seen.wait_for(2)
+    assert time.monotonic() - began > 6, "a second, two, four"
+    assert Counter(message.body for message in embedded.messages(f"%DLQ%{group}")) == {b"m0": 4}
