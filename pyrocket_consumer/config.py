@@ -12,7 +12,7 @@ from ssl import SSLContext, create_default_context
 from typing import Any, Literal, Self, TypedDict
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.model import ConsumerEvent, MessageModel, MessageQueue
+from pyrocket_consumer.model import ConsumerEvent, MessageModel, MessageQueue, OffsetStore
 
 DEFAULT_MAX_RECONSUME_TIMES = 16
 MAX_TOPIC_CHARACTERS = 127
@@ -265,7 +265,7 @@ class ConsumerConfig(ClientConfig):
     pull_hold_s: float = 15.0
     pull_retry_delay_s: float = 1.0
     allocation: Allocation = "average"
-    offset_store: Any = None
+    offset_store: OffsetStore | None = None
     offset_store_dir: str | Path | None = None
     durability: Literal["fsync", "process", "checkpoint"] = "fsync"
     on_unreadable_store: Literal["raise", "backup", "start_over"] = "backup"
@@ -355,7 +355,7 @@ class ConsumerOptions(ClientOptions, total=False):
     pull_hold_s: float
     pull_retry_delay_s: float
     allocation: Allocation
-    offset_store: Any
+    offset_store: OffsetStore | None
     offset_store_dir: str | Path | None
     durability: Literal["fsync", "process", "checkpoint"]
     on_unreadable_store: Literal["raise", "backup", "start_over"]

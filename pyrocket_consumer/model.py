@@ -1,10 +1,14 @@
-"""Values everybody shares: queues, routes, subscriptions, pull results, events. Frozen, comparable, picklable."""
+"""What everybody shares. Values: queues, routes, subscriptions, pull results, events; frozen, comparable, picklable.
+
+And what an offset store is, for the one who chooses it, the ones who are one, and the one who uses it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Protocol, runtime_checkable
 
 RETRY_PREFIX = "%RETRY%"
 DLQ_PREFIX = "%DLQ%"
@@ -183,3 +187,58 @@ class ConsumerEvent:
         facts = " ".join(f"{name}={value}" for name, value in self.facts.items())
         where = f" queue={self.queue}" if self.queue else ""
         return f"event={self.kind}{where} {self.text}" + (f" {facts}" if facts else "")
+
+
+class ReadOffsetType(Enum):
+    """Which copy of an offset is wanted. Source: ReadOffsetType."""
+
+    READ_FROM_MEMORY = "memory"
+    READ_FROM_STORE = "store"
+    MEMORY_FIRST_THEN_STORE = "memory-first"
+
+
+@runtime_checkable
+class OffsetStore(Protocol):
+    """Keeps the commit offset of each queue: in memory at once, in the store when persisted.
+
+    `update_offset`, READ_FROM_MEMORY and `clone_offset_table` never block and are called on hot paths, from inside
+    other locks. All others may block on disk or network. Every method may be called from any thread.
+    """
+
+    def load(self) -> None:
+        """Open the store and read what it holds. Called once, before anything is persisted."""
+
+    def update_offset(self, mq: MessageQueue, offset: int, increase_only: bool = False) -> None:
+        """Set the offset of `mq` in memory; with `increase_only` a smaller one than the present is ignored.
+
+        Raises:
+            ConfigError: `offset` is not a whole number from 0 to 2**63 - 1.
+        """
+
+    def read_offset(
+        self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
+    ) -> int | None:
+        """Return the offset of `mq`, None when there is none. That it cannot be found out is an error, never None."""
+
+    def persist(self, mq: MessageQueue) -> None:
+        """Return when the offset that memory holds of `mq` is durable; nothing to do when it holds none.
+
+        Raises:
+            RocketError: it is not durable. Memory keeps it; a later call tries again.
+        """
+
+    def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
+        """Persist `mqs`, or all queues memory knows. What the store holds of other queues stays as it is."""
+
+    def remove_offset(self, mq: MessageQueue) -> None:
+        """Persist the offset of `mq` and take it out of memory, as one step: no newer one is ever forgotten.
+
+        Raises:
+            RocketError: it is not durable, and still in memory.
+        """
+
+    def clone_offset_table(self, topic: str | None = None) -> dict[MessageQueue, int]:
+        """Return a copy of memory, of one topic or of all."""
+
+    def close(self) -> None:
+        """Persist what memory holds and give the store up. Safe to call twice."""

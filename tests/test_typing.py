@@ -42,6 +42,7 @@ OPTIONS = """
     PushConsumer("g", durability="none")  # E: arg-type
     PushConsumer("g", on_event=lambda: None)  # E: arg-type misc
     PushConsumer("g", tls="no")  # E: arg-type
+    PushConsumer("g", offset_store="file")  # E: arg-type
     PushConsumer(5)  # E: arg-type
     AsyncPushConsumer("g", orderly="yes")  # E: arg-type
     Producer("g", send_timeout="3")  # E: call-arg

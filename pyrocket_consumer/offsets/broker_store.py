@@ -7,8 +7,8 @@ from threading import Lock
 from typing import Protocol
 
 from pyrocket_consumer.errors import RocketError
-from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.store import OffsetTable, QueueOffset, ReadOffsetType
+from pyrocket_consumer.model import MessageQueue, ReadOffsetType
+from pyrocket_consumer.offsets.store import OffsetTable, QueueOffset
 
 
 class GroupOffsets(Protocol):

@@ -25,7 +25,7 @@ from typing import Literal, Self
 
 from pyrocket_consumer.config import ConsumerConfig, check_choice, check_int, check_range
 from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError, OffsetStoreLocked, OffsetStoreUnwritable
-from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
+from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue, ReadOffsetType
 from pyrocket_consumer.offsets.checkpoint_file import CheckpointFile
 from pyrocket_consumer.offsets.directories import base_directory, find_orphans, slot_ids, store_directory
 from pyrocket_consumer.offsets.disk import Disk, LocalDisk
@@ -37,7 +37,6 @@ from pyrocket_consumer.offsets.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_F
 from pyrocket_consumer.offsets.store import (
     OffsetTable,
     QueueReset,
-    ReadOffsetType,
     check_offset,
     check_queue,
 )
