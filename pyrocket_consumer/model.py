@@ -156,6 +156,7 @@ class EventKind(StrEnum):
     OFFSET_RESET = "offset-reset"
     OFFSET_FORGOTTEN = "offset-forgotten"
     OFFSET_WENT_BACK = "offset-went-back"
+    SUBSCRIPTION_DIFFERS = "subscription-differs"
     STORE_UNWRITABLE = "store-unwritable"
     STORE_RECOVERED = "store-recovered"
     STORE_FALLBACK = "store-fallback"

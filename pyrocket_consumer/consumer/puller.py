@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
 
 from pyrocket_consumer.cluster.answers import refusal
 from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_answer
@@ -58,8 +58,14 @@ class PullHost(Protocol):
     async def connect_to(self, broker_name: str, broker_id: int) -> None:
         """Open the connection and have the heartbeat answered."""
 
-    async def refresh(self, topic: str, *, heartbeat: bool) -> None:
-        """Ask for the route again, or send the heartbeat again."""
+    async def known_again(self, queue: MessageQueue) -> None:
+        """The broker does not know what we subscribe to: send heartbeats, and return when to try again."""
+
+    async def refresh_route(self, queue: MessageQueue) -> None:
+        """Ask for the route again."""
+
+    def keep_running(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Keep what a puller waits for running, until the member ends. That it fails is a surprise."""
 
     def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
         """Give messages that are in the window to their listener."""
@@ -72,9 +78,6 @@ class PullHost(Protocol):
 
     def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
         """A pull failed and will be tried again."""
-
-    def surprised(self, what: str, error: BaseException) -> None:
-        """Something failed that must not."""
 
 
 class _Pull:
@@ -375,9 +378,11 @@ class Puller:
         error = refusal(answer, self.queue.broker_name)
         self._tell(error)
         self._abandon()
-        if answer.code in _NEEDS_HEARTBEAT or answer.code in _NEEDS_ROUTE:
-            self._pause(self._retry_delay_s if answer.code in _NEEDS_ROUTE else 0.05)
-            self._await(self._host.refresh(self.queue.topic, heartbeat=answer.code in _NEEDS_HEARTBEAT))
+        if answer.code in _NEEDS_HEARTBEAT:
+            self._await(self._host.known_again(self.queue))
+        elif answer.code in _NEEDS_ROUTE:
+            self._pause(self._retry_delay_s)
+            self._await(self._host.refresh_route(self.queue))
         elif answer.code == ResponseCode.FLOW_CONTROL:
             self._pause(0.02)
         else:
@@ -404,25 +409,23 @@ class Puller:
         self._retry = None
         self.pull()
 
-    def _await(self, work: object) -> None:
+    def _await(self, work: Awaitable[None]) -> None:
         """Do something that takes a while, then go on pulling."""
         self._waits = True
 
         async def wait() -> None:
             try:
-                await work  # type: ignore[misc]
+                await work
             except RocketError as error:
                 self._waits = False
                 self._failed(error)
-            except Exception as error:
-                self._host.surprised(f"pulling {self.queue} failed", error)
             else:
                 self._waits = False
                 rest = self._go_on()  # an answer may have come meanwhile
                 if rest is not None:
                     rest()
 
-        self._host.loop.create_task(wait())
+        self._host.keep_running(wait(), f"pulling {self.queue}")
 
     def _abandon(self) -> None:
         """Wait no longer for what is under way. Its answers change nothing, except a reset."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from pyrocket_consumer.consumer.delivery import Delivery
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.puller import Puller
+from pyrocket_consumer.consumer.refusals import Refusals
 from pyrocket_consumer.errors import ConnectError
 from pyrocket_consumer.model import EventKind, MessageQueue, PullAnswer, Subscription
 from pyrocket_consumer.net.connection import Connection
@@ -26,6 +28,7 @@ class Pulling:
         """Called when a pull that was given up has brought a reset."""
         self._group = group
         self._delivery = delivery
+        self._refusals = Refusals(group)
         self._paused: set[MessageQueue] = set()
         self._all_paused = False
 
@@ -66,12 +69,15 @@ class Pulling:
             raise ConnectError(broker_name, "no route names an address of this broker now")
         await cluster.member_connection(address)
 
-    async def refresh(self, topic: str, *, heartbeat: bool) -> None:
-        if heartbeat:
-            await self._group.cluster.heartbeat()
-        else:
-            await self._group.cluster.route(topic, refresh=True)
-            self._group.rebalance_wanted.set()
+    async def known_again(self, queue: MessageQueue) -> None:
+        await self._refusals.known_again(queue)
+
+    async def refresh_route(self, queue: MessageQueue) -> None:
+        await self._group.cluster.route(queue.topic, refresh=True)
+        self._group.rebalance_wanted.set()
+
+    def keep_running(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        self._group.tasks.keep_running(work, what)
 
     def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
         self._delivery.deliver(window, messages)
@@ -84,6 +90,3 @@ class Pulling:
 
     def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
         self._group.trouble(EventKind.BROKER_UNREACHABLE, f"pull failed, tried again: {error}", queue)
-
-    def surprised(self, what: str, error: BaseException) -> None:
-        self._group.surprised(what, error)

@@ -104,6 +104,7 @@ class Host:
         self.late: list[PullAnswer] = []
         self.failures: list[Exception] = []
         self.refreshed: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
         self.connected: list[int] = []
         self.known_at = {0, 1}  # the broker ids with an open connection
         self.is_paused = False
@@ -129,8 +130,15 @@ class Host:
             raise self.connect_error
         self.known_at.add(broker_id)
 
-    async def refresh(self, topic, *, heartbeat):
-        self.refreshed.append("heartbeat" if heartbeat else "route")
+    async def known_again(self, queue):
+        self.refreshed.append("heartbeat")
+        await asyncio.sleep(0.05)
+
+    async def refresh_route(self, queue):
+        self.refreshed.append("route")
+
+    def keep_running(self, work, what):
+        self.tasks.append(self.loop.create_task(work, name=what))
 
     def deliver(self, window, messages):
         self.delivered += messages
@@ -143,9 +151,6 @@ class Host:
 
     def pull_failed(self, queue, error):
         self.failures.append(error)
-
-    def surprised(self, what, error):
-        raise AssertionError(what) from error
 
     @property
     def offsets(self) -> list[int]:
