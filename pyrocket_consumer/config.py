@@ -157,7 +157,7 @@ def check_place(name: str, value: object, or_else: str = "") -> Place:
     if not isinstance(at, datetime):
         raise ConfigError(
             f"{name}={value!r} is not allowed; use 'first' or 'earliest', 'last' or 'latest', "
-            f"a time with its zone (an aware datetime, or text: 2026-11-21T08:00:00Z){or_else}"
+            f"an aware datetime, or its text such as '2026-11-21T08:00:00Z'{or_else}"
         )
     if at.tzinfo is None:
         remedy = f"write {value}Z, or {value}+01:00" if isinstance(value, str) else "give it one: tzinfo=timezone.utc"
@@ -261,7 +261,7 @@ class ConsumerConfig(ClientConfig):
     auto_commit: bool = True
     consume_timeout_s: float = 900.0
     start_wait_s: float = 5.0
-    shutdown_timeout_s: float = 30.0
+    shutdown_timeout_s: float = 20.0
     pull_hold_s: float = 15.0
     pull_retry_delay_s: float = 1.0
     allocation: Allocation = "average"

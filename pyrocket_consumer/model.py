@@ -161,6 +161,7 @@ class EventKind(StrEnum):
     STORE_RECOVERED = "store-recovered"
     STORE_FALLBACK = "store-fallback"
     STORE_ORPHANED = "store-orphaned"
+    STORE_SLOT = "store-slot"
     LOCK_LOST = "lock-lost"
     MESSAGE_SENT_BACK = "message-sent-back"
     MESSAGE_GIVEN_UP = "message-given-up"
@@ -172,6 +173,7 @@ class EventKind(StrEnum):
     BROKER_UNREACHABLE = "broker-unreachable"
     COMMIT_FAILED = "commit-failed"
     LISTENER_FAILED = "listener-failed"
+    NOTHING_SUBSCRIBED = "nothing-subscribed"
     CONSUMER_FAILED = "consumer-failed"
 
 

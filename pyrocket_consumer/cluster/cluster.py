@@ -135,7 +135,7 @@ class Cluster:
             rng=self._random,
         )
         if self._owns_io:
-            self.loop.set_exception_handler(self._surprised)
+            self.loop.set_exception_handler(self.surprised)
         self.state = ClusterState.RUNNING
         await self._name_servers.check()
         self.spawn(self._keep_routes_fresh(), "refresh routes")
@@ -647,8 +647,11 @@ class Cluster:
             except Exception as error:
                 self._fail(f"hook {hook!r} raised", error)
 
-    def _surprised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Judge what the loop could not hand to anybody. Network trouble is reported where it matters; a bug is not."""
+    def surprised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Judge what the loop could not hand to anybody. Network trouble is reported where it matters; a bug is not.
+
+        The exception handler of a loop that is this cluster's alone.
+        """
         error = context.get("exception")
         if error is None or isinstance(error, (RocketError, OSError)):
             log.debug("loop: %s exception=%r", context.get("message"), error)

@@ -170,6 +170,12 @@ class Assignments:
 
     # --- pulling
 
+    def pause_pulls(self) -> None:
+        """Have queues that are paused by now take nothing of what they have asked for."""
+        for queue, assignment in self._held.items():
+            if self._pulling.paused(queue):
+                assignment.puller.pause()
+
     def pull_all(self) -> None:
         """Pull whatever there is room for: a pause is over."""
         for assignment in self._held.values():

@@ -72,7 +72,10 @@ class GroupMember:
         self.commits = commits
         self.state = ConsumerState.CREATED
         self.failure: BaseException | None = None
+        self.on_stored: Callable[[], None] = lambda: None
+        """Called when what was consumed before the end began is stored, as far as it can be."""
         self.on_ended: Callable[[], None] = lambda: None
+        """Called when the member has failed, and when it is closed."""
         self.group = group = Group(config, cluster, rng, wall_clock)
         group.on_surprise = self._surprised
         counts = Counts()
@@ -219,7 +222,7 @@ class GroupMember:
         self.assignments.stop_pulling()
         self.service.stop()
         # Listener calls may take long, and whoever waits for them may lose patience: what is consumed is stored now.
-        group.beside(commits.persist(self.assignments.all()), "storing offsets")
+        group.tasks.begin(self._store_early(), "storing offsets")
         while (self.service.running() or self.retries.under_way) and loop.time() < self._end_calls_by:  # noqa: ASYNC110 - workers keep no count: it would cost each call
             await asyncio.sleep(0.005)
         if running := self.service.running():
@@ -251,6 +254,14 @@ class GroupMember:
         self.on_ended()
         if failure is not None and self.failure is None:
             raise failure
+
+    async def _store_early(self) -> None:
+        """Store what is consumed so far; what cannot be stored now is stored, or told, with the rest."""
+        try:
+            await self.commits.persist(self.assignments.all(), until=self.group.loop.time() + LAST_CALLS_S)
+        except Exception as error:  # of a store of the user's
+            log.info("group=%s offsets not stored before listener calls end: %s", self.group.name, error)
+        self.on_stored()
 
     async def _store_finally(self, queues: list[MessageQueue], until: float) -> None:
         """Store the last offsets of `queues`, and tell which could not be."""
@@ -309,8 +320,9 @@ class GroupMember:
     # --- what users ask
 
     def pause(self, queues: Iterable[MessageQueue] | None) -> None:
-        """Pull no more from `queues`, or from all."""
+        """Pull no more from `queues`, or from all, and take nothing that is still on its way."""
         self._pulling.pause(queues)
+        self.assignments.pause_pulls()
 
     def resume(self, queues: Iterable[MessageQueue] | None) -> None:
         """Pull again from `queues`, or from all."""

@@ -446,6 +446,10 @@ class Puller:
             except ProtocolError as error:
                 self._tell(error)
 
+    def pause(self) -> None:
+        """Take nothing of what was asked for: it is asked for again once `pull` is called after the pause."""
+        self._abandon()
+
     def stop(self) -> None:
         """Pull no more."""
         self._stopped = True

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
-import os
-import queue
-import signal
-import threading
-import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from types import FrameType, TracebackType
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from datetime import datetime
+from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.places import To, check_to, offsets_at
-from pyrocket_consumer.config import ConsumerConfig, ConsumerOptions, NameServers, check_topic
+from pyrocket_consumer.config import ConsumerConfig, ConsumerOptions, NameServers, check_range, check_topic
 from pyrocket_consumer.consumer.assignments import QueueProgress
-from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
 from pyrocket_consumer.consumer.consume import AsyncWorkers, Outcome, ThreadWorkers, Workers
+from pyrocket_consumer.consumer.end import End, Terminated, terminate, told_of_sigterm
+from pyrocket_consumer.consumer.events import shown
+from pyrocket_consumer.consumer.life import LAST_CALLS_S, Life
 from pyrocket_consumer.consumer.listener import Listener, MessageListener
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
-from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RocketError
-from pyrocket_consumer.model import ConsumerEvent, MessageQueue, Subscription
-from pyrocket_consumer.offsets import LocalFileOffsetStore, OffsetStore
+from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
+from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.wire.subscription import parse_subscription
-
-log = logging.getLogger("pyrocket_consumer.consumer")
 
 T = TypeVar("T")
 
-START_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 30.0
+"""The longest a blocking call takes that asks brokers."""
+
+CUT_SHORT_S = 3.0
+"""How long a close whose caller gives up, or a start, holds him back: until offsets are stored, or nothing is left."""
 
 
 class Sql(str):
@@ -57,38 +53,6 @@ def _subscription(topic: str, selector: str) -> Subscription:
             raise ConfigError("the SQL92 expression is empty")
         return Subscription(topic, str(selector), expression_type="SQL92")
     return parse_subscription(topic, selector)
-
-
-class _End:
-    """An end that can be waited for; once set it stays so.
-
-    The handler of a signal runs between any two steps of the main thread, and may raise there. `threading.Event` takes
-    a lock with several of them: to set it in a handler may find the lock taken by the very wait that was interrupted,
-    and a wait that Ctrl-C ends at the wrong moment leaves it taken. A SimpleQueue is made for both.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        """Say that it has come. Any thread, and handlers of signals."""
-        self._is_set = True
-        self._bell.put(None)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until it has come, for at most `timeout_s`; ask `is_set()` afterwards."""
-        try:
-            if not self._is_set:
-                self._bell.get(timeout=timeout_s)
-        except queue.Empty:
-            pass
-        finally:
-            if self._is_set:
-                self._bell.put(None)  # for others who wait
 
 
 class _Face:
@@ -131,7 +95,7 @@ class _Face:
                 (not when orderly)
             start_wait_s (5; 0–600 s): how long start() waits for queues whose brokers are slow; they begin all the
                 same, later
-            shutdown_timeout_s (30; 0–86400 s): how long close() waits for listener calls
+            shutdown_timeout_s (20; 0–86400 s): how long close() waits for listener calls
             pull_hold_s (15; 0.05–300 s): how long a broker may hold a pull that finds nothing
             pull_retry_delay_s (1; 0.001–300 s): pause after a pull that failed
             allocation ("average"; "circle", "hash", in_machine_rooms(…), a callable): which queues are whose; all
@@ -169,12 +133,9 @@ class _Face:
         assert isinstance(config, ConsumerConfig)
         self.config = config
         self._subscriptions: dict[str, tuple[Subscription, Listener]] = {}
-        self._member: GroupMember | None = None
-        self._cluster: Cluster | None = None
-        self._ended = _End()
-        self._pid = os.getpid()
-        self._early_events: list[ConsumerEvent] = []
-        self._final_state: ConsumerState | None = None
+        self._life = Life(config, self._workers_for)
+        self._own_loop: asyncio.AbstractEventLoop | None = None  # where `async def` listeners run, if not on a thread
+        self._missed_subscription = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(group={self.config.group!r}, state={self.state.value!r})"
@@ -182,74 +143,69 @@ class _Face:
     @property
     def state(self) -> ConsumerState:
         """Where in its life the consumer is; FAILED means `join` and `close` raise why."""
-        if self._final_state is not None:
-            return self._final_state
-        return self._member.state if self._member is not None else ConsumerState.CREATED
+        return self._life.state
 
     @property
     def client_id(self) -> str | None:
         """The id under which the group knows this member, once started."""
-        return self._cluster.client_id if self._cluster is not None else None
+        return self._life.cluster.client_id if self._life.cluster is not None else None
 
     def _checked(self, topic: str, listener: MessageListener, selector: str) -> tuple[Subscription, Listener]:
         subscription = _subscription(wrap(self.config.namespace, topic), selector)
         return subscription, Listener.of(listener, self.config.listener_batch_size)
 
-    def _create(self, workers_for: Callable[[bool, Outcome], Workers]) -> GroupMember:
-        """Open the offset store, connect, and return the member. Blocks, for at most a few deadlines."""
-        if self._final_state is not None or self._member is not None:
+    def _check_unstarted(self) -> None:
+        if self._life.began:
             raise ConsumerClosed(f"{self!r} cannot be started again; make a new one")
-        config = self.config
-        if config.namespace:
-            config = replace(config, group=wrap(config.namespace, config.group))
-        client_id = make_client_id(config, config.broadcasting)
-        store: OffsetStore | None = config.offset_store
-        if store is not None and not isinstance(store, OffsetStore):
-            raise ConfigError(f"offset_store={store!r} lacks methods of OffsetStore; see pyrocket_consumer.offsets")
-        if store is not None:
-            store.load()
-        elif config.broadcasting:
-            file_store = LocalFileOffsetStore.for_group(replace(config, on_event=self._tell), client_id)
-            file_store.load()
-            store, client_id = file_store, file_store.client_id
-        cluster = Cluster(config, client_id)
-        try:
-            cluster.start()
-        except BaseException:
-            if store is not None:
-                store.close()
-            raise
-        self._cluster = cluster
-        commits: Commits = (
-            BrokerCommits(cluster, config.group)
-            if store is None
-            else StoreCommits(store, memory_first=config.broadcasting)
-        )
-        member = self._member = GroupMember(config, cluster, commits, workers_for)
-        member.on_ended = self._ended.set
-        for event in self._early_events:
-            member.tell(event)
-        return member
 
-    def _tell(self, event: ConsumerEvent) -> None:
-        """Pass on what the store tells, which begins before there is a member."""
-        if self._member is None:
-            self._early_events.append(event)
-        else:
-            self._member.tell(event)
+    def _check_started(self) -> None:
+        if self._life.forked:
+            raise ConsumerClosed("this consumer was started before a fork; make a new one in the child process")
+        if not self._life.began:
+            raise ConsumerClosed(f"{self!r} is not started; call start() before join(), or use `with`")
+        if not self._subscriptions and not self._missed_subscription and self._life.member is not None:
+            self._missed_subscription = True
+            text = "no topic is subscribed to, so nothing will come; call subscribe() first"
+            self._life.member.group.event(EventKind.NOTHING_SUBSCRIBED, text, level=logging.WARNING)
 
     def _running(self) -> GroupMember:
-        if os.getpid() != self._pid:
-            raise ConsumerClosed("this consumer was made before a fork; make a new one in the child process")
-        if self._member is None or self._member.state is not ConsumerState.RUNNING:
+        life = self._life
+        if life.forked:
+            raise ConsumerClosed("this consumer was started before a fork; make a new one in the child process")
+        if life.member is None or life.member.state is not ConsumerState.RUNNING:
             raise ConsumerClosed(f"{self!r} is not running")
-        return self._member
+        return life.member
+
+    def _workers_for(self, is_async: bool, outcome: Outcome) -> Workers:
+        config = self.config
+        if is_async:
+            return AsyncWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._own_loop)
+        return ThreadWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._life.loop)
+
+    def _begin_to_close(self, timeout_s: float | None) -> float | None:
+        """Begin to close; returns how long to wait for the end, None where that would be to wait for oneself."""
+        wait_s = self.config.shutdown_timeout_s if timeout_s is None else timeout_s
+        check_range("timeout_s", wait_s, 0, 86400)
+        if self._life.forked:  # all of it is the parent's
+            return None
+        self._life.close(wait_s)
+        return None if self._life.waits_for_caller else wait_s + LAST_CALLS_S
+
+    def _not_in_time(self, timeout_s: float) -> RequestTimeout:
+        self._life.abandon()
+        return RequestTimeout("closing", "the I/O thread", timeout_s)
 
     def _raise_failure(self) -> None:
-        if self._member is not None and self._member.failure is not None:
-            raise RocketError(
-                f"consumer {self.config.group!r} failed: {self._member.failure!r}"
-            ) from self._member.failure
+        member = self._life.member
+        if member is not None and member.failure is not None:
+            raise RocketError(f"consumer {self.config.group!r} failed: {member.failure!r}") from member.failure
+
+    def _raise_end(self) -> None:
+        """Raise, once, what was wrong with the consumer or went wrong at its end."""
+        if self._life.take_failure():
+            self._raise_failure()
+        if (error := self._life.take_error()) is not None:
+            raise error
 
 
 class PushConsumer(_Face):
@@ -270,39 +226,27 @@ class PushConsumer(_Face):
             OffsetStoreError: the offset store cannot be opened.
             ConsumerClosed: started before.
         """
-        member = self._create(self._workers_for)
+        self._check_unstarted()
+        life = self._life
         try:
-            self._run(self._start(member), START_TIMEOUT_S)
+            starting = life.start(self._subscriptions.values())
+            try:
+                starting.result(life.start_timeout_s)
+            except concurrent.futures.TimeoutError as error:
+                if starting.done():
+                    raise  # of its own
+                raise RequestTimeout("starting", "the I/O thread", life.start_timeout_s) from error
+            except concurrent.futures.CancelledError:
+                raise ConsumerClosed("the consumer was closed while it started") from None
         except BaseException:
-            self._give_up(member)
+            life.close(0)
+            life.over.wait(CUT_SHORT_S)
             raise
         return self
 
-    async def _start(self, member: GroupMember) -> None:
-        for subscription, listener in self._subscriptions.values():
-            await member.subscribe(subscription, listener)
-        await member.start()
-
-    def _give_up(self, member: GroupMember) -> None:
-        try:
-            self._run(member.close(0), 5.0)
-        except Exception:  # the error that ended the start is the one to know
-            log.info("consumer=%s not closed in order after its start failed", self.config.group, exc_info=True)
-        assert self._cluster is not None
-        self._cluster.close()
-        self._final_state = ConsumerState.CLOSED
-        self._ended.set()
-
-    def _workers_for(self, is_async: bool, outcome: Outcome) -> Workers:
-        config = self.config
-        if is_async:
-            return AsyncWorkers(config.consume_threads, outcome, config.consume_timeout_s)
-        assert self._cluster is not None
-        return ThreadWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._cluster.loop)
-
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        assert self._cluster is not None
-        return self._cluster.run(work, timeout_s)
+        assert self._life.cluster is not None
+        return self._life.cluster.run(work, timeout_s)
 
     def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
         """Have `listener` called with the messages of `topic`; before or after `start()`.
@@ -319,24 +263,28 @@ class PushConsumer(_Face):
         """
         checked = self._checked(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked
-        if self._member is not None:
-            self._run(self._running().subscribe(*checked), START_TIMEOUT_S)
+        if self._life.member is not None:
+            self._run(self._running().subscribe(*checked), CALL_TIMEOUT_S)
 
     def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`; its offsets are stored first."""
         name = wrap(self.config.namespace, topic)
         self._subscriptions.pop(name, None)
-        if self._member is not None:
-            self._run(self._running().unsubscribe(name), START_TIMEOUT_S)
+        if self._life.member is not None:
+            self._run(self._running().unsubscribe(name), CALL_TIMEOUT_S)
 
     def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
-        """Pull no more from `queues`, or from all; what is cached is still consumed."""
-        member, chosen = self._running(), None if queues is None else list(queues)
+        """Pull no more from `queues`, or from all; what is here already is still consumed.
+
+        Raises:
+            ConfigError: `queues` has something else than `MessageQueue`s; those of `progress()` are.
+        """
+        member, chosen = self._running(), _queues(queues)
         self._run(_on_loop(member.pause, chosen), 5.0)
 
     def resume(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull again from `queues`, or from all."""
-        member, chosen = self._running(), None if queues is None else list(queues)
+        member, chosen = self._running(), _queues(queues)
         self._run(_on_loop(member.resume, chosen), 5.0)
 
     def progress(self) -> dict[MessageQueue, QueueProgress]:
@@ -346,12 +294,10 @@ class PushConsumer(_Face):
     def reset_offsets(
         self,
         topic: str,
-        to: To,
+        to: str | datetime | Mapping[MessageQueue, int],
         queues: Iterable[MessageQueue] | None = None,
     ) -> dict[MessageQueue, int]:
-        """Consume `topic` from another place: `"earliest"`, `"latest"`, a time, or `{queue: offset}`.
-
-        `"first"` and `"last"` mean the same two; a time is an aware datetime, or its text.
+        """Consume `topic` from another place: `"earliest"`, `"latest"`, an aware datetime, or `{queue: offset}`.
 
         Only queues this member holds move (of them, only `queues` when given). Returns the new offsets, when durable.
         An offset its broker has no message for is followed by the broker's correction, with its event.
@@ -360,56 +306,59 @@ class PushConsumer(_Face):
             ConfigError: `to` is none of these, or a queue named is not held by this member. Nothing has moved.
         """
         member = self._running()
-        chosen = None if queues is None else list(queues)
+        chosen = _queues(queues)
         name = wrap(self.config.namespace, topic)
-        return self._run(_reset(member, name, to, chosen), START_TIMEOUT_S)
+        return self._run(_reset(member, name, to, chosen), CALL_TIMEOUT_S)
 
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait until `close()`, Ctrl-C or SIGTERM (in the main thread), or for `timeout_s`.
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the consumer's end, or for `timeout_s`. Returns whether it has ended.
+
+        In the main thread, without a time-out, Ctrl-C and SIGTERM end the wait: what follows, as a rule the end of a
+        `with`, closes the consumer in order. With a time-out, so that a loop around it ends, Ctrl-C raises
+        KeyboardInterrupt as everywhere, and SIGTERM raises SystemExit(143). A handler of SIGTERM that the program has
+        set itself is left alone.
 
         Raises:
             RocketError: the consumer failed; the text says why.
+            ConsumerClosed: it is not started.
         """
+        self._check_started()
+        if timeout_s is not None:
+            check_range("timeout_s", timeout_s, 0, 86400)
         try:
-            with _stop_on_sigterm(self._ended):
-                self._wait(timeout_s)
-        except KeyboardInterrupt:
-            return
+            with told_of_sigterm(terminate):
+                self._life.ended.wait(timeout_s)
+        except (KeyboardInterrupt, Terminated):
+            if timeout_s is not None:
+                raise
         self._raise_failure()
-
-    def _wait(self, timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ended.is_set():
-            left = 3600.0 if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                return
-            self._ended.wait(min(left, 3600.0))
+        return bool(self._life.ended)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Stop pulling, let running listeners finish for up to `timeout_s`, store offsets, leave the group.
+        """Stop pulling, store offsets, let listeners finish for up to `timeout_s`, store again, leave the group.
 
-        Safe to call twice.
+        It takes a few seconds more than `timeout_s` at most. Whoever closes a second time waits for the same end. A
+        listener may close its consumer: the call returns at once, and the end waits for the listener, whose message
+        counts if it returns. If the wait is cut short, by Ctrl-C for example, offsets are stored first, and the end
+        goes on in the background.
 
         Raises:
             RocketError: the consumer had failed before; the text says why.
         """
-        if self._final_state is not None or self._member is None or os.getpid() != self._pid:
-            self._final_state = self._final_state or ConsumerState.CLOSED
-            self._ended.set()
+        wait_s = self._begin_to_close(timeout_s)
+        if wait_s is None:
             return
-        wait_s = self.config.shutdown_timeout_s if timeout_s is None else timeout_s
-        member, cluster = self._member, self._cluster
-        assert cluster is not None
         try:
-            self._run(member.close(wait_s), wait_s + 15.0)
-        finally:
-            self._final_state = member.state if member.state is ConsumerState.FAILED else ConsumerState.CLOSED
-            cluster.close()
-            self._ended.set()
-        self._raise_failure()
+            is_over = self._life.over.wait(wait_s)
+        except BaseException:
+            self._life.stored.wait(CUT_SHORT_S)
+            raise
+        if not is_over:
+            raise self._not_in_time(wait_s)
+        self._raise_end()
 
     def __enter__(self) -> Self:
-        return self if self._member is not None else self.start()
+        return self if self._life.began else self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
@@ -429,57 +378,44 @@ class AsyncPushConsumer(_Face):
 
     async def start(self) -> Self:
         """Start consuming; see `PushConsumer.start`."""
-        own = asyncio.get_running_loop()
-
-        def workers_for(is_async: bool, outcome: Outcome) -> Workers:
-            config = self.config
-            if is_async:
-                return AsyncWorkers(config.consume_threads, outcome, config.consume_timeout_s, own)
-            assert self._cluster is not None
-            return ThreadWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._cluster.loop)
-
-        member = await asyncio.to_thread(self._create, workers_for)
-
-        async def begin() -> None:
-            for subscription, listener in self._subscriptions.values():
-                await member.subscribe(subscription, listener)
-            await member.start()
-
+        self._check_unstarted()
+        life, self._own_loop = self._life, asyncio.get_running_loop()
         try:
-            await self._run(begin())
-        except BaseException:
-            try:
-                await self.close(0)
-            except Exception:  # the error that ended the start is the one to know
-                log.info("consumer=%s not closed in order after its start failed", self.config.group, exc_info=True)
+            async with asyncio.timeout(life.start_timeout_s) as limit:
+                await _of_other_loop(life.start(self._subscriptions.values()))
+        except BaseException as error:
+            life.close(0)
+            await _at_least(life.over.awaited(CUT_SHORT_S))
+            if limit.expired():
+                raise RequestTimeout("starting", "the I/O thread", life.start_timeout_s) from error
             raise
         return self
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        assert self._cluster is not None
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._cluster.loop))
+        assert self._life.cluster is not None
+        return await _of_other_loop(self._life.cluster.submit(work))
 
     async def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
         """Have `listener` called with the messages of `topic`; see `PushConsumer.subscribe`."""
         checked = self._checked(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked
-        if self._member is not None:
+        if self._life.member is not None:
             await self._run(self._running().subscribe(*checked))
 
     async def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`; its offsets are stored first."""
         name = wrap(self.config.namespace, topic)
         self._subscriptions.pop(name, None)
-        if self._member is not None:
+        if self._life.member is not None:
             await self._run(self._running().unsubscribe(name))
 
     async def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
-        """Pull no more from `queues`, or from all."""
-        await self._run(_on_loop(self._running().pause, None if queues is None else list(queues)))
+        """Pull no more from `queues`, or from all; see `PushConsumer.pause`."""
+        await self._run(_on_loop(self._running().pause, _queues(queues)))
 
     async def resume(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull again from `queues`, or from all."""
-        await self._run(_on_loop(self._running().resume, None if queues is None else list(queues)))
+        await self._run(_on_loop(self._running().resume, _queues(queues)))
 
     async def progress(self) -> dict[MessageQueue, QueueProgress]:
         """Return where each queue this member holds stands."""
@@ -488,52 +424,50 @@ class AsyncPushConsumer(_Face):
     async def reset_offsets(
         self,
         topic: str,
-        to: To,
+        to: str | datetime | Mapping[MessageQueue, int],
         queues: Iterable[MessageQueue] | None = None,
     ) -> dict[MessageQueue, int]:
         """Consume `topic` from another place; see `PushConsumer.reset_offsets`."""
-        chosen = None if queues is None else list(queues)
+        chosen = _queues(queues)
         return await self._run(_reset(self._running(), wrap(self.config.namespace, topic), to, chosen))
 
-    async def join(self, timeout_s: float | None = None) -> None:
-        """Wait until `close()`, or for `timeout_s`. Raises RocketError when the consumer failed."""
-        ended = asyncio.Event()
-        own = asyncio.get_running_loop()
-        if self._member is not None:
-            before = self._member.on_ended
+    async def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the consumer's end, or for `timeout_s`. Returns whether it has ended; see `PushConsumer.join`.
 
-            def tell() -> None:
-                before()
-                own.call_soon_threadsafe(ended.set)
-
-            self._member.on_ended = tell
-        if not self._ended.is_set():
+        SIGTERM is heard as there, where the loop runs in the main thread. Ctrl-C cancels, as `asyncio.run` has it.
+        """
+        self._check_started()
+        if timeout_s is not None:
+            check_range("timeout_s", timeout_s, 0, 86400)
+        ended, terminated = self._life.ended, End()
+        with told_of_sigterm(terminated.come):
+            waits = [asyncio.ensure_future(end.awaited(timeout_s)) for end in (ended, terminated)]
             try:
-                async with asyncio.timeout(timeout_s):
-                    await ended.wait()
-            except TimeoutError:
-                pass
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        if terminated and timeout_s is not None:
+            terminate()
         self._raise_failure()
+        return bool(ended)
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Stop in the order that loses nothing; see `PushConsumer.close`."""
-        if self._final_state is not None or self._member is None or self._cluster is None:
-            self._final_state = self._final_state or ConsumerState.CLOSED
-            self._ended.set()
+        wait_s = self._begin_to_close(timeout_s)
+        if wait_s is None:
             return
-        wait_s = self.config.shutdown_timeout_s if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(wait_s + 15.0):
-                await self._run(self._member.close(wait_s))
-        finally:
-            failed = self._member.state is ConsumerState.FAILED
-            self._final_state = ConsumerState.FAILED if failed else ConsumerState.CLOSED
-            await asyncio.to_thread(self._cluster.close)
-            self._ended.set()
-        self._raise_failure()
+            is_over = await self._life.over.awaited(wait_s)
+        except BaseException:
+            await _at_least(self._life.stored.awaited(CUT_SHORT_S))
+            raise
+        if not is_over:
+            raise self._not_in_time(wait_s)
+        self._raise_end()
 
     async def __aenter__(self) -> Self:
-        return self if self._member is not None else await self.start()
+        return self if self._life.began else await self.start()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -545,43 +479,82 @@ class AsyncPushConsumer(_Face):
                 raise
 
 
+async def _of_other_loop(future: concurrent.futures.Future[T]) -> T:
+    """Return the result of work on the I/O thread. That it was cancelled there is no cancellation of the caller."""
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if caller is not None and caller.cancelling():
+            raise
+        raise ConsumerClosed("the consumer was closed while the call waited") from None
+
+
+async def _at_least(work: Coroutine[Any, Any, object]) -> None:
+    """Do something short to its end, however often the caller is cancelled meanwhile."""
+    doing = asyncio.ensure_future(work)
+    while not doing.done():
+        try:
+            await asyncio.shield(doing)
+        except asyncio.CancelledError:
+            pass
+
+
+def _queues(given: object) -> list[MessageQueue] | None:
+    """Return the queues named, None for all."""
+    if given is None:
+        return None
+    if isinstance(given, Iterable):
+        queues = list(given)
+        if all(isinstance(queue, MessageQueue) for queue in queues):
+            return queues
+    raise ConfigError(
+        f"queues={shown(given)} is not allowed; pass a list of MessageQueues, for example of some in progress()"
+    )
+
+
 async def _on_loop(work: Callable[..., T], *arguments: Any) -> T:
     return work(*arguments)
 
 
 async def _reset(
-    member: GroupMember, topic: str, to: To, queues: list[MessageQueue] | None
+    member: GroupMember,
+    topic: str,
+    to: str | datetime | Mapping[MessageQueue, int],
+    queues: list[MessageQueue] | None,
 ) -> dict[MessageQueue, int]:
-    where = check_to(to)
     held = set(member.assignments.held(topic))
     if not held:
         topics = sorted(member.group.subscriptions.topics())
         raise ConfigError(f"no queue of topic {topic!r} is held by this member; it holds {topics}")
-    exact = where if isinstance(where, dict) else {}
-    strangers = {*(queues or ()), *exact} - held
+    strangers = {*(queues or ()), *(to if isinstance(to, Mapping) else ())} - held
     if strangers:
         shown = min(map(str, strangers))
         raise ConfigError(f"{shown} is not held by this member; it holds {', '.join(map(str, sorted(held)))}")
-    chosen = held if queues is None else set(queues)
-    if isinstance(where, dict):
-        targets = {queue: offset for queue, offset in where.items() if queue in chosen}
+    if isinstance(to, Mapping):
+        targets = dict(to)
+    elif isinstance(to, str):
+        if to not in ("earliest", "latest"):
+            raise ConfigError(
+                f"to={to!r} is not allowed; use 'earliest', 'latest', an aware datetime or {{queue: offset}}"
+            )
+        targets = {}
+        for queue in queues or held:
+            broker = member.group.cluster.broker(queue.broker_name)
+            targets[queue] = await (broker.min_offset(queue) if to == "earliest" else broker.max_offset(queue))
+    elif isinstance(to, datetime):
+        if to.tzinfo is None:
+            raise ConfigError(f"to={to!r} has no time zone; use for example datetime(…, tzinfo=timezone.utc)")
+        targets = {
+            queue: await member.assignments.offset_at(queue, int(to.timestamp() * 1000)) for queue in queues or held
+        }
     else:
-        targets = await offsets_at(member.group.cluster, where, chosen, groups=(member.group.name,))
+        raise ConfigError(f"to={to!r} is not allowed; use 'earliest', 'latest', an aware datetime or {{queue: offset}}")
+    if queues is not None:
+        targets = {queue: offset for queue, offset in targets.items() if queue in set(queues)}
+    for queue, offset in targets.items():
+        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**63:
+            raise ConfigError(
+                f"offset {offset!r} of {queue} is not allowed; it must be a whole number from 0 to 2**63-1"
+            )
     return await member.reset(topic, targets)
-
-
-@contextmanager
-def _stop_on_sigterm(ended: _End) -> Iterator[None]:
-    """While the main thread joins, SIGTERM ends the wait, so that `with` can close in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_sigterm(number: int, frame: FrameType | None) -> None:
-        ended.set()
-
-    before = signal.signal(signal.SIGTERM, on_sigterm)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

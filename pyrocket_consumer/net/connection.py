@@ -9,6 +9,7 @@ from functools import partial
 from typing import cast
 
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
+from pyrocket_consumer.net.forks import close_in_children
 from pyrocket_consumer.wire.codes import ResponseCode, request_name
 from pyrocket_consumer.wire.frame import ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command
 
@@ -235,10 +236,16 @@ class Connection(asyncio.BufferedProtocol):
     def _surprise(self, error: Exception, what: str) -> None:
         self._loop.call_exception_handler({"message": f"{what} (address={self.address})", "exception": error})
 
+    def fileno(self) -> int:
+        """Return the socket's descriptor, -1 if it is closed or there is none."""
+        connected = None if self._transport is None or self._gone else self._transport.get_extra_info("socket")
+        return -1 if connected is None else int(connected.fileno())
+
     # --- what the event loop calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        close_in_children(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._frames.space()

@@ -14,6 +14,7 @@ from pyrocket_consumer.config import parse_address
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout
 from pyrocket_consumer.net.connection import Sign
 from pyrocket_consumer.net.connections import connecting
+from pyrocket_consumer.net.forks import close_in_children
 from pyrocket_consumer.wire.frame import Extent, InPlaceFrames, RemotingCommand, encode_command
 
 log = logging.getLogger("pyrocket_consumer.net")
@@ -42,6 +43,11 @@ class DirectConnection:
         self._opaque = 0
         self._waiting: dict[int, tuple[OnBulkAnswer, float, str, float]] = {}
         self._out = bytearray()
+        close_in_children(self)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, -1 if it is closed."""
+        return self.socket.fileno()
 
     # --- requests
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
@@ -16,7 +16,9 @@ T = TypeVar("T")
 class IoThread:
     """One asyncio loop on one daemon thread. Sockets, timers and their callbacks are confined to it."""
 
-    def __init__(self, name: str = "pyrocket-io") -> None:
+    def __init__(self, name: str = "pyrocket-io", on_end: Callable[[], None] = lambda: None) -> None:
+        """`on_end` is called on the thread, as the last thing it does."""
+        self._on_end = on_end
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -35,8 +37,8 @@ class IoThread:
             if tasks:
                 self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.run_until_complete(self.loop.shutdown_default_executor())
-            self.loop.close()
+            self.loop.close()  # threads of its executor end by themselves; one that hangs in a name's resolution, later
+            self._on_end()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the loop, cancel what still runs on it, and wait up to `timeout_s` for the thread."""
@@ -50,6 +52,11 @@ class IoThread:
             pass  # another thread stops it as well, and was first
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread was started and has not ended."""
+        return self._thread.is_alive()
 
     @property
     def is_current(self) -> bool:

@@ -52,6 +52,17 @@ def read_store(directory: str | os.PathLike[str]) -> Recovered:
     return recover(read(MAIN_FILE), read(BACKUP_FILE), journal)
 
 
+def last_written(directory: str | os.PathLike[str]) -> float | None:
+    """Return when the store in `directory` was last written to, None if there is none."""
+    times = []
+    for name in (MAIN_FILE, BACKUP_FILE, JOURNAL_FILE):
+        try:
+            times.append(Path(directory, name).stat().st_mtime)
+        except OSError:
+            pass
+    return max(times, default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Orphan:
     """A store of the same group under another client id, which nobody looks into any more."""

@@ -27,12 +27,12 @@ from pyrocket_consumer.config import ConsumerConfig, check_choice, check_int, ch
 from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError, OffsetStoreLocked, OffsetStoreUnwritable
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue, ReadOffsetType
 from pyrocket_consumer.offsets.checkpoint_file import CheckpointFile
-from pyrocket_consumer.offsets.directories import base_directory, find_orphans, slot_ids, store_directory
+from pyrocket_consumer.offsets.directories import base_directory, find_orphans, last_written, slot_ids, store_directory
 from pyrocket_consumer.offsets.disk import Disk, LocalDisk
 from pyrocket_consumer.offsets.journal import MIN_JOURNAL_BYTES
 from pyrocket_consumer.offsets.journal_file import JournalFile, PairedOffset
 from pyrocket_consumer.offsets.offsets_json import entry_template, epochs_text, fill_in
-from pyrocket_consumer.offsets.ownership import Ownership
+from pyrocket_consumer.offsets.ownership import Ownership, StoreCloses, read_owner
 from pyrocket_consumer.offsets.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, OnUnreadable, Source, recover
 from pyrocket_consumer.offsets.store import (
     OffsetTable,
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 Durability = Literal["fsync", "process", "checkpoint"]
 
 _REMIND_S = 60.0
+_SLOTS_LOOKED_AT = 16
+_SLOT_IS_BEHIND_S = 10.0
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "raise the quota",
@@ -198,18 +200,40 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             OffsetStoreUnwritable: the directory cannot be made, or not be written at all.
             OffsetStoreError: it does not exist (`existing_only`), or a newer version wrote it.
         """
+        self._load(waiting=False)
+
+    def try_load(self) -> bool:
+        """Do what `load` does, unless the process that has the store is about to give it up: then return False.
+
+        So that of two processes of one host of which one takes the other's place, the new one goes on where the old one
+        ends, and not in another store.
+        """
+        try:
+            self._load(waiting=True)
+        except StoreCloses:
+            return False
+        return True
+
+    def closes_within(self, seconds: float) -> None:
+        """Tell whoever wants this store that it will be closed soon; see `try_load`."""
+        with self._write_lock:
+            if self._ownership is not None and not self._forked:
+                self._ownership.closes_within(seconds)
+
+    def _load(self, waiting: bool) -> None:
         try:
             with self._write_lock:
                 self._check_not_forked()
                 if self._ownership is not None:
                     return
-                self._take()
+                self._take(waiting)
                 try:
                     self._recover()
                 except BaseException:
                     self._give_up()
                     raise
                 self._look_for_orphans()
+                self._look_at_slots()
         finally:
             self._tell_events()
         log.info(
@@ -480,8 +504,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def _take(self) -> None:
-        """Become the owner of the directory, or of the first one that is free."""
+    def _take(self, waiting: bool) -> None:
+        """Become the owner of the directory, or of the first one that is free, or (`waiting`) is about to be."""
         if self._member is None or not self._member[-1]:
             return self._take_directory(self._directory)
         base, client_id, group, _ = self._member
@@ -489,6 +513,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             try:
                 return self._take_directory(os.fspath(store_directory(base, slot, group)))
             except OffsetStoreLocked as error:
+                if waiting and isinstance(error, StoreCloses):
+                    raise
                 locked = error
         raise locked
 
@@ -571,6 +597,30 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 f"if its offsets are wanted, stop, and adopt it: pyrocket offsets adopt {orphans[0]} {self._directory}",
                 directory=self._directory, orphans=len(orphans),
             )  # fmt: skip
+
+    def _look_at_slots(self) -> None:
+        """Tell when processes of this host that all are called DEFAULT may have changed places."""
+        if self._member is None or not self._member[-1]:
+            return
+        base, first_id, group, _ = self._member
+        written = last_written(self._directory)
+        store = "this store is new" if written is None else f"this store was last written {_ago(written)}"
+        remedy = "if they are to keep their places, give each an instance_name of its own"
+        facts = {"directory": self._directory, "client_id": self.client_id}
+        if self.client_id != first_id:
+            text = f"another process of this host has {first_id}, this one has {self.client_id}; {store}; {remedy}"
+            self._event(EventKind.STORE_SLOT, text, **facts)
+            return
+        for slot in islice(slot_ids(first_id), 1, _SLOTS_LOOKED_AT):
+            directory = os.fspath(store_directory(base, slot, group))
+            newer = last_written(directory)
+            if newer is None:
+                return
+            owner = read_owner(self._disk, directory)
+            if owner is not None and owner.is_alive and newer > (written or 0.0) + _SLOT_IS_BEHIND_S:
+                text = f"{store}, and what came since comes here, too; {owner} has gone on with {slot}; {remedy}"
+                self._event(EventKind.STORE_SLOT, text, **facts)
+                return
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -657,6 +707,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
 def _reason_and_remedy(error: OSError) -> str:
     return f"{error.strerror or error}; {_REMEDIES.get(error.errno or 0, 'check the directory')}"
+
+
+def _ago(then: float) -> str:
+    return f"{max(0.0, time.time() - then):.0f} s ago"
 
 
 _stores: weakref.WeakSet[LocalFileOffsetStore] = weakref.WeakSet()

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from pyrocket_consumer.errors import OffsetStoreLocked
@@ -23,6 +23,26 @@ class Owner:
     pid: int
     host: str
     since: float
+    closes_by: float | None = None
+    """When it will have given the store up, if it is about to."""
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it has said that it will give the store up soon."""
+        return self.closes_by is not None and time.time() < self.closes_by
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there, as far as can be told from this host."""
+        if self.host != socket.gethostname():
+            return True
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            pass  # it is another user's
+        return True
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -30,11 +50,19 @@ class Owner:
         return f"{who} on host {self.host} (since {since})"
 
 
+class StoreCloses(OffsetStoreLocked):
+    """The owner of the store has said that it is about to give it up."""
+
+
 class Ownership:
     """The lock on a store's directory. The operating system releases it when the process ends, even by kill -9."""
 
-    def __init__(self, lock: DiskLock) -> None:
+    def __init__(self, lock: DiskLock, disk: Disk, directory: str) -> None:
         self._lock = lock
+        self._disk = disk
+        self._directory = directory
+        self._owner = Owner(os.getpid(), socket.gethostname(), time.time())
+        self._tell(self._owner)
 
     @classmethod
     def take(cls, disk: Disk, directory: str) -> Self:
@@ -47,20 +75,25 @@ class Ownership:
         lock = disk.lock(os.path.join(directory, LOCK_FILE))
         if lock is None:
             owner = read_owner(disk, directory)
-            raise OffsetStoreLocked(
+            raise (StoreCloses if owner is not None and owner.is_closing else OffsetStoreLocked)(
                 f"offset store {directory} is in use by {owner or 'another process'}; stop it, "
                 "or give this one an instance_name or a directory of its own"
             )
-        owner = Owner(os.getpid(), socket.gethostname(), time.time())
+        return cls(lock, disk, directory)
+
+    def closes_within(self, seconds: float) -> None:
+        """Tell others who want the store that it is theirs soon."""
+        self._tell(replace(self._owner, closes_by=time.time() + seconds))
+
+    def _tell(self, owner: Owner) -> None:
         try:
-            file = disk.open(os.path.join(directory, OWNER_FILE), create=True)
+            file = self._disk.open(os.path.join(self._directory, OWNER_FILE), create=True)
             try:
                 file.write_at(json.dumps(asdict(owner)).encode(), 0)
             finally:
                 file.close()
         except OSError:
-            pass  # full disk: only the text of another's OffsetStoreLocked is poorer
-        return cls(lock)
+            pass  # full disk: only what another is told of this owner is poorer
 
     def release(self) -> None:
         """Let another process own the store."""
@@ -72,6 +105,12 @@ def read_owner(disk: Disk, directory: str) -> Owner | None:
     try:
         text = disk.read(os.path.join(directory, OWNER_FILE))
         fields = json.loads(text or b"")
-        return Owner(int(fields["pid"]), str(fields["host"]), float(fields["since"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        closes_by = fields.get("closes_by")
+        return Owner(
+            int(fields["pid"]),
+            str(fields["host"]),
+            float(fields["since"]),
+            None if closes_by is None else float(closes_by),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

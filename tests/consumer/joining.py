@@ -10,31 +10,34 @@ from types import FrameType
 from typing import Any
 
 from pyrocket_consumer import PushConsumer
+from pyrocket_consumer.testing import EmbeddedCluster
 
 PATIENCE_S = 30.0
 
 
-def joined_with_a_signal(number: int, step: int) -> tuple[PushConsumer, bool]:
-    """Join a consumer, and send signal `number` at the given step. Returns it, and whether there was such a step."""
-    consumer = PushConsumer("group", name_server="127.0.0.1:1")
+def join_with_a_signal(consumer: PushConsumer, number: int, step: int) -> bool:
+    """Join, and send signal `number` at the given step, if it would not end the process. False: there is no such step.
+
+    Ctrl-C raises at every step; SIGTERM does while `join()` listens for it.
+    """
     steps = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal steps
         frame.f_trace_opcodes = True
         steps += 1
-        if steps == step:
+        if steps == step and signal.getsignal(number) is not signal.SIG_DFL:
             signal.raise_signal(number)
         return trace
 
     sys.settrace(trace)
     try:
         consumer.join(0.001)
-    except KeyboardInterrupt:
-        pass  # it came before join had begun, or after its end
+    except (KeyboardInterrupt, SystemExit):
+        pass
     finally:
         sys.settrace(None)
-    return consumer, steps >= step
+    return steps >= step
 
 
 def ends(work: Any) -> bool:
@@ -45,17 +48,27 @@ def ends(work: Any) -> bool:
     return not thread.is_alive()
 
 
+def check(what: bool, text: str) -> None:
+    if not what:
+        print(text, flush=True)
+        os._exit(1)
+
+
 def main(number: int) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    step, was_there = 0, True
-    while was_there:
-        step += 1
-        print(f"step {step}", flush=True)
-        consumer, was_there = joined_with_a_signal(number, step)
-        if not ends(consumer.close) or not ends(consumer.join):
-            print(f"stuck after a signal at step {step}", flush=True)
-            os._exit(1)
+    with EmbeddedCluster() as cluster:
+        consumer = PushConsumer("group", name_server=cluster.name_server).start()
+        step, was_there = 0, True
+        while was_there:
+            step += 1
+            print(f"step {step}", flush=True)
+            was_there = join_with_a_signal(consumer, number, step)
+            check(ends(lambda: consumer.join(0.001)), f"join hangs after a signal at step {step}")
+        waiter = threading.Thread(target=consumer.join)
+        waiter.start()
+        check(ends(consumer.close), "close hangs")
+        waiter.join(PATIENCE_S)
+        check(not waiter.is_alive(), "join does not see the end")
     print("through", flush=True)
 
 
