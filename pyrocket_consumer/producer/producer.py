@@ -94,25 +94,29 @@ class _Running:
         """Count what is on its way at the end of the process; see `at_exit`."""
         try:
             tally, _ = self.tally()
-        except RocketError:  # closed meanwhile; or this process was forked, and it is the parent's to send
+        except ConsumerClosed:  # meanwhile; or this process was forked, and it is the parent's to send
+            return _nothing
+        except RequestTimeout as error:
+            lost = self.outbox.messages
+            log.error("group=%s the process ends, and %d messages are lost reason=%s", self._config.group, lost, error)
             return _nothing
         return partial(self._end_flush, tally, time.monotonic() + self._config.send_timeout_s + _EXIT_GRACE_S)
 
     def _end_flush(self, tally: Tally, until: float) -> None:
-        tally.wait(until - time.monotonic())
+        ended = tally.wait(until - time.monotonic())
         self._callbacks.catch_up(until - time.monotonic())
         if not tally.messages:
             return
-        failed, unanswered = tally.failed, tally.messages - tally.ended
-        became = f"{tally.ended - failed} are sent, {failed} were not sent, {unanswered} have no answer"
+        all_sent = ended.sent == tally.messages
+        became = f"{ended.sent} are sent, {ended.failed} were not sent, {ended.unanswered} have no answer"
         log.log(
-            logging.ERROR if failed or unanswered else logging.WARNING,
+            logging.WARNING if all_sent else logging.ERROR,
             "group=%s the process ends and the producer was not closed: %d messages were on their way, %s; "
             "call flush() or close() before the end%s",
             self._config.group,
             tally.messages,
-            became if failed or unanswered else "all are sent now",
-            f" reason={tally.reason}" if failed else "",
+            "all are sent now" if all_sent else became,
+            f" reason={ended.reason}" if ended.failed else "",
         )
 
     async def abandon(self) -> int:
@@ -249,8 +253,8 @@ class Producer:
                 return  # closed this very moment
             raise
         wait_s = left_s + _GRACE_S if timeout_s is None else timeout_s
-        if not tally.wait(wait_s):
-            left = f"a flush ({tally.messages - tally.ended} of {tally.messages} messages are on their way)"
+        if unanswered := tally.wait(wait_s).unanswered:
+            left = f"a flush ({unanswered} of {tally.messages} messages are on their way)"
             raise RequestTimeout(left, "the brokers", wait_s)
 
     def close(self, timeout_s: float | None = None) -> None:

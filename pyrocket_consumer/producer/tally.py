@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyrocket_consumer.producer.callbacks import Waiting
 from pyrocket_consumer.producer.sending import Sending
+
+
+class Ended(NamedTuple):
+    """How many messages were sent, were not, and have no result yet; and why the first that was not sent was not."""
+
+    sent: int
+    failed: int
+    unanswered: int
+    reason: BaseException | None
 
 
 class Tally:
@@ -19,26 +28,27 @@ class Tally:
     def __init__(self, sendings: Collection[Sending]) -> None:
         self.messages = sum(len(sending.message_ids) for sending in sendings)
         self.last_deadline = max((sending.deadline for sending in sendings), default=0.0)
-        self.ended = self.failed = 0
-        self.reason: BaseException | None = None
-        self._all_ended = threading.Event()
+        self._changed = threading.Condition()
+        self._ended = Ended(0, 0, self.messages, None)
         for sending in sendings:
             sending.waiting = _Counted(sending.waiting, self, len(sending.message_ids))
-        if not sendings:
-            self._all_ended.set()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until each message has its result; False if some have not within `timeout_s`."""
-        return self._all_ended.wait(max(timeout_s, 0))
+    def wait(self, timeout_s: float) -> Ended:
+        """Wait until each message has its result, for up to `timeout_s`; return how they have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._ended.unanswered, max(timeout_s, 0))
+            return self._ended
 
     def end(self, messages: int, error: BaseException | None) -> None:
         """Count messages that have their result now."""
-        self.ended += messages
-        if error is not None:
-            self.failed += messages
-            self.reason = self.reason or error
-        if self.ended == self.messages:
-            self._all_ended.set()
+        with self._changed:
+            sent, failed, unanswered, reason = self._ended
+            if error is None:
+                self._ended = Ended(sent + messages, failed, unanswered - messages, reason)
+            else:
+                self._ended = Ended(sent, failed + messages, unanswered - messages, reason or error)
+            if not self._ended.unanswered:
+                self._changed.notify_all()
 
 
 class _Counted:
