@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.real_brokers import NEWEST, VERSIONS, CannotRun, RealCluster, check_machine
+from tests.real_brokers import NEWEST, VERSIONS, CannotRun, JavaMachine, RealCluster, check_machine
 from tests.real_brokers.jars import classes
 from tests.trials import trials
 
@@ -237,6 +237,37 @@ def cluster(cluster_kind: str, real_clusters: RealClusters, request: pytest.Fixt
 
     with EmbeddedCluster(**options) as embedded:
         yield embedded
+
+
+class JavaMachines:
+    """The machine with Java clients that runs now, if any: one at a time, kept while tests want the same release."""
+
+    def __init__(self) -> None:
+        self._machine: JavaMachine | None = None
+
+    def get(self, version: str) -> JavaMachine:
+        if self._machine is None or self._machine.version != version or not self._machine.running:
+            self.close()
+            self._machine = JavaMachine(version)
+        return self._machine
+
+    def close(self) -> None:
+        if self._machine is not None:
+            self._machine.close()
+            self._machine = None
+
+
+@pytest.fixture(scope="session")
+def java_machines() -> Iterator[JavaMachines]:
+    machines = JavaMachines()
+    yield machines
+    machines.close()
+
+
+@pytest.fixture
+def java(real_version: str, java_machines: JavaMachines) -> JavaMachine:
+    """Java clients of the release under test. It is shared: close what you start."""
+    return java_machines.get(real_version)
 
 
 class Names:

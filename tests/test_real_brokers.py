@@ -54,12 +54,12 @@ def test_a_java_consumer_consumes_commits_and_leaves(real_cluster, names):
     assert real_cluster.members(group) == []
 
 
-def test_java_consumers_share_queues_and_ask_for_messages_again(real_cluster, names):
+def test_java_consumers_share_queues_and_ask_for_messages_again(real_cluster, java, names):
     topic, group = names.topic(), names.group()
     real_cluster.create_topic(topic, queues=4)
     with (
-        real_cluster.java_consumer(group, topic, orderly=True, strategy="AVG_BY_CIRCLE", fail=1) as first,
-        real_cluster.java_consumer(group, topic, orderly=True, strategy="AVG_BY_CIRCLE", fail=1) as second,
+        java.consumer(real_cluster.name_server, group, topic, orderly=True, strategy="AVG_BY_CIRCLE", fail=1) as first,
+        java.consumer(real_cluster.name_server, group, topic, orderly=True, strategy="AVG_BY_CIRCLE", fail=1) as second,
     ):
         held = [consumer.wait_for_queues(topic, 2) for consumer in (first, second)]
         assert held[0].isdisjoint(held[1])
@@ -68,14 +68,14 @@ def test_java_consumers_share_queues_and_ask_for_messages_again(real_cluster, na
         assert [each.consumed for each in owner.wait_for_messages(2)] == [False, True]
 
 
-def test_mqadmin_answers(real_cluster, names):
+def test_mqadmin_answers(real_cluster, java, names):
     topic, group = names.topic(), names.group()
     real_cluster.create_topic(topic, queues=1)
     real_cluster.send(topic, count=3)
-    with real_cluster.java_consumer(group, topic) as consumer:
+    with java.consumer(real_cluster.name_server, group, topic) as consumer:
         consumer.wait_for_messages(3)
     real_cluster.broker("broker-a").commit(group, topic, {0: 1})
-    lines = real_cluster.mqadmin("consumerProgress", "-g", group).splitlines()
+    lines = java.mqadmin(real_cluster.name_server, "consumerProgress", "-g", group).splitlines()
     row = next(line.split() for line in lines if line.startswith(topic[:20]))
     assert row[1:5] == ["broker-a", "0", "3", "1"]
 
@@ -171,22 +171,22 @@ def _is_running(pid: int) -> bool:
 
 @pytest.mark.versions("4.9.7")
 @pytest.mark.cluster(settings={"aclEnable": True}, account=ACCOUNT, home_files=ACL_1)
-def test_a_cluster_with_accounts_of_version_4(real_cluster, names):
-    check_accounts(real_cluster, names)
+def test_a_cluster_with_accounts_of_version_4(real_cluster, java, names):
+    check_accounts(real_cluster, java, names)
 
 
 @pytest.mark.versions("5.5.0")
 @pytest.mark.cluster(settings=ACL_2, account=ACCOUNT)
-def test_a_cluster_with_accounts_of_version_5(real_cluster, names):
-    check_accounts(real_cluster, names)
+def test_a_cluster_with_accounts_of_version_5(real_cluster, java, names):
+    check_accounts(real_cluster, java, names)
 
 
-def check_accounts(cluster, names):
+def check_accounts(cluster, java, names):
     topic, account = names.topic(), {"accessKey": ACCOUNT[0], "secretKey": ACCOUNT[1]}
     cluster.create_topic(topic, queues=1)
-    with cluster.java_producer(**account) as producer:
+    with java.producer(cluster.name_server, **account) as producer:
         producer.send(topic, count=2)
-    with cluster.java_consumer(names.group(), topic, **account) as consumer:
+    with java.consumer(cluster.name_server, names.group(), topic, **account) as consumer:
         consumer.wait_for_messages(2)
     with closing(Peer(cluster.broker("broker-a").address)) as stranger, pytest.raises(Refused):
         stranger.call(RequestCode.GET_BROKER_CONFIG)

@@ -2,7 +2,7 @@
 
 from tests.real_brokers.cluster import RealBroker, RealCluster, Sent, wait_until
 from tests.real_brokers.jars import NEWEST, VERSIONS, CannotRun, check_machine, jars
-from tests.real_brokers.programs import JavaConsumer, JavaMachine, JavaMessage, JavaOffsetStore, JavaProducer, mqadmin
+from tests.real_brokers.programs import JavaConsumer, JavaMachine, JavaMessage, JavaOffsetStore, JavaProducer
 
 __all__ = [
     "NEWEST",
@@ -18,6 +18,5 @@ __all__ = [
     "Sent",
     "check_machine",
     "jars",
-    "mqadmin",
     "wait_until",
 ]

@@ -603,10 +603,6 @@ class RealCluster:
         """Return a started Java consumer of this release; see JavaConsumer for the options."""
         return programs.JavaConsumer(self.version, self.name_server, group, topic, **options)
 
-    def mqadmin(self, *arguments: str, timeout_s: float = 90) -> str:
-        """Run a command of this release's mqadmin and return what it prints."""
-        return programs.mqadmin(self.version, self.name_server, *arguments, timeout_s=timeout_s)
-
 
 def wait_until(ready: Callable[[], object], what: str, timeout_s: float = 30) -> None:
     """Ask a server again and again until `ready()` is true; for what no event tells.

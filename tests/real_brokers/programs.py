@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import itertools
-import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from pyrocket_consumer.model import MessageQueue
-from tests.real_brokers.process import JavaProcess, Program, new_directory, remove_directory
+from tests.real_brokers.process import Program
 
 T = TypeVar("T")
 
@@ -355,30 +354,3 @@ class JavaOffsetStore(_JavaClient):
     def _do(self, operation: str, queues: Iterable[MessageQueue] = (), **values: object) -> dict[str, Any]:
         names = " ".join(f"{queue.topic},{queue.broker_name},{queue.queue_id}" for queue in queues)
         return self._program.ask({"do": operation, "queues": names, **values})
-
-
-def mqadmin(version: str, name_server: str, *arguments: str, timeout_s: float = 90) -> str:
-    """Run a command of Java's `mqadmin` and return what it prints.
-
-    Example: `mqadmin("5.5.0", cluster.name_server, "consumerProgress", "-g", "orders-app")`.
-
-    Raises:
-        AssertionError: it did not end in time.
-    """
-    directory = new_directory("mqadmin")
-    process = JavaProcess(
-        version,
-        "org.apache.rocketmq.tools.command.MQAdminStartup",
-        arguments,
-        directory,
-        options=["-Xmx192m", f"-Drocketmq.namesrv.addr={name_server}"],
-    )
-    try:
-        process.wait(timeout_s)
-        return process.log.read_text(errors="replace")
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"mqadmin {' '.join(arguments)} took over {timeout_s:g} s:\n{process.tail()}") from error
-    finally:
-        if process.running:
-            process.kill()
-        remove_directory(directory)

@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.real_brokers import JavaConsumer, JavaProducer, mqadmin
+from tests.real_brokers import JavaConsumer, JavaMachine, JavaProducer
 from tests.testing.raw_client import RawClient
 
 pytestmark = pytest.mark.versions("4.9.7", "5.5.0")
@@ -46,12 +46,12 @@ def test_a_java_producer_and_two_members_of_a_group(embedded: EmbeddedCluster, r
     assert committed == {(queue.broker_name, queue.queue_id): 10 for queue in QUEUES}
 
 
-def test_broadcasting_members_each_get_everything(embedded: EmbeddedCluster, real_version: str) -> None:
+def test_broadcasting_members_each_get_everything(embedded: EmbeddedCluster, java: JavaMachine) -> None:
     embedded.send("orders", count=20)
     options = {"broadcasting": True}
     with (
-        JavaConsumer(real_version, embedded.name_server, "app", "orders", instanceName="one", **options) as first,
-        JavaConsumer(real_version, embedded.name_server, "app", "orders", instanceName="two", **options) as second,
+        java.consumer(embedded.name_server, "app", "orders", instanceName="one", **options) as first,
+        java.consumer(embedded.name_server, "app", "orders", instanceName="two", **options) as second,
     ):
         for consumer in (first, second):
             found = consumer.wait_for_messages(20)
@@ -59,20 +59,20 @@ def test_broadcasting_members_each_get_everything(embedded: EmbeddedCluster, rea
         assert embedded.members("app") == sorted([first.client_id, second.client_id])
 
 
-def test_an_orderly_consumer_locks_its_queues(embedded: EmbeddedCluster, real_version: str) -> None:
+def test_an_orderly_consumer_locks_its_queues(embedded: EmbeddedCluster, java: JavaMachine) -> None:
     embedded.send("orders", lambda number: b"%d" % number, count=10, queue_id=0, broker_name="broker-a")
-    with JavaConsumer(real_version, embedded.name_server, "app", "orders", orderly=True) as consumer:
+    with java.consumer(embedded.name_server, "app", "orders", orderly=True) as consumer:
         found = consumer.wait_for_messages(10)
         assert [message.body for message in found] == [b"%d" % number for number in range(10)]
         locks = embedded.broker("broker-a").locks("app")
         assert locks[MessageQueue("orders", "broker-a", 0)] == consumer.client_id
 
 
-def test_failed_messages_come_again_and_delayed_ones_late(embedded: EmbeddedCluster, real_version: str) -> None:
+def test_failed_messages_come_again_and_delayed_ones_late(embedded: EmbeddedCluster, java: JavaMachine) -> None:
     embedded.create_topic("%RETRY%app", queues=1)  # or the client asks for its route again only after 30 s
     with (
-        JavaProducer(real_version, embedded.name_server) as producer,
-        JavaConsumer(real_version, embedded.name_server, "app", "orders", fail=2) as consumer,
+        java.producer(embedded.name_server) as producer,
+        java.consumer(embedded.name_server, "app", "orders", fail=2) as consumer,
     ):
         producer.send("orders", b"delayed", delay_level=3)
         found = consumer.wait_for_messages(3)
@@ -82,18 +82,18 @@ def test_failed_messages_come_again_and_delayed_ones_late(embedded: EmbeddedClus
         assert {message.queue.topic for message in found} == {"orders"}
 
 
-def test_mqadmin_sees_progress_and_resets_it(embedded: EmbeddedCluster, real_version: str) -> None:
+def test_mqadmin_sees_progress_and_resets_it(embedded: EmbeddedCluster, java: JavaMachine) -> None:
     embedded.send("orders", count=20)
-    with JavaConsumer(real_version, embedded.name_server, "app", "orders", persistIntervalMs=100) as consumer:
+    with java.consumer(embedded.name_server, "app", "orders", persistIntervalMs=100) as consumer:
         consumer.wait_for_messages(20)
         for broker in embedded.brokers:
             embedded.wait_until(lambda broker=broker: broker.committed("app", "orders") == {0: 5, 1: 5}, timeout_s=30)
-        progress = mqadmin(real_version, embedded.name_server, "consumerProgress", "-g", "app")
+        progress = java.mqadmin(embedded.name_server, "consumerProgress", "-g", "app")
         assert "Diff Total: 0" in progress
-        status = mqadmin(real_version, embedded.name_server, "consumerStatus", "-g", "app")
+        status = java.mqadmin(embedded.name_server, "consumerStatus", "-g", "app")
         assert consumer.client_id in status
-        mqadmin(real_version, embedded.name_server, "resetOffsetByTime", "-g", "app", "-t", "orders", "-s", "0")
-        if real_version == "4.9.7":
+        java.mqadmin(embedded.name_server, "resetOffsetByTime", "-g", "app", "-t", "orders", "-s", "0")
+        if java.version == "4.9.7":
             assert embedded.broker("broker-a").requests(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET)
         else:  # marked: a held pull meets the mark when a message wakes it
             with RawClient(embedded.broker("broker-a").address) as client:
