@@ -30,7 +30,6 @@ from pyrocket_consumer.wire.command import (
     SendMessageResponseHeader,
     UnlockBatchHeader,
     UpdateConsumerOffsetHeader,
-    ViewMessageHeader,
     request,
 )
 from pyrocket_consumer.wire.frame import RemotingCommand
@@ -66,7 +65,6 @@ _STORED_REMARKS = frozenset({"FLUSH_DISK_TIMEOUT", "FLUSH_SLAVE_TIMEOUT", "SLAVE
 
 _RESET_PENDING_REMARK = "previously reset"
 _NO_CONSUMER_REMARK = "no consumer for this group"
-_NO_MESSAGE_REMARK = "can not find message by the offset"
 _EXACT_SEARCH_VERSION = version_ordinal(5, 1, 1)
 
 
@@ -94,30 +92,22 @@ class Broker:
         subscription: Subscription,
         max_messages: int = 32,
         hold_s: float = 0,
-        commit_offset: int | None = None,
         broker_id: int = MASTER_ID,
     ) -> tuple[PullAnswer, list[Message]]:
         """Return messages of `queue` from `offset` on that match `subscription`, and where the queue goes on.
 
         While there is none the broker holds the call, up to `hold_s` seconds and to its next tick, at most 5 s later.
         The subscription travels with the call, so none needs to be known from heartbeats. `broker_id` is what the last
-        answer suggested; `commit_offset` is stored for the group first, by a master only.
-
-        Raises:
-            ConfigError: `commit_offset` is negative.
+        answer suggested.
         """
         address = await self._address(queue.topic, broker_id, any_id=True)
-        commits = commit_offset is not None and address == self._known_address(MASTER_ID)
         header = PullMessageHeader(
             consumer_group=group,
             topic=queue.topic,
             queue_id=queue.queue_id,
             queue_offset=offset,
             max_msg_nums=max_messages,
-            sys_flag=PullFlag.SUBSCRIPTION
-            | (PullFlag.SUSPEND if hold_s > 0 else 0)
-            | (PullFlag.COMMIT if commits else 0),
-            commit_offset=_checked(commit_offset) if commit_offset is not None and commits else 0,
+            sys_flag=PullFlag.SUBSCRIPTION | (PullFlag.SUSPEND if hold_s > 0 else 0),
             suspend_timeout_millis=round(hold_s * 1000),
             sub_version=subscription.version,
             subscription=subscription.expression,
@@ -131,18 +121,6 @@ class Broker:
             return found, []
         messages = decode_messages(answer.body, queue)  # an inner batch may begin before `offset`
         return found, [each for each in messages if each.queue_offset >= offset and matches(subscription, each.tags)]
-
-    async def view_message(self, commit_log_offset: int, topic: str | None = None) -> Message | None:
-        """Return the message stored at `commit_log_offset`, None if there is none (any more)."""
-        header = ViewMessageHeader(commit_log_offset, topic, self.name)
-        try:
-            answer = await self._call(header, topic)
-        except BrokerError as error:
-            if error.code == ResponseCode.SYSTEM_ERROR and _NO_MESSAGE_REMARK in error.remark:
-                return None
-            raise
-        messages = decode_messages(answer.body)
-        return messages[0] if messages else None
 
     async def send(
         self, header: SendMessageHeader, body: bytes, *, batch: bool = False, timeout_s: float | None = None
@@ -162,10 +140,6 @@ class Broker:
             code=RequestCode.SEND_BATCH_MESSAGE if batch else None,
         )
         return SendMessageResponseHeader.from_fields(answer.fields), answer.code
-
-    async def send_oneway(self, header: SendMessageHeader, body: bytes) -> None:
-        """Send a message and learn nothing about it."""
-        await self._cluster.oneway(await self._address(header.topic), header, body)
 
     async def send_back(
         self,

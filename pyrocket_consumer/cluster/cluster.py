@@ -322,14 +322,6 @@ class Cluster:
         if self._unanswered[address] >= _DEAD_AFTER:
             connection.close(f"{_DEAD_AFTER} calls in a row were not answered")
 
-    async def oneway(self, address: str, header: Header, body: bytes = b"") -> None:
-        """Send a request that wants no answer.
-
-        Raises:
-            ConnectError: there is no connection. Whether what was sent arrives is never known.
-        """
-        (await self._open().get(address)).oneway(request(header, body, oneway=True))
-
     async def ask_name_server(
         self, header: Header, body: bytes = b"", *, timeout_s: float | None = None, accept: Container[int] = (0,)
     ) -> RemotingCommand:

@@ -1,7 +1,6 @@
 """Where a group's offsets are kept: `OffsetStore` and its kinds."""
 
 from pyrocket_consumer.model import OffsetStore, ReadOffsetType
-from pyrocket_consumer.offsets.broker_store import BrokerOffsetStore, GroupOffsets
 from pyrocket_consumer.offsets.local_file_store import FoundOffsets, LocalFileOffsetStore
 from pyrocket_consumer.offsets.store import MemoryOffsetStore, QueueReset, ResetEpochs
 
@@ -10,8 +9,6 @@ __all__ = [
     "ReadOffsetType",
     "MemoryOffsetStore",
     "LocalFileOffsetStore",
-    "BrokerOffsetStore",
-    "GroupOffsets",
     "QueueReset",
     "ResetEpochs",
     "FoundOffsets",

@@ -52,22 +52,8 @@ class PullMessageHeader(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class PullMessageResponseHeader(Header):
-    """Where the queue goes on, and what it holds; absent on error codes."""
-
-    next_begin_offset: int
-    min_offset: int
-    max_offset: int
-    suggest_which_broker_id: int = 0
-    offset_delta: int | None = None
-    topic_sys_flag: int | None = None
-    group_sys_flag: int | None = None
-    forbidden_type: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class SendMessageHeader(Header):
-    """Store a message. `to_fields` writes the short names of codes 310, 320, 325; `to_fields_v1` those of 10 and 324.
+    """Store a message. `to_fields` writes the short names of codes 310 and 320; `from_fields_v1` reads those of 10.
 
     Source: SendMessageRequestHeader, SendMessageRequestHeaderV2.
     """
@@ -89,10 +75,6 @@ class SendMessageHeader(Header):
     batch: bool | None = wire("m", default=False)
     broker_name: str | None = wire("n", default=None)
 
-    def to_fields_v1(self) -> dict[str, str]:
-        """Return the fields under their long names."""
-        return self._write(long_names=True)
-
     @classmethod
     def from_fields_v1(cls, fields: Mapping[str, str]) -> Self:
         """Return the header that `fields`, under their long names, hold.
@@ -101,13 +83,6 @@ class SendMessageHeader(Header):
             ProtocolError: a field is missing or is not a number; the text names it.
         """
         return cls._read(fields, long_names=True)
-
-
-@dataclass(frozen=True, slots=True)
-class SendReplyMessageHeader(SendMessageHeader):
-    """Answer a requester (request-reply): the header of a send under another code."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.SEND_REPLY_MESSAGE_V2
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +158,6 @@ class QueryMessageHeader(Header):
     index_type: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class QueryMessageResponseHeader(Header):
-    """How far the broker's index had come."""
-
-    index_last_update_timestamp: int
-    index_last_update_phyoffset: int
-
-
 # --- offsets ---------------------------------------------------------------------------------------------------------
 
 
@@ -212,18 +179,6 @@ class OffsetResponseHeader(Header):
     """One offset: the answer to 14, 29, 30 and 31."""
 
     offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class QueryConsumerOffsetResponseHeader(OffsetResponseHeader):
-    """The committed offset."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimestampResponseHeader(Header):
-    """A time in milliseconds: the answer to 32."""
-
-    timestamp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,14 +266,6 @@ class HeartbeatHeader(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatResponseHeader(Header):
-    """What a 5.x broker adds to its answer; 4.9 adds nothing."""
-
-    supports_v2: bool | None = wire("IS_SUPPORT_HEART_BEAT_V2", default=None)
-    subscription_changed: bool | None = wire("IS_SUB_CHANGE", default=None)
-
-
-@dataclass(frozen=True, slots=True)
 class UnregisterClientHeader(Header):
     """Leave one group. Give exactly one of the two groups."""
 
@@ -366,13 +313,6 @@ class CheckClientConfigHeader(Header):
     """Have a broker check a subscription; all of it is in the body."""
 
     CODE: ClassVar[RequestCode] = RequestCode.CHECK_CLIENT_CONFIG
-
-
-@dataclass(frozen=True, slots=True)
-class QueryAssignmentHeader(Header):
-    """Have a 5.x broker allocate queues; all of it is in the body."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.QUERY_ASSIGNMENT
 
 
 # --- broker to client ------------------------------------------------------------------------------------------------
@@ -433,28 +373,6 @@ class ConsumeMessageDirectlyHeader(Header):
     group_sys_flag: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PushReplyMessageHeader(Header):
-    """Broker to requester: the reply (request-reply). Source: ReplyMessageRequestHeader."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT
-
-    producer_group: str
-    topic: str
-    default_topic: str
-    default_topic_queue_nums: int
-    queue_id: int
-    sys_flag: int
-    born_timestamp: int
-    flag: int
-    born_host: str
-    store_host: str
-    store_timestamp: int
-    properties: str | None = None
-    reconsume_times: int | None = None
-    unit_mode: bool | None = None
-
-
 # --- name server -----------------------------------------------------------------------------------------------------
 
 
@@ -501,13 +419,6 @@ class GetKvConfigHeader(Header):
 
     namespace: str
     key: str
-
-
-@dataclass(frozen=True, slots=True)
-class GetKvConfigResponseHeader(Header):
-    """The value of a key."""
-
-    value: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,17 +559,3 @@ class GetBrokerConfigHeader(Header):
     """Ask for a broker's settings."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_BROKER_CONFIG
-
-
-@dataclass(frozen=True, slots=True)
-class GetBrokerConfigResponseHeader(Header):
-    """The data version (JSON text) of the settings in the body."""
-
-    version: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateBrokerConfigHeader(Header):
-    """Change settings of a broker; they are in the body as properties text."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.UPDATE_BROKER_CONFIG

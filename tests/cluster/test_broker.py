@@ -114,17 +114,6 @@ def test_a_reset_at_the_broker_is_told_from_a_correction(embedded, do):
     assert (found.status, found.next_offset, found.offset_reset) == (PullStatus.OFFSET_MOVED, 7, True)
 
 
-def test_a_pull_commits_only_what_it_was_given(embedded, do):
-    broker = embedded.broker("broker-a")
-    pull(do, 0)
-    assert broker.committed("app", "orders") == {}
-    pull(do, 0, commit_offset=0)
-    assert broker.committed("app", "orders") == {0: 0}
-    with pytest.raises(ConfigError, match="-1"):
-        pull(do, 0, commit_offset=-1)
-    assert broker.committed("app", "orders") == {0: 0}
-
-
 def test_a_pull_brings_its_subscription_along_and_needs_no_member(embedded, do):
     embedded.send("orders", b"x", tags="A", queue_id=0)
     _, messages = pull(do, 0, subscription=parse_subscription("orders", "A || B"))
@@ -258,7 +247,7 @@ def test_a_pull_goes_to_the_slave_a_broker_suggests_and_commits_nothing_there(wi
     with_slave.broker("broker-a").suggest_broker(1)
     found, _ = pull(do, 0)
     assert found.suggested_broker_id == 1
-    found, messages = pull(do, 0, broker_id=found.suggested_broker_id, commit_offset=1)
+    found, messages = pull(do, 0, broker_id=found.suggested_broker_id)
     assert offsets(messages) == [0, 1]
     (asked,) = with_slave.broker("broker-a-1").requests(PULL)
     assert PullMessageHeader.from_fields(asked.command.fields).sys_flag & 1 == 0
@@ -270,7 +259,7 @@ def test_without_its_master_a_queue_can_be_read_but_nothing_is_committed(with_sl
     do = doing(client)
     with_slave.broker("broker-a").kill()
     client.run(client.route("orders", refresh=True), 30)
-    assert offsets(pull(do, 0, commit_offset=1)[1]) == [0, 1]
+    assert offsets(pull(do, 0)[1]) == [0, 1]
     for call in [
         lambda: do("commit_offset", "app", QUEUE, 1),
         lambda: do("query_offset", "app", QUEUE),
@@ -448,11 +437,6 @@ def test_a_batch_is_sent_under_its_own_code(embedded, do):
     assert [message.body for message in embedded.messages("orders")] == [b"one", b"two"]
 
 
-def test_a_message_sent_without_waiting_arrives(embedded, do):
-    do("send_oneway", SendMessageHeader("maker", "orders", queue_id=0), b"hello")
-    embedded.wait_until(lambda: [each.body for each in embedded.messages("orders")] == [b"hello"])
-
-
 def test_a_message_sent_back_comes_again(connect):
     with EmbeddedCluster(delay_scale=0) as cluster:
         cluster.create_topic("orders")
@@ -475,14 +459,6 @@ def test_a_busy_broker_does_not_take_a_message_back_now(embedded, do):
     embedded.broker("broker-a").on(RequestCode.CONSUMER_SEND_MSG_BACK, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy"))
     with pytest.raises(FlowControl):
         do("send_back", "app", message, 0)
-
-
-def test_a_message_is_viewed_where_it_is_stored(embedded, do):
-    embedded.send("orders", b"hello", queue_id=0)
-    _, (message,) = pull(do, 0)
-    seen = do("view_message", message.commit_log_offset)
-    assert (seen.message_id, seen.body) == (message.message_id, b"hello")
-    assert do("view_message", 10**9) is None
 
 
 # --- members and locks

@@ -1,15 +1,12 @@
-"""What every offset store does, and the broker's in particular."""
+"""What every offset store does."""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from pyrocket_consumer.errors import ConfigError, RequestTimeout
+from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import (
-    BrokerOffsetStore,
     LocalFileOffsetStore,
     MemoryOffsetStore,
     OffsetStore,
@@ -25,45 +22,15 @@ MEMORY, STORE, EITHER = (
 QUEUE, OTHER = MessageQueue("orders", "broker-a", 0), MessageQueue("bills", "broker-a", 0)
 
 
-class FakeGroupOffsets:
-    """A broker's offsets of one group; `answers` is called before each commit."""
-
-    def __init__(self) -> None:
-        self.committed: dict[MessageQueue, int] = {}
-        self.commits: list[tuple[MessageQueue, int]] = []
-        self.before_commit = lambda mq: None
-        self.failing: set[MessageQueue] = set()
-
-    def query_offset(self, mq: MessageQueue) -> int | None:
-        if mq in self.failing:
-            raise RequestTimeout("QUERY_CONSUMER_OFFSET", "127.0.0.1:10911", 3)
-        return self.committed.get(mq)
-
-    def commit_offset(self, mq: MessageQueue, offset: int) -> None:
-        self.before_commit(mq)
-        if mq in self.failing:
-            raise RequestTimeout("UPDATE_CONSUMER_OFFSET", "127.0.0.1:10911", 3)
-        self.commits.append((mq, offset))
-        self.committed[mq] = offset
-
-
-@pytest.fixture
-def broker():
-    return FakeGroupOffsets()
-
-
-@pytest.fixture(params=["memory", "file", "broker"])
-def store(request, broker):
+@pytest.fixture(params=["memory", "file"])
+def store(request):
     if request.param == "memory":
         store = MemoryOffsetStore()
-    elif request.param == "broker":
-        store = BrokerOffsetStore(broker)
     else:
         store = LocalFileOffsetStore("/store", disk=MemoryDisk())
     assert isinstance(store, OffsetStore)
     store.load()
     yield store
-    broker.failing.clear()
     store.close()
 
 
@@ -121,9 +88,8 @@ def test_persisting_some_queues_leaves_the_others_alone(store):
     store.update_offset(OTHER, 4)
     store.persist_all([QUEUE])
     assert store.read_offset(QUEUE, STORE) == 3
-    if not isinstance(store, BrokerOffsetStore):  # reading from a broker replaces what memory holds
-        assert store.read_offset(OTHER, STORE) == 2
-        assert store.read_offset(OTHER, MEMORY) == 4
+    assert store.read_offset(OTHER, STORE) == 2
+    assert store.read_offset(OTHER, MEMORY) == 4
     store.persist_all([])
     store.persist_all()
     assert store.read_offset(QUEUE, STORE) == 3
@@ -158,95 +124,3 @@ def test_a_queue_that_is_none_is_refused(store, queue):
 def test_closing_twice_is_safe(store):
     store.close()
     store.close()
-
-
-# -- the broker store --------------------------------------------------------------------------------------------
-
-
-def test_a_broker_that_cannot_be_asked_is_an_error_not_no_offset(broker):
-    store = BrokerOffsetStore(broker)
-    broker.failing.add(QUEUE)
-    with pytest.raises(RequestTimeout):
-        store.read_offset(QUEUE, STORE)
-    with pytest.raises(RequestTimeout):
-        store.read_offset(QUEUE)
-    assert store.read_offset(QUEUE, MEMORY) is None
-
-
-def test_the_brokers_answer_replaces_memory(broker):
-    store = BrokerOffsetStore(broker)
-    store.update_offset(QUEUE, 100)
-    broker.committed[QUEUE] = 40
-    assert store.read_offset(QUEUE, EITHER) == 100
-    assert store.read_offset(QUEUE, STORE) == 40
-    assert store.read_offset(QUEUE, MEMORY) == 40
-
-
-def test_the_timer_commits_only_what_changed_a_single_persist_always(broker):
-    store = BrokerOffsetStore(broker)
-    store.update_offset(QUEUE, 1)
-    store.persist_all([QUEUE])
-    store.persist_all([QUEUE])
-    assert broker.commits == [(QUEUE, 1)]
-    store.persist(QUEUE)
-    assert broker.commits == [(QUEUE, 1)] * 2
-
-
-def test_one_failing_commit_does_not_stop_the_others(broker):
-    store = BrokerOffsetStore(broker)
-    queues = [MessageQueue("orders", "broker-a", queue_id) for queue_id in range(4)]
-    for queue in queues:
-        store.update_offset(queue, 9)
-    broker.failing = {queues[0], queues[2]}
-    with pytest.raises(RequestTimeout) as raised:
-        store.persist_all(queues)
-    assert raised.value.__notes__ == ["2 commits failed"]
-    assert broker.committed == {queues[1]: 9, queues[3]: 9}
-    broker.failing = set()
-    store.persist_all(queues)
-    assert broker.committed == dict.fromkeys(queues, 9)
-    assert len(broker.commits) == 4
-
-
-def test_what_could_not_be_committed_stays_in_memory(broker):
-    store = BrokerOffsetStore(broker)
-    store.update_offset(QUEUE, 9)
-    broker.failing.add(QUEUE)
-    with pytest.raises(RequestTimeout):
-        store.remove_offset(QUEUE)
-    assert store.read_offset(QUEUE, MEMORY) == 9
-    broker.failing.clear()
-    store.remove_offset(QUEUE)
-    assert (store.read_offset(QUEUE, MEMORY), broker.committed) == (None, {QUEUE: 9})
-
-
-def test_an_update_while_a_commit_is_under_way_is_committed_too_before_the_queue_is_forgotten(broker):
-    store = BrokerOffsetStore(broker)
-    store.update_offset(QUEUE, 1)
-    broker.before_commit = lambda mq: store.update_offset(QUEUE, 2) if not broker.commits else None
-    store.remove_offset(QUEUE)
-    assert broker.commits == [(QUEUE, 1), (QUEUE, 2)]
-    assert store.read_offset(QUEUE, MEMORY) is None
-
-
-def test_a_slow_commit_does_not_arrive_after_its_successor(broker):
-    store = BrokerOffsetStore(broker)
-    store.update_offset(QUEUE, 1)
-    on_the_way, go_on = threading.Event(), threading.Event()
-
-    def slow_once(mq):
-        if not on_the_way.is_set():
-            on_the_way.set()
-            assert go_on.wait(30)
-
-    broker.before_commit = slow_once
-    slow = threading.Thread(target=store.persist_all)
-    slow.start()
-    assert on_the_way.wait(30)
-    store.update_offset(QUEUE, 2)
-    quick = threading.Thread(target=store.persist, args=(QUEUE,))
-    quick.start()
-    go_on.set()
-    slow.join(30)
-    quick.join(30)
-    assert broker.commits == [(QUEUE, 1), (QUEUE, 2)]

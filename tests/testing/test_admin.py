@@ -103,7 +103,7 @@ def test_who_is_connected_and_who_consumes(version: str) -> None:
         assert {subscription.topic for subscription in found.subscriptions} == {"T", "%RETRY%G"}
         groups = client.call(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, {"topic": "T"})
         expected = {"H", "T"} if version == "5.3.3" else {"G", "H"}  # 5.3.3 names the topic for online groups
-        assert set(bodies.decode_group_list(groups.body)) == expected
+        assert set(fastjson.loads(groups.body)["groupList"]) == expected
 
 
 @every_version

@@ -225,11 +225,12 @@ def test_query_assignment(version: str) -> None:
     ) as third:
 
         def assigned(client_id: str, strategy: str = "AVG", model: str = "CLUSTERING") -> list[int] | None:
-            asked = bodies.AssignmentRequest("T", "G", client_id, strategy, model)
-            answer = client.call(RequestCode.QUERY_ASSIGNMENT, body=bodies.encode_assignment_request(asked))
+            asked = {"topic": "T", "consumerGroup": "G", "clientId": client_id, "strategyName": strategy}
+            body = fastjson.dumps({**asked, "messageModel": model})
+            answer = client.call(RequestCode.QUERY_ASSIGNMENT, body=body)
             assert answer.code == (3 if version == "4.9.7" else 0)
-            found = bodies.decode_assignments(answer.body) if answer.code == 0 else None
-            return None if found is None else [each.queue.queue_id for each in found]
+            found = fastjson.loads(answer.body).get("messageQueueAssignments") if answer.code == 0 else None
+            return None if found is None else [each["messageQueue"]["queueId"] for each in found]
 
         assert assigned("c1") is None
         for member in (client, second, third):

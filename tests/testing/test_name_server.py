@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire import bodies
+from pyrocket_consumer.wire import bodies, fastjson
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.testing.raw_client import RawClient
@@ -104,7 +104,7 @@ def test_settings_are_kept_by_namespace() -> None:
         client.call(RequestCode.PUT_KV_CONFIG, {"namespace": "N", "key": "k", "value": "wért"})
         assert get("k").fields == {"value": "wért"}
         assert (get("z").code, get("z").remark) == (22, "No config item, Namespace: N Key: z")
-        assert bodies.decode_kv_table(client.call(listing, {"namespace": "N"}).body) == {"k": "wért"}
+        assert fastjson.loads(client.call(listing, {"namespace": "N"}).body) == {"table": {"k": "wért"}}
         for _ in range(2):
             assert client.call(RequestCode.DELETE_KV_CONFIG, {"namespace": "N", "key": "k"}).code == 0
         assert client.call(listing, {"namespace": "N"}).body == b'{"table":{}}'

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies.json_object import read_object, read_queue, record, record_object
+from pyrocket_consumer.wire.bodies.json_object import read_object, record
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,6 @@ class MessageQueueAssignment:
     mode: str = "PULL"
 
 
-def encode_assignment_request(value: AssignmentRequest) -> bytes:
-    """Return the body. Source: QueryAssignmentRequestBody."""
-    return fastjson.dumps(record_object(value))
-
-
 def decode_assignment_request(body: bytes) -> AssignmentRequest:
     """Return what is asked for."""
     return record(AssignmentRequest, read_object(body, "assignment request"), "assignment request")
@@ -75,14 +70,3 @@ def encode_assignments(assignments: Iterable[MessageQueueAssignment] | None) -> 
         return b"{}"
     listed = [{"messageQueue": each.queue, "mode": each.mode} for each in assignments]
     return fastjson.dumps({"messageQueueAssignments": listed})
-
-
-def decode_assignments(body: bytes) -> list[MessageQueueAssignment] | None:
-    """Return the queues allocated to us, None when the broker cannot tell (group not online there, unknown topic)."""
-    found = read_object(body, "assignments")
-    if not found.has("messageQueueAssignments"):
-        return None
-    return [
-        MessageQueueAssignment(read_queue(each.table("messageQueue"), "assignment"), each.text("mode", "PULL"))
-        for each in found.objects("messageQueueAssignments")
-    ]

@@ -93,8 +93,3 @@ class ConsumeDirectlyResult:
 def encode_consume_directly_result(result: ConsumeDirectlyResult) -> bytes:
     """Return the body. Source: ConsumeMessageDirectlyResult."""
     return fastjson.dumps(record_object(result))
-
-
-def decode_consume_directly_result(body: bytes) -> ConsumeDirectlyResult:
-    """Return what became of the message."""
-    return record(ConsumeDirectlyResult, read_object(body, "consume directly result"), "consume directly result")

@@ -37,17 +37,6 @@ def decode_subscription_group(body: bytes) -> SubscriptionGroupConfig:
     return record(SubscriptionGroupConfig, read_object(body, "subscription group"), "subscription group")
 
 
-def encode_group_table(groups: Iterable[SubscriptionGroupConfig]) -> bytes:
-    """Return the body with the settings of all groups. Source: SubscriptionGroupWrapper."""
-    return fastjson.dumps({"subscriptionGroupTable": {each.group_name: record_object(each) for each in groups}})
-
-
-def decode_group_table(body: bytes) -> dict[str, SubscriptionGroupConfig]:
-    """Return the settings of all groups, by name."""
-    table = read_object(body, "group table").table("subscriptionGroupTable")
-    return {str(name): record(SubscriptionGroupConfig, each, "group table") for name, each in table.items()}
-
-
 def decode_subscription_groups(body: bytes) -> dict[str, SubscriptionGroupConfig]:
     """Return all groups of a broker, by name. Source: SubscriptionGroupWrapper."""
     table = read_object(body, "subscription groups").table("subscriptionGroupTable")
@@ -57,11 +46,6 @@ def decode_subscription_groups(body: bytes) -> dict[str, SubscriptionGroupConfig
 def encode_group_list(groups: Iterable[str]) -> bytes:
     """Return the body that lists consumer groups."""
     return fastjson.dumps({"groupList": list(groups)})
-
-
-def decode_group_list(body: bytes) -> list[str]:
-    """Return consumer groups."""
-    return read_object(body, "group list").texts("groupList")
 
 
 def encode_topic_list(topics: Iterable[str]) -> bytes:
@@ -77,8 +61,3 @@ def decode_topic_list(body: bytes) -> list[str]:
 def encode_kv_table(table: Mapping[str, str]) -> bytes:
     """Return the body with the keys of a namespace."""
     return fastjson.dumps({"table": dict(table)})
-
-
-def decode_kv_table(body: bytes) -> dict[str, str]:
-    """Return the keys of a namespace and their values."""
-    return read_object(body, "KV table").text_table("table")
