@@ -89,7 +89,14 @@ def imports_within(folder: Path) -> dict[str, set[str]]:
     return {module: names & found.keys() for module, names in found.items()}
 
 
-@pytest.mark.parametrize("folder", ["admin", "cli"])
+CIRCULAR = {"cluster", "testing"}
+"""A cluster gives out brokers, whose calls go through it; and so do the nodes of an embedded one."""
+
+
+FOLDERS = sorted({module.relative_to(ROOT).parts[0] for module in ROOT.glob("*/*.py")} - CIRCULAR)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_nothing_is_imported_in_a_circle(folder):
     TopologicalSorter(imports_within(ROOT / folder)).prepare()  # raises CycleError, which names the circle
 

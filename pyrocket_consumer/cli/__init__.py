@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_anywhere()
     options = parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()  # while a reader that has left is still an error of ours
+        return code
     except RocketError as error:
         remedy = _NO_ANSWER if isinstance(error, RequestTimeout) else ""
         print(f"pyrocket: {error}{remedy}", *getattr(error, "__notes__", ()), sep="\n  ", file=sys.stderr)

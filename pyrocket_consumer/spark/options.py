@@ -388,6 +388,7 @@ def _bound(
     bound: Bound | None = None
     if offsets is not None:
         word = offsets.strip().lower()
+        word = {"first": "earliest", "last": "latest"}.get(word, word)  # as consumers and the shell say
         names = ", ".join(repr(each.value) for each in allowed)
         if word in [each.value for each in allowed]:
             bound = Named(word)

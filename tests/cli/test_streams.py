@@ -55,3 +55,22 @@ def test_what_a_console_lacks_is_written_as_an_escape(encoding):
         done = pyrocket(encoding, "offsets", "show", "日本", "T", "-n", cluster.name_server)
         assert done.returncode == 1
         assert rb"'\u65e5\u672c' has a character that is not allowed" in done.stderr
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_a_reader_that_has_left_is_no_traceback(output):
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("T", queues=1)
+        cluster.broker("broker-a").create_group("G")
+        cluster.broker("broker-a").commit("G", "T", {0: 0})
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            command = [sys.executable, "-m", "pyrocket_consumer.cli", "offsets", "show", "G", "T", "-o", output]
+            done = subprocess.run(
+                [*command, "-n", cluster.name_server], stdout=writing, stderr=subprocess.PIPE, timeout=60,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
+        finally:
+            os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")

@@ -52,6 +52,11 @@ def test_defaults_of_a_write():
     assert (options.accept_degraded, options.dedup_properties) == (False, True)
 
 
+@pytest.mark.parametrize(("word", "means"), [("first", "earliest"), ("last", "latest"), ("Earliest", "earliest")])
+def test_places_have_the_same_names_as_everywhere(word, means):
+    assert parse_source(given(startingOffsets=word), True).start == means
+
+
 def test_names_are_taken_in_any_case():
     assert (
         parse_source({"NAMESERVER": "h:1", "Subscribe": "orders", "minPartitions": "3"}, None).tasks.min_partitions == 3
