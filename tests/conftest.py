@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 
 from tests.real_brokers import NEWEST, VERSIONS, CannotRun, JavaMachine, RealCluster, check_machine
+from tests.real_brokers.cluster import PortTaken
 from tests.real_brokers.jars import classes
 from tests.trials import trials
 
@@ -153,9 +154,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            if release := _ON_A_RELEASE.search(nodeid):
-                return release[1]
-            return "spark" if nodeid.startswith("tests/spark/") else nodeid
+            if nodeid.startswith("tests/spark/"):
+                return "spark"
+            release = _ON_A_RELEASE.search(nodeid)
+            return release[1] if release else nodeid
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
@@ -189,22 +191,26 @@ def _cluster_options(item: pytest.Item) -> dict[str, Any]:
 
 
 class RealClusters:
-    """The real cluster that runs now, if any: one at a time, kept for as long as tests want the same."""
+    """The real cluster that runs now, if any: one at a time, kept while tests want the same release."""
 
     def __init__(self) -> None:
         self._cluster: RealCluster | None = None
-        self._made_of: object = None
 
     def get(self, version: str, **options: Any) -> RealCluster:
-        """Return the cluster asked for, started; another that ran before is closed."""
-        made_of = (version, repr(sorted(options.items())))
-        if self._cluster is not None and self._made_of == made_of:
-            self._cluster.heal()
-            return self._cluster
-        self.close()
+        """Return the cluster asked for, started; of another with the same release only what differs is replaced."""
+        if self._cluster is not None and self._cluster.version != version:
+            self.close()
+        if self._cluster is not None:
+            try:
+                self._cluster.become(**options)
+                return self._cluster
+            except BaseException as error:
+                self.close()
+                if not isinstance(error, PortTaken):
+                    raise
         cluster = RealCluster(version, **options)
         cluster.start()
-        self._cluster, self._made_of = cluster, made_of
+        self._cluster = cluster
         return cluster
 
     def close(self) -> None:

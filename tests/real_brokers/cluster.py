@@ -50,6 +50,10 @@ _BROKER_SETTINGS: dict[str, object] = {
 }
 
 
+MadeOf = tuple[dict[str, object], tuple[str, ...], tuple[str, str] | None, dict[str, str]]
+"""What tells brokers apart: settings, options of the Java machine, account, and files below ROCKETMQ_HOME."""
+
+
 class PortTaken(Exception):
     """Somebody else took a port between our look at it and the server's."""
 
@@ -172,11 +176,10 @@ class RealBroker(RealServer):
         name: str,
         broker_id: int,
         name_server: RealNameServer,
-        settings: Mapping[str, object],
-        jvm_options: Sequence[str],
-        account: tuple[str, str] | None,
-        home_files: Mapping[str, str],
+        made_of: MadeOf,
     ) -> None:
+        self.made_of = made_of
+        settings, jvm_options, account, home_files = made_of
         store = directory / "store"
         own = {
             "brokerName": name,
@@ -372,35 +375,18 @@ class RealBroker(RealServer):
 class RealCluster:
     """A name server and brokers `broker-a`, `broker-b`, …, each with `slaves` slaves (`broker-a-1`, …).
 
-    `settings` are lines of broker.properties, `jvm_options` go to the brokers' Java machines, `name_server_jvm_options`
-    to the name server's. `account` (access key, secret key) is the cluster's own where the settings demand one;
-    `home_files` are put below the brokers' ROCKETMQ_HOME, by path.
-    Starting takes 3 to 8 s on a quiet machine; downloads come before, once.
+    `settings` are lines of broker.properties, `jvm_options` go to the brokers' Java machines. `account` (access key,
+    secret key) is the cluster's own where the settings demand one; `home_files` are put below the brokers'
+    ROCKETMQ_HOME, by path. Starting takes 3 to 8 s on a quiet machine; downloads come before, once.
     """
 
-    def __init__(
-        self,
-        version: str = NEWEST,
-        brokers: int = 1,
-        *,
-        slaves: int = 0,
-        settings: Mapping[str, object] | None = None,
-        jvm_options: Sequence[str] = (),
-        name_server_jvm_options: Sequence[str] = (),
-        account: tuple[str, str] | None = None,
-        home_files: Mapping[str, str] | None = None,
-        lock_expiry_s: float = 60.0,
-    ) -> None:
+    def __init__(self, version: str = NEWEST, brokers: int = 1, **options: Any) -> None:
+        """The other options are those of `become`."""
         if version not in VERSIONS:
             raise ValueError(f"version {version!r} is not one of {', '.join(VERSIONS)}")
         self.version = version
-        self._broker_count, self._slave_count = brokers, slaves
-        lock_life = f"-Drocketmq.broker.rebalance.lockMaxLiveTime={lock_expiry_s * 1000:.0f}"
-        self._settings, self._jvm_options = dict(settings or {}), (*jvm_options, lock_life)
-        self._name_server_jvm_options = tuple(name_server_jvm_options)
-        self._account, self._home_files = account, dict(home_files or {})
+        self._options: dict[str, Any] = {"brokers": brokers, **options}
         self._brokers: dict[str, RealBroker] = {}
-        self._servers: list[RealServer] = []
         self._turns: dict[str, itertools.count[int]] = {}
 
     def __enter__(self) -> Self:
@@ -415,8 +401,11 @@ class RealCluster:
     def start(self) -> None:
         """Start the name server and all brokers, and return when each is ready."""
         for attempt in range(1, 4):
+            self.directory = new_directory(self.version)
+            self.name_server_node = RealNameServer(self.version, self.directory / "name-server", _free_ports(), {})
             try:
-                self._start()
+                self.name_server_node.start()  # first: a 5.x broker that does not find it asks again only 10 s later
+                self.become(**self._options)
                 return
             except PortTaken:
                 self.close()
@@ -426,58 +415,44 @@ class RealCluster:
                 self.close()
                 raise
 
-    def _start(self) -> None:
-        self.directory = new_directory(self.version)
-        self.name_server_node = RealNameServer(self.version, self.directory / "name-server", _free_ports(), {})
-        self.name_server_node.options += self._name_server_jvm_options
-        self._servers.append(self.name_server_node)
-        self.name_server_node.start()  # first: a 5.x broker that does not find it asks again only 10 s later
-        deadline = time.monotonic() + START_TIMEOUT_S
-        for letter in "abcdefgh"[: self._broker_count]:
-            for broker_id in range(self._slave_count + 1):
-                self._new_broker(f"broker-{letter}", broker_id, {}, ()).launch()
-        for broker in self._brokers.values():
-            broker.wait_until_ready(deadline)
-
-    def _new_broker(
-        self, name: str, broker_id: int, settings: Mapping[str, object], jvm_options: Sequence[str]
-    ) -> RealBroker:
-        label = name if broker_id == MASTER_ID else f"{name}-{broker_id}"
-        broker = self._brokers[label] = RealBroker(
-            self.version,
-            self.directory / label,
-            _free_ports(),
-            name,
-            broker_id,
-            self.name_server_node,
-            {**self._settings, **settings},
-            (*self._jvm_options, *jvm_options),
-            self._account,
-            self._home_files,
-        )
-        self._servers.append(broker)
-        return broker
-
-    def add_broker(
+    def become(
         self,
-        name: str,
-        broker_id: int = MASTER_ID,
+        brokers: int = 1,
         *,
+        slaves: int = 0,
         settings: Mapping[str, object] | None = None,
         jvm_options: Sequence[str] = (),
-    ) -> RealBroker:
-        """Start one more broker and return it when it is ready."""
-        broker = self._new_broker(name, broker_id, settings or {}, jvm_options)
-        broker.start()
-        return broker
+        account: tuple[str, str] | None = None,
+        home_files: Mapping[str, str] | None = None,
+        lock_expiry_s: float = 60.0,
+    ) -> None:
+        """Have the brokers that a cluster started with these options has, and return when each is ready.
 
-    def heal(self) -> None:
-        """Start again what was killed or stopped."""
+        Those that are as they should be go on, with all they hold, and are started again if they were stopped; the
+        others end.
+        """
+        lock_life = f"-Drocketmq.broker.rebalance.lockMaxLiveTime={lock_expiry_s * 1000:.0f}"
+        made_of = (dict(settings or {}), (*jvm_options, lock_life), account, dict(home_files or {}))
+        wanted = [(f"broker-{letter}", each) for letter in "abcdefgh"[:brokers] for each in range(slaves + 1)]
+        for label, broker in list(self._brokers.items()):
+            if (broker.name, broker.broker_id) not in wanted or broker.made_of != made_of:
+                broker.kill()
+                remove_directory(broker.directory)
+                del self._brokers[label]
         if not self.name_server_node.running:
             self.start_name_server()
-        for server in self._servers:
-            if not server.running:
-                server.start()
+        launched, deadline = list[RealBroker](), time.monotonic() + START_TIMEOUT_S
+        for name, broker_id in wanted:
+            label = name if broker_id == MASTER_ID else f"{name}-{broker_id}"
+            if label not in self._brokers:
+                self._brokers[label] = RealBroker(
+                    self.version, self.directory / label, _free_ports(), name, broker_id, self.name_server_node, made_of
+                )
+            if not self._brokers[label].running:
+                self._brokers[label].launch()
+                launched.append(self._brokers[label])
+        for broker in launched:
+            broker.wait_until_ready(deadline)
 
     def stop_name_server(self) -> None:
         """Kill the name server: it forgets everything, as it does whenever it ends."""
@@ -493,9 +468,9 @@ class RealCluster:
 
     def close(self) -> None:
         """End every process with SIGKILL and remove their directories."""
-        for server in reversed(self._servers):
-            server.kill()
-        self._servers.clear()
+        for broker in self._brokers.values():
+            broker.kill()
+        self.name_server_node.kill()
         self._brokers.clear()
         remove_directory(self.directory)
 
