@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument(
         "--from", dest="start", type=place, metavar="PLACE",
         help="first (default), last (and follow), or a time with its zone: 2026-11-21T08:00:00Z; "
-        "with --group, where a group begins that has no offset yet (default: last)",
+        "with --group, where it begins in queues it has no offset for, which is stored at once (default: last)",
     )  # fmt: skip
     command.add_argument(
         "--queue", action="append", type=queue_name, metavar="BROKER/ID", help="only this queue; repeatable"
@@ -202,6 +203,8 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
         shutdown_timeout_s=_CLOSE_WITHIN_S,
     )
     consumer.subscribe(options.topic, handover.listen, options.selector if options.sql is None else sql(options.sql))
+    with _connected(options) as cluster:
+        cluster.run(_check_model(cluster, options), None)
     try:
         with consumer:
             try:
@@ -215,28 +218,53 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
         handover.end()
 
 
+async def _check_model(cluster: Cluster, options: argparse.Namespace) -> None:
+    """Raise ConfigError if members of the group that are online keep their offsets themselves."""
+    from pyrocket_consumer.cluster.members import group_members
+    from pyrocket_consumer.model import MessageModel
+
+    names = {data.broker_name for data in (await cluster.route(options.topic, refresh=True)).queues}
+    addresses = {name: address for name in names if (address := cluster.address(name, only_this=True)) is not None}
+    if (await group_members(cluster, options.group, addresses)).model is MessageModel.BROADCASTING:
+        raise ConfigError(
+            f"{options.group} is a broadcasting group: each of its members gets every message, and keeps its own "
+            "offsets; look at the topic without --group"
+        )
+
+
 # --- as an onlooker
 
 
-def _look(options: argparse.Namespace, printer: Printer) -> None:
+@contextmanager
+def _connected(options: argparse.Namespace) -> Iterator[Cluster]:
     from pyrocket_consumer.cluster import Cluster, make_client_id
     from pyrocket_consumer.config import ClientConfig
 
-    subscription = _subscription(options)
     config = ClientConfig(**connection(options))
     cluster = Cluster(config, make_client_id(config))
     cluster.start()
     try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def _look(options: argparse.Namespace, printer: Printer) -> None:
+    subscription = _subscription(options)
+    with _connected(options) as cluster:
         look = cluster.run(_begin(cluster, options, subscription), None)
         while not printer.ended and (messages := cluster.run(look.next_messages(), None)):
             _print(messages, printer)
         if options.follow or options.start == "last":
+            cluster.run(_follow(look, options), None)
             _tell(f"looking at {options.topic}; Ctrl-C ends")
             while not printer.ended:
                 _print(cluster.run(look.new_messages(_LOOK_EVERY_S), None), printer)
                 printer.nothing_came()
-    finally:
-        cluster.close()
+
+
+async def _follow(look: Look, options: argparse.Namespace) -> None:
+    look.follow(new_queues=not options.queue)
 
 
 def _print(messages: Iterable[Message], printer: Printer) -> None:

@@ -11,7 +11,7 @@ from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.places import TOOLS_GROUP
 from pyrocket_consumer.errors import BrokerError, PermissionDenied, RocketError
-from pyrocket_consumer.model import MessageQueue, PullAnswer, PullStatus, Subscription
+from pyrocket_consumer.model import MessageQueue, PullAnswer, PullStatus, Subscription, TopicRoute
 from pyrocket_consumer.wire.message import Message
 
 MOST_MESSAGES = 4096
@@ -57,7 +57,6 @@ class Look:
         self._readings = [_Reading(queue, begins[queue], ends[queue]) for queue in sorted(begins)]
         self._pull_size = max(1, min(_LARGEST_PULL, MOST_MESSAGES // max(1, len(self._readings))))
         self._arrived: asyncio.Queue[Message | RocketError] = asyncio.Queue(MOST_MESSAGES)
-        self._followed = False
         self._told: set[str] = set()  # brokers that are away
 
     async def next_messages(self) -> list[Message]:
@@ -114,16 +113,26 @@ class Look:
 
     # --- what comes
 
+    def follow(self, new_queues: bool) -> None:
+        """Begin to wait for messages; with `new_queues` also for those of queues that the topic gets."""
+        for reading in self._readings:
+            self._cluster.spawn(self._follow(reading), f"follow {reading.queue}")
+        if new_queues:
+            self._cluster.on_route_changed(self._follow_new)
+
+    def _follow_new(self, topic: str, route: TopicRoute) -> None:
+        if topic == self._subscription.topic:
+            for queue in sorted(set(route.consume_queues()) - {each.queue for each in self._readings}):
+                reading = _Reading(queue, 0, 0)
+                self._readings.append(reading)
+                self._cluster.spawn(self._follow(reading), f"follow {queue}")
+
     async def new_messages(self, within_s: float) -> list[Message]:
-        """Return what has come, waiting up to `within_s` seconds for the first.
+        """Return what has come since `follow`, waiting up to `within_s` seconds for the first.
 
         Raises:
             RocketError: a broker refuses.
         """
-        if not self._followed:
-            self._followed = True
-            for reading in self._readings:
-                self._cluster.spawn(self._follow(reading), f"follow {reading.queue}")
         found: list[Message] = []
         try:
             async with asyncio.timeout(within_s):

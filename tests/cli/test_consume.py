@@ -17,7 +17,7 @@ import pytest
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consuming import until
+from tests.consuming import consuming, until
 
 ROOT = Path(__file__).parents[2]
 MEMBER = ["--group", "g", "--from", "first"]
@@ -173,6 +173,14 @@ def test_a_new_group_begins_with_what_comes(orders):
         assert running.read(1) == ["orders/broker-a/0@5  -  new"]
         assert running.end() == 0
     assert orders.committed("g", "orders") == {0: 6}
+
+
+def test_a_broadcasting_group_is_not_joined(orders, capsys, tmp_path):
+    with consuming(orders, "orders", "g", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
+        seen.wait_for(5)
+        assert main(["consume", "orders", "-n", orders.name_server, *MEMBER]) == 1
+    assert "g is a broadcasting group" in capsys.readouterr().err
+    assert orders.committed("g", "orders") == {}
 
 
 # --- as an onlooker

@@ -1,0 +1,73 @@
+"""Looking at queues: what is beside the command itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.cli.look import Look
+from pyrocket_consumer.cluster import Cluster, make_client_id
+from pyrocket_consumer.config import ClientConfig
+from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.testing import EmbeddedCluster
+
+
+@pytest.fixture
+def orders():
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic("orders", queues=1, brokers=["broker-a"])
+        yield cluster
+
+
+@pytest.fixture
+def client(orders):
+    config = ClientConfig(name_server=orders.name_server, route_refresh_interval_s=0.05)
+    cluster = Cluster(config, make_client_id(config))
+    cluster.start()
+    yield cluster
+    cluster.close()
+
+
+def seen(client, look, count):
+    """Return the places of so many messages that come."""
+    found = []
+    while len(found) < count:
+        found += client.run(look.new_messages(30), 60)
+    return sorted((message.queue, message.queue_offset) for message in found)
+
+
+@pytest.mark.parametrize("new_queues", [True, False])
+def test_queues_that_a_topic_gets_are_followed_from_their_first_message_on(orders, client, new_queues):
+    first = MessageQueue("orders", "broker-a", 0)
+
+    async def follow():
+        await client.route("orders")
+        look = Look(client, Subscription("orders"), {first: 0}, {first: 0}, lambda text: None)
+        look.follow(new_queues)
+        return look
+
+    look = client.run(follow(), 30)
+    orders.create_topic("orders", queues=1, brokers=["broker-b"])
+    orders.send("orders", count=4)
+    everything = [(queue, offset) for queue in (first, MessageQueue("orders", "broker-b", 0)) for offset in (0, 1)]
+    assert seen(client, look, 4 if new_queues else 2) == (everything if new_queues else everything[:2])
+
+
+def test_messages_of_several_queues_come_in_the_order_in_which_they_were_stored(orders, client):
+    orders.create_topic("orders", queues=3)
+    orders.send("orders", lambda number: b"%d" % number, count=300)
+
+    async def look_at_all():
+        queues = (await client.route("orders")).consume_queues()
+        ends = dict.fromkeys(queues, 50)
+        look = Look(client, Subscription("orders"), dict.fromkeys(queues, 0), ends, lambda text: None)
+        found = []
+        while messages := await look.next_messages():
+            found += messages
+        return found
+
+    found = client.run(look_at_all(), 60)
+    assert len(found) == 300
+    assert [message.stored_at_ms for message in found] == sorted(message.stored_at_ms for message in found)
+    for broker in ("broker-a", "broker-b"):
+        places = [message.commit_log_offset for message in found if message.queue.broker_name == broker]
+        assert places == sorted(places)
