@@ -106,6 +106,7 @@ class Assignments:
         self._epochs: dict[MessageQueue, int] = {}
         self._changing: dict[MessageQueue, asyncio.Lock] = {}
         self._leaving: set[MessageQueue] = set()
+        self._first_starts: dict[MessageQueue, tuple[int, str]] = {}  # found out, and not known to be stored yet
         self._budgets: dict[str, Budget] = {}  # by topic, or one for all
         self._woken: deque[ProcessQueue] = deque()
         self._wake_due = False
@@ -234,6 +235,7 @@ class Assignments:
                 group.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
                 await self._unlock(queue)
                 return False
+            self._first_starts.pop(queue, None)
             if not is_wanted():
                 self._commits.forget(queue)
                 await self._unlock(queue)
@@ -403,11 +405,19 @@ class Assignments:
             text = "the broker has no offset of this group any more; going on where this member last knew it to be"
             group.event(EventKind.OFFSET_FORGOTTEN, text, queue, {"offset": known}, level=logging.WARNING)
             return known, "last known by this member"
+        # Until it is stored it stays what it was at first: the end may move on while the broker is asked to store it.
+        if queue not in self._first_starts:
+            self._first_starts[queue] = await self._first_start(queue, is_new)
+        return self._first_starts[queue]
+
+    async def _first_start(self, queue: MessageQueue, is_new: bool) -> tuple[int, str]:
+        """Return where a queue begins that the group has never consumed."""
+        broker = self._group.cluster.broker(queue.broker_name)
         if queue.topic.startswith(RETRY_PREFIX):
             return await broker.min_offset(queue), "retry topic"
         if is_new:
             return await broker.min_offset(queue), "queue added while we consume"
-        where = group.config.consume_from
+        where = self._group.config.consume_from
         if isinstance(where, datetime):
             return await self.offset_at(queue, int(where.timestamp() * 1000)), f"first start from {where.isoformat()}"
         if where == "first":
