@@ -326,7 +326,7 @@ class Assignments:
                 self._stop(assignment)
                 # What is finished is stored before the wait for what is not: the next owner does not wait as long.
                 await self._commits.persist([queue])
-                await self._grace(assignment.window)
+                await self._grace(assignment)
                 is_running = self._calls.running(assignment.window) > 0
                 final = self._fence(assignment)
                 try:
@@ -377,10 +377,10 @@ class Assignments:
         assignment.puller.stop()
         assignment.window.drop()
 
-    async def _grace(self, window: ProcessQueue) -> None:
-        group = self._group
+    async def _grace(self, assignment: Assignment) -> None:
+        group, window = self._group, assignment.window
         deadline = group.loop.time() + (ORDERLY_GRACE_S if group.config.orderly else GRACE_S)
-        while self._calls.running(window) and group.loop.time() < deadline and not group.closing:  # noqa: ASYNC110 - workers keep no count: it would cost each call
+        while self._calls.running(window) and group.loop.time() < deadline and not assignment.ended:  # noqa: ASYNC110 - workers keep no count: it would cost each call
             await asyncio.sleep(0.005)
 
     def fence_all(self) -> list[MessageQueue]:

@@ -349,7 +349,7 @@ class StoreCommits:
         kind = ReadOffsetType.MEMORY_FIRST_THEN_STORE if self._memory_first else ReadOffsetType.READ_FROM_STORE
         offset = await self._do(self._store.read_offset, queue, kind)
         if offset is not None:
-            self._store.update_offset(queue, offset)
+            _call_store(self._store.update_offset, queue, offset)
             self._persisted[queue] = offset
         return offset
 
@@ -363,7 +363,7 @@ class StoreCommits:
         pass
 
     async def begin_at(self, queue: MessageQueue, offset: int) -> None:
-        self._store.update_offset(queue, offset)
+        _call_store(self._store.update_offset, queue, offset)
         self._beginning[queue] = None
         if self._next_sync is None:
             self._next_sync = asyncio.get_running_loop().create_task(self._store_beginnings())
@@ -377,7 +377,7 @@ class StoreCommits:
             await self._do(self._store.persist_all, queues)
 
     async def replace(self, queue: MessageQueue, offset: int) -> None:
-        self._store.update_offset(queue, offset)
+        _call_store(self._store.update_offset, queue, offset)
         await self._do(self._store.persist, queue)
         self._persisted[queue] = offset
 
@@ -396,7 +396,7 @@ class StoreCommits:
         else:
             self._epochs.update({queue: reset.epoch for queue, reset in resets.items()})
             for queue, offset in moving.items():
-                self._store.update_offset(queue, offset)
+                _call_store(self._store.update_offset, queue, offset)
             await self._do(self._store.persist_all, list(moving))
         self._persisted.update(moving)
 

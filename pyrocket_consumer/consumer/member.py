@@ -43,6 +43,9 @@ from pyrocket_consumer.model import (
 
 log = logging.getLogger("pyrocket_consumer.consumer")
 
+SHOWN = 20
+"""How many names one sentence has at most."""
+
 LAST_CALLS_S = 3.0
 """How long the end of a member waits for brokers, after its listener calls."""
 
@@ -120,7 +123,7 @@ class GroupMember:
     # --- subscriptions
 
     async def subscribe(self, subscription: Subscription, listener: Listener) -> None:
-        """Add a topic; while running, its queues come with the rebalance this starts."""
+        """Add a topic; while running, wait a moment until its queues have begun, as a start does."""
         await self.group.tasks.finish(self._subscribe(subscription, listener), f"subscribing to {subscription.topic}")
 
     async def _subscribe(self, subscription: Subscription, listener: Listener) -> None:
@@ -132,7 +135,7 @@ class GroupMember:
         if self.state is ConsumerState.RUNNING:
             await self._find_route(subscription.topic)
             await group.cluster.heartbeat()
-            group.rebalance_wanted.set()
+            await self._wait_until_in_place()
 
     async def unsubscribe(self, topic: str) -> None:
         """Remove a topic; its queues end as at any rebalance, their offsets stored."""
@@ -183,13 +186,15 @@ class GroupMember:
             self.config.message_model,
             ",".join(group.subscriptions.topics()),
         )
-        waiting = await self._rebalance.first_round(self.config.start_wait_s)
-        if waiting:
-            text = (
-                f"{len(waiting)} queues have not begun after {self.config.start_wait_s:g} s, {waiting[0]} among them; "
-                "they begin as soon as their brokers answer"
-            )
-            group.event(EventKind.BROKER_UNREACHABLE, text, level=logging.WARNING)
+        await self._wait_until_in_place()
+
+    async def _wait_until_in_place(self) -> None:
+        """Wait a moment until all queues that are ours have begun, and tell which have not."""
+        group, wait_s = self.group, self.config.start_wait_s
+        if waiting := await self._rebalance.in_place(wait_s):
+            shown = ", ".join(waiting[:SHOWN]) + (f" and {len(waiting) - SHOWN} more" if len(waiting) > SHOWN else "")
+            text = f"not begun after {wait_s:g} s, and tried again until they are: {shown}"
+            group.event(EventKind.BROKER_UNREACHABLE, text, facts={"waiting": len(waiting)}, level=logging.WARNING)
 
     async def _find_route(self, topic: str) -> None:
         group = self.group
@@ -198,6 +203,7 @@ class GroupMember:
         except PermissionDenied:
             raise
         except RouteNotFound as error:
+            self._rebalance.is_missing(topic)
             if not topic.startswith(RETRY_PREFIX):
                 group.event(EventKind.BROKER_UNREACHABLE, f"{error}; still looking", level=logging.WARNING)
         except RocketError as error:
@@ -218,10 +224,10 @@ class GroupMember:
         """Stop pulling, store, finish what runs, store, leave, close. What fails on the way keeps none of it undone."""
         group, loop, commits = self.group, self.group.loop, self.commits
         group.closing = True
-        await group.tasks.stop_loops()
         self.assignments.stop_pulling()
         self.service.stop()
         # Listener calls may take long, and whoever waits for them may lose patience: what is consumed is stored now.
+        # The loops go on meanwhile: offsets are stored, locks kept, and queues handed over to members that come.
         group.tasks.begin(self._store_early(), "storing offsets")
         while (self.service.running() or self.retries.under_way) and loop.time() < self._end_calls_by:  # noqa: ASYNC110 - workers keep no count: it would cost each call
             await asyncio.sleep(0.005)
@@ -231,6 +237,7 @@ class GroupMember:
                 f"{running} listener calls still run; their messages stay unfinished, and come again",
                 level=logging.WARNING,
             )
+        await group.tasks.stop_loops()
         self.retries.cancel()
         # The lock of a queue whose call runs on is left to expire: its next owner shall not begin beside that call.
         free = [queue for queue, window in self.assignments.windows().items() if not self.service.running(window)]
@@ -238,9 +245,8 @@ class GroupMember:
         self.service.abandon()
         last_call_at = loop.time() + LAST_CALLS_S
         await self._store_finally(queues, last_call_at)
-        await asyncio.wait(
-            [loop.create_task(self._leave(free))], timeout=max(last_call_at - loop.time(), LAST_CALLS_S / 3)
-        )
+        leaving = group.tasks.begin(self._leave(free), "leaving the group")
+        await asyncio.wait([leaving], timeout=max(last_call_at - loop.time(), LAST_CALLS_S / 3))
         await group.tasks.settle(last_call_at)
         failure: Exception | None = None
         try:

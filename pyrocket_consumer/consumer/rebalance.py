@@ -70,10 +70,12 @@ class Rebalance:
         self._have_company = False  # the group has other members
         self._announced: dict[str, frozenset[MessageQueue]] = {}  # what brokers have been told we hold
         self._due: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
-        self._coming: dict[MessageQueue, asyncio.Task[None]] = {}
+        self._coming: dict[MessageQueue, asyncio.Task[bool]] = {}
         self._places: dict[str, asyncio.Semaphore] = {}  # by broker name, for those that begin there
-        self._first_round = asyncio.Event()
-        self._settled = False
+        self._undecided: set[str] = set()  # topics of which it could not be told what is ours
+        self._rounds_begun = 0
+        self._rounds_ended = 0
+        self._changed = asyncio.Event()  # a round has ended, or a queue has begun or failed to
 
     def is_new(self, queue: MessageQueue) -> bool:
         """Tell whether `queue` was added to its topic after this consumer first saw the topic."""
@@ -86,8 +88,10 @@ class Rebalance:
         while True:
             began = self._group.loop.time()
             wanted.clear()
+            self._rounds_begun += 1
             pause_s = await self.round()
-            self._look_at_first_round()
+            self._rounds_ended = self._rounds_begun
+            self._changed.set()
             try:
                 async with asyncio.timeout(pause_s):
                     await wanted.wait()
@@ -95,18 +99,25 @@ class Rebalance:
                 continue
             await asyncio.sleep(began + SPACING_S - self._group.loop.time())
 
-    async def first_round(self, timeout_s: float) -> list[MessageQueue]:
-        """Wait until all queues of the first round have begun, or failed to; returns those that have not yet."""
+    async def in_place(self, timeout_s: float) -> list[str]:
+        """Wait until a round was held and all that is ours has begun; returns which queues, or topics, have not."""
+        first = self._rounds_begun + 1  # one that begins from now on
+        self._group.rebalance_wanted.set()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._first_round.wait()
+                while self._rounds_ended < first or self._left():
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             pass
-        return sorted({*self._due, *self._coming})
+        return self._left()
 
-    def _look_at_first_round(self) -> None:
-        if not self._due and not self._coming:
-            self._first_round.set()
+    def _left(self) -> list[str]:
+        return [*sorted(self._undecided), *map(str, sorted({*self._due, *self._coming}))]
+
+    def is_missing(self, topic: str) -> None:
+        """No name server knows `topic`. What is sent to it from now on is sent to us: all its queues will be new."""
+        self._known.setdefault(topic, frozenset())
 
     async def round(self) -> float:
         """Compare what we hold with what is ours, and change it. Returns how long it may be until the next round."""
@@ -146,25 +157,27 @@ class Rebalance:
     def _begin(self, queue: MessageQueue) -> None:
         places = self._places.setdefault(queue.broker_name, asyncio.Semaphore(BEGIN_AT_ONCE))
 
-        async def begin() -> None:
+        async def begin() -> bool:
             async with places:
-                await begin_here()
+                return await begin_here()
 
-        async def begin_here() -> None:
+        async def begin_here() -> bool:
             try:
                 await self._expressions.before_begin(queue)
             except RocketError as error:
                 self._group.trouble(EventKind.BROKER_UNREACHABLE, f"{queue} does not begin yet: {error}", queue)
-                return
+                return False
             await self._resets.before_begin(queue)  # what was reset while we were away counts for its start offset
-            await self._assignments.begin(
+            return await self._assignments.begin(
                 queue, is_new=self.is_new(queue), is_ours=lambda: self._coming.get(queue) is task
             )
 
-        def begun(done: asyncio.Task[None]) -> None:
+        def begun(done: asyncio.Task[bool]) -> None:
             if self._coming.get(queue) is done:
                 del self._coming[queue]
-            self._look_at_first_round()
+                if not done.cancelled() and done.exception() is None and not done.result():
+                    self._due[queue] = self._group.loop.time() + AGAIN_S
+            self._changed.set()
 
         task = self._coming[queue] = self._group.tasks.begin(begin(), f"beginning {queue}")
         task.add_done_callback(begun)
@@ -177,6 +190,9 @@ class Rebalance:
         if members.asked_any:
             self._have_company = members.have_company
         wanted = {topic: frozenset(ours) for topic, (ours, _) in zip(topics, found, strict=True) if ours is not None}
+        self._undecided = {
+            topic for topic, (ours, is_sure) in zip(topics, found, strict=True) if ours is None and not is_sure
+        } - self._no_route
         gone = (self._assignments.topics() | {queue.topic for queue in self._coming}) - set(topics)
         return all(is_sure for _, is_sure in found), wanted | dict.fromkeys(gone, frozenset())
 
@@ -216,6 +232,7 @@ class Rebalance:
                 text = f"topic {topic} has no route yet; still looking"
                 group.event(EventKind.BROKER_UNREACHABLE, text, level=logging.WARNING)
             self._no_route.add(topic)
+            self.is_missing(topic)
         else:
             group.trouble(EventKind.BROKER_UNREACHABLE, f"rebalance of {topic} failed, assignment kept: {error}")
 
@@ -231,7 +248,11 @@ class _Members:
         self.have_company = False
 
     async def of(self, route: TopicRoute) -> list[str] | None:
-        """Return the group's members as one broker of the topic sees them; None if no broker can be asked."""
+        """Return the group's members as a broker of the topic sees them; None if no broker can be asked.
+
+        One that knows us is believed rather than one that does not: a single broker that has not taken our heartbeat
+        shall not cost us the queues of all others.
+        """
         ids = await self._ask(route)
         if ids is not None and self._group.client_id not in ids:
             # our heartbeat is not there (yet): the broker lets nobody pull for us, and others share our queues
@@ -251,16 +272,20 @@ class _Members:
         names = [broker.broker_name for broker in route.brokers if MASTER_ID in broker.addresses]
         names = names or [broker.broker_name for broker in route.brokers]
         self._group.rng.shuffle(names)
-        # one that is asked already first: of two that do not answer, only one is waited for
         error: RocketError | None = None
-        for name in sorted(names, key=lambda name: self._has_failed(name)):
+        without_us: list[str] | None = None
+        for name in sorted(names, key=self._has_failed):  # of two that do not answer, only one is waited for
             try:
-                return list(await asyncio.shield(self._answer(name)))
+                ids = list(await asyncio.shield(self._answer(name)))
             except RocketError as failure:
                 error = failure
-        if error is not None:
+                continue
+            if self._group.client_id in ids:
+                return ids
+            without_us = without_us or ids
+        if without_us is None and error is not None:
             raise error
-        return None
+        return without_us
 
     def _answer(self, name: str) -> asyncio.Task[list[str]]:
         if name not in self._answers:

@@ -375,7 +375,7 @@ def test_a_start_waits_until_the_queues_of_the_first_round_have_begun(ids, waits
         group = Group()
         group.ids = ids
         async with rebalancing(group) as rebalance:
-            assert await rebalance.first_round(5.0) == []
+            assert await rebalance.in_place(5.0) == []
             assert group.loop.time() == pytest.approx(waits_s, abs=0.01)
             assert len(group.mine) == 4 / len(ids)
 
@@ -387,7 +387,7 @@ def test_a_start_waits_for_no_broker_for_ever():
         group = Group()
         group.begin_s = {queues(2)[0]: 60.0}
         async with rebalancing(group) as rebalance:
-            assert await rebalance.first_round(5.0) == queues(2)
+            assert await rebalance.in_place(5.0) == ["orders/a/2"]
             assert group.loop.time() == pytest.approx(5.0, abs=0.01)
 
     run(scenario())
@@ -452,6 +452,19 @@ def test_a_member_the_broker_does_not_list_sends_a_heartbeat_and_asks_again():
             await asyncio.sleep(HANDOVER_S + 0.1)
         assert group.happened[0] == "heartbeat"
         assert group.mine == set(queues(0, 1))
+
+    run(scenario())
+
+
+def test_a_broker_that_does_not_know_us_costs_no_queues_of_one_that_does():
+    async def scenario():
+        group = Group()
+        group.routes["orders"] = route(2, brokers=("a", "b"))
+        group.mine = set(queues(0, 1) + queues(0, 1, broker="b"))
+        group.ids = {"a": ["you"], "b": ["me", "you"]}
+        async with rebalancing(group):
+            await asyncio.sleep(0.1)
+            assert len(group.mine) == 2
 
     run(scenario())
 

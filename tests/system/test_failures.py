@@ -82,6 +82,26 @@ def test_a_store_that_fails_unforeseen_is_told_and_tried_again(embedded, topic, 
         until(lambda: [each.persisted for each in of(consumer, topic).values()] == [6], "stored")
 
 
+@pytest.mark.parametrize("method", ["update_offset", "read_offset", "persist", "persist_all"])
+def test_a_store_that_fails_once_while_a_queue_begins_holds_it_up_only(embedded, topic, group, method):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 3)
+    store = Broken(method, ZeroDivisionError("in the store"))
+    store.breaks = True
+    events = Events()
+
+    def mend(event):
+        events(event)
+        if "in the store" in event.text:
+            store.breaks = False
+
+    with consuming(embedded, topic, group, offset_store=store, on_event=mend, **OPTIONS) as (consumer, seen):
+        if method == "persist":
+            store.breaks = False  # nothing calls it at a start
+        seen.wait_for(3)
+        assert consumer.state is ConsumerState.RUNNING
+
+
 def test_a_queue_begins_when_the_store_can_say_where(embedded, topic, group):
     embedded.create_topic(topic, queues=1)
     store, events, seen = Broken("read_offset", ZeroDivisionError("in the store")), Events(), Seen()

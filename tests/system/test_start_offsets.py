@@ -102,3 +102,47 @@ def test_where_the_end_is_has_to_be_answered_too(embedded, broker, topic, group)
         embedded.send(topic, b"m0")
         seen.wait_for(1)
     assert seen.bodies == numbered(1)
+
+
+def test_of_a_topic_that_comes_later_everything_is_consumed(embedded, topic, group):
+    """With default options: what is sent before we have seen the topic is sent to us."""
+    seen = Seen()
+    with PushConsumer(group, name_server=embedded.name_server, rebalance_interval_s=0.2) as consumer:
+        consumer.subscribe(topic, seen)
+        embedded.create_topic(topic, queues=2)
+        embedded.send(topic, lambda number: b"m%d" % number, count=6)
+        seen.wait_for(6)
+        assert {each.origin for queue, each in consumer.progress().items() if queue.topic == topic} == {
+            "queue added while we consume"
+        }
+
+
+@pytest.mark.parametrize("code", [RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_CONSUMER_LIST_BY_GROUP])
+def test_a_start_waits_for_queues_that_could_not_begin_at_once(embedded, broker, topic, group, code):
+    """With default options: what is sent after `start()` has returned is consumed, although a broker was busy first."""
+    embedded.create_topic(topic, queues=2)
+    broker.on(code, TROUBLE["busy"], times=2, when=lambda each: group in each.fields["consumerGroup"])
+    seen = Seen()
+    consumer = PushConsumer(group, name_server=embedded.name_server)
+    consumer.subscribe(topic, seen)
+    with consumer:
+        embedded.send(topic, lambda number: b"m%d" % number, count=4)
+        seen.wait_for(4)
+
+
+def test_what_has_not_begun_when_a_start_ends_is_named(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=2)
+    events = Events()
+
+    def is_second(command):
+        return (command.fields["topic"], command.fields["queueId"]) == (topic, "1")
+
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE["busy"], times=None, when=is_second)
+    options = {"start_wait_s": 0.5, "on_event": events}
+    consumer = PushConsumer(group, name_server=embedded.name_server, **options)
+    consumer.subscribe(topic, Seen())
+    with consumer:
+        until(lambda: any(f"{topic}/broker-a/1" in each.text for each in events.of("broker-unreachable")), "named")
+        assert any("not begun after 0.5 s" in each.text for each in events.of("broker-unreachable"))
+        broker.clear_faults()
+        until(lambda: len([queue for queue in consumer.progress() if queue.topic == topic]) == 2, "begun all the same")
