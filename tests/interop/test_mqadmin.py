@@ -75,15 +75,17 @@ def test_consumer_status(either_cluster, java, topic, names):
         assert "Rebalance OK" in lists[group]
     ours, javas = (reports[group].replace(group, "GROUP") for group in (our_group, java_group))
     assert titles(ours) == titles(javas)
-    for title in ("Consumer Subscription", "Consumer Offset"):
-        assert section(ours, title) == section(javas, title)
+    assert section(ours, "Consumer Subscription") == section(javas, "Consumer Subscription")
+    began_at = [["0" if cell == "-1" else cell for cell in row] for row in section(javas, "Consumer Offset")]
+    assert section(ours, "Consumer Offset") == began_at, "where a queue of ours begins is known from its beginning"
     assert [topic, "broker-a", "0", "10"] in section(ours, "Consumer Offset")
     our_queues, java_queues = (queue_details(report) for report in (ours, javas))
     assert our_queues.keys() == java_queues.keys()
     for queue, ours_told in our_queues.items():
         javas_told = java_queues[queue]
         assert ours_told.keys() == javas_told.keys()
-        for name in ("commitOffset", "cachedMsgCount", "cachedMsgMinOffset", "cachedMsgMaxOffset", "droped"):
+        assert ours_told["commitOffset"] == javas_told["commitOffset"].replace("-1", "0"), queue
+        for name in ("cachedMsgCount", "cachedMsgMinOffset", "cachedMsgMaxOffset", "droped"):
             assert ours_told[name] == javas_told[name], (queue, name)
         assert within_a_minute(ours_told["lastPullTimestamp"], javas_told["lastPullTimestamp"])
         if queue[0] == topic:
