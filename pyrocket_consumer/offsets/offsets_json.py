@@ -73,11 +73,6 @@ def epochs_text(epochs: Mapping[MessageQueue, int]) -> bytes:
     return (_BEFORE_EPOCHS + json.dumps(table)).encode("ascii")
 
 
-def decode_offsets(text: bytes) -> dict[MessageQueue, int]:
-    """Return the offsets in the text of an offsets.json, of whichever client wrote it; see `decode_checkpoint`."""
-    return decode_checkpoint(text)[0]
-
-
 def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]]:
     """Return the offsets in the text of an offsets.json, of whichever client wrote it, and the epochs of resets.
 

@@ -21,7 +21,7 @@ from pyrocket_consumer.consumer.allocation import average
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import EventKind, TopicRoute
 from pyrocket_consumer.offsets.directories import store_directory
-from pyrocket_consumer.offsets.offsets_json import decode_offsets, encode_offsets
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.wire.bodies import (
     ConsumerData,
     HeartbeatData,
@@ -723,7 +723,7 @@ class NaiveMember:
             OSError: it cannot be read.
         """
         try:
-            return decode_offsets(self.file.read_bytes())
+            return decode_checkpoint(self.file.read_bytes())[0]
         except FileNotFoundError:
             return {}
         except ProtocolError as error:

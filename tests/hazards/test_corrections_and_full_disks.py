@@ -14,7 +14,7 @@ from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.errors import OffsetStoreError, ProtocolError, RocketError
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.directories import store_directory
-from pyrocket_consumer.offsets.offsets_json import decode_offsets, encode_offsets
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.offsets.recovery import recover
 from tests.consuming import until
 from tests.hazards.members import Kind, broadcasting, full_disk, ours, pulled_offsets, settle
@@ -221,7 +221,7 @@ class WritesInPlace:
     @staticmethod
     def found(files: dict[str, bytes]) -> dict[MessageQueue, int]:
         text = files.get("/s/offsets.json") or files.get("/s/offsets.json.bak")
-        return decode_offsets(text) if text else {}
+        return decode_checkpoint(text)[0] if text else {}
 
 
 def a_full_disk_leaves_the_old_file_whole(store: Any, operations: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from pyrocket_consumer.errors import OffsetStoreCorrupt, ProtocolError
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, OffsetStore, ReadOffsetType
 from pyrocket_consumer.offsets.disk import Disk
-from pyrocket_consumer.offsets.offsets_json import decode_offsets, encode_offsets
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import consuming, numbered, until
 from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
@@ -75,7 +75,7 @@ class JavaStore:
         for path in (MAIN, BACKUP):
             try:
                 if data := self._disk.read(path):
-                    return decode_offsets(data)
+                    return decode_checkpoint(data)[0]
             except ProtocolError:
                 pass
         return {}
@@ -97,7 +97,7 @@ class GoStore(JavaStore):
 
     def _read(self) -> dict[MessageQueue, int]:
         data = self._disk.read(MAIN)
-        return decode_offsets(data) if data else {}
+        return decode_checkpoint(data)[0] if data else {}
 
     def _write(self, text: bytes) -> None:
         self._put(MAIN + ".tmp", text)

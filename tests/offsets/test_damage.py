@@ -10,7 +10,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.journal import HEADER_BYTES, decode_header, replay
-from pyrocket_consumer.offsets.offsets_json import decode_offsets, encode_offsets
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.offsets.disks import MemoryDisk
 
@@ -71,8 +71,8 @@ def loaded(changes: dict[str, bytes | None], **options):
 
 def test_the_files_are_as_described():
     assert loaded({})[:2] == (EXPECTED, [])
-    assert decode_offsets(GOOD[MAIN])[QUEUES[0]] == 120
-    assert decode_offsets(GOOD[BACKUP])[QUEUES[0]] == 110
+    assert decode_checkpoint(GOOD[MAIN])[0][QUEUES[0]] == 120
+    assert decode_checkpoint(GOOD[BACKUP])[0][QUEUES[0]] == 110
     assert replay(GOOD[JOURNAL], decode_header(GOOD[JOURNAL])).offsets[QUEUES[0]] == 130
 
 

@@ -17,7 +17,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
 from pyrocket_consumer.offsets.directories import base_directory, find_orphans, read_store, slot_ids
 from pyrocket_consumer.offsets.journal import decode_header, replay
-from pyrocket_consumer.offsets.offsets_json import decode_offsets, encode_offsets
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from tests.offsets.disks import MemoryDisk, WatchedDisk
 
 MEMORY, STORE = ReadOffsetType.READ_FROM_MEMORY, ReadOffsetType.READ_FROM_STORE
@@ -37,7 +37,7 @@ class Clock:
 
 
 def main_file(directory):
-    return decode_offsets((directory / "offsets.json").read_bytes())
+    return decode_checkpoint((directory / "offsets.json").read_bytes())[0]
 
 
 def frames_in(directory):
@@ -87,7 +87,7 @@ def test_the_journal_holds_what_offsets_json_does_not_until_the_interval_is_over
     assert main_file(tmp_path) == {QUEUE: 2}
     store.close()
     assert main_file(tmp_path) == {QUEUE: 3}
-    assert decode_offsets((tmp_path / "offsets.json.bak").read_bytes()) == {QUEUE: 2}
+    assert decode_checkpoint((tmp_path / "offsets.json.bak").read_bytes())[0] == {QUEUE: 2}
 
 
 def test_with_checkpoint_durability_java_may_read_after_every_persist(tmp_path):
@@ -372,7 +372,7 @@ def test_an_update_during_the_last_write_is_written_too_before_the_queue_is_forg
     store.remove_offset(QUEUE)
     assert (store.read_offset(QUEUE, MEMORY), store.read_offset(QUEUE, STORE)) == (None, 3)
     store.close()
-    assert decode_offsets(disk.files()["/s/offsets.json"]) == {QUEUE: 3}
+    assert decode_checkpoint(disk.files()["/s/offsets.json"])[0] == {QUEUE: 3}
 
 
 # -- directories -------------------------------------------------------------------------------------------------
@@ -456,8 +456,8 @@ def test_a_disk_without_hard_links_keeps_a_backup_too():
             store.update_offset(QUEUE, offset)
             store.persist(QUEUE)
     files = disk.files()
-    assert decode_offsets(files["/s/offsets.json"]) == {QUEUE: 3}
-    assert decode_offsets(files["/s/offsets.json.bak"]) == {QUEUE: 2}
+    assert decode_checkpoint(files["/s/offsets.json"])[0] == {QUEUE: 3}
+    assert decode_checkpoint(files["/s/offsets.json.bak"])[0] == {QUEUE: 2}
 
 
 MANY = [MessageQueue(f"topic-{number // 64}", "broker-a", number % 64) for number in range(4096)]

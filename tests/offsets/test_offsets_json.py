@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, decode_offsets, encode_offsets
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 
 TABLE = {MessageQueue("broadcast-test-topic", "broker-a", queue_id): 100 + queue_id for queue_id in (2, 1, 0)}
 
@@ -66,24 +66,24 @@ def test_what_we_write_is_byte_for_byte_what_java_writes():
     ids=[f"{number}" for number in range(12)],
 )
 def test_every_spelling_is_read(text):
-    assert decode_offsets(text) == TABLE
+    assert decode_checkpoint(text)[0] == TABLE
 
 
 def test_an_absent_broker_name_is_empty_and_a_negative_offset_is_none():
     text = b'{"offsetTable":{{"queueId":1,"topic":"t"}:5,{"brokerName":"b","queueId":1,"topic":"t"}:-1}}'
-    assert decode_offsets(text) == {MessageQueue("t", "", 1): 5}
+    assert decode_checkpoint(text)[0] == {MessageQueue("t", "", 1): 5}
 
 
 def test_large_offsets_are_exact():
     table = {MessageQueue("t", "b", 0): 2**31, MessageQueue("t", "b", 1): 2**63 - 1, MessageQueue("t", "b", 2): 0}
-    assert decode_offsets(encode_offsets(table)) == table
+    assert decode_checkpoint(encode_offsets(table))[0] == table
 
 
 @pytest.mark.parametrize("text", [FASTJSON_1, FASTJSON_2, COMPACT, GO, encode_offsets({})])
 def test_a_text_cut_anywhere_is_damaged_never_shorter(text):
     for length in range(len(text)):
         with pytest.raises(ProtocolError):
-            decode_offsets(text[:length])
+            decode_checkpoint(text[:length])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_text_cut_anywhere_is_damaged_never_shorter(text):
 )
 def test_what_is_not_a_table_is_damaged_never_empty(text):
     with pytest.raises(ProtocolError):
-        decode_offsets(text)
+        decode_checkpoint(text)
 
 
 names = st.text(max_size=12).filter(lambda text: text.encode("utf-8", "replace").decode() == text)
@@ -124,7 +124,7 @@ queues = st.builds(MessageQueue, names, names, st.integers(-1, 2**31 - 1))
 
 @given(st.dictionaries(queues, st.integers(0, 2**63 - 1), max_size=8))
 def test_any_table_comes_back_as_it_was(table):
-    assert decode_offsets(encode_offsets(table)) == table
+    assert decode_checkpoint(encode_offsets(table))[0] == table
 
 
 @given(
@@ -138,7 +138,7 @@ def test_any_table_with_epochs_comes_back_as_it_was(table, epochs):
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_and_nothing_else_happens(data):
     try:
-        table = decode_offsets(data)
+        table = decode_checkpoint(data)[0]
     except ProtocolError:
         return
     assert b"offsetTable" in data or table  # only a table that is there may be empty
@@ -149,7 +149,7 @@ def test_a_changed_byte_is_refused_or_read_as_what_it_now_says(data):
     text = bytearray(data.draw(st.sampled_from([FASTJSON_1, FASTJSON_2, COMPACT, GO])))
     text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     try:
-        table = decode_offsets(bytes(text))
+        table = decode_checkpoint(bytes(text))[0]
     except ProtocolError:
         return
     assert all(type(offset) is int and offset >= 0 for offset in table.values())

@@ -20,7 +20,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets import journal as journal_format
 from pyrocket_consumer.offsets.journal import HEADER_BYTES, JournalHeader, decode_header
-from pyrocket_consumer.offsets.offsets_json import decode_offsets
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint
 from pyrocket_consumer.offsets.recovery import recover
 from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
 from tests.offsets.driving import History, step
@@ -219,7 +219,7 @@ def read_with(valid: Callable[[bytes, int, int, int, int], bool], *, any_generat
     def read(disk: MemoryDisk) -> dict[MessageQueue, int]:
         files = disk.files()
         text, journal = files.get("/s/offsets.json"), files.get("/s/offsets.journal")
-        offsets = {} if text is None else decode_offsets(text)
+        offsets = {} if text is None else decode_checkpoint(text)[0]
         if journal is not None:
             header = decode_header(journal)
             generations = {header.generation}
