@@ -30,7 +30,7 @@ from pyrocket_consumer.errors import (
 )
 from pyrocket_consumer.model import MASTER_ID, TopicRoute
 from pyrocket_consumer.net.connection import Connection, OnLate, Sign
-from pyrocket_consumer.net.connections import Connections
+from pyrocket_consumer.net.connections import PERHAPS_PLAIN, Connections
 from pyrocket_consumer.net.direct import DirectConnection, open_direct
 from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.wire.acl import sign
@@ -293,7 +293,8 @@ class Cluster:
             async with asyncio.timeout_at(deadline):
                 connection = await self._open().get(address)
         except TimeoutError as error:
-            raise ConnectError(address, f"no connection within {timeout_s:g} s") from error
+            hint = f" ({PERHAPS_PLAIN})" if self._tls is not None else ""
+            raise ConnectError(address, f"no connection within {timeout_s:g} s{hint}") from error
         return connection, max(deadline - self.loop.time(), 0.001)
 
     def _is_member(self, address: str) -> bool:

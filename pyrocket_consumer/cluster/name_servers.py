@@ -65,6 +65,9 @@ class NameServers:
                 raise ConnectError(error.address, "it answers as a broker does, not as a name server") from error
             if error.code != ResponseCode.TOPIC_NOT_EXIST:
                 raise
+        except ConnectionLost as error:
+            text = "it closes the connection at the first request; if it speaks TLS only, pass tls=True"
+            raise ConnectError(error.address, text) from error
 
     async def ask(
         self, header: Header, body: bytes = b"", *, timeout_s: float | None = None, accept: Container[int] = (0,)

@@ -280,7 +280,7 @@ class Assignments:
             budget=self._budget(queue.topic),
         )
         if locked_until is not None:
-            window.locked_until = locked_until
+            window.locked_until, window.lock_clock = locked_until, self._group.lock_clock
         window.start(offset)
         puller = Puller(
             self._pulling,

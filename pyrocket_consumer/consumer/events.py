@@ -18,9 +18,10 @@ class Events:
     Any thread may tell. The thread is a daemon: an `on_event` that never returns keeps no process alive.
     """
 
-    def __init__(self, on_event: Callable[[ConsumerEvent], None] | None) -> None:
+    def __init__(self, on_event: Callable[[ConsumerEvent], None] | None, group: str = "") -> None:
         self.counts: dict[str, int] = {}
         self._on_event = on_event
+        self._group = group
         self._lock = threading.Lock()
         self._waiting: SimpleQueue[ConsumerEvent | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -50,7 +51,7 @@ class Events:
             try:
                 self._on_event(event)
             except BaseException:
-                log.exception("on_event raised for %s", event)
+                log.exception("group=%s on_event raised for %s", self._group, event)
 
 
 def shown(value: object) -> str:

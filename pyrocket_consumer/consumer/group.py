@@ -33,6 +33,7 @@ class Group:
         cluster: Cluster,
         rng: random.Random | None = None,
         wall_clock: Callable[[], float] = time.time,
+        lock_clock: Callable[[], float] | None = None,
     ) -> None:
         self.config = config
         self.name = config.group
@@ -43,13 +44,15 @@ class Group:
         self.subscriptions = Subscriptions.of_group(
             self.name, broadcasting=config.broadcasting, now_ms=self.now_ms
         )
-        self.events = Events(config.on_event)
+        self.events = Events(config.on_event, self.name)
         self.tasks = Tasks(self.loop, self.surprised)
         self.closing = False
         """The member is ending: no queue begins any more."""
         self.rebalance_wanted = asyncio.Event()
         """Set by whoever has a reason to look again at which queues are ours."""
         self.on_surprise: Callable[[str, BaseException], None] = lambda what, error: None
+        self.lock_clock = lock_clock or cluster.loop.time
+        """Tells how old the broker's confirmation of a lock is, also when the machine slept meanwhile."""
         self._wall_clock = wall_clock
         self._told: dict[tuple[EventKind, str], float] = {}
 

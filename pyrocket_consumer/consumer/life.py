@@ -16,6 +16,7 @@ from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommi
 from pyrocket_consumer.consumer.consume import Outcome, Workers
 from pyrocket_consumer.consumer.end import End
 from pyrocket_consumer.consumer.listener import Listener
+from pyrocket_consumer.consumer.locks import since_boot
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.consumer.store_thread import StoreThread
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed
@@ -141,7 +142,7 @@ class Life:
             if store is None
             else StoreCommits(store, self._store_thread, memory_first=config.broadcasting)
         )
-        member = GroupMember(config, cluster, commits, self._workers_for)
+        member = GroupMember(config, cluster, commits, self._workers_for, lock_clock=since_boot)
         member.on_ended, member.on_stored = self._member_ended, self.stored.come
         self.member = member
         for event in self._early_events:

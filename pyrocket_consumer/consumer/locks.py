@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from pyrocket_consumer.consumer.group import Group
@@ -14,6 +15,13 @@ RENEW_EVERY_S = 20.0
 VALID_S = 30.0
 """How long we believe in a lock since its last confirmation; the broker keeps it for 60 s."""
 
+_BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))  # the second: macOS
+
+
+def since_boot() -> float:
+    """Return the seconds since some moment, those in which the machine slept among them: the broker did not sleep."""
+    return time.monotonic() if _BOOT_CLOCK is None else time.clock_gettime(_BOOT_CLOCK)
+
 
 class QueueLocks:
     """Which queues the brokers have locked for us, and until when we believe it. Confined to the I/O thread."""
@@ -22,9 +30,9 @@ class QueueLocks:
         self._group = group
 
     async def take(self, queue: MessageQueue) -> float | None:
-        """Lock a queue; returns until when it is ours (by the loop's clock), None if another member has it."""
+        """Lock a queue; returns until when it is ours (by `Group.lock_clock`), None if another member has it."""
         group = self._group
-        asked_at = group.loop.time()  # the broker counts from when it answers: we never believe longer than it
+        asked_at = group.lock_clock()  # the broker counts from when it answers: we never believe longer than it
         granted = await group.cluster.broker(queue.broker_name).lock(group.name, [queue])
         return asked_at + VALID_S if queue in granted else None
 
@@ -65,7 +73,7 @@ class QueueLocks:
         lost: Callable[[ProcessQueue], Awaitable[None]],
     ) -> None:
         group = self._group
-        asked_at = group.loop.time()
+        asked_at = group.lock_clock()
         try:
             granted = await group.cluster.broker(broker_name).lock(group.name, [window.queue for window in windows])
         except RocketError as error:

@@ -70,6 +70,7 @@ class GroupMember:
         workers_for: Callable[[bool, Outcome], Workers],
         rng: random.Random | None = None,
         wall_clock: Callable[[], float] = time.time,
+        lock_clock: Callable[[], float] | None = None,
     ) -> None:
         self.config = config
         self.commits = commits
@@ -79,7 +80,7 @@ class GroupMember:
         """Called when what was consumed before the end began is stored, as far as it can be."""
         self.on_ended: Callable[[], None] = lambda: None
         """Called when the member has failed, and when it is closed."""
-        self.group = group = Group(config, cluster, rng, wall_clock)
+        self.group = group = Group(config, cluster, rng, wall_clock, lock_clock)
         group.on_surprise = self._surprised
         counts = Counts()
         self.locks = QueueLocks(group) if config.orderly and not config.broadcasting else None

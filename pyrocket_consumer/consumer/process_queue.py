@@ -225,7 +225,7 @@ class ProcessQueue:
         self.listener_time_s = FIRST_GUESS_S
         self.last_consumed_at = 0.0
         self.locked_until = float("inf")  # only orderly clustering queues are locked
-        self.clock = clock
+        self.clock = self.lock_clock = clock  # that of the lock may go on while the machine sleeps
         self._tell = tell
         self._wake = wake
         self._lock = threading.Lock()
@@ -277,7 +277,7 @@ class ProcessQueue:
 
     def may_consume(self) -> bool:
         """Tell whether listener calls may begin: the queue is ours, and so is its lock."""
-        return not self.dropped and self.clock() < self.locked_until
+        return not self.dropped and self.lock_clock() < self.locked_until
 
     # --- messages
 

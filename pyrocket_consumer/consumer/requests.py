@@ -116,7 +116,7 @@ class BrokerRequests:
     def running_info(self, with_stacks: bool) -> bodies.RunningInfo:
         """Return what tools show of this member."""
         group, now = self._group, time.time() * 1000
-        loop_now = group.loop.time()
+        loop_now, lock_now = group.loop.time(), group.lock_clock()
         is_locked = group.config.orderly and not group.config.broadcasting
 
         def wall_ms(loop_time: float) -> int:
@@ -133,8 +133,8 @@ class BrokerRequests:
                 cached_msg_max_offset=high,
                 cached_msg_count=count,
                 cached_msg_size_in_mib=size >> 20,
-                locked=is_locked and loop_now < window.locked_until,
-                last_lock_timestamp=wall_ms(window.locked_until - VALID_S) if is_locked else 0,
+                locked=is_locked and lock_now < window.locked_until,
+                last_lock_timestamp=int(now - 1000 * (lock_now + VALID_S - window.locked_until)) if is_locked else 0,
                 dropped=window.dropped,
                 last_pull_timestamp=wall_ms(puller.last_pull_at),
                 last_consume_timestamp=wall_ms(window.last_consumed_at) if window.last_consumed_at else 0,

@@ -16,6 +16,9 @@ from pyrocket_consumer.net.connection import Connection, OnLost, OnRequest, Sign
 
 log = logging.getLogger("pyrocket_consumer.net")
 
+PERHAPS_PLAIN = "if it speaks without TLS, leave tls out"
+_TRUST = "to trust its authority pass tls=ssl.create_default_context(cafile=...)"
+
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 
@@ -112,7 +115,7 @@ class Connections:
 
     async def _connect(self, address: str) -> Connection:
         host, port = parse_address(address)
-        async with connecting(address, self._connect_timeout_s):
+        async with connecting(address, self._connect_timeout_s, self._tls):
             _, connection = await self._loop.create_connection(
                 lambda: Connection(self._loop, address, self._on_request, self._lost, self._sign),
                 host,
@@ -154,16 +157,20 @@ class Connections:
 
 
 @asynccontextmanager
-async def connecting(address: str, timeout_s: float) -> AsyncIterator[None]:
+async def connecting(address: str, timeout_s: float, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
     """Around an attempt to connect to `address`: give it `timeout_s`, and make of any failure a ConnectError."""
+    hint = f" ({PERHAPS_PLAIN})" if tls is not None else ""
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError as error:
-        raise ConnectError(address, f"no answer within {timeout_s:g} s") from error
+        raise ConnectError(address, f"no answer within {timeout_s:g} s{hint}") from error
+    except ssl.SSLCertVerificationError as error:
+        raise ConnectError(address, f"TLS: {error}; {_TRUST}") from error
     except ssl.SSLError as error:
-        raise ConnectError(address, f"TLS: {error}") from error
+        raise ConnectError(address, f"TLS: {error}{hint}") from error
     except OSError as error:
-        raise ConnectError(address, error.strerror or str(error)) from error
+        reason = error.strerror or str(error) or f"TLS: the server ended the handshake{hint}"
+        raise ConnectError(address, reason) from error
     except UnicodeError as error:
         raise ConnectError(address, f"{address!r} has no host name: {error}") from error

@@ -205,7 +205,7 @@ async def open_direct(
         return connected
 
     attempt = loop.run_in_executor(None, connect)
-    async with connecting(address, timeout_s):
+    async with connecting(address, timeout_s, tls):
         try:
             return DirectConnection(await asyncio.shield(attempt), address, sign)
         except asyncio.CancelledError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import threading
 import time
@@ -136,7 +137,7 @@ def test_a_handler_of_the_programs_own_is_left_alone(embedded, group):
     signal.signal(signal.SIGTERM, lambda *_: heard.set())
     try:
         with PushConsumer(group, name_server=embedded.name_server) as consumer:
-            threading.Timer(0.1, signal.raise_signal, (signal.SIGTERM,)).start()
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             assert consumer.join(1) is False
         assert heard.is_set()
     finally:

@@ -1,0 +1,59 @@
+"""The broker's locks of orderly queues, and how long we believe in them."""
+
+from __future__ import annotations
+
+import time
+
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.config import ConsumerConfig
+from pyrocket_consumer.consumer.commit import BrokerCommits
+from pyrocket_consumer.consumer.consume import ThreadWorkers
+from pyrocket_consumer.consumer.listener import Listener
+from pyrocket_consumer.consumer.locks import VALID_S, since_boot
+from pyrocket_consumer.consumer.member import GroupMember
+from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.wire.subscription import parse_subscription
+from tests.consuming import Seen
+
+
+def test_a_machine_that_has_slept_does_not_believe_in_its_locks_any_more():
+    """Its monotonic clock stood still meanwhile. The broker's did not, and the queue may be another member's by now."""
+    slept_s = 0.0
+    with EmbeddedCluster() as embedded:
+        embedded.create_topic("orders", queues=1)
+        config = ConsumerConfig(group="app", name_server=embedded.name_server, orderly=True, consume_from="first")
+        cluster = Cluster(config, "me")
+        cluster.start()
+        seen = Seen()
+
+        async def begin():
+            member = GroupMember(
+                config,
+                cluster,
+                BrokerCommits(cluster, "app"),
+                lambda is_async, outcome: ThreadWorkers(2, outcome, 900, cluster.loop),
+                lock_clock=lambda: since_boot() + slept_s,
+            )
+            await member.subscribe(parse_subscription("orders", "*"), Listener.of(seen))
+            await member.start()
+            return member
+
+        member = cluster.run(begin(), 30)
+        embedded.send("orders", b"before")
+        seen.wait_for(1)
+        slept_s = VALID_S + 1
+        embedded.send("orders", b"after")
+        time.sleep(0.5)  # for what must not come
+        assert seen.bodies == [b"before"]
+        slept_s = 0.0  # the lock is confirmed again
+        embedded.send("orders", b"later")
+        seen.wait_for(3)
+        assert seen.bodies == [b"before", b"after", b"later"]
+        cluster.run(member.close(5), 30)
+        cluster.close()
+
+
+def test_the_clock_of_locks_never_lags_behind_the_other():
+    boot, monotonic = since_boot(), time.monotonic()
+    time.sleep(0.01)
+    assert since_boot() - boot >= time.monotonic() - monotonic - 0.005
