@@ -13,6 +13,7 @@ from typing import Protocol
 
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.consume import Workers
+from pyrocket_consumer.consumer.events import shown_id
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.locks import QueueLocks
 from pyrocket_consumer.consumer.process_queue import Budget, Limits, ProcessQueue
@@ -160,7 +161,7 @@ class Assignments:
                 next_to_pull=puller.next_offset,
                 cached_bytes=cached_bytes,
                 unfinished=unfinished,
-                oldest_unfinished=oldest.message_id if oldest else None,
+                oldest_unfinished=shown_id(oldest) if oldest else None,
                 broker_max=puller.max_offset,
                 origin=assignment.origin,
                 start_offset=assignment.start_offset,

@@ -469,7 +469,7 @@ def _call_store(work: Callable[..., T], *arguments: object) -> T:
         return work(*arguments)
     except RocketError:
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit, too, is no wish of the thread that asked
         what = getattr(work, "__qualname__", repr(work))
         raise OffsetStoreError(f"the offset store failed in {what}: {type(error).__name__}: {error}") from error
 

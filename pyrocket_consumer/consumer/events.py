@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import ConsumerEvent
+from pyrocket_consumer.wire.message import Message
 
 log = logging.getLogger("pyrocket_consumer.consumer")
 
@@ -60,3 +62,11 @@ def shown(value: object) -> str:
         return f"{value!r:.80}"
     except Exception:
         return f"<{type(value).__name__}, whose repr raises>"
+
+
+def shown_id(message: Message) -> str:
+    """Return the id of a message as it is told; a damaged record has none that can be read."""
+    try:
+        return message.message_id
+    except ProtocolError:
+        return f"at offset {message.queue_offset}, whose record is damaged"

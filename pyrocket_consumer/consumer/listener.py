@@ -145,11 +145,17 @@ def failed_messages(result: object, messages: Sequence[Message]) -> tuple[list[F
     """Return which of `messages` are to come again after the listener returned `result`, and whether it is known."""
     if result is None or result is ConsumeResult.SUCCESS:
         return [], True
-    if isinstance(result, Retry):
+    if _is(result, Retry):
+        assert isinstance(result, Retry)
         ours = {_place(message): message for message in messages}
         chosen = dict.fromkeys(map(_place, result.messages or messages))
         return [(ours[place], result.delay_level) for place in chosen if place in ours], True
-    return [(message, 0) for message in messages], result is ConsumeResult.RETRY or isinstance(result, Suspend)
+    return [(message, 0) for message in messages], result is ConsumeResult.RETRY or _is(result, Suspend)
+
+
+def _is(result: object, kind: type) -> bool:
+    """Tell whether a listener returned a `kind`. Nothing of its own is asked, as `isinstance` does: it may raise."""
+    return issubclass(type(result), kind)
 
 
 def _place(message: object) -> object:
@@ -166,7 +172,8 @@ def suspension(result: object, messages: Sequence[Message]) -> tuple[list[Messag
 
     What comes again begins with the first message that failed, and goes on to the end: the order is kept.
     """
-    if isinstance(result, Suspend):
+    if _is(result, Suspend):
+        assert isinstance(result, Suspend)
         return list(messages), result.for_s, True
     failed, known = failed_messages(result, messages)
     again = {id(message) for message, _ in failed}

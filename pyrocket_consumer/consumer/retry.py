@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pyrocket_consumer.consumer.delivery import Delivery
+from pyrocket_consumer.consumer.events import shown_id
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.listener import Failed
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
@@ -326,14 +327,6 @@ class Retries:
 def stored_times(message: Message) -> int:
     """Return how often a message had failed when its broker stored it: attempts made here since are not in it."""
     return message.reconsume_times - message._extra_attempts
-
-
-def shown_id(message: Message) -> str:
-    """Return the id of a message as it is told; a damaged record has none that can be read."""
-    try:
-        return message.message_id
-    except ProtocolError:
-        return f"at offset {message.queue_offset}, whose record is damaged"
 
 
 def identity(message: Message) -> object:

@@ -29,7 +29,8 @@ class IoThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            while not self._runs_to_its_end():
+                pass
         finally:
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
@@ -39,6 +40,15 @@ class IoThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()  # threads of its executor end by themselves; one that hangs in a name's resolution, later
             self._on_end()
+
+    def _runs_to_its_end(self) -> bool:
+        """Run the loop. False: a task raised what asyncio lets through; that task has ended, the others go on."""
+        try:
+            self.loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            self.loop.call_exception_handler({"message": "work on the I/O thread wants to exit", "exception": error})
+            return False
+        return True
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the loop, cancel what still runs on it, and wait up to `timeout_s` for the thread."""

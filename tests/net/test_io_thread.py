@@ -107,6 +107,49 @@ def test_a_call_that_waits_while_the_thread_ends_is_told(io):
     assert len(errors) == 1
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_work_that_wants_to_exit_ends_neither_the_thread_nor_other_work(io, error):
+    surprises = []
+    io.loop.set_exception_handler(lambda loop, context: surprises.append(context["exception"]))
+
+    async def exits():
+        raise error("from some callback")
+
+    with pytest.raises(error):
+        io.run(exits(), 30)
+    assert io.run(give(5), 30)[0] == 5
+    assert [type(each) for each in surprises] == [error]
+
+
+def test_the_last_thing_it_does_is_told():
+    ended = threading.Event()
+    thread = IoThread(on_end=ended.set)
+    assert not thread.is_running
+    thread.start()
+    assert thread.is_running
+    assert thread.run(give(1), 30)[0] == 1
+    assert not ended.is_set()
+    thread.stop()
+    assert ended.wait(30)
+    assert thread.loop.is_closed()
+    assert not thread.is_running
+
+
+def test_a_helper_that_hangs_keeps_it_from_no_end(io):
+    """As a name's resolution may: it runs on a thread of the loop's executor."""
+    goes_on = threading.Event()
+
+    async def begin():
+        io.loop.run_in_executor(None, goes_on.wait, 60)
+
+    io.run(begin(), 30)
+    began = time.monotonic()
+    io.stop(30)
+    assert time.monotonic() - began < 20
+    assert io.loop.is_closed()
+    goes_on.set()
+
+
 def test_after_the_end_nothing_runs(io):
     io.stop()
     with pytest.raises(ConsumerClosed):

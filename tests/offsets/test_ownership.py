@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
@@ -96,6 +98,59 @@ def test_a_slot_left_by_a_process_that_ended_is_taken_again(tmp_path):
         first.wait(30)
         with owner(tmp_path) as (_, third_id, offset):
             assert (third_id, offset) == ("10.0.0.5@DEFAULT", 7)
+
+
+def slot(base, instance="DEFAULT"):
+    options = {"offset_store_dir": str(base), "instance_name": instance}
+    config = ConsumerConfig(group="g", name_server="127.0.0.1:9876", **options)
+    return LocalFileOffsetStore.for_group(config, f"10.0.0.5@{instance}")
+
+
+@pytest.mark.parametrize("instance", ["DEFAULT", "mine"])
+def test_a_store_that_is_about_to_be_closed_is_waited_for_by_who_wants_to(tmp_path, instance):
+    old = slot(tmp_path, instance)
+    old.load()
+    old.update_offset(QUEUE, 5)
+    patient = slot(tmp_path, instance)
+    old.closes_within(30)
+    assert patient.try_load() is False
+    assert patient.try_load() is False
+    old.update_offset(QUEUE, 9)
+    old.close()
+    assert patient.try_load() is True
+    assert patient.client_id == old.client_id
+    assert patient.read_offset(QUEUE) == 9
+    patient.close()
+
+
+def test_a_store_that_is_not_closed_in_time_is_not_waited_for_any_longer(tmp_path):
+    with slot(tmp_path) as old:
+        second, third = slot(tmp_path), slot(tmp_path)
+        assert second.try_load() is True
+        assert second.client_id == "10.0.0.5@DEFAULT-1", "nobody said that the first will be free"
+        old.closes_within(0.05)
+        time.sleep(0.1)
+        assert third.try_load() is True
+        assert third.client_id == "10.0.0.5@DEFAULT-2"
+        second.close()
+        third.close()
+
+
+def test_who_does_not_wait_takes_the_next_slot(tmp_path):
+    with slot(tmp_path) as old:
+        old.closes_within(30)
+        with slot(tmp_path) as impatient:
+            assert impatient.client_id == "10.0.0.5@DEFAULT-1"
+    with slot(tmp_path, "mine") as old, pytest.raises(OffsetStoreLocked, match="in use by this process"):
+        old.closes_within(30)
+        slot(tmp_path, "mine").load()
+
+
+def test_an_owner_of_whom_nothing_can_be_read_is_taken_for_one_that_stays(tmp_path):
+    with slot(tmp_path) as old:
+        (old.directory / "offsets.owner").write_text('{"pid": 1, "host": "x", "since": 0, "closes_by": "soon"}')
+        with slot(tmp_path) as other:
+            assert other.client_id == "10.0.0.5@DEFAULT-1"
 
 
 def in_a_fork(work):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 import time
@@ -10,9 +11,16 @@ from collections import Counter
 
 import pytest
 
-from pyrocket_consumer import AsyncPushConsumer, ConsumerState, OffsetStoreError, PushConsumer
+from pyrocket_consumer import (
+    AsyncPushConsumer,
+    ConsumerState,
+    OffsetStoreError,
+    ProtocolError,
+    PushConsumer,
+    RocketError,
+)
 from pyrocket_consumer.offsets import MemoryOffsetStore
-from pyrocket_consumer.testing import Gate, answer, drop
+from pyrocket_consumer.testing import Gate, answer, drop, rewrite
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, numbered, quick, until
 
@@ -328,3 +336,142 @@ def test_a_send_back_that_waits_to_be_tried_again_does_not_delay_the_end(embedde
     with consuming(embedded, topic, group, **OPTIONS) as (_, again):
         again.wait_for(2)
     assert Counter(again.bodies) == Counter(numbered(2, 1))
+
+
+# --- what fails all the same: a bug of ours, or code of the user's that wants to end the process
+
+
+class Exits:
+    """A strategy that is the usual one until it is told to end the process, which is not for it to decide."""
+
+    def __init__(self) -> None:
+        self.breaks = False
+
+    def __call__(self, group, client_id, queues, members):
+        if self.breaks:
+            raise SystemExit("from a strategy")
+        mine, each = sorted(members).index(client_id), len(members)
+        return [queue for place, queue in enumerate(queues) if place % each == mine]
+
+
+def test_a_consumer_that_fails_says_so_and_leaves_its_queues_to_others(embedded, topic, group):
+    embedded.create_topic(topic, queues=2)
+    strategy, events, held, goes_on = Exits(), Events(), threading.Event(), threading.Event()
+
+    def judge(message):
+        if message.body == b"slow":
+            held.set()
+            goes_on.wait(WAIT_S)
+
+    first, first_seen = consumer_of(embedded, group, allocation=strategy, on_event=events), Seen(judge)
+    first.subscribe(topic, first_seen)
+    first.start()
+    fill(embedded, topic, 20)
+    first_seen.wait_for(20)
+    embedded.send(topic, b"slow")
+    assert held.wait(WAIT_S)
+    strategy.breaks = True
+    with consuming(embedded, topic, group, allocation=Exits(), **OPTIONS) as (second, second_seen):
+        assert "from a strategy" in events.wait_for("consumer-failed").text
+        with pytest.raises(RocketError, match="from a strategy"):
+            first.join(WAIT_S)
+        assert first.state is ConsumerState.FAILED
+        goes_on.set()  # the end waits for the call, whose message counts
+        until(lambda: embedded.members(group) == [second.client_id], "the first has left")
+        assert sum(embedded.committed(group, topic).values()) == 21, "what it has consumed is stored"
+        until(lambda: len(of(second, topic)) == 2, "its queues are consumed by the other")
+        fill(embedded, topic, 20, 100)
+        second_seen.wait_for(20)
+        assert set(second_seen.bodies) == set(numbered(20, 100))
+        with pytest.raises(RocketError, match="from a strategy") as raised:
+            first.close()
+        assert isinstance(raised.value.__cause__, SystemExit)
+        assert first.state is ConsumerState.FAILED
+        first.close()
+
+
+def test_an_asyncio_consumer_that_fails_says_so(embedded, topic, group):
+    embedded.create_topic(topic, queues=1)
+    strategy = Exits()
+    options = {**QUICK, **OPTIONS, "rebalance_interval_s": 0.1, "allocation": strategy}
+
+    async def main():
+        consumer = AsyncPushConsumer(group, name_server=embedded.name_server, **options)
+        await consumer.subscribe(topic, print)
+        with pytest.raises(RocketError, match="from a strategy"):
+            async with consumer:
+                strategy.breaks = True
+                for _ in range(2):
+                    with pytest.raises(RocketError, match="from a strategy"):
+                        await consumer.join(WAIT_S)
+        assert consumer.state is ConsumerState.FAILED
+        await consumer.close()
+
+    asyncio.run(main())
+    assert embedded.members(group) == []
+
+
+@pytest.mark.parametrize("error", [SystemExit("in the store"), KeyboardInterrupt("in the store")], ids=type)
+def test_a_store_that_wants_to_end_the_process_is_told_and_asked_again(embedded, topic, group, error):
+    embedded.create_topic(topic, queues=1)
+    store, events, seen = Broken("persist_all", error), Events(), Seen()
+    with consuming(embedded, topic, group, seen, offset_store=store, on_event=events, **OPTIONS) as (consumer, _):
+        store.breaks = True
+        fill(embedded, topic, 5)
+        assert "in the store" in events.wait_for("commit-failed").text
+        store.breaks = False
+        until(lambda: [each.persisted for each in of(consumer, topic).values()] == [5], "stored")
+        assert consumer.state is ConsumerState.RUNNING
+
+
+class Unbound:
+    """As the proxies of web frameworks are outside of a request: it cannot even be asked for its class."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("working outside of request context")
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_listener_that_returns_what_cannot_be_looked_at_fails_nothing(embedded, topic, group, orderly):
+    embedded.create_topic(topic, queues=1)
+    events, strange = Events(), [Unbound()]
+    options = {**OPTIONS, "on_event": events, "orderly": orderly}
+    with consuming(embedded, topic, group, Seen(lambda _: strange.pop() if strange else None), **options) as (
+        consumer,
+        seen,
+    ):
+        fill(embedded, topic, 2)
+        assert "counts as RETRY" in events.wait_for("listener-result-unknown").text
+        seen.wait(lambda seen: len(seen.messages) == 3)
+        assert consumer.state is ConsumerState.RUNNING
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_damaged_record_that_keeps_its_listener_busy_fails_nothing(embedded, broker, topic, group, orderly):
+    """Its id cannot be told; a call that takes too long and the progress are told all the same."""
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 1)
+    events, goes_on, held = Events(), threading.Event(), threading.Event()
+
+    def damaged(answer):
+        at = answer.body.rindex(b"UNIQ_KEY")
+        return dataclasses.replace(answer, body=answer.body[: at - 2] + b"\x7f\xff" + answer.body[at:])
+
+    broker.on(RequestCode.PULL_MESSAGE, rewrite(lambda answer: damaged(answer) if answer.body else answer), times=1)
+
+    def listen(message):
+        held.set()
+        with pytest.raises(ProtocolError):
+            message.message_id  # noqa: B018 - it is damaged
+        goes_on.wait(WAIT_S)
+
+    options = {**OPTIONS, "on_event": events, "orderly": orderly, "consume_timeout_s": 0.1}
+    with consuming(embedded, topic, group, listen, **options) as (consumer, _):
+        assert held.wait(WAIT_S)
+        assert "damaged" in next(iter(of(consumer, topic).values())).oldest_unfinished
+        if not orderly:
+            assert "damaged" in str(events.wait_for("message-stuck").facts["message_id"])
+        goes_on.set()
+        until(lambda: [each.committed for each in of(consumer, topic).values()] == [1], "consumed")
+        assert consumer.state is ConsumerState.RUNNING
