@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 
 def write_anywhere() -> None:
@@ -49,9 +49,14 @@ class Interrupts:
     def __init__(self) -> None:
         self.wanted = False
         self._held = False
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._came) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):  # a shell has its background jobs ignore Ctrl-C
+                self._before[number] = handler
+                signal.signal(number, self._came)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -53,10 +53,11 @@ def consume(cluster, *arguments, code=0):
 class Running:
     """The command while it runs; `read` waits for lines, `end` for its exit code."""
 
-    def __init__(self, cluster, *arguments):
+    def __init__(self, cluster, *arguments, through=()):
         self._process = subprocess.Popen(
-            command(cluster, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-        )
+            [*through, *command(cluster, *arguments)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        )  # fmt: skip
         self.send_signal = self._process.send_signal
 
     def __enter__(self):
@@ -234,6 +235,16 @@ def test_who_follows_sees_what_comes_until_a_signal(orders, number):
         running.send_signal(number)
         assert running.end() == 0
     assert groups_asked(orders) == set()
+
+
+def test_a_background_job_of_a_shell_ignores_ctrl_c(orders):
+    with Running(orders, "--from", "last", through=("sh", "-c", "trap '' INT; exec \"$@\"", "sh")) as running:
+        running.hears("Ctrl-C ends")
+        running.send_signal(signal.SIGINT)
+        orders.send("orders", b"new")
+        assert running.read(1) == ["orders/broker-a/0@5  -  new"]
+        running.send_signal(signal.SIGTERM)
+        assert running.end() == 0
 
 
 def test_who_follows_ends_when_its_reader_leaves(orders):
