@@ -29,6 +29,9 @@ CHUNK_TIME_S = 0.0005
 LARGEST_CHUNK = 32
 STUCK_AFTER_S = 0.005
 
+LAST_TASKS_S = 1.0
+"""How long tasks that async listeners have left behind are waited for at the end."""
+
 _calling: ContextVar[Workers | None] = ContextVar("pyrocket_calling", default=None)
 """Whose listener call this is. Set once in each worker; what a listener begins (tasks, `to_thread`) has it, too."""
 
@@ -141,6 +144,19 @@ class Service:
         """Return the kinds of workers in use."""
         return list(self._by_kind.values())
 
+    def stuck(self, timeout_s: float, now: float) -> list[tuple[ProcessQueue, Sequence[Message]]]:
+        """Return the messages whose listener call was already running, at an earlier look, `timeout_s` ago."""
+        found = []
+        for workers in self.workers():
+            for slot in workers.slots:
+                chunk = slot.chunk
+                unit = chunk.current if chunk is not None else None
+                if unit is not slot.seen:
+                    slot.seen, slot.seen_at = unit, now
+                elif chunk is not None and unit is not None and now - slot.seen_at >= timeout_s:
+                    found.append((chunk.window, messages_of(unit)))
+        return found
+
     def is_own_call(self) -> bool:
         """Tell whether the caller is a listener call of this consumer, or something that one began. Any thread.
 
@@ -210,11 +226,13 @@ class _Runner:
     def raised(self, chunk: Chunk, unit: Any, error: BaseException) -> bool:
         """Note that a listener raised. Returns whether the chunk goes on."""
         messages = messages_of(unit)
-        self.outcome.listener_raised(chunk.window, messages[0], error)
+        goes_on = True
         if chunk.turn is not None:
-            return chunk.turn.judge(unit, ConsumeResult.RETRY)[0]
-        chunk.failed.extend((message, 0) for message in messages)
-        return True
+            goes_on, _ = chunk.turn.judge(unit, ConsumeResult.RETRY)
+        else:
+            chunk.failed.extend((message, 0) for message in messages)
+        self.outcome.listener_raised(chunk.window, messages[0], error)  # last: a user's logging may raise in turn
+        return goes_on
 
     def hand_over(self, chunk: Chunk) -> None:
         """Hand over what became of messages of a chunk whose worker is still in it. Called on the I/O thread."""
@@ -367,24 +385,26 @@ class ThreadWorkers(_Runner):
         call, context = listener.call, listener.wants_context
         add = done.extend if listener.batch_size > 1 else done.append
         turn, calls = chunk.turn, 0
-        while not window.dropped and (turn is None or turn.may_go_on()):
-            try:
-                unit = take()
-            except IndexError:
-                break
-            chunk.current = unit
-            calls += 1
-            try:
-                result = call(unit, self.context(chunk, unit)) if context else call(unit)
-            except BaseException as error:  # SystemExit of a listener must not end a worker
-                if self.raised(chunk, unit, error):
-                    continue
-                break
-            if result is None or result is ConsumeResult.SUCCESS:
-                add(unit)
-            elif not self.judge(chunk, unit, result):
-                break
-        self.finish(chunk, calls)
+        try:
+            while not window.dropped and (turn is None or turn.may_go_on()):
+                try:
+                    unit = take()
+                except IndexError:
+                    break
+                chunk.current = unit
+                calls += 1
+                try:
+                    result = call(unit, self.context(chunk, unit)) if context else call(unit)
+                except BaseException as error:  # SystemExit of a listener must not end a worker
+                    if self.raised(chunk, unit, error):
+                        continue
+                    break
+                if result is None or result is ConsumeResult.SUCCESS:
+                    add(unit)
+                elif not self.judge(chunk, unit, result):
+                    break
+        finally:
+            self.finish(chunk, calls)
 
 
 class AsyncWorkers(_Runner):
@@ -416,6 +436,10 @@ class AsyncWorkers(_Runner):
                 self._loop.run_forever()
             except BaseException as error:  # SystemExit and KeyboardInterrupt of a task leave the loop, too
                 log.error("a task that a listener began raised %r", error, exc_info=error)
+        if left := asyncio.all_tasks(self._loop):  # of listeners; as asyncio.run does, but nobody waits for ever
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(left, timeout=LAST_TASKS_S))
         self._loop.close()
 
     def _begin(self) -> None:
@@ -424,13 +448,15 @@ class AsyncWorkers(_Runner):
 
     def _begin_worker(self, number: int) -> None:
         task = self._tasks[number] = self._loop.create_task(self._work(self.slots[number]))
-        task.add_done_callback(lambda task: self._worker_ended(number))
+        task.add_done_callback(partial(self._worker_ended, number))
 
-    def _worker_ended(self, number: int) -> None:
+    def _worker_ended(self, number: int, task: asyncio.Task[None]) -> None:
         """Note that a worker was cancelled: by a listener, which ran in its task, or because the loop is to end.
 
         So another begins only when there is work: whoever ends a loop waits until no task is left.
         """
+        if not task.cancelled():
+            task.exception()  # at most a listener's GeneratorExit, which was told
         if not self._stopping:
             self._missing.append(number)
             if not self._chunks.empty():
@@ -521,34 +547,48 @@ class AsyncWorkers(_Runner):
     async def _consume(self, chunk: Chunk) -> None:
         chunk.begun_at = chunk.window.clock()
         listener, turn, cancelling = chunk.listener, chunk.turn, _this_task().cancelling
+        add = chunk.done.extend if listener.batch_size > 1 else chunk.done.append
         calls, goes_on = 0, True
-        while goes_on and not chunk.window.dropped and (turn is None or turn.may_go_on()):
-            try:
-                unit = chunk.current = chunk.todo.popleft()
-            except IndexError:
-                break
-            calls += 1
-            try:
-                call: Awaitable[object] = (
-                    listener.call(unit, self.context(chunk, unit)) if listener.wants_context else listener.call(unit)
-                )
-                result = await call
-            except asyncio.CancelledError:
-                if self._abandoned:
-                    raise  # the messages stay unfinished
-                goes_on = self.raised(chunk, unit, asyncio.CancelledError("the listener was cancelled"))
-            except BaseException as error:
-                if isinstance(error, GeneratorExit) and not self._loop.is_running():
-                    raise  # the loop was closed under us
-                goes_on = self.raised(chunk, unit, error)
-            else:
-                goes_on = self.judge(chunk, unit, result)
-            if cancelling():  # this task: the next listener shall not pay for it, so another worker takes what is left
-                if turn is None and (rest := pop_all(chunk.todo)):
-                    self._chunks.put_nowait(Chunk(chunk.window, listener, deque(rest)))
-                self.finish(chunk, calls)
-                raise asyncio.CancelledError
-        self.finish(chunk, calls)
+        try:
+            while goes_on and not chunk.window.dropped and (turn is None or turn.may_go_on()):
+                try:
+                    unit = chunk.current = chunk.todo.popleft()
+                except IndexError:
+                    break
+                calls += 1
+                try:
+                    call: Awaitable[object] = (
+                        listener.call(unit, self.context(chunk, unit))
+                        if listener.wants_context
+                        else listener.call(unit)
+                    )
+                    result = await call
+                except asyncio.CancelledError:
+                    if self._abandoned:
+                        raise  # the message stays unfinished
+                    goes_on = self.raised(chunk, unit, asyncio.CancelledError("the listener was cancelled"))
+                except GeneratorExit as error:  # of the listener, or of whoever takes this task apart
+                    if self._loop.is_running():
+                        self.raised(chunk, unit, error)
+                        self._hand_on(chunk)
+                    raise
+                except BaseException as error:
+                    goes_on = self.raised(chunk, unit, error)
+                else:
+                    if result is None or result is ConsumeResult.SUCCESS:
+                        add(unit)
+                    else:
+                        goes_on = self.judge(chunk, unit, result)
+                if cancelling():  # this task: the next listener shall not pay for it
+                    self._hand_on(chunk)
+                    raise asyncio.CancelledError
+        finally:
+            self.finish(chunk, calls)
+
+    def _hand_on(self, chunk: Chunk) -> None:
+        """Leave to another worker what is not begun; the line of an orderly queue sees to that itself."""
+        if chunk.turn is None and (rest := pop_all(chunk.todo)):
+            self._chunks.put_nowait(Chunk(chunk.window, chunk.listener, deque(rest)))
 
 
 def _this_task() -> asyncio.Task[Any]:
@@ -598,19 +638,6 @@ class ConsumeService(Service):
         self._quiet_looks = 0 if busy else self._quiet_looks + 1
         if self._quiet_looks < 3:  # a worker may be between taking a chunk and showing it
             self._tick = self._loop.call_later(STUCK_AFTER_S, self._take_back)
-
-    def stuck(self, timeout_s: float, now: float) -> list[tuple[ProcessQueue, Sequence[Message]]]:
-        """Return the messages whose listener call was already running, at an earlier look, `timeout_s` ago."""
-        found = []
-        for workers in self.workers():
-            for slot in workers.slots:
-                chunk = slot.chunk
-                unit = chunk.current if chunk is not None else None
-                if unit is not slot.seen:
-                    slot.seen, slot.seen_at = unit, now
-                elif chunk is not None and unit is not None and now - slot.seen_at >= timeout_s:
-                    found.append((chunk.window, messages_of(unit)))
-        return found
 
     def running(self, window: ProcessQueue | None = None) -> int:
         """Return how many listener calls are running (of `window`)."""

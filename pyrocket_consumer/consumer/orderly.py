@@ -257,10 +257,6 @@ class OrderlyService(Service):
 
     # --- what both services do
 
-    def stuck(self, timeout_s: float, now: float) -> list[tuple[ProcessQueue, list[Message]]]:
-        """Nothing counts as stuck: to go on without the message would break the order."""
-        return []
-
     def running(self, window: ProcessQueue | None = None) -> int:
         """Return how many turns are with workers (of `window`)."""
         return sum(window is None or line.window is window for line in self._in_turn.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 from pyrocket_consumer.consumer.events import shown
@@ -45,10 +46,13 @@ class Outcomes:
         self._group.events.tell(event)
 
     def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
+        if inspect.isawaitable(result):
+            remedy = "it is not awaited: subscribe with an `async def` function itself"
+        else:
+            remedy = "have it return nothing (None) when a message is consumed, else ConsumeResult or Retry"
         self._group.event(
             EventKind.LISTENER_RESULT_UNKNOWN,
-            f"the listener returned {shown(result)}, which counts as RETRY: each such message comes again (told once); "
-            "have it return nothing (None) when a message is consumed, else ConsumeResult or Retry",
+            f"the listener returned {shown(result)}, so its messages come again (told once): {remedy}",
             window.queue,
             {"offset": message.queue_offset},
             level=logging.WARNING,

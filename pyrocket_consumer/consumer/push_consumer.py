@@ -92,7 +92,7 @@ class _Face:
             rebalance_interval_s (20; 0.05–3600 s): how often the assignment is looked at without cause
             max_reconsume_times (16; orderly: no limit; 0–2³¹−1): failures after which a message goes to %DLQ%
             consume_timeout_s (900; 0.05–604800 s): a listener call that takes longer is told, and its message sent back
-                (not when orderly)
+                (orderly and broadcasting: told only)
             start_wait_s (5; 0–600 s): how long start() waits for queues whose brokers are slow; they begin all the
                 same, later
             shutdown_timeout_s (20; 0–86400 s): how long close() waits for listener calls

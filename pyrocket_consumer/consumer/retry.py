@@ -37,7 +37,7 @@ LOCAL_RETRY_S = 5.0
 LONGEST_PAUSE_S = 300.0
 GIVE_UP_AGAIN_S = 1.0
 AT_ONCE = 32
-"""Most send-backs under way: a broker answers more than it can store in 200 ms with "busy"."""
+"""Most send-backs under way at one broker: it answers more than it can store in 200 ms with "busy"."""
 
 UNANSWERED = (RequestTimeout, ConnectionLost)
 """The broker may have executed what fails like this: each repetition may be one copy more."""
@@ -78,7 +78,7 @@ class Retries:
         self._group = group
         self._delivery = delivery
         self._counts = counts
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._at_once: dict[str, asyncio.Semaphore] = {}  # by broker: one that does not answer delays no other
         self._going_back: dict[int, Return] = {}  # by id of the message
         self._doubts: dict[object, Doubt] = {}  # by what copies of a message have in common
         self._unwanted: set[str] = set()  # topics that nobody here reads, once told
@@ -146,7 +146,7 @@ class Retries:
             await self._rest(doubt.due_at - self._group.loop.time(), doubt)
         while not message._done and not window.dropped:
             try:
-                async with self._at_once:
+                async with self._at_once.setdefault(window.queue.broker_name, asyncio.Semaphore(AT_ONCE)):
                     given_up = await self._send_back(window, message, going.delay_level)
                 self._settle(window, message, given_up)
             except RocketError as error:

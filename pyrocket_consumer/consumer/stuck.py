@@ -23,7 +23,10 @@ class Calls(Protocol):
 
 
 class StuckCalls:
-    """Tells of listener calls that have taken longer than `consume_timeout_s`, and sends their messages back."""
+    """Tells of listener calls that have taken longer than `consume_timeout_s`, and sends their messages back.
+
+    Those of orderly and of broadcasting groups are told only.
+    """
 
     def __init__(self, group: Group, calls: Calls, retries: Retries) -> None:
         self._group = group
@@ -51,6 +54,6 @@ class StuckCalls:
                     {"offset": waiting[0].queue_offset, "message_id": shown_id(waiting[0])},
                     level=logging.WARNING,
                 )
-                if not group.config.broadcasting:
+                if not group.config.broadcasting and not group.config.orderly:  # the order is more than the message
                     self._retries.add(window, [(message, 3) for message in waiting], running=True)
             told = ids

@@ -418,6 +418,46 @@ def test_one_call_beside_the_work_runs_where_the_others_do(either, error):
     assert names == [own]
 
 
+def test_a_logging_that_raises_costs_no_message(either):
+    """What tells of a listener's error is the user's, too."""
+
+    def raises(window, message, error):
+        raise OSError("the log is full")
+
+    either.told.listener_raised = raises
+
+    def handle(message):
+        if message.queue_offset == 1:
+            raise ValueError
+
+    window = either.consume(as_kind(handle, either), 4)
+    either.told.wait(lambda: either.told.worker_failures)
+    assert either.told.failures == [(1, 0)]
+    assert window.commit_offset() == 1
+    after = either.consume(as_kind(lambda message: None, either), 2)
+    until(lambda: after.finished == 2)
+
+
+def test_tasks_that_async_listeners_leave_behind_end_with_their_loop(coroutines):
+    ended = []
+
+    async def goes_on():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    async def handle(message):
+        asyncio.get_running_loop().create_task(goes_on())
+        await asyncio.sleep(0)
+
+    window = coroutines.consume(handle, 3)
+    until(lambda: window.finished == 3)
+    coroutines.workers.stop()
+    until(lambda: not living("pyrocket-listener"))
+    assert ended == [True, True, True]
+
+
 def test_a_store_that_raises_inside_an_ack_is_told_and_ends_no_worker(either):
     """The offset store is called under the window's lock, and may be the user's."""
 

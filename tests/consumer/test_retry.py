@@ -116,8 +116,8 @@ class Member:
         return [what for _, what, _ in self.calls]
 
 
-def filled(count: int = 1) -> tuple[ProcessQueue, list[Message]]:
-    window = ProcessQueue(QUEUE, 1, Limits(), lambda queue, offset: None)
+def filled(count: int = 1, queue: MessageQueue = QUEUE) -> tuple[ProcessQueue, list[Message]]:
+    window = ProcessQueue(queue, 1, Limits(), lambda queue, offset: None)
     window.start(0)
     records = b"".join(
         encode_message(
@@ -133,7 +133,7 @@ def filled(count: int = 1) -> tuple[ProcessQueue, list[Message]]:
         )
         for offset in range(count)
     )
-    messages = decode_messages(records, QUEUE)
+    messages = decode_messages(records, queue)
     window.put(messages, count, len(records))
     return window, messages
 
@@ -551,6 +551,24 @@ def test_not_all_go_at_once():
         await settled(retries)
         assert member.most_under_way == AT_ONCE
         assert window.commit_offset() == 3 * AT_ONCE
+
+    run(scenario())
+
+
+def test_a_broker_that_does_not_answer_delays_no_other():
+    async def scenario():
+        member = Member()
+        member.call_s = 3600.0
+        retries, (window, messages) = member.retries(), filled(2 * AT_ONCE)
+        retries.add(window, [(message, 0) for message in messages])
+        await asyncio.sleep(1)
+        member.call_s = 0.1
+        other, (message,) = filled(queue=MessageQueue("orders", "b", 0))
+        retries.add(other, [(message, 0)])
+        await asyncio.sleep(1)
+        assert other.commit_offset() == 1
+        assert window.commit_offset() == 0
+        retries.cancel()
 
     run(scenario())
 

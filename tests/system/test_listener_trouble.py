@@ -157,6 +157,19 @@ def test_a_result_that_means_nothing_is_told_once(embedded, topic, group, kind, 
     assert caplog.text.count("listener-result-unknown") == 1
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_a_plain_listener_that_returns_a_coroutine_learns_what_to_do(embedded, topic, group):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 3)
+
+    async def listen(message):
+        pass
+
+    events = Events()
+    with consuming(embedded, topic, group, lambda message: listen(message), on_event=events, **OPTIONS):
+        assert "async def" in events.wait_for("listener-result-unknown").text
+
+
 @pytest.mark.parametrize("when", ["while it runs", "afterwards"])
 def test_async_listeners_that_cancel_their_task_leave_as_many_workers(embedded, topic, group, when):
     embedded.create_topic(topic, queues=1)

@@ -89,6 +89,23 @@ def test_a_short_call_that_outlives_its_period_is_not_worth_a_word(embedded, top
     assert held.most_running == 1
 
 
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+def test_a_call_that_takes_too_long_is_told_and_goes_on(embedded, broker, topic, group, held, model, tmp_path):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 2)
+    events = Events()
+    options = {"orderly": True, "message_model": model, "on_event": events, "consume_timeout_s": 0.1}
+    if model == "broadcasting":
+        options["offset_store_dir"] = tmp_path
+    with consuming(embedded, topic, group, held, **options):
+        assert events.wait_for("message-stuck").facts["offset"] == 0
+        held.released.set()
+        held.wait_for(2)
+    assert held.bodies == numbered(2)
+    assert len(events.of("message-stuck")) == 1
+    assert not embedded.messages(f"%RETRY%{group}")
+
+
 def test_a_queue_whose_call_outlives_the_close_stays_locked(embedded, broker, topic, group, held):
     """The next member gets it when the lock expires: it must not begin beside the call."""
     embedded.create_topic(topic, queues=2)
