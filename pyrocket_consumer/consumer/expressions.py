@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pyrocket_consumer.consumer.group import Group
-from pyrocket_consumer.errors import BrokerError, ConnectError, RocketError
+from pyrocket_consumer.errors import BrokerError, ConnectError, FlowControl, RocketError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.wire.bodies import CheckClientConfig, encode_check_client_config
 from pyrocket_consumer.wire.command import CheckClientConfigHeader
@@ -22,7 +22,7 @@ class Expressions:
         self._checked: set[tuple[str, str, str]] = set()  # topic, expression, broker name
 
     async def check(self, subscription: Subscription) -> None:
-        """Have the topic's brokers look at `subscription`; one that does not answer is asked before its first pull.
+        """Have the topic's brokers look at `subscription`; one that is away or busy is asked before its first pull.
 
         Raises:
             BrokerError: a broker does not take it; its text says why.
@@ -36,7 +36,9 @@ class Expressions:
         asked = (self._check_at(subscription, broker.broker_name) for broker in route.brokers)
         refused = [each for each in await asyncio.gather(*asked, return_exceptions=True) if each is not None]
         for error in refused:
-            if not isinstance(error, RocketError) or isinstance(error, BrokerError):
+            if not isinstance(error, RocketError) or (
+                isinstance(error, BrokerError) and not isinstance(error, FlowControl)
+            ):
                 raise error
 
     async def before_begin(self, queue: MessageQueue) -> None:

@@ -277,9 +277,15 @@ class GroupMember:
             unstored = await self.commits.persist(queues, until=until)
         except Exception as error:  # of a store of the user's
             unstored = dict.fromkeys(queues, error)
+        if unstored:
+            queue, reason = next(iter(unstored.items()))
+            log.warning(
+                "group=%s final offsets of %d queues not stored, messages may come again; of %s: %s",
+                self.group.name, len(unstored), queue, reason,
+            )  # fmt: skip
         for queue, reason in unstored.items():
             text = f"final offset not stored, messages may come again: {reason}"
-            self.group.event(EventKind.COMMIT_FAILED, text, queue, level=logging.WARNING)
+            self.group.events.tell(ConsumerEvent(EventKind.COMMIT_FAILED, text, queue))
 
     async def _leave(self, queues: list[MessageQueue]) -> None:
         """Unlock `queues` and have the brokers forget us, so that others need not wait until they find out."""

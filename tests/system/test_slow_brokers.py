@@ -1,0 +1,189 @@
+"""Brokers that are slow or silent: starts, hand-overs and closes take no longer than need be, and say what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from pyrocket_consumer import AsyncPushConsumer, ConsumerState, MessageQueue, PushConsumer, sql
+from pyrocket_consumer.errors import BrokerError
+from pyrocket_consumer.testing import answer, delay, drop
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import Events, Seen, numbered, until
+
+CLUSTER = {"brokers": 2, "long_poll_tick_s": 5.0, "settings": {"enablePropertyFilter": True}}
+
+
+@pytest.fixture
+def silent(embedded):
+    """A broker that answers nothing, once `silence()` is called."""
+    return embedded.broker("broker-b")
+
+
+def silence(broker) -> None:
+    for code in RequestCode:
+        broker.on(code, drop, times=None)
+
+
+def consumer_of(cluster, group, **options) -> PushConsumer:
+    return PushConsumer(group, **{"name_server": cluster.name_server, "consume_from": "first", **options})
+
+
+def seconds(work) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+# --- start
+
+
+def test_a_start_waits_a_few_seconds_for_a_silent_broker_and_consumes_from_the_others(embedded, silent, group):
+    topics = [f"{group}-{number}" for number in range(20)]
+    for topic in topics:
+        embedded.create_topic(topic, queues=2)
+        embedded.send(topic, lambda number: b"m%d" % number, count=8)
+    silence(silent)
+    events, seen = Events(), Seen()
+    consumer = consumer_of(embedded, group, on_event=events)
+    for topic in topics:
+        consumer.subscribe(topic, seen)
+    took_s = seconds(consumer.start)
+    try:
+        assert took_s < 15
+        assert consumer.state is ConsumerState.RUNNING
+        seen.wait(lambda seen: len(seen.messages) >= 20 * 4)
+        events.wait_for("broker-unreachable")
+        silent.clear_faults()
+        seen.wait(lambda seen: len(seen.messages) >= 20 * 8)
+    finally:
+        consumer.close()
+    assert set(seen.places.values()) == {1}
+
+
+def test_members_that_join_one_after_the_other_all_start(embedded, topic, group):
+    """While brokers have a thousand queues to be begun, and everybody looks again whenever another joins."""
+    embedded.create_topic(topic, queues=250)
+    with ExitStack() as stack, ThreadPoolExecutor(6) as threads:
+        starts = []
+        for number in range(6):
+            consumer = consumer_of(embedded, group, instance_name=f"number-{number}")
+            consumer.subscribe(topic, lambda message: None)
+            starts.append(threads.submit(consumer.start))
+            stack.callback(consumer.close)
+            threading.Event().wait(0.35)
+        consumers = [start.result(60) for start in starts]
+
+        def all_is_held() -> bool:
+            held = [{queue for queue in each.progress() if queue.topic == topic} for each in consumers]
+            return len(set().union(*held)) == 500 and sum(map(len, held)) == 500
+
+        until(all_is_held, "each queue is held by one")
+
+
+@pytest.mark.parametrize("trouble", [drop, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy")], ids=["lost", "busy"])
+def test_an_sql_expression_is_judged_by_the_brokers_that_answer(embedded, broker, silent, topic, group, trouble):
+    """The others look at it before they are first pulled from: a pull with a bad one would bring everything."""
+    embedded.create_topic(topic, queues=1)
+
+    def of_topic(command) -> bool:
+        return command.fields.get("topic") == topic
+
+    silent.forget_requests()
+    broker.on(RequestCode.CHECK_CLIENT_CONFIG, answer(0), times=None)  # embedded brokers do not evaluate any
+    silent.on(RequestCode.CHECK_CLIENT_CONFIG, trouble, times=3)
+    silent.on(RequestCode.CHECK_CLIENT_CONFIG, answer(0), times=None)
+    consumer = consumer_of(embedded, group, call_timeout_s=1)
+    consumer.subscribe(topic, lambda message: None, sql("number > 3"))
+    with consumer:
+        broker.wait_for(RequestCode.PULL_MESSAGE, when=of_topic)
+        (pull, *_) = silent.wait_for(RequestCode.PULL_MESSAGE, when=of_topic)
+        checks = silent.requests(RequestCode.CHECK_CLIENT_CONFIG)
+        assert len(checks) == 4
+        assert checks[-1].at_s <= pull.at_s
+
+
+def test_an_sql_expression_that_a_broker_refuses_is_an_error_although_another_does_not_answer(
+    embedded, silent, topic, group
+):
+    embedded.create_topic(topic, queues=1)
+    silence(silent)
+    consumer = consumer_of(embedded, group, call_timeout_s=1)
+    consumer.subscribe(topic, lambda message: None, sql("number > 3"))
+    with pytest.raises(BrokerError, match="SQL92"):
+        consumer.start()
+
+
+# --- close
+
+
+@pytest.mark.parametrize("before", ["a new group", "a group with offsets"])
+def test_a_hundred_queues_close_quickly_at_a_slow_broker(embedded, broker, topic, group, before):
+    embedded.create_topic(topic, queues=100, brokers=["broker-a"])
+    embedded.send(topic, b"x", count=100, broker_name="broker-a")
+    if before == "a group with offsets":
+        broker.commit(group, topic, {0: 0, 1: 1})
+    seen = Seen()
+    consumer = consumer_of(embedded, group)
+    consumer.subscribe(topic, seen)
+    with consumer:
+        seen.wait(lambda seen: len(seen.messages) >= 100 - (before != "a new group"))
+        broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, delay(0.05), times=None)
+        took_s = seconds(consumer.close)
+    assert took_s < 2.5, "100 answers of 50 ms one after the other take 5 s"
+    assert sum(embedded.committed(group, topic).values()) == 100
+
+
+@pytest.mark.parametrize("codes", ["commits", "everything"])
+def test_a_close_ends_in_time_whatever_brokers_do_and_says_what_is_not_stored(embedded, silent, topic, group, codes):
+    embedded.create_topic(topic, queues=50, brokers=["broker-b"])
+    embedded.send(topic, b"x", count=50, broker_name="broker-b")
+    events, seen = Events(), Seen()
+    consumer = consumer_of(embedded, group, on_event=events)
+    consumer.subscribe(topic, seen)
+    consumer.start()
+    seen.wait(lambda seen: len(seen.messages) >= 50)
+    busy = {message.queue for message in seen.messages}
+    if codes == "commits":
+        silent.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop, times=None)
+    else:
+        silence(silent)
+    assert seconds(lambda: consumer.close(timeout_s=2)) < 10
+
+    def told() -> set[MessageQueue | None]:
+        return {event.queue for event in events.of("commit-failed") if "final" in event.text}
+
+    until(lambda: busy <= told(), "each is told")
+    assert consumer.state is ConsumerState.CLOSED
+
+
+# --- moving
+
+
+@pytest.mark.parametrize("trouble", [drop, answer(1, "no")], ids=["lost", "refused"])
+def test_a_reset_whose_caller_lost_patience_is_made_when_the_broker_is_back(embedded, broker, topic, group, trouble):
+    embedded.create_topic(topic, queues=1, brokers=["broker-a"])
+    embedded.send(topic, lambda number: b"m%d" % number, count=10, broker_name="broker-a")
+    seen = Seen()
+
+    async def scenario() -> None:
+        consumer = AsyncPushConsumer(group, name_server=embedded.name_server, consume_from="first", call_timeout_s=0.5)
+        await consumer.subscribe(topic, seen)
+        async with consumer:
+            await asyncio.to_thread(seen.wait_for, 10)
+            broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, trouble, times=None)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(consumer.reset_offsets(topic, "earliest"), 1)
+            broker.clear_faults()
+            await asyncio.to_thread(seen.wait, lambda seen: len(seen.messages) >= 20)
+            embedded.send(topic, lambda number: b"n%d" % number, count=5, broker_name="broker-a")
+            await asyncio.to_thread(seen.wait_for, 15)
+            assert consumer.state is ConsumerState.RUNNING
+
+    asyncio.run(scenario())
+    assert sorted(seen.bodies[:20]) == sorted(numbered(10) * 2)
