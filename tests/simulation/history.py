@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
@@ -14,6 +16,7 @@ from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import (
     ConsumerSendMsgBackHeader,
     PullMessageHeader,
+    QueryConsumerOffsetHeader,
     SendMessageHeader,
     UpdateConsumerOffsetHeader,
 )
@@ -219,17 +222,54 @@ class History:
                 raise Wrong(f"member {member} never saw {what}")
 
     def check_queues_move_without_repeats(self, allowed_s: float) -> None:
-        """Where nothing failed, what all before it in its queue was consumed with comes again only while it moves."""
-        done_at: dict[Place, float] = {}
-        for each in self.consumed:
-            done_at[each.place] = min(each.at, done_at.get(each.place, each.at))
-        through: dict[Place, float] = {}  # when everything up to a place had been consumed
-        for (queue, offset), at in sorted(done_at.items()):
-            through[queue, offset] = max(at, through.get((queue, offset - 1), at))
+        """Where nothing failed, what a queue's last holder had done, with all before it, comes again only at once."""
+        begun_at: dict[MessageQueue, list[float]] = defaultdict(list)
+        for at, _, queue in self._begun():
+            begun_at[queue].append(at)
+        for queue, calls in self._by_queue().items():
+            through: dict[int, float] = {}  # when the last holder was through with everything up to an offset
+            for _, held in groupby(calls, lambda each: bisect(begun_at[each.place[0]], each.begun)):
+                period = list(held)
+                for each in period:
+                    late_s = each.begun - through.get(each.place[1], each.begun)
+                    if late_s > allowed_s:
+                        raise Wrong(
+                            f"t={each.begun:.3f} {each.body!r} at {each.place[1]} of {queue} came again at "
+                            f"{each.member}, {late_s:.1f} s after its last holder was through with it"
+                        )
+                through, at = {}, 0.0
+                for each in sorted(period, key=lambda each: each.place[1]):
+                    at = through[each.place[1]] = max(at, each.at)
+
+    def _begun(self) -> list[tuple[float, str, MessageQueue]]:
+        """Return when members, by connection, have asked where to begin a queue."""
+        found = []
+        for at, _, client, command in self._requests(RequestCode.QUERY_CONSUMER_OFFSET):
+            header = QueryConsumerOffsetHeader.from_fields(command.fields)
+            if header.consumer_group == self.group:
+                found.append((at, client, MessageQueue(header.topic, header.broker_name or "", header.queue_id)))
+        return sorted(found, key=lambda each: each[0])
+
+    def _by_queue(self) -> dict[MessageQueue, list[Consumed]]:
+        found: dict[MessageQueue, list[Consumed]] = defaultdict(list)
         for each in sorted(self.consumed, key=lambda each: each.begun):
-            late_s = each.begun - through[each.place]
-            if late_s > allowed_s:
-                raise Wrong(f"t={each.begun:.3f} {each.body!r} of {each.place} came again, {late_s:.1f} s later")
+            found[each.place[0]].append(each)
+        return found
+
+    def check_former_holders_set_nothing_back(self) -> None:
+        """A member lowers no commit of a queue after another one has begun it."""
+        moves = [(at, 0, client, queue, 0) for at, client, queue in self._begun()]
+        moves += [(at, 1, client, queue, offset) for at, client, queue, offset in self.commits()]
+        holder: dict[MessageQueue, str] = {}
+        edge: dict[MessageQueue, int] = defaultdict(int)
+        for at, kind, client, queue, offset in sorted(moves, key=lambda move: move[:2]):
+            if kind == 0:
+                holder[queue] = client
+            elif holder[queue] != client and offset < edge[queue]:
+                who = self.addresses.get(client)
+                raise Wrong(f"t={at:.3f} {who} committed {offset} of {queue} over its next holder's {edge[queue]}")
+            else:
+                edge[queue] = offset
 
     def check_failures_go_back_soon(self, allowed_s: float) -> None:
         """Where nobody is away, a failed message is handed back for its retry soon, whatever else its consumer does."""

@@ -22,11 +22,11 @@ from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.offsets.disks import MemoryDisk
 from tests.simulation.history import Consumed, Course, History, Reset
 from tests.simulation.plans import EPOCH, Plan
-from tests.simulation.world import Process, World, kill
+from tests.simulation.world import CURRENT, Process, World, kill
 
 TOPIC, GROUP = "orders", "app"
 
-SOON = 60
+SOON = 30
 """Steps of a process within which most calls are done."""
 
 
@@ -170,9 +170,9 @@ class Member:
         def end() -> None:
             if self.process is process:
                 self.kill()
-                self._world.call_later(5, self.start)
+                self._world.outside(5, self.start)
 
-        self._world.call_later(ends_after_s, end)
+        self._world.outside(ends_after_s, end)
 
     def fail(self) -> None:
         """Something of the consumer's own ends by surprise. Its program does not notice."""
@@ -247,7 +247,8 @@ class Member:
         """Do to our own consumer what listeners do; returns whether the message is consumed all the same."""
         world, member, rng = self._world, self.member, self._world.random
         kind = rng.choice(("pause", "reset", "close", "cancel"))
-        if member is None or member.state is not ConsumerState.RUNNING:
+        process = CURRENT.get()
+        if member is None or member.state is not ConsumerState.RUNNING or process is None or process.dead:
             return True
         if kind == "pause":
             self.pause(rng.uniform(0, 3))
@@ -256,7 +257,7 @@ class Member:
             await self._reset(member, message.queue, max(0, edge - rng.randrange(3)))
         elif kind == "close":
             world.run_as(None, self.close())  # from outside: the process ends with it
-            world.call_later(rng.uniform(15, 40), self.start)
+            world.outside(rng.uniform(15, 40), self.start)
         elif kind == "cancel":
             task = asyncio.current_task()
             assert task is not None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.commit import BrokerCommits
+from pyrocket_consumer.consumer.consume import Chunk, _Runner, pop_all
+from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.consumer.process_queue import ProcessQueue, QueueState
+from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.message import Message
 
@@ -66,8 +69,68 @@ def unlock_before_commit() -> None:
     BrokerCommits.release = release  # type: ignore[method-assign]
 
 
+def start_not_stored() -> None:
+    """Where a queue begins is stored nowhere before its first message is pulled."""
+
+    async def store_start(self: Assignments, queue: MessageQueue, offset: int) -> None:
+        pass
+
+    Assignments._store_start = store_start  # type: ignore[method-assign]
+
+
+def cancelled_move() -> None:
+    """Whoever stops waiting for a step ends it in the middle."""
+
+    async def finish(self: Tasks, work: Coroutine[Any, Any, Any], what: str) -> Any:
+        return await work
+
+    Tasks.finish = finish  # type: ignore[method-assign]
+
+
+def chunk_that_keeps_a_failure() -> None:
+    """A failed message is handed over only when the worker is through with its chunk, whatever else is in that."""
+
+    def hand_over(self: _Runner, chunk: Chunk) -> None:
+        chunk.window.ack(pop_all(chunk.done))
+
+    _Runner.hand_over = hand_over  # type: ignore[method-assign]
+
+
+def commit_after_the_grace() -> None:
+    """A queue that is given up is stored only when its running listener calls have ended, or had their time."""
+    waiting: set[tuple[Any, MessageQueue]] = set()
+    end, grace, persist = Assignments._end, Assignments._grace, BrokerCommits.persist
+
+    async def end_late(self: Assignments, queue: MessageQueue, why: str) -> None:
+        waiting.add((self._commits, queue))
+        await end(self, queue, why)
+
+    async def end_of_grace(self: Assignments, window: ProcessQueue) -> None:
+        await grace(self, window)
+        waiting.discard((self._commits, window.queue))
+
+    async def persist_late(self: BrokerCommits, queues: Iterable[MessageQueue], **options: Any) -> Any:
+        return await persist(self, [queue for queue in queues if (self, queue) not in waiting], **options)
+
+    Assignments._end, Assignments._grace = end_late, end_of_grace  # type: ignore[method-assign]
+    BrokerCommits.persist = persist_late  # type: ignore[method-assign]
+
+
+def failed_member_stays() -> None:
+    """A member that has failed consumes nothing, and goes on telling brokers that it is there."""
+
+    def surprised(self: GroupMember, what: str, error: BaseException) -> None:
+        self.state, self.failure = ConsumerState.FAILED, error
+        self.assignments.stop_pulling()
+        self.on_ended()
+
+    GroupMember._surprised = surprised  # type: ignore[method-assign]
+
+
 MISTAKES: dict[str, Callable[[], None]] = {
     mistake.__name__.replace("_", "-"): mistake
-    for mistake in (late_ack, commit_on_no_new_message, drop_without_persist, correction_without_store,
-                    unlock_before_commit)
-}
+    for mistake in (
+        late_ack, commit_on_no_new_message, drop_without_persist, correction_without_store, unlock_before_commit,
+        start_not_stored, cancelled_move, chunk_that_keeps_a_failure, commit_after_the_grace, failed_member_stays,
+    )
+}  # fmt: skip

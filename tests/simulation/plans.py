@@ -84,6 +84,7 @@ PLANS = {
         options=DEFAULTS, faults=(*CALLS, "slow", "slow-node", "join"), fault_every_s=4.0, calling=0.02,
         calm_s=150.0,
     ),
+    "cancelled-resets": Plan(options=DEFAULTS, faults=("cancelled-reset", "slow"), fault_every_s=4.0),
     "hand-overs": Plan(
         options=DEFAULTS, faults=("join", "restart"), fault_every_s=6.0, failing=0.0, slow=0.02, rate=20.0,
     ),

@@ -245,7 +245,9 @@ def check(history: History, plan: Plan) -> None:
     if plan.orderly:
         history.check_unlocked_only_after_the_last_commit()
     if set(plan.faults) <= {"join", "restart"} and not plan.failing:
-        history.check_queues_move_without_repeats(allowed_s=3.5)
+        history.check_queues_move_without_repeats(allowed_s=3.5 if plan.slow else 0.5)
+    if set(plan.faults) <= {"join", "restart", "pause", "fail"}:
+        history.check_former_holders_set_nothing_back()
     if not plan.faults and not plan.orderly:
         history.check_failures_go_back_soon(allowed_s=10)
     history.check_corrections_are_stored_first()

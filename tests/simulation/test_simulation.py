@@ -22,6 +22,16 @@ from tests.trials import trials
         ("quiet", "0-29"),
         ("corrections", "0-19"),
         ("peaceful", "0-4"),
+        ("defaults", "0-29"),
+        ("from-a-time", "0-9"),
+        ("own-offsets", "0-19"),
+        ("slow-brokers", "0-29"),
+        ("calls", "0-29"),
+        ("cancelled-resets", "0-9"),
+        ("hand-overs", "0-14"),  # 2 and 6: a member that closes for long kept its queues, and set commits back
+        ("failures", "0-9"),
+        ("failed-members", "0-29"),  # 25: the same
+        ("many-queues", "0-1"),
     ],
 )
 def test_simulated_worlds_are_right(plan, seeds):
@@ -42,10 +52,16 @@ def test_simulated_worlds_are_right(plan, seeds):
         ("drop-without-persist", "moving"),
         ("correction-without-store", "corrections"),
         ("unlock-before-commit", "orderly"),
+        ("start-not-stored", "defaults"),
+        ("start-not-stored", "own-offsets"),
+        ("cancelled-move", "cancelled-resets"),
+        ("chunk-that-keeps-a-failure", "failures"),
+        ("commit-after-the-grace", "hand-overs"),
+        ("failed-member-stays", "failed-members"),
     ],
 )
 def test_a_mistake_put_in_on_purpose_is_found(mistake, plan):
-    done = simulate("--plan", plan, "--seeds", "0-7", "--mistake", mistake)
+    done = simulate("--plan", plan, "--seeds", "0-5", "--mistake", mistake)
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
     assert f"repeat: python -m tests.simulation --plan {plan} --seeds" in done.stdout
 

@@ -148,6 +148,10 @@ class World(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         return super().call_at(when, self._alive(callback, context), *arguments, context=context)
 
+    def outside(self, delay_s: float, action: Callable[[], object]) -> None:
+        """Have `action` called later, whatever process asks for it, and whether that still lives."""
+        contextvars.Context().run(self.call_later, delay_s, action)
+
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         """Blocking work takes a little, and is done in between: its thread is a moment of the world's."""
         future = self.create_future()
@@ -178,7 +182,7 @@ class World(asyncio.BaseEventLoop):
         while tasks := asyncio.all_tasks(self) - apart:
             for task in tasks:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
-                with suppress(RuntimeError), warnings.catch_warnings():
+                with suppress(RuntimeError, asyncio.CancelledError), warnings.catch_warnings():
                     warnings.simplefilter("ignore", RuntimeWarning)  # some died before their first step
                     task.get_coro().close()
             apart |= tasks
