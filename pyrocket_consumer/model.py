@@ -174,6 +174,7 @@ class EventKind(StrEnum):
     COMMIT_FAILED = "commit-failed"
     LISTENER_FAILED = "listener-failed"
     NOTHING_SUBSCRIBED = "nothing-subscribed"
+    EVENTS_LEFT_OUT = "events-left-out"
     CONSUMER_FAILED = "consumer-failed"
 
 

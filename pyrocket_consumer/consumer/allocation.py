@@ -99,7 +99,7 @@ def allocate(
     try:
         mine = list(strategy(group, client_id, ordered, ids))
         strangers = set(mine) - set(ordered)
-    except Exception as error:
+    except BaseException as error:  # SystemExit of a user's strategy must not end the thread that asked for it
         raise ConfigError(f"the allocation strategy failed: {type(error).__name__}: {error}") from error
     if strangers:
         raise ConfigError(f"the allocation strategy returned {strangers.pop()}, which is not a queue of the topic")

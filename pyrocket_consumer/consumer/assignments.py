@@ -227,7 +227,9 @@ class Assignments:
                 if self._locks is not None:
                     locked_until = await self._locks.take(queue)  # before the offset is read: no owner commits after
                     if locked_until is None:
-                        return False  # its last owner has it still
+                        text = "another member has its lock still; it begins when that is given back, or expires"
+                        group.trouble(EventKind.LOCK_LOST, text, queue)
+                        return False
                 offset, origin = await self._start_offset(queue, is_new)
                 if is_wanted() and (origin != "stored" or offset == 0):  # brokers of 4.9 say 0 where they have none
                     await self._store_start(queue, offset)
@@ -402,7 +404,11 @@ class Assignments:
             if known is None or stored >= known:
                 return stored, "stored"
             return await self._went_back(queue, stored, known)
-        if known is not None and known <= await broker.max_offset(queue):  # else the topic was made anew
+        if known is not None and known > await broker.max_offset(queue):
+            text = f"the broker has lost this queue, and where the group was ({known}); beginning with what is there"
+            group.event(EventKind.OFFSET_FORGOTTEN, text, queue, {"offset": known}, level=logging.WARNING)
+            return await broker.min_offset(queue), "the queue was made anew"
+        if known is not None:
             text = "the broker has no offset of this group any more; going on where this member last knew it to be"
             group.event(EventKind.OFFSET_FORGOTTEN, text, queue, {"offset": known}, level=logging.WARNING)
             return known, "last known by this member"

@@ -48,7 +48,7 @@ class Commits(Protocol):
         """Return what the broker last told or acknowledged of `queue`, also of one that was given up since."""
 
     def may_have_lost(self, queue: MessageQueue) -> bool:
-        """Tell whether the broker may have lost what is last known: it was away since, or there is another master."""
+        """Tell whether the broker may have lost what is last known: its connection ended soon after."""
 
     def forget_last_known(self, queue: MessageQueue) -> None:
         """Somebody has reset a queue we do not hold: where we last knew it to be means nothing any more."""
@@ -93,11 +93,18 @@ class Commits(Protocol):
     def forget(self, queue: MessageQueue) -> None:
         """Forget the queue without storing anything: it belongs to another member already."""
 
+    def broker_lost(self, broker_name: str) -> None:
+        """The connection to a broker has ended unasked: it may have died, and with it what it acknowledged of late."""
+
     def doubt(self, broker_name: str | None = None) -> None:
         """The broker (or any) may hold something else than it acknowledged: store everything again next time."""
 
     async def close(self, *, until: float | None = None) -> None:
         """Close the store; everything was persisted before. What is still under way at `until` is not waited for."""
+
+
+WRITTEN_WITHIN_S = 30.0
+"""What was acknowledged so long ago is written: brokers write every 5 s, their slaves ask every 10 s."""
 
 
 class BrokerCommits:
@@ -110,7 +117,8 @@ class BrokerCommits:
         self._memory = MemoryOffsetStore()
         self._persisted: dict[MessageQueue, int] = {}
         self._last_known: dict[MessageQueue, int] = {}
-        self._unsure: set[MessageQueue] = set()  # whose broker was away since what is last known
+        self._unsure: set[MessageQueue] = set()  # whose broker was lost soon after what is last known
+        self._acknowledged_at: dict[MessageQueue, float] = {}
         self._in_turn: dict[MessageQueue, asyncio.Lock] = {}
         self._first: dict[tuple[str, str], asyncio.Lock] = {}  # by broker and topic
         self._first_unanswered: dict[tuple[str, str], RocketError] = {}  # what became of the last one of each
@@ -151,6 +159,7 @@ class BrokerCommits:
 
     def forget_last_known(self, queue: MessageQueue) -> None:
         self._last_known.pop(queue, None)
+        self._acknowledged_at.pop(queue, None)
         self._unsure.discard(queue)
 
     async def begin_at(self, queue: MessageQueue, offset: int) -> None:
@@ -221,6 +230,7 @@ class BrokerCommits:
             taken = await self._send(queue, offset)
             if taken:
                 self._last_known[queue] = offset
+                self._acknowledged_at[queue] = asyncio.get_running_loop().time()
                 self._unsure.discard(queue)
             else:
                 self.on_reset_waiting(queue)
@@ -285,7 +295,14 @@ class BrokerCommits:
             del self._persisted[queue]
         if broker_name is not None:  # it may have been started again, with a table it read before ours was there
             self._tables = {table for table in self._tables if table[0] != broker_name}
-            self._unsure.update(queue for queue in self._last_known if queue.broker_name == broker_name)
+
+    def broker_lost(self, broker_name: str) -> None:
+        since = asyncio.get_running_loop().time() - WRITTEN_WITHIN_S
+        self._unsure.update(
+            queue
+            for queue, at in self._acknowledged_at.items()
+            if queue.broker_name == broker_name and at > since and queue in self._last_known
+        )
 
     async def close(self, *, until: float | None = None) -> None:
         await _wait(self._under_way, until)
@@ -441,6 +458,9 @@ class StoreCommits:
 
     def forget(self, queue: MessageQueue) -> None:
         self._persisted.pop(queue, None)  # a store has no way to forget unstored values; the next read replaces them
+
+    def broker_lost(self, broker_name: str) -> None:
+        pass
 
     def doubt(self, broker_name: str | None = None) -> None:
         pass

@@ -8,15 +8,18 @@ import logging
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
-from pyrocket_consumer.consumer.puller import Puller
+from pyrocket_consumer.consumer.puller import Puller, witness
 from pyrocket_consumer.consumer.reset import Resets
 from pyrocket_consumer.errors import RocketError
-from pyrocket_consumer.model import EventKind, MessageQueue, PullAnswer
+from pyrocket_consumer.model import EventKind, MessageQueue, PullAnswer, Subscription
 
 log = logging.getLogger("pyrocket_consumer.consumer")
 
 DISBELIEF_TRIES = 5
 DISBELIEF_PAUSE_S = 1.0
+
+CLOCKS_DIFFER_MS = 1000
+"""How much the clocks of brokers and members may differ where it cannot be known."""
 
 
 class Corrections:
@@ -49,7 +52,7 @@ class Corrections:
             return
         target = answer.next_offset
         if target < asked:
-            target = await self._believed(puller.window, asked, target)
+            target = await self._believed(puller, asked, target)
             if target == asked:
                 puller.ask_again()
                 return
@@ -65,30 +68,55 @@ class Corrections:
                 text = f"{asked} to {target - 1} are not at the broker any more"
                 tell(EventKind.RANGE_SKIPPED, text, queue, facts, level=logging.WARNING)
 
-    async def _believed(self, window: ProcessQueue, asked: int, target: int) -> int:
+    async def _believed(self, puller: Puller, asked: int, target: int) -> int:
         """Return where a correction backwards leads, after the broker was asked several times: it may be loading.
 
-        A broker that does not answer confirms nothing.
+        A broker that does not answer confirms nothing. One whose range comes to hold our place has done with loading
+        only if its log is the one we read; else what came there since the correction is new to us, and begins at the
+        lowest end that it had.
         """
-        queue, answers = window.queue, 0
+        window, queue, answers, corrected_at_ms = puller.window, puller.queue, 0, self._group.now_ms()
         broker = self._group.cluster.broker(queue.broker_name)
         while answers < DISBELIEF_TRIES and not window.dropped:
             await asyncio.sleep(DISBELIEF_PAUSE_S)
             try:
                 highest, lowest = await broker.max_offset(queue), await broker.min_offset(queue)
+                is_back = lowest <= asked <= highest and await self._is_same_log(puller, target, corrected_at_ms)
             except RocketError as error:
                 text = f"a correction from {asked} to {target} waits for the queue's range: {error}"
                 self._group.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
                 continue
-            if lowest <= asked <= highest:
+            if is_back:
                 log.info(
                     "group=%s queue=%s a correction from %d to %d is not followed: the range is %d to %d",
                     self._group.name, queue, asked, target, lowest, highest,
                 )  # fmt: skip
                 return asked
             answers += 1
-            target = min(max(asked, lowest), highest)
+            target = max(lowest, min(target, highest))
         return target
+
+    async def _is_same_log(self, puller: Puller, target: int, corrected_at_ms: int) -> bool:
+        """Tell whether the broker has what it had when we read it.
+
+        The last message we have read tells. Where there is none, what lies at the end that the broker spoke of does: it
+        is older than the correction, or new.
+        """
+        last, group, queue = puller.last_read, self._group, puller.queue
+        answer, messages = await group.cluster.broker(queue.broker_name).pull(
+            queue,
+            last[0] if last is not None else target,
+            group=group.name,
+            subscription=Subscription(queue.topic),
+            max_messages=1,
+        )
+        if answer.offset_reset:  # told once, to whichever pull comes
+            await self._resets.met_mark(queue, answer, None)
+        if not messages:
+            return False
+        if last is not None:
+            return witness(messages[0]) == last
+        return messages[0].stored_at_ms < corrected_at_ms - CLOCKS_DIFFER_MS
 
     @staticmethod
     async def _finished(window: ProcessQueue) -> bool:

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from pyrocket_consumer.errors import ProtocolError
-from pyrocket_consumer.model import ConsumerEvent
+from pyrocket_consumer.model import ConsumerEvent, EventKind
 from pyrocket_consumer.wire.message import Message
 
 log = logging.getLogger("pyrocket_consumer.consumer")
+
+
+MOST_WAITING = 10_000
+"""How many events wait at most for a slow `on_event`."""
 
 
 class Events:
@@ -27,6 +31,7 @@ class Events:
         self._lock = threading.Lock()
         self._waiting: SimpleQueue[ConsumerEvent | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._left_out = 0
         self._closed = False
 
     def tell(self, event: ConsumerEvent) -> None:
@@ -38,7 +43,10 @@ class Events:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._pass_on, name="pyrocket-events", daemon=True)
                 self._thread.start()
-            self._waiting.put(event)
+            if self._waiting.qsize() < MOST_WAITING:
+                self._waiting.put(event)
+            else:
+                self._left_out += 1
 
     def close(self) -> None:
         """Pass on what was told before, and nothing more."""
@@ -50,10 +58,19 @@ class Events:
     def _pass_on(self) -> None:
         assert self._on_event is not None
         while (event := self._waiting.get()) is not None:
-            try:
-                self._on_event(event)
-            except BaseException:
-                log.exception("group=%s on_event raised for %s", self._group, event)
+            self._pass(event)
+            if self._left_out and self._waiting.qsize() < MOST_WAITING // 2:
+                with self._lock:
+                    left_out, self._left_out = self._left_out, 0
+                text = f"{left_out} events were not passed on, for on_event takes too long; each was counted and logged"
+                self._pass(ConsumerEvent(EventKind.EVENTS_LEFT_OUT, text, None, {"count": left_out}))
+
+    def _pass(self, event: ConsumerEvent) -> None:
+        assert self._on_event is not None
+        try:
+            self._on_event(event)
+        except BaseException:
+            log.exception("group=%s on_event raised for %s", self._group, event)
 
 
 def shown(value: object) -> str:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 
 from pyrocket_consumer.consumer.group import Group
-from pyrocket_consumer.errors import BrokerError, ConnectError, FlowControl, RocketError
+from pyrocket_consumer.errors import BrokerError, ConnectError, RocketError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.wire.bodies import CheckClientConfig, encode_check_client_config
+from pyrocket_consumer.wire.codes import ResponseCode
 from pyrocket_consumer.wire.command import CheckClientConfigHeader
+
+BUSY_CODES = frozenset(
+    {ResponseCode.SYSTEM_BUSY, ResponseCode.SERVICE_NOT_AVAILABLE, ResponseCode.FLOW_CONTROL, ResponseCode.GO_AWAY}
+)
+"""What a broker answers that has not looked."""
 
 
 class Expressions:
@@ -36,9 +42,7 @@ class Expressions:
         asked = (self._check_at(subscription, broker.broker_name) for broker in route.brokers)
         refused = [each for each in await asyncio.gather(*asked, return_exceptions=True) if each is not None]
         for error in refused:
-            if not isinstance(error, RocketError) or (
-                isinstance(error, BrokerError) and not isinstance(error, FlowControl)
-            ):
+            if not isinstance(error, RocketError) or (isinstance(error, BrokerError) and error.code not in BUSY_CODES):
                 raise error
 
     async def before_begin(self, queue: MessageQueue) -> None:

@@ -149,7 +149,9 @@ def failed_messages(result: object, messages: Sequence[Message]) -> tuple[list[F
         assert isinstance(result, Retry)
         ours = {_place(message): message for message in messages}
         chosen = dict.fromkeys(map(_place, result.messages or messages))
-        return [(ours[place], result.delay_level) for place in chosen if place in ours], True
+        if not chosen.keys() <= ours.keys():  # it asks for something again, and we cannot tell for what: for all then
+            return [(message, result.delay_level) for message in messages], False
+        return [(ours[place], result.delay_level) for place in chosen], True
     return [(message, 0) for message in messages], result is ConsumeResult.RETRY or _is(result, Suspend)
 
 

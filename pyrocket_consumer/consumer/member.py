@@ -163,6 +163,7 @@ class GroupMember:
         cluster.add_consumer(group.name, group.heartbeat_data)
         self._requests.begin()
         cluster.on_route_changed(self._route_changed)
+        cluster.on_broker_lost(lambda address, reason: self._names_of(address, self.commits.broker_lost))
         cluster.on_broker_reconnected(self._reconnected)
         cluster.on_failure(lambda error: group.surprised("a background task of the cluster ended", error))
         await asyncio.gather(*map(self._find_route, group.subscriptions.topics()))
@@ -324,11 +325,14 @@ class GroupMember:
             self.group.rebalance_wanted.set()
 
     def _reconnected(self, address: str) -> None:
-        for broker_name, addresses in self.group.cluster.broker_addresses().items():
-            if address in addresses.values():
-                self.commits.doubt(broker_name)
+        self._names_of(address, self.commits.doubt)
         self.resets.look_again()
         self.group.rebalance_wanted.set()
+
+    def _names_of(self, address: str, tell: Callable[[str], None]) -> None:
+        for broker_name, addresses in self.group.cluster.broker_addresses().items():
+            if address in addresses.values():
+                tell(broker_name)
 
     # --- what users ask
 

@@ -80,6 +80,15 @@ class PullHost(Protocol):
         """A pull failed and will be tried again."""
 
 
+Witness = tuple[int, int, int]
+"""What tells a stored message from another one that came to its place: offset, place in the commit log, time."""
+
+
+def witness(message: Message) -> Witness:
+    """Return what tells `message` from another one that came to its place."""
+    return message.queue_offset, message.commit_log_offset, message.stored_at_ms
+
+
 class _Pull:
     """One pull under way."""
 
@@ -135,6 +144,7 @@ class Puller:
         self.pulls = 0  # answered with messages
         self.pull_time_s = 0.0  # how long these were waited for
         self.pulled = 0
+        self.last_read: Witness | None = None  # so that it can be told whether the broker's log is the same as then
         self._host = host
         self._batch = batch
         self._hold_s = hold_s
@@ -365,6 +375,7 @@ class Puller:
         if subscription is not None and subscription.tags:
             messages = [message for message in messages if _wanted(subscription, message)]
         if self.window.put(messages, next_offset, len(body)) and messages:
+            self.last_read = witness(messages[-1])
             self.pulled += len(messages)
             self._host.deliver(self.window, messages)
 

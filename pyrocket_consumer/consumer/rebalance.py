@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pyrocket_consumer.consumer.allocation import allocate, strategy_of
@@ -12,7 +12,8 @@ from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.expressions import Expressions
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.reset import Resets
-from pyrocket_consumer.errors import RocketError, RouteNotFound
+from pyrocket_consumer.consumer.store_thread import StoreThread
+from pyrocket_consumer.errors import ConfigError, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, TopicRoute
 
 log = logging.getLogger("pyrocket_consumer.consumer")
@@ -31,6 +32,9 @@ HEARTBEAT_WAIT_S = 1.0
 
 BEGIN_AT_ONCE = 200
 """How many queues of one broker begin at a time: calls of thousands at once would wait for their answers too long."""
+
+STRATEGY_S = 3.0
+"""How long an allocation strategy of the user's may take."""
 
 _SOON_S = 0.001  # timers are not more exact
 
@@ -71,6 +75,8 @@ class Rebalance:
         self._announced: dict[str, frozenset[MessageQueue]] = {}  # what brokers have been told we hold
         self._due: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
         self._coming: dict[MessageQueue, asyncio.Task[bool]] = {}
+        self._strategy_thread = StoreThread("pyrocket-allocation")
+        self._hanging: asyncio.Future[list[MessageQueue]] | None = None
         self._places: dict[str, asyncio.Semaphore] = {}  # by broker name, for those that begin there
         self._undecided: set[str] = set()  # topics of which it could not be told what is ours
         self._rounds_begun = 0
@@ -85,6 +91,12 @@ class Rebalance:
     async def run(self) -> None:
         """Hold rounds until cancelled."""
         wanted = self._group.rebalance_wanted
+        try:
+            await self._hold_rounds(wanted)
+        finally:
+            self._strategy_thread.shutdown()
+
+    async def _hold_rounds(self, wanted: asyncio.Event) -> None:
         while True:
             began = self._group.loop.time()
             wanted.clear()
@@ -218,12 +230,23 @@ class Rebalance:
         is_sure = group.client_id in ids
         arguments = (self._strategy, group.name, group.client_id, queues, ids)
         try:
-            if callable(group.config.allocation):  # code of the user's
-                return await asyncio.to_thread(allocate, *arguments), is_sure
+            if callable(group.config.allocation):
+                return await self._call_strategy(lambda: allocate(*arguments)), is_sure
             return allocate(*arguments), is_sure
         except RocketError as error:
             self._tell(topic, error)
             return None, False
+
+    async def _call_strategy(self, call: Callable[[], list[MessageQueue]]) -> list[MessageQueue]:
+        """Call code of the user's, which may take its time, and may hang: then nothing is asked until it returns."""
+        if self._hanging is None or self._hanging.done():
+            calling = self._group.loop.run_in_executor(self._strategy_thread, call)
+            await asyncio.wait([calling], timeout=STRATEGY_S)
+            if calling.done():
+                return calling.result()
+            calling.add_done_callback(lambda done: done.exception())
+            self._hanging = calling
+        raise ConfigError(f"the allocation strategy has not returned within {STRATEGY_S:g} s")
 
     def _tell(self, topic: str, error: RocketError) -> None:
         group = self._group

@@ -19,14 +19,15 @@ class StoreThread(Executor):
     one that works is called until the process is gone, by `atexit` too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "pyrocket-store") -> None:
+        self._name = name
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
         """Have `work` called; the future gets its result."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pyrocket-store", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         done: Future[T] = Future()
         self._calls.put((done, lambda: work(*arguments, **named)))

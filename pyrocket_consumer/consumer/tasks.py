@@ -23,6 +23,7 @@ class Tasks:
         self._surprised = surprised
         self._loops: dict[asyncio.Task[Any], str] = {}
         self._steps: dict[asyncio.Task[Any], str] = {}
+        self._stopping = False
 
     def keep_running(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Run a loop. That it ends by itself with an error is a surprise."""
@@ -39,7 +40,12 @@ class Tasks:
     def _kept(self, kind: dict[asyncio.Task[Any], str], work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
         def ended(task: asyncio.Task[T]) -> None:
             kind.pop(task, None)
-            error = None if task.cancelled() else task.exception()
+            error: BaseException | None
+            if not task.cancelled():
+                error = task.exception()
+            else:  # a loop is cancelled by us only, and then the member ends
+                is_ours = self._stopping or kind is not self._loops
+                error = None if is_ours else asyncio.CancelledError("it was cancelled by somebody else")
             if error is not None and (kind is self._loops or not isinstance(error, RocketError)):
                 self._surprised(what, error)
 
@@ -50,6 +56,7 @@ class Tasks:
 
     async def stop_loops(self) -> None:
         """End every loop; steps that loops have begun go on."""
+        self._stopping = True
         await self._end(self._loops)
 
     async def settle(self, until: float) -> list[str]:

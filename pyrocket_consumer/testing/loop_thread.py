@@ -28,7 +28,11 @@ class LoopThread:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        try:
+            self.loop.run_forever()
+        finally:  # here, and not by whoever stops us: a loop may be running on that thread
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
 
     def stop(self) -> None:
         """End the thread and close the loop."""
@@ -36,8 +40,7 @@ class LoopThread:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(CALL_TIMEOUT_S)
             self._thread = None
-        if self._owned and not self.loop.is_closed():
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        elif self._owned and not self.loop.is_closed():
             self.loop.close()
 
     def call(self, action: Callable[[], _T]) -> _T:

@@ -73,7 +73,8 @@ def test_results():
     assert failed_messages(ConsumeResult.RETRY, batch) == ([(each, 0) for each in batch], True)
     assert failed_messages(Retry(delay_level=3), batch) == ([(each, 3) for each in batch], True)
     assert failed_messages(Retry(batch[1:]), batch) == ([(each, 0) for each in batch[1:]], True)
-    assert failed_messages(Retry([Plain()]), batch) == ([], True), "messages of another batch change nothing"
+    every = [(message, 0) for message in batch]
+    assert failed_messages(Retry([Plain()]), batch) == (every, False), "asked for again, and not known what: all"
     assert failed_messages("ok", batch) == ([(each, 0) for each in batch], False)
     assert failed_messages(True, batch) == ([(each, 0) for each in batch], False)
 
