@@ -19,7 +19,7 @@ def run(program, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("program", ["consume", "offset_persist", "decode", "spark_read", "spark_write"])
+@pytest.mark.parametrize("program", ["consume", "offset_persist", "decode", "start_close", "spark_read", "spark_write"])
 def test_help_has_the_question_and_the_options(program):
     text = run(program, "--help")
     assert "?" in text
@@ -35,6 +35,14 @@ def test_offset_persist_measures_what_its_table_shows(tmp_path):
     assert case["queues"] == 16
     assert set(case["us_per_persist"]) == {"disk", "fsync", "process", "checkpoint"}
     assert all(len(each["rounds"]) == 2 and min(each["rounds"]) > 0 for each in case["us_per_persist"].values())
+
+
+def test_start_close_measures_starts_and_a_close(tmp_path):
+    figures = tmp_path / "figures.json"
+    run("start_close", "--quick", "--json", str(figures))
+    cases = json.loads(figures.read_text())["cases"]
+    assert [(each["case"], each["queues"]) for each in cases] == [("start", 100), ("start", 500), ("close", 100)]
+    assert all(len(each["seconds"]) == 1 and each["seconds"][0] > 0 for each in cases)
 
 
 def test_decode_measures_every_way(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
-from pyrocket_consumer import PushConsumer
+from pyrocket_consumer import MessageQueue, PushConsumer
 from pyrocket_consumer.testing import rewrite
 from pyrocket_consumer.wire.bodies import decode_route, encode_route
 from pyrocket_consumer.wire.codes import RequestCode
@@ -68,3 +70,63 @@ def test_a_route_that_lacks_brokers_for_a_moment_has_nothing_repeated(embedded, 
     assert not events.of("commit-failed")
     for name in ("broker-a", "broker-b"):
         assert sum(embedded.committed(group, topic, name).values()) == COUNT
+
+
+@pytest.mark.parametrize("then", ["moves", "closes"])
+def test_two_thousand_finished_messages_beside_a_long_call_are_not_repeated(embedded, topic, group, then):
+    embedded.create_topic(topic, queues=2, brokers=["broker-a"])
+    go_on = threading.Event()
+
+    def judge(message):
+        if message.body == b"long":
+            go_on.wait(60)
+
+    first, second = Seen(judge), Seen()
+    try:
+        with member(embedded, topic, group, "first", first, shutdown_timeout_s=2) as consumer:
+            for queue_id in (0, 1):
+                embedded.send(topic, b"m", count=1000, queue_id=queue_id, broker_name="broker-a")
+                embedded.send(topic, b"long", queue_id=queue_id, broker_name="broker-a")
+            first.wait(lambda seen: len(seen.messages) == 2002)
+            if then == "closes":
+                consumer.close()
+            with member(embedded, topic, group, "second", second):
+                second.wait(lambda seen: b"long" in seen.bodies)
+    finally:
+        go_on.set()
+    assert second.bodies.count(b"m") == 0
+
+
+@contextmanager
+def member(cluster, topic, group, name, listener, **options):
+    consumer = PushConsumer(
+        group, **{"name_server": cluster.name_server, "consume_from": "first", "instance_name": name, **options}
+    )
+    consumer.subscribe(topic, listener)
+    with consumer:
+        yield consumer
+
+
+@pytest.mark.parametrize("explained", [True, False], ids=["the broker was away", "nothing explains it"])
+def test_offsets_that_went_back_at_the_broker(embedded, topic, group, explained):
+    """A broker that was away may have lost what it acknowledged; else somebody may have reset the group."""
+    embedded.create_topic(topic, queues=1, brokers=["broker-a"])
+    embedded.send(topic, lambda number: b"m%d" % number, count=20, broker_name="broker-a")
+    queue = MessageQueue(topic, "broker-a", 0)
+    broker, seen, events = embedded.broker("broker-a"), Seen(), Events()
+    with member(embedded, topic, group, "it", seen, on_event=events, commit_interval_s=0.1) as consumer:
+        seen.wait_for(20)
+        until(lambda: embedded.committed(group, topic) == {0: 20}, "stored")
+        consumer.unsubscribe(topic)
+        until(lambda: queue not in consumer.progress(), "given up")
+        if explained:
+            broker.close_connections()
+            until(lambda: embedded.members(group, "broker-a"), "known again")
+        broker.commit(group, topic, {0: 5})
+        consumer.subscribe(topic, seen)
+        event = events.wait_for("offset-went-back")
+        assert event.queue == queue
+        assert dict(event.facts) == {"stored": 5, "known": 20}
+        embedded.send(topic, lambda number: b"n%d" % number, count=5, broker_name="broker-a")
+        seen.wait_for(25)
+    assert len(seen.messages) == (25 if explained else 40)

@@ -1,0 +1,177 @@
+"""How long does a consumer take to begin many queues, and to close when brokers are slow to acknowledge offsets?
+
+    python -m benchmarks.start_close [--quick] [--json FILE] [--plot PNG]
+
+The broker is an embedded one in a process of its own. `start` counts from `start()` until all queues have begun: where
+each begins is asked for, and its acknowledgement waited for, before it is pulled. `close` is that of a consumer of
+which each queue has an offset to store, at a broker whose every acknowledgement comes `--answer-after` seconds late.
+Beside each time stands what it is for each queue: work that grew with the square of their number would show there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import environment, header
+from benchmarks.plots import pyplot
+from pyrocket_consumer import ConsumerEvent, Message, PushConsumer
+from pyrocket_consumer.testing import EmbeddedCluster, delay
+from pyrocket_consumer.wire.codes import RequestCode
+
+QUESTION = (__doc__ or "").partition("\n")[0]
+TOPIC = "many"
+PATIENCE_S = 300.0
+
+
+def serve(queues: int, answer_after_s: float) -> None:
+    """Run a broker with one message in each queue until standard input ends."""
+    with EmbeddedCluster(record_limit=1) as cluster:
+        cluster.create_topic(TOPIC, queues=queues)
+        cluster.send(TOPIC, b"x", count=queues)
+        if answer_after_s:
+            cluster.broker("broker-a").on(RequestCode.UPDATE_CONSUMER_OFFSET, delay(answer_after_s), times=None)
+        print(cluster.name_server, flush=True)
+        sys.stdin.read()
+
+
+@contextmanager
+def broker(queues: int, answer_after_s: float = 0.0) -> Iterator[str]:
+    """Run a broker in a process of its own; yields its name server."""
+    command = [sys.executable, "-m", "benchmarks.start_close", "--serve", f"{queues},{answer_after_s}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+
+
+class Counted:
+    """Counts up to a number, and wakes who waits for that."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self._lock = threading.Lock()
+        self._all = threading.Event()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._all.set()
+
+    def wait(self) -> None:
+        if not self._all.wait(PATIENCE_S):
+            raise SystemExit(f"{self._left} are still missing after {PATIENCE_S:g} s")
+
+
+def start_s(queues: int) -> float:
+    """Return how long it takes until `queues` queues have begun."""
+    begun = Counted(queues)
+
+    def on_event(event: ConsumerEvent) -> None:
+        if event.kind == "queue-assigned" and event.queue is not None and event.queue.topic == TOPIC:
+            begun()
+
+    with broker(queues) as name_server:
+        consumer = PushConsumer("start", name_server=name_server, on_event=on_event)
+        consumer.subscribe(TOPIC, lambda message: None)
+        began = time.perf_counter()
+        with consumer:
+            begun.wait()
+            return time.perf_counter() - began
+
+
+def close_s(queues: int, answer_after_s: float) -> float:
+    """Return how long the close of a consumer takes that has an offset of each of `queues` queues to store."""
+    consumed = Counted(queues)
+
+    def listener(message: Message) -> None:
+        consumed()
+
+    with broker(queues, answer_after_s) as name_server:
+        consumer = PushConsumer("close", name_server=name_server, consume_from="first", commit_interval_s=3600)
+        consumer.subscribe(TOPIC, listener)
+        with consumer:
+            consumed.wait()
+            began = time.perf_counter()
+            consumer.close()
+            return time.perf_counter() - began
+
+
+def measure(numbers: list[int], close_queues: int, answer_after_s: float, rounds: int) -> list[dict[str, Any]]:
+    """Return every case with the seconds of each round."""
+    cases: list[dict[str, Any]] = [{"case": "start", "queues": number, "seconds": []} for number in numbers]
+    cases.append({"case": "close", "queues": close_queues, "answer_after_s": answer_after_s, "seconds": []})
+    for number in range(rounds):
+        for case in cases:
+            print(f"round {number + 1} of {rounds}: {case['case']} {case['queues']} queues", file=sys.stderr)
+            queues = case["queues"]
+            took_s = start_s(queues) if case["case"] == "start" else close_s(queues, answer_after_s)
+            case["seconds"].append(round(took_s, 3))
+    return cases
+
+
+def draw(cases: list[dict[str, Any]], path: Path) -> None:
+    """Draw the seconds of starts over the number of queues, and of the close beside them."""
+    figure, axes = pyplot().subplots(figsize=(7, 4))
+    for kind, mark in (("start", "o-"), ("close", "s")):
+        chosen = [case for case in cases if case["case"] == kind]
+        medians = [statistics.median(case["seconds"]) for case in chosen]
+        axes.plot([case["queues"] for case in chosen], medians, mark, label=kind)
+    axes.set_xlabel("queues")
+    axes.set_ylabel("seconds")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=QUESTION)
+    arguments.add_argument("--quick", action="store_true", help="one round with few queues")
+    arguments.add_argument("--queues", default="1000,2000,5000,10000", help="numbers of queues to begin (%(default)s)")
+    arguments.add_argument("--close", type=int, default=1000, metavar="QUEUES", help="queues to close (%(default)s)")
+    arguments.add_argument("--answer-after", type=float, default=0.05, metavar="S", help="seconds (%(default)s)")
+    arguments.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
+    arguments.add_argument("--json", metavar="FILE", help="write the results there too")
+    arguments.add_argument("--plot", metavar="PNG", help="draw them; needs matplotlib")
+    arguments.add_argument("--serve", help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.serve:
+        queues, _, answer_after_s = options.serve.partition(",")
+        serve(int(queues), float(answer_after_s))
+        return
+    if options.plot:
+        pyplot()
+    numbers = [100, 500] if options.quick else [int(number) for number in options.queues.split(",")]
+    rounds, close_queues = (1, 100) if options.quick else (options.rounds, options.close)
+
+    facts = environment()
+    print(header(facts))
+    cases = measure(numbers, close_queues, options.answer_after, rounds)
+    print(f"{'case':>6} {'queues':>7} {'seconds':>9} {'worst':>7} {'ms per queue':>13}")
+    for case in cases:
+        median = statistics.median(case["seconds"])
+        per_queue = 1000 * median / case["queues"]
+        print(f"{case['case']:>6} {case['queues']:>7} {median:>9.2f} {max(case['seconds']):>7.2f} {per_queue:>13.2f}")
+    if options.json:
+        text = json.dumps({"question": QUESTION, "environment": facts, "cases": cases}, indent=1)
+        Path(options.json).write_text(text, encoding="utf-8")
+    if options.plot:
+        draw(cases, Path(options.plot))
+
+
+if __name__ == "__main__":
+    main()
