@@ -148,6 +148,9 @@ class GroupMember:
             ending = (self.assignments.end(queue, "unsubscribed") for queue in self.assignments.held(topic))
             await asyncio.gather(*ending)
             await self.group.cluster.heartbeat()
+            if self.group.subscriptions.get(topic) is None:  # nobody subscribed again meanwhile
+                self._rebalance.forget(topic)
+                self.group.cluster.forget_topic(topic)
 
     # --- life
 

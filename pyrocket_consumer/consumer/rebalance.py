@@ -127,6 +127,12 @@ class Rebalance:
     def _left(self) -> list[str]:
         return [*sorted(self._undecided), *map(str, sorted({*self._due, *self._coming}))]
 
+    def forget(self, topic: str) -> None:
+        """`topic` is read no longer: should it come again, it is as new as any other."""
+        self._known.pop(topic, None)
+        self._announced.pop(topic, None)
+        self._no_route.discard(topic)
+
     def is_missing(self, topic: str) -> None:
         """No name server knows `topic`. What is sent to it from now on is sent to us: all its queues will be new."""
         self._known.setdefault(topic, frozenset())
@@ -163,7 +169,8 @@ class Rebalance:
         await asyncio.wait([heartbeat], timeout=HEARTBEAT_WAIT_S)
 
     def _give_up(self, queue: MessageQueue) -> None:
-        if self._coming.pop(queue, None) is None:  # else it finds that it is not wanted any more
+        self._coming.pop(queue, None)  # one that begins finds that it is not wanted; but it may just have begun
+        if self._assignments.get(queue) is not None:
             self._group.beside(self._assignments.end(queue, "revoked"), f"giving up {queue}")
 
     def _begin(self, queue: MessageQueue) -> None:

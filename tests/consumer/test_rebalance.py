@@ -137,6 +137,9 @@ class Queues:
     def topics(self):
         return {queue.topic for queue in self.group.mine}
 
+    def get(self, queue):
+        return queue if queue in self.group.mine else None
+
     def held(self, topic):
         return [queue for queue in self.group.mine if queue.topic == topic]
 
@@ -325,6 +328,24 @@ def test_a_queue_that_is_not_ours_any_more_while_it_begins_is_not_taken_on():
             await asyncio.sleep(10)
             assert group.mine == set(queues(0, 1))
             assert ("end", 2) not in group.happened, "it was never ours"
+
+    run(scenario())
+
+
+def test_a_queue_that_begins_in_the_moment_in_which_it_goes_to_another_is_given_up():
+    """The round that finds it gone comes between its begin and the notice of that."""
+
+    async def scenario():
+        group = Group()
+        (late,) = queues(3)
+        group.begin_s = {late: 5.0}
+        async with rebalancing(group) as rebalance:
+            await asyncio.sleep(SPACING_S)
+            group.mine.add(late)  # it has begun; nobody has heard of it
+            group.ids = ["me", "you"]
+            await rebalance.round()
+            await asyncio.sleep(0.01)
+            assert group.mine == set(queues(0, 1))
 
     run(scenario())
 

@@ -242,3 +242,22 @@ def test_a_slave_that_is_behind_is_neither_believed_nor_asked_without_end(embedd
         embedded.send(topic, lambda number: b"m%d" % (20 + number), count=20)
         seen.wait_for(40)
     assert Counter(seen.bodies) == Counter(numbered(40))
+
+
+def test_a_topic_that_is_unsubscribed_is_asked_about_no_more(embedded, topic, group):
+    embedded.create_topic(topic, queues=1)
+    others = [f"{topic}-{number}" for number in range(3)]
+    with consuming(embedded, topic, group, route_refresh_interval_s=0.1) as (consumer, _):
+        for other in others:
+            embedded.create_topic(other, queues=1)
+            consumer.subscribe(other, Seen())
+            consumer.unsubscribe(other)
+        (name_server,) = embedded.name_server_nodes
+        asked = len(name_server.requests(RequestCode.GET_ROUTEINFO_BY_TOPIC))
+        until(
+            lambda: len([each for each in name_server.requests(RequestCode.GET_ROUTEINFO_BY_TOPIC)[asked:]
+                         if each.command.fields["topic"] == topic]) > 3,
+            "routes are refreshed",
+        )  # fmt: skip
+        later = name_server.requests(RequestCode.GET_ROUTEINFO_BY_TOPIC)[asked:]
+        assert {each.command.fields["topic"] for each in later} & set(others) == set()
