@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, failed_messages
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
+from pyrocket_consumer.errors import ConsumerClosed
 from pyrocket_consumer.wire.message import Message
 
 log = logging.getLogger("pyrocket_consumer.consumer")
@@ -468,8 +469,9 @@ class AsyncWorkers(_Runner):
 
     def put(self, chunk: Chunk) -> None:
         self._arrived.append(chunk)
-        if len(self._arrived) == 1:  # one wake-up serves all that come before it
-            self._on_loop(self._take_arrived)
+        if len(self._arrived) == 1 and not self._on_loop(self._take_arrived):  # one wake-up serves all before it
+            text = "the loop that async def listeners run on has ended; close the consumer before it does"
+            self.outcome.worker_failed(ConsumerClosed(text))
 
     def waiting(self) -> int:
         return self._chunks.qsize() + len(self._arrived)
@@ -490,11 +492,13 @@ class AsyncWorkers(_Runner):
     def abandon(self) -> None:
         self._on_loop(self._end_all)
 
-    def _on_loop(self, work: Callable[[], None]) -> None:
+    def _on_loop(self, work: Callable[[], None]) -> bool:
+        """Have something done there. Returns False if the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(work)
         except RuntimeError:
-            pass  # the loop has ended
+            return False
+        return True
 
     def _end_idle(self) -> None:
         self._take_arrived()

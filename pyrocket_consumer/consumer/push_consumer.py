@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from datetime import datetime
 from types import TracebackType
@@ -154,6 +155,10 @@ class _Face:
         subscription = _subscription(wrap(self.config.namespace, topic), selector)
         return subscription, Listener.of(listener, self.config.listener_batch_size)
 
+    @property
+    def _is_used(self) -> bool:
+        return self._life.began and not self._life.over
+
     def _check_unstarted(self) -> None:
         if self._life.began:
             raise ConsumerClosed(f"{self!r} cannot be started again; make a new one")
@@ -186,7 +191,7 @@ class _Face:
         """Begin to close; returns how long to wait for the end, None where that would be to wait for oneself."""
         wait_s = self.config.shutdown_timeout_s if timeout_s is None else timeout_s
         check_range("timeout_s", wait_s, 0, 86400)
-        if self._life.forked:  # all of it is the parent's
+        if self._life.forked or sys.is_finalizing():  # all of it is the parent's; or no thread runs any more
             return None
         self._life.close(wait_s)
         return None if self._life.waits_for_caller else wait_s + LAST_CALLS_S
@@ -358,7 +363,7 @@ class PushConsumer(_Face):
         self._raise_end()
 
     def __enter__(self) -> Self:
-        return self if self._life.began else self.start()
+        return self if self._is_used else self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
@@ -467,7 +472,7 @@ class AsyncPushConsumer(_Face):
         self._raise_end()
 
     async def __aenter__(self) -> Self:
-        return self if self._life.began else await self.start()
+        return self if self._is_used else await self.start()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None

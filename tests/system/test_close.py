@@ -169,6 +169,30 @@ def test_a_close_that_is_cancelled_has_stored_what_is_consumed_and_goes_on(embed
     assert embedded.members(group) == []
 
 
+def test_a_close_that_is_cancelled_at_any_moment_goes_on(embedded, topic, group):
+    embedded.create_topic(topic, queues=2)
+
+    async def main():
+        expected = 0
+        for step in range(40):
+            seen = Seen()
+            consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
+            await consumer.subscribe(topic, seen)
+            await consumer.start()
+            embedded.send(topic, lambda number, step=step: b"m%d" % (10 * step + number), count=10)
+            await asyncio.to_thread(seen.wait_for, 10)
+            closing = asyncio.create_task(consumer.close())
+            await asyncio.sleep(step * 0.0005)
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+            await consumer.close()
+            expected += 10
+            assert sum(embedded.committed(group, topic).values()) == expected, f"cancelled after {step * 0.5} ms"
+            assert embedded.members(group) == []
+
+    asyncio.run(main())
+
+
 def test_a_second_close_may_shorten_the_first(embedded, topic, group):
     embedded.create_topic(topic, queues=1)
     goes_on, seen = threading.Event(), Seen(lambda message: goes_on.wait(WAIT_S) and None)
@@ -298,7 +322,7 @@ def test_closing_in_whatever_way_stores_what_is_consumed(embedded, topic, group,
         again = Child("-c", CLOSES + "consume_all()\nconsumer.close()", *arguments)
         assert again.ended() == 0, again.errors
         assert again.lines == []
-    assert embedded.members(group) == []
+    until(lambda: embedded.members(group) == [], "it has left, or its connections have ended")
 
 
 IMPATIENT = """
@@ -338,3 +362,28 @@ def test_ctrl_c_while_it_closes_has_stored_what_is_consumed(embedded, topic, gro
     assert time.monotonic() - began < 15
     assert child.ended() != 0
     assert embedded.committed(group, topic) == {0: 9}
+
+
+LAST = """
+import os, sys, time
+from pyrocket_consumer import PushConsumer
+name_server, group = sys.argv[1:]
+
+class Service:
+    def __init__(self):
+        self.consumer = PushConsumer(group, name_server=name_server).start()
+
+    def __del__(self):
+        began = time.monotonic()
+        self.consumer.close()
+        os.write(1, b"took %d s" % (time.monotonic() - began))
+
+service = Service()
+"""
+
+
+def test_del_at_the_very_end_of_a_process_does_not_wait_for_threads_that_run_no_more(embedded, group):
+    child = Child("-c", LAST, embedded.name_server, group)
+    assert child.ended() == 0
+    assert child.lines in (["took 0 s"], ["took 1 s"])
+    until(lambda: embedded.members(group) == [], "its connections have ended")

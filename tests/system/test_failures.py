@@ -475,3 +475,28 @@ def test_a_damaged_record_that_keeps_its_listener_busy_fails_nothing(embedded, b
         goes_on.set()
         until(lambda: [each.committed for each in of(consumer, topic).values()] == [1], "consumed")
         assert consumer.state is ConsumerState.RUNNING
+
+
+def test_a_consumer_whose_listeners_have_no_loop_any_more_says_so_and_leaves(embedded, topic, group):
+    """`asyncio.run` has ended, and nobody has closed it."""
+    embedded.create_topic(topic, queues=1)
+    events, seen = Events(), asyncio.Event()
+
+    async def listen(message):
+        seen.set()
+
+    async def main():
+        consumer = AsyncPushConsumer(group, name_server=embedded.name_server, on_event=events, **{**QUICK, **OPTIONS})
+        await consumer.subscribe(topic, listen)
+        await consumer.start()
+        fill(embedded, topic, 1)
+        await asyncio.wait_for(seen.wait(), WAIT_S)
+        return consumer
+
+    consumer = asyncio.run(main())
+    fill(embedded, topic, 1, 1)
+    assert "close the consumer before" in events.wait_for("consumer-failed").text
+    until(lambda: embedded.members(group) == [], "it has left")
+    assert embedded.committed(group, topic) == {0: 1}
+    with pytest.raises(RocketError, match="the loop that async def listeners run on has ended"):
+        asyncio.run(consumer.close())

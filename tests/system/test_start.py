@@ -79,6 +79,27 @@ def test_a_name_server_that_is_not_there_is_the_users_to_mend(embedded, group, t
         assert consumer.client_id.endswith("@DEFAULT")
 
 
+def test_a_consumer_starts_once(embedded, group):
+    consumer = PushConsumer(group, name_server=embedded.name_server)
+    with consumer, consumer:
+        assert consumer.state is ConsumerState.RUNNING
+        with pytest.raises(ConsumerClosed, match="cannot be started again"):
+            consumer.start()
+    with pytest.raises(ConsumerClosed, match="cannot be started again"), consumer:
+        pass
+    consumer.close()
+
+    async def main():
+        consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
+        async with consumer:
+            pass
+        with pytest.raises(ConsumerClosed, match="cannot be started again"):
+            async with consumer:
+                pass
+
+    asyncio.run(main())
+
+
 # --- nothing is left
 
 
