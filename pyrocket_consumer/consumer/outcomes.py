@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 
 from pyrocket_consumer.consumer.events import shown
@@ -46,7 +45,7 @@ class Outcomes:
         self._group.events.tell(event)
 
     def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
-        if inspect.isawaitable(result):
+        if hasattr(type(result), "__await__"):  # its type is asked, for it may raise itself
             remedy = "it is not awaited: subscribe with an `async def` function itself"
         else:
             remedy = "have it return nothing (None) when a message is consumed, else ConsumeResult or Retry"
