@@ -222,7 +222,7 @@ class Assignments:
         async with self._lock(queue):
             if queue in self._held or not is_wanted():
                 return True
-            locked_until = None
+            locked_until, storing = None, False
             try:
                 if self._locks is not None:
                     locked_until = await self._locks.take(queue)  # before the offset is read: no owner commits after
@@ -232,11 +232,13 @@ class Assignments:
                         return False
                 offset, origin = await self._start_offset(queue, is_new)
                 if is_wanted() and (origin != "stored" or offset == 0):  # brokers of 4.9 say 0 where they have none
+                    storing = True
                     await self._store_start(queue, offset)
             except RocketError as error:
                 text = f"where {queue} begins is not known or not stored yet: {error}"
                 group.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
-                await self._unlock(queue)
+                if not storing:  # else the broker may still execute it, and no other owner may have begun then
+                    await self._unlock(queue)
                 return False
             self._first_starts.pop(queue, None)
             if not is_wanted():

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 
 from pyrocket_consumer.cluster import Cluster
@@ -249,7 +249,8 @@ class GroupMember:
         queues = self.assignments.fence_all()
         self.service.abandon()
         last_call_at = loop.time() + LAST_CALLS_S
-        await self._store_finally(queues, last_call_at)
+        unstored = await self._store_finally(queues, last_call_at)
+        free = [queue for queue in free if queue not in unstored]  # a broker may yet execute their commits
         leaving = group.tasks.begin(self._leave(free), "leaving the group")
         await asyncio.wait([leaving], timeout=max(last_call_at - loop.time(), LAST_CALLS_S / 3))
         await group.tasks.settle(last_call_at)
@@ -274,8 +275,8 @@ class GroupMember:
             log.info("group=%s offsets not stored before listener calls end: %s", self.group.name, error)
         self.on_stored()
 
-    async def _store_finally(self, queues: list[MessageQueue], until: float) -> None:
-        """Store the last offsets of `queues`, and tell which could not be."""
+    async def _store_finally(self, queues: list[MessageQueue], until: float) -> Collection[MessageQueue]:
+        """Store the last offsets of `queues`; tell and return which could not be."""
         unstored: Mapping[MessageQueue, Exception]
         try:
             unstored = await self.commits.persist(queues, until=until)
@@ -290,6 +291,7 @@ class GroupMember:
         for queue, reason in unstored.items():
             text = f"final offset not stored, messages may come again: {reason}"
             self.group.events.tell(ConsumerEvent(EventKind.COMMIT_FAILED, text, queue))
+        return unstored
 
     async def _leave(self, queues: list[MessageQueue]) -> None:
         """Unlock `queues` and have the brokers forget us, so that others need not wait until they find out."""

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from pyrocket_consumer import PushConsumer, Suspend
-from pyrocket_consumer.testing import answer, drop_answer
+from pyrocket_consumer.testing import answer, drop, drop_answer
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
 
@@ -122,6 +122,24 @@ def test_a_queue_whose_call_outlives_the_close_stays_locked(embedded, broker, to
         held.released.set()
         broker.expire_locks()
         seen.wait_for(1)
+
+
+def test_a_queue_whose_last_commit_was_not_answered_stays_locked(embedded, broker, topic, group):
+    """The broker may execute it yet: over what the next owner has committed, if there were one by then."""
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 3)
+
+    def ours(command):
+        return command.fields["consumerGroup"] == group and command.fields["topic"] == topic
+
+    options = {**QUICK, "orderly": True, "call_timeout_s": 1.0, "commit_interval_s": 60}
+    consumer, seen = PushConsumer(group, name_server=embedded.name_server, **options), Seen()
+    consumer.subscribe(topic, seen)
+    with consumer:
+        seen.wait_for(3)
+        broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop, times=None, when=ours)
+    assert [queue.topic for queue in broker.locks(group) if queue.topic == topic] == [topic]
+    assert not [queue for queue in broker.locks(group) if queue.topic != topic], "the others are free"
 
 
 def test_a_lock_is_given_back_when_the_queue_cannot_begin(embedded, broker, topic, group):
