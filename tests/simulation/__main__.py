@@ -16,6 +16,7 @@ from tests.simulation.scenario import Scenario, check
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", choices=[*PLANS, "all"], action="append", help="default: all; repeatable")
+    parser.add_argument("--first-wrong", action="store_true", help="go on with the next plan after a wrong world")
     parser.add_argument("--seeds", default="0-19", metavar="FIRST-LAST", help="or one seed")
     parser.add_argument("--mistake", choices=sorted(MISTAKES), help="put a mistake in, to see it found")
     parser.add_argument("--digest", action="store_true", help="print a digest of each history")
@@ -32,6 +33,8 @@ def main() -> int:
         for seed in range(int(first), int(last or first) + 1):
             worlds += 1
             wrong += not run(name, seed, options.digest)
+            if wrong and options.first_wrong:
+                break
     print(f"{worlds} worlds, {wrong} wrong, {time.monotonic() - began:.0f} s")
     return 1 if wrong else 0
 
