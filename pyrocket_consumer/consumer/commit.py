@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.consumer.store_thread import StoreThread
+from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import BrokerError, OffsetStoreError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, OffsetStore, QueueReset, ReadOffsetType, ResetEpochs
@@ -312,7 +312,7 @@ class BrokerCommits:
 class StoreCommits:
     """Offsets in an `OffsetStore` that is open. Its blocking calls have one thread."""
 
-    def __init__(self, store: OffsetStore, thread: StoreThread | None = None, *, memory_first: bool) -> None:
+    def __init__(self, store: OffsetStore, thread: UserThread | None = None, *, memory_first: bool) -> None:
         """`thread` is where the store was loaded; it ends with `close`."""
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
         self._store = store
@@ -324,7 +324,7 @@ class StoreCommits:
         self._next_sync: asyncio.Task[None] | None = None
         self._sync_turn = asyncio.Lock()
         self._unnoted: dict[MessageQueue, int] = {}  # what the store did not take, to be noted before it persists
-        self._thread = thread or StoreThread()
+        self._thread = thread or UserThread("pyrocket-store")
 
     @property
     def store(self) -> OffsetStore:

@@ -18,7 +18,7 @@ from pyrocket_consumer.consumer.end import End
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.locks import since_boot
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
-from pyrocket_consumer.consumer.store_thread import StoreThread
+from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed
 from pyrocket_consumer.model import ConsumerEvent, Subscription
 from pyrocket_consumer.net.io_thread import IoThread
@@ -63,7 +63,7 @@ class Life:
         self._io: IoThread | None = None
         self._store: OffsetStore | None = None
         self._store_is_open = False  # on the store's thread
-        self._store_thread = StoreThread()
+        self._store_thread = UserThread("pyrocket-store")
         self._early_events: list[ConsumerEvent] = []
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None

@@ -202,8 +202,8 @@ FIRST_GUESS_S = 0.001
 class ProcessQueue:
     """One period of holding one queue. The I/O thread puts, workers ack; a queue that comes back gets a new one.
 
-    `epoch` tells the periods of one queue apart. `tell` is called with (queue, commit offset) whenever the lower
-    edge moves, under this window's lock, so that a fence and an update cannot interleave.
+    `epoch` tells the periods of one queue apart. `update_offset` takes (queue, commit offset) to the store whenever the
+    lower edge moves, under this window's lock, so that a fence and an update cannot interleave.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class ProcessQueue:
         queue: MessageQueue,
         epoch: int,
         limits: Limits,
-        tell: Callable[[MessageQueue, int], None],
+        update_offset: Callable[[MessageQueue, int], None],
         wake: Callable[[ProcessQueue], None] = lambda window: None,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -226,7 +226,7 @@ class ProcessQueue:
         self.last_consumed_at = 0.0
         self.locked_until = float("inf")  # only orderly clustering queues are locked
         self.clock = self.lock_clock = clock  # that of the lock may go on while the machine sleeps
-        self._tell = tell
+        self._update_offset = update_offset
         self._wake = wake
         self._lock = threading.Lock()
         self._state = QueueState.ASSIGNED
@@ -297,7 +297,7 @@ class ProcessQueue:
                 self._bytes += size
                 self.budget.add(size)
             elif not self._window:
-                self._tell(self.queue, next_offset)
+                self._update_offset(self.queue, next_offset)
             return True
 
     def ack(self, messages: Iterable[Message], elapsed_s: float = 0.0, units: int = 0) -> None:
@@ -333,7 +333,7 @@ class ProcessQueue:
                 wake = self.budget.free(freed)
                 edge = window[0].queue_offset if window else self._next_offset
                 assert edge is not None
-                self._tell(self.queue, edge)
+                self._update_offset(self.queue, edge)
             if self._waiting_for and self._room(self._waiting_for) and self.budget.leaves_room(self._bytes):
                 self._waiting_for = 0
                 wake.append(self)

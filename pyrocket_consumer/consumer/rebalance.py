@@ -12,7 +12,7 @@ from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.expressions import Expressions
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.reset import Resets
-from pyrocket_consumer.consumer.store_thread import StoreThread
+from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import ConfigError, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, TopicRoute
 
@@ -75,7 +75,7 @@ class Rebalance:
         self._announced: dict[str, frozenset[MessageQueue]] = {}  # what brokers have been told we hold
         self._due: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
         self._coming: dict[MessageQueue, asyncio.Task[bool]] = {}
-        self._strategy_thread = StoreThread("pyrocket-allocation")
+        self._strategy_thread = UserThread("pyrocket-allocation")
         self._hanging: asyncio.Future[list[MessageQueue]] | None = None
         self._places: dict[str, asyncio.Semaphore] = {}  # by broker name, for those that begin there
         self._undecided: set[str] = set()  # topics of which it could not be told what is ours

@@ -22,7 +22,7 @@ def late_ack() -> None:
     def ack(self: ProcessQueue, messages: Iterable[Message], elapsed_s: float = 0.0, units: int = 0) -> None:
         finished = list(messages)
         if self.state is QueueState.FENCED and finished:
-            self._tell(self.queue, max(message.queue_offset for message in finished) + 1)
+            self._update_offset(self.queue, max(message.queue_offset for message in finished) + 1)
         right(self, finished, elapsed_s, units)
 
     ProcessQueue.ack = ack  # type: ignore[method-assign]
@@ -34,7 +34,7 @@ def commit_on_no_new_message() -> None:
 
     def put(self: ProcessQueue, messages: Sequence[Message], next_offset: int, size: int) -> bool:
         if not messages and self.state is QueueState.PULLING:
-            self._tell(self.queue, next_offset)
+            self._update_offset(self.queue, next_offset)
         return right(self, messages, next_offset, size)
 
     ProcessQueue.put = put  # type: ignore[method-assign]

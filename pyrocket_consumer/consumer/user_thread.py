@@ -1,4 +1,4 @@
-"""The thread on which an offset store's blocking calls run."""
+"""A thread for code of the user's that may block: an offset store, an allocation strategy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class StoreThread(Executor):
-    """Runs the blocking calls of one store, from `load` to `close`, in the order in which they are asked for.
+class UserThread(Executor):
+    """Runs calls one after the other, in the order in which they are asked for.
 
-    It is a daemon, which the threads of other executors are not: a store that hangs keeps no process from ending, and
-    one that works is called until the process is gone, by `atexit` too.
+    It is a daemon, which the threads of other executors are not: a call that hangs keeps no process from ending, and
+    others are made until the process is gone, by `atexit` too.
     """
 
-    def __init__(self, name: str = "pyrocket-store") -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
