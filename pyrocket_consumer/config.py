@@ -157,7 +157,7 @@ def check_place(name: str, value: object, or_else: str = "") -> Place:
     if not isinstance(at, datetime):
         raise ConfigError(
             f"{name}={value!r} is not allowed; use 'first' or 'earliest', 'last' or 'latest', "
-            f"an aware datetime, or its text such as '2026-11-21T08:00:00Z'{or_else}"
+            f"a time with its zone (an aware datetime, or text: 2026-11-21T08:00:00Z){or_else}"
         )
     if at.tzinfo is None:
         remedy = f"write {value}Z, or {value}+01:00" if isinstance(value, str) else "give it one: tzinfo=timezone.utc"

@@ -245,7 +245,7 @@ def run_reset(options: argparse.Namespace) -> int:
         undo = _undo(plan, options)
         if not as_json:
             _print_plan(plan)
-            _print_undo(undo)
+            _print_undo(plan, undo)
         if not options.execute:
             if as_json:
                 _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": None})
@@ -258,7 +258,7 @@ def run_reset(options: argparse.Namespace) -> int:
         _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": _result_as_json(result)})
     else:
         _print_result(result)
-        _print_undo(undo)
+        _print_undo(plan, undo)
     return 0 if result.verified else 3
 
 
@@ -280,11 +280,13 @@ def _undo(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
     return [shlex.join(words) for words in commands]
 
 
-def _print_undo(commands: Sequence[str]) -> None:
+def _print_undo(plan: ResetPlan, commands: Sequence[str]) -> None:
     if commands:
         print("\nTo undo it:")
         for command in commands:
             print(f"  {command}")
+    for member in sorted({move.member for move in plan.moves if move.member and move.current is None}):
+        print(f"  where {member} is, is not known, at least of some queues: no command can bring it back there")
 
 
 def _where(options: argparse.Namespace) -> tuple[Any, list[MessageQueue] | None]:

@@ -6,12 +6,12 @@ import asyncio
 import concurrent.futures
 import logging
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from datetime import datetime
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.places import To, check_to, offsets_at
 from pyrocket_consumer.config import ConsumerConfig, ConsumerOptions, NameServers, check_range, check_topic
 from pyrocket_consumer.consumer.assignments import QueueProgress
 from pyrocket_consumer.consumer.consume import AsyncWorkers, Outcome, ThreadWorkers, Workers
@@ -299,10 +299,12 @@ class PushConsumer(_Face):
     def reset_offsets(
         self,
         topic: str,
-        to: str | datetime | Mapping[MessageQueue, int],
+        to: To,
         queues: Iterable[MessageQueue] | None = None,
     ) -> dict[MessageQueue, int]:
-        """Consume `topic` from another place: `"earliest"`, `"latest"`, an aware datetime, or `{queue: offset}`.
+        """Consume `topic` from another place: `"earliest"`, `"latest"`, a time, or `{queue: offset}`.
+
+        `"first"` and `"last"` mean the same two; a time is an aware datetime, or its text.
 
         Only queues this member holds move (of them, only `queues` when given). Returns the new offsets, when durable.
         An offset its broker has no message for is followed by the broker's correction, with its event.
@@ -429,7 +431,7 @@ class AsyncPushConsumer(_Face):
     async def reset_offsets(
         self,
         topic: str,
-        to: str | datetime | Mapping[MessageQueue, int],
+        to: To,
         queues: Iterable[MessageQueue] | None = None,
     ) -> dict[MessageQueue, int]:
         """Consume `topic` from another place; see `PushConsumer.reset_offsets`."""
@@ -523,43 +525,21 @@ async def _on_loop(work: Callable[..., T], *arguments: Any) -> T:
 
 
 async def _reset(
-    member: GroupMember,
-    topic: str,
-    to: str | datetime | Mapping[MessageQueue, int],
-    queues: list[MessageQueue] | None,
+    member: GroupMember, topic: str, to: To, queues: list[MessageQueue] | None
 ) -> dict[MessageQueue, int]:
+    where = check_to(to)
     held = set(member.assignments.held(topic))
     if not held:
         topics = sorted(member.group.subscriptions.topics())
         raise ConfigError(f"no queue of topic {topic!r} is held by this member; it holds {topics}")
-    strangers = {*(queues or ()), *(to if isinstance(to, Mapping) else ())} - held
+    exact = where if isinstance(where, dict) else {}
+    strangers = {*(queues or ()), *exact} - held
     if strangers:
         shown = min(map(str, strangers))
         raise ConfigError(f"{shown} is not held by this member; it holds {', '.join(map(str, sorted(held)))}")
-    if isinstance(to, Mapping):
-        targets = dict(to)
-    elif isinstance(to, str):
-        if to not in ("earliest", "latest"):
-            raise ConfigError(
-                f"to={to!r} is not allowed; use 'earliest', 'latest', an aware datetime or {{queue: offset}}"
-            )
-        targets = {}
-        for queue in queues or held:
-            broker = member.group.cluster.broker(queue.broker_name)
-            targets[queue] = await (broker.min_offset(queue) if to == "earliest" else broker.max_offset(queue))
-    elif isinstance(to, datetime):
-        if to.tzinfo is None:
-            raise ConfigError(f"to={to!r} has no time zone; use for example datetime(…, tzinfo=timezone.utc)")
-        targets = {
-            queue: await member.assignments.offset_at(queue, int(to.timestamp() * 1000)) for queue in queues or held
-        }
+    chosen = held if queues is None else set(queues)
+    if isinstance(where, dict):
+        targets = {queue: offset for queue, offset in where.items() if queue in chosen}
     else:
-        raise ConfigError(f"to={to!r} is not allowed; use 'earliest', 'latest', an aware datetime or {{queue: offset}}")
-    if queues is not None:
-        targets = {queue: offset for queue, offset in targets.items() if queue in set(queues)}
-    for queue, offset in targets.items():
-        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**63:
-            raise ConfigError(
-                f"offset {offset!r} of {queue} is not allowed; it must be a whole number from 0 to 2**63-1"
-            )
+        targets = await offsets_at(member.group.cluster, where, chosen, groups=(member.group.name,))
     return await member.reset(topic, targets)

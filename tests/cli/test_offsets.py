@@ -142,14 +142,15 @@ def test_a_broadcasting_reset_is_undone_member_by_member(embedded, offsets, stor
     assert sorted(recorded.values())[:-1] == [0] * (len(recorded) - 1), "members that are away stay where they are"
 
 
-def test_wait_bounds_the_whole_reset():
+def test_wait_bounds_the_whole_reset(capsys):
     with EmbeddedCluster() as cluster, ExitStack() as stack:  # its brokers wait 10 s for a member
         cluster.create_topic("T", queues=2)
-        stack.enter_context(ForeignMember(cluster, "G", "T", {}, silent=True))
+        frozen = stack.enter_context(ForeignMember(cluster, "G", "T", {}, silent=True))
         began = time.monotonic()
         arguments = ["reset", "G", "T", "--to", "earliest", "--execute", "--wait", "3", "--model", "broadcasting"]
         assert main(["offsets", *arguments, "-n", cluster.name_server]) == 3
         assert time.monotonic() - began < 8
+    assert f"where {frozen.client_id} is, is not known" in capsys.readouterr().out
 
 
 def test_exit_code_3_when_somebody_has_not_moved(embedded, offsets, stores):

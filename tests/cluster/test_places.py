@@ -54,7 +54,7 @@ def test_what_is_taken_for_a_place(to, means):
 @pytest.mark.parametrize(
     ("to", "reason"),
     [
-        ("yesterday", "to='yesterday' is not allowed; use 'first' or 'earliest', 'last' or 'latest', an aware"),
+        ("yesterday", "to='yesterday' is not allowed; use 'first' or 'earliest', 'last' or 'latest', a time with its"),
         ("", "or {queue: offset}"),
         (None, "to=None is not allowed"),
         (5, "to=5 is not allowed"),

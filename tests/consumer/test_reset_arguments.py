@@ -6,8 +6,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pyrocket_consumer import ConfigError, MessageQueue
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer import ConfigError, MessageQueue, RocketError
+from pyrocket_consumer.testing import EmbeddedCluster, answer
+from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, consuming, numbered, until
 
 HELD = MessageQueue("orders", "broker-a", 0)
@@ -26,7 +27,7 @@ def cluster():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"to": "yesterday"}, "to='yesterday' is not allowed; use 'earliest', 'latest'"),
+        ({"to": "yesterday"}, "to='yesterday' is not allowed; use 'first' or 'earliest', 'last' or 'latest'"),
         ({"to": None}, "to=None is not allowed"),
         ({"to": 5}, "to=5 is not allowed"),
         ({"to": datetime(2026, 1, 1)}, "has no time zone"),
@@ -36,7 +37,7 @@ def cluster():
         ({"to": {HELD: 1.5}}, "offset 1.5 of"),
         ({"to": {STRANGER: 1}}, "orders/broker-b/7 is not held by this member; it holds orders/broker-a/0"),
         ({"to": {HELD: 1, STRANGER: 1}}, "orders/broker-b/7 is not held"),
-        ({"to": {"orders": 1}}, "orders is not held by this member"),
+        ({"to": {"orders": 1}}, "to={'orders': …} is not allowed; the keys must be MessageQueues"),
         ({"to": "earliest", "queues": [STRANGER]}, "orders/broker-b/7 is not held"),
         ({"to": datetime(2026, 1, 1, tzinfo=UTC), "queues": [STRANGER]}, "orders/broker-b/7 is not held"),
         ({"to": "earliest", "topic": "others"}, "no queue of topic 'others' is held by this member"),
@@ -51,6 +52,32 @@ def test_a_wrong_argument_is_told_and_nothing_moves(cluster, names, arguments, r
         assert consumer.progress()[HELD].next_to_pull == 5
     assert len(seen.messages) == 5
     assert events.of("offset-reset") == []
+
+
+@pytest.mark.parametrize(
+    ("to", "offset"),
+    [
+        ("first", 0),
+        ("earliest", 0),
+        ("last", 5),
+        ("latest", 5),
+        (datetime(2020, 1, 1, tzinfo=UTC), 0),
+        ("2020-01-01T00:00:00Z", 0),
+    ],
+)
+def test_a_place_has_the_same_names_everywhere(cluster, names, to, offset):
+    with consuming(cluster, "orders", names.group()) as (consumer, seen):
+        seen.wait_for(5)
+        assert consumer.reset_offsets("orders", to) == {HELD: offset}
+
+
+def test_a_broker_that_does_not_say_where_it_is_is_named(cluster, names):
+    with consuming(cluster, "orders", names.group()) as (consumer, seen):
+        seen.wait_for(5)
+        cluster.broker("broker-a").on(RequestCode.GET_MIN_OFFSET, answer(1, "not well"))
+        with pytest.raises(RocketError, match="first offsets are not known of 1 of 1 brokers: broker-a: .*not well"):
+            consumer.reset_offsets("orders", "earliest")
+        assert consumer.progress()[HELD].next_to_pull == 5
 
 
 def test_an_offset_behind_the_last_message_is_corrected_and_said(cluster, names):
