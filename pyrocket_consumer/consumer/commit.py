@@ -347,13 +347,13 @@ class StoreCommits:
     def update(self, queue: MessageQueue, offset: int) -> None:
         try:
             self._store.update_offset(queue, offset, True)
-        except Exception:  # of a store of the user's: whoever acknowledges is no one to tell
+        except BaseException:  # of a store of the user's: whoever acknowledges is no one to tell
             self._unnoted[queue] = offset
 
     def current(self, queue: MessageQueue) -> int | None:
         try:
             return self._store.read_offset(queue, ReadOffsetType.READ_FROM_MEMORY)
-        except Exception:  # of a store of the user's; its next persist tells
+        except BaseException:  # of a store of the user's; its next persist tells
             return self._persisted.get(queue)
 
     def table(self, topic: str) -> dict[MessageQueue, int]:

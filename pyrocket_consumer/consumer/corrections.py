@@ -52,6 +52,8 @@ class Corrections:
             return
         target = answer.next_offset
         if target < asked:
+            # What lies before the end that it spoke of was there before; brokers up to 4.9.3 say 0 and mean that end.
+            target = max(target, min(asked, answer.max_offset))
             target = await self._believed(puller, asked, target)
             if target == asked:
                 puller.ask_again()

@@ -75,6 +75,8 @@ def test_results():
     assert failed_messages(Retry(batch[1:]), batch) == ([(each, 0) for each in batch[1:]], True)
     every = [(message, 0) for message in batch]
     assert failed_messages(Retry([Plain()]), batch) == (every, False), "asked for again, and not known what: all"
+    assert failed_messages(Retry(["an id"]), batch) == (every, False)
+    assert failed_messages(Retry([batch[0], Plain()]), batch) == (every, False)
     assert failed_messages("ok", batch) == ([(each, 0) for each in batch], False)
     assert failed_messages(True, batch) == ([(each, 0) for each in batch], False)
 

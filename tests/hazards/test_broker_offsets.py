@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consuming import WAIT_S, numbered, until
 from tests.hazards.members import Kind, committed_values, filled, give_time_to, of, ours, pulled_offsets
 from tests.hazards.naive import NaiveMember, Window
+from tests.real_brokers.remoting import Peer
 from tests.resetting import fill, queue
 
 PULL = RequestCode.PULL_MESSAGE
@@ -100,7 +103,10 @@ def test_h17_a_correction_to_zero_is_not_obeyed_blindly(embedded, names):
 
 def a_broker_that_is_loading_repeats_nothing(cluster: Any, names: Any, member: Kind) -> None:
     """For its first seconds a broker says of a queue that it is empty: min = max = 0."""
-    topic, group = filled(cluster, names, queues=1, messages=10)
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=1)
+    long_ago_ms = int(time.time() * 1000) - 60_000
+    cluster.send(topic, lambda number: b"m%d" % number, count=10, stored_at_ms=long_ago_ms)
     broker = cluster.broker("broker-a")
     broker.commit(group, topic, {0: 7})
     broker.on(PULL, moved(0, 0, 0, "NO_MESSAGE_IN_QUEUE"), when=of(topic))
@@ -145,6 +151,13 @@ def test_h18_a_broker_that_was_killed_and_comes_back(cluster, names):
 
 
 # --- H19
+
+
+def reset_at_broker(cluster: Any, group: str, topic: str) -> None:
+    """Have the broker tell the members to go back to the first message."""
+    with closing(Peer(cluster.broker("broker-a").address)) as peer:
+        fields = {"topic": topic, "group": group, "timestamp": 0, "isForce": True}
+        peer.call(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, fields)
 
 
 class BeginsAgainAfterFailover(NaiveMember):
@@ -239,6 +252,95 @@ def test_h19_a_new_master_that_has_lost_messages_is_followed_and_told(names):
     messages_lost_in_a_failover_are_told(ours, names)
     with pytest.raises(AssertionError, match="no offset-corrected"):
         messages_lost_in_a_failover_are_told(SaysNothing, names, patience_s=0.2)
+
+
+class BelievesTheBroker(NaiveMember):
+    """Goes on where the broker says, also where it has acknowledged more."""
+
+
+class BelievesItself(NaiveMember):
+    """Goes on where it was when it last had the queue, whatever has become of the offset since."""
+
+    def start_offset(self, queue: MessageQueue) -> int:
+        places = [message.queue_offset for message in self.seen.messages if message.queue == queue]
+        return max(places) + 1 if places else super().start_offset(queue)
+
+
+def given_up_and_taken_back(
+    cluster: Any, names: Any, member: Kind, *, was_away: bool, to: int = 5, told: bool = False
+) -> Counter[int]:
+    """A queue is given up at 20, its offset at the broker becomes 5, and it is taken back: how often is each seen?
+
+    `told`: the members are told of a reset to 0, which the one that holds the queue meanwhile follows.
+    """
+    topic, group = filled(cluster, names, queues=1, messages=20)
+    broker, place = cluster.broker("broker-a"), queue(topic, 0)
+    with member(cluster, topic, group) as consumer:
+        until(lambda: consumer.stored() == {place: 20}, "committed")
+        consumer.unsubscribe(topic)
+        until(lambda: place not in consumer.held(), "given up")
+        if was_away:
+            broker.close_connections()
+            until(lambda: cluster.members(group), "the member is known again")
+        if told:
+            reset_at_broker(cluster, group, topic)
+        broker.commit(group, topic, {0: to})
+        consumer.subscribe(topic, consumer.seen)
+        fill(cluster, topic, 3, start=20)
+        consumer.seen.wait_for(23)
+        until(lambda: consumer.stored() == {place: 23}, "everything is committed")
+        went_back = [dict(event.facts) for event in consumer.events.of("offset-went-back")]
+        assert member is not ours or went_back == ([] if told else [{"stored": to, "known": 20}])
+        return Counter(message.queue_offset for message in consumer.seen.messages)
+
+
+def a_lost_offset_is_known_here(cluster: Any, names: Any, member: Kind) -> None:
+    seen = given_up_and_taken_back(cluster, names, member, was_away=True)
+    assert not (again := sum(seen.values()) - 23), f"{again} messages were consumed again"
+
+
+def an_offset_that_somebody_has_set_counts(cluster: Any, names: Any, member: Kind) -> None:
+    seen = given_up_and_taken_back(cluster, names, member, was_away=False)
+    assert [seen[offset] for offset in (4, 5, 19, 20)] == [1, 2, 2, 1], "where the group was set to is passed over"
+
+
+def a_reset_counts_though_the_broker_was_away(names: Any, member: Kind) -> None:
+    with EmbeddedCluster(server_side_reset=False, long_poll_tick_s=0.1) as cluster:
+        seen = given_up_and_taken_back(cluster, names, member, was_away=True, to=0, told=True)
+    assert [seen[offset] for offset in (0, 19, 20)] == [2, 2, 1], "the reset is passed over"
+
+
+def test_h19_an_acknowledged_offset_that_the_broker_has_lost_is_known_here(embedded, names):
+    """A queue that comes back with an older offset than its broker had acknowledged goes on where it was, if the
+    connection to the broker ended within 30 s of that acknowledgement: the broker may not have written it. The event
+    `offset-went-back` has both numbers.
+
+    Faulty: clients that begin where the broker says.
+    """
+    a_lost_offset_is_known_here(embedded, names, ours)
+    with pytest.raises(AssertionError, match="15 messages were consumed again"):
+        a_lost_offset_is_known_here(embedded, names, BelievesTheBroker)
+
+
+def test_h19_an_offset_that_went_back_though_the_broker_was_there_is_followed(embedded, names):
+    """Where nothing explains an older offset somebody has set it: it is followed, with the same event.
+
+    Faulty: clients that go on from what they once knew.
+    """
+    an_offset_that_somebody_has_set_counts(embedded, names, ours)
+    an_offset_that_somebody_has_set_counts(embedded, names, BelievesTheBroker)
+    with pytest.raises(AssertionError, match="where the group was set to is passed over"):
+        an_offset_that_somebody_has_set_counts(embedded, names, BelievesItself)
+
+
+def test_h19_a_reset_heard_of_while_the_queue_is_not_held_counts_though_the_broker_was_away(names):
+    """A reset that a member hears of while it does not hold the queue makes it forget what it knew.
+
+    Faulty: clients that go on from what they once knew.
+    """
+    a_reset_counts_though_the_broker_was_away(names, ours)
+    with pytest.raises(AssertionError, match="the reset is passed over"):
+        a_reset_counts_though_the_broker_was_away(names, BelievesItself)
 
 
 # --- H20

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -191,6 +192,68 @@ def test_a_close_that_is_cancelled_at_any_moment_goes_on(embedded, topic, group)
             expected += 10
             assert sum(embedded.committed(group, topic).values()) == expected, f"cancelled after {step * 0.5} ms"
             assert embedded.members(group) == []
+
+    asyncio.run(main())
+
+
+def test_a_close_that_is_cancelled_gives_the_offset_store_back(embedded, topic, group, tmp_path):
+    """The next consumer of the same name goes on where it ended."""
+    embedded.create_topic(topic, queues=1)
+    options = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "instance_name": "mine"}
+    begun, goes_on, bodies = threading.Event(), threading.Event(), []
+
+    def listen(message):
+        bodies.append(message.body)
+        if message.body == b"slow":
+            begun.set()
+            goes_on.wait(WAIT_S)
+
+    async def main():
+        first = AsyncPushConsumer(group, name_server=embedded.name_server, **options)
+        await first.subscribe(topic, listen)
+        await first.start()
+        embedded.send(topic, b"m0")
+        embedded.send(topic, b"slow")
+        await asyncio.to_thread(begun.wait, WAIT_S)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(first.close(), 0.3)
+        goes_on.set()
+        embedded.send(topic, b"meanwhile")
+        await first.close()
+        async with AsyncPushConsumer(group, name_server=embedded.name_server, **options) as second:
+            await second.subscribe(topic, listen)
+            embedded.send(topic, b"last")
+            await asyncio.to_thread(until, lambda: b"last" in bodies, "it goes on")
+
+    asyncio.run(main())
+    assert bodies == [b"m0", b"slow", b"meanwhile", b"last"]
+
+
+def test_a_close_does_not_wait_for_the_threads_of_its_callers_loop(embedded, topic, group):
+    """Listeners that do their work with `asyncio.to_thread` have them all, and keep them."""
+    embedded.create_topic(topic, queues=1)
+    goes_on, begun = threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        goes_on.wait(WAIT_S)
+
+    async def listen(message):
+        await asyncio.to_thread(work)
+
+    async def main():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
+        await consumer.subscribe(topic, listen)
+        await consumer.start()
+        try:
+            embedded.send(topic, b"x")
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(consumer.close(0.2), WAIT_S / 2)
+            assert consumer.state is ConsumerState.CLOSED
+        finally:
+            goes_on.set()
 
     asyncio.run(main())
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 
 import pytest
 
 from pyrocket_consumer import MessageQueue
-from pyrocket_consumer.testing import Exchange, answer
+from pyrocket_consumer.testing import Exchange, Gate, answer
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
@@ -134,6 +135,46 @@ def test_a_correction_backwards_is_believed_when_the_broker_keeps_to_it(embedded
     assert [embedded.committed(group, topic)[0] for topic in topics] == [20, 15, 3]
     for topic, count in zip(topics, (20, 15, 13), strict=True):
         assert Counter(seen[topic].bodies) == Counter(numbered(count))
+
+
+@pytest.mark.parametrize("count", [4, 60], ids=["few", "more than were lost"])
+def test_what_is_sent_while_a_correction_backwards_is_doubted_is_consumed(embedded, broker, topic, group, count):
+    """The broker came back without its last messages: what has their places is new, and we have not read it."""
+    embedded.create_topic(topic, queues=1)
+    events, asked = Events(), Gate()
+    with consuming(embedded, topic, group, on_event=events, **QUICK) as (consumer, seen):
+        fill(embedded, topic, 100)
+        seen.wait_for(100)
+        until(lambda: embedded.committed(group, topic) == {0: 100}, "committed")
+        broker.on(RequestCode.GET_MAX_OFFSET, asked, times=None, when=of(topic))
+        broker.truncate(topic, 0, 60)
+        asked.wait_held()
+        fill(embedded, topic, count, 100)
+        asked.open()
+        seen.wait_for(100 + count)
+        facts = events.wait_for("offset-corrected").facts
+        assert (facts["from"], facts["to"]) == (100, 60)
+        fill(embedded, topic, 1, 200)
+        seen.wait_for(101 + count)
+    assert Counter(seen.bodies) == Counter([*numbered(100 + count), b"m200"])
+    assert events.of("range-skipped") == []
+
+
+def test_a_broker_that_is_loading_is_not_followed_though_nothing_was_read_before(embedded, broker, topic, group):
+    """A restarted member has only its stored offset; what lies at the end the broker spoke of is old."""
+    embedded.create_topic(topic, queues=1)
+    long_ago_ms = int(time.time() * 1000) - 60_000
+    embedded.send(topic, lambda number: b"m%d" % number, count=10, stored_at_ms=long_ago_ms)
+    broker.commit(group, topic, {0: 10})
+    broker.on(RequestCode.PULL_MESSAGE, moved(0, 0, 0), when=of(topic))
+    events = Events()
+    with consuming(embedded, topic, group, on_event=events, **QUICK) as (consumer, seen):
+        broker.wait_for(RequestCode.GET_MAX_OFFSET, when=of(topic))
+        fill(embedded, topic, 3, 10)
+        seen.wait_for(3)
+        until(lambda: embedded.committed(group, topic) == {0: 13}, "committed")
+    assert seen.bodies == numbered(3, 10)
+    assert events.of("offset-corrected") == []
 
 
 # --- resets, and what comes late

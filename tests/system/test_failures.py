@@ -241,6 +241,50 @@ def test_a_strategy_that_raises_later_keeps_what_is_held(embedded, topic, group)
         assert consumer.state is ConsumerState.RUNNING
 
 
+def test_a_strategy_that_hangs_is_told_and_asked_again_when_it_has_returned(embedded, topic, group):
+    embedded.create_topic(topic, queues=2)
+    goes_on, events = threading.Event(), Events()
+
+    def strategy(group, client_id, queues, members):
+        goes_on.wait(WAIT_S)
+        return queues
+
+    try:
+        with consuming(embedded, topic, group, allocation=strategy, on_event=events, **OPTIONS) as (consumer, seen):
+            assert "has not returned" in events.wait_for("broker-unreachable").text
+            assert consumer.state is ConsumerState.RUNNING
+            goes_on.set()
+            fill(embedded, topic, 4)
+            seen.wait_for(4)
+    finally:
+        goes_on.set()
+
+
+WANTS_TO_END = [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
+
+
+@pytest.mark.parametrize("error", WANTS_TO_END)
+def test_a_strategy_that_wants_to_end_the_process_is_told_and_asked_again(embedded, topic, group, error):
+    embedded.create_topic(topic, queues=2)
+    wants, events = threading.Event(), Events()
+
+    def strategy(group, client_id, queues, members):
+        if wants.is_set():
+            raise error("in the strategy")
+        return queues
+
+    options = {**OPTIONS, "allocation": strategy, "on_event": events, "rebalance_interval_s": 0.1}
+    with consuming(embedded, topic, group, **options) as (consumer, seen):
+        wants.set()
+        assert f"{error.__name__}: in the strategy" in events.wait_for("broker-unreachable").text
+        fill(embedded, topic, 4)
+        seen.wait_for(4)
+        embedded.create_topic(topic, queues=4)
+        wants.clear()
+        until(lambda: len(of(consumer, topic)) == 4, "the new ones, too")
+        assert consumer.state is ConsumerState.RUNNING
+
+
 # --- the end
 
 
@@ -341,16 +385,25 @@ def test_a_send_back_that_waits_to_be_tried_again_does_not_delay_the_end(embedde
 # --- what fails all the same: a bug of ours, or code of the user's that wants to end the process
 
 
-@pytest.mark.parametrize("error", [SystemExit("in the store"), KeyboardInterrupt("in the store")], ids=type)
+@pytest.mark.parametrize("error", WANTS_TO_END)
 def test_a_store_that_wants_to_end_the_process_is_told_and_asked_again(embedded, topic, group, error):
+    """Whatever it is asked for, and on whatever thread."""
     embedded.create_topic(topic, queues=1)
-    store, events, seen = Broken("persist_all", error), Events(), Seen()
+    store, events, seen = Broken("update_offset read_offset persist_all", error("in the store")), Events(), Seen()
     with consuming(embedded, topic, group, seen, offset_store=store, on_event=events, **OPTIONS) as (consumer, _):
         store.breaks = True
         fill(embedded, topic, 5)
-        assert "in the store" in events.wait_for("commit-failed").text
+        seen.wait_for(5)
+        assert f"{error.__name__}: in the store" in events.wait_for("commit-failed").text
+        of(consumer, topic)
         store.breaks = False
         until(lambda: [each.persisted for each in of(consumer, topic).values()] == [5], "stored")
+        assert consumer.state is ConsumerState.RUNNING
+        store.breaks = True
+        embedded.create_topic(topic, queues=2)
+        until(lambda: any("in the store" in each.text for each in events.of("broker-unreachable")), "it is told")
+        store.breaks = False
+        until(lambda: len(of(consumer, topic)) == 2, "the new queue has begun")
         assert consumer.state is ConsumerState.RUNNING
 
 

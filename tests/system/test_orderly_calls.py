@@ -124,6 +124,20 @@ def test_a_queue_whose_call_outlives_the_close_stays_locked(embedded, broker, to
         seen.wait_for(1)
 
 
+def test_a_lock_that_another_member_keeps_is_told_and_asked_for_again(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 1)
+    events = Events()
+    broker.on(RequestCode.LOCK_BATCH_MQ, answer(0, body=b'{"lockOKMQSet":[]}'), times=None)
+    options = {"orderly": True, "on_event": events, "start_wait_s": 0.1}
+    with consuming(embedded, topic, group, **options) as (consumer, seen):
+        told = events.wait_for("lock-lost")
+        assert "another member has its lock" in told.text
+        assert not consumer.progress()
+        broker.clear_faults()
+        seen.wait_for(1)
+
+
 def test_a_queue_whose_last_commit_was_not_answered_stays_locked(embedded, broker, topic, group):
     """The broker may execute it yet: over what the next owner has committed, if there were one by then."""
     embedded.create_topic(topic, queues=1)

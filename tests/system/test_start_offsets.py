@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from pyrocket_consumer import ConsumerState, PushConsumer
-from pyrocket_consumer.testing import Gate, answer, close_connection, drop, drop_answer, garbage, reset_connection
+from pyrocket_consumer.testing import (
+    EmbeddedCluster,
+    Gate,
+    answer,
+    close_connection,
+    drop,
+    drop_answer,
+    garbage,
+    reset_connection,
+)
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, started, until
 
@@ -115,6 +124,28 @@ def test_of_a_topic_that_comes_later_everything_is_consumed(embedded, topic, gro
         assert {each.origin for queue, each in consumer.progress().items() if queue.topic == topic} == {
             "queue added while we consume"
         }
+
+
+def test_a_queue_that_its_broker_has_lost_begins_at_its_first_message(topic, group):
+    """With default options, and though the broker knows no offset of the group any more: the group is not new."""
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic(topic, queues=1)
+        events, seen, broker = Events(), Seen(), cluster.broker("broker-a")
+        with PushConsumer(group, name_server=cluster.name_server, on_event=events) as consumer:
+            consumer.subscribe(topic, seen)
+            cluster.send(topic, lambda number: b"m%d" % number, count=100)
+            seen.wait_for(100)
+            consumer.unsubscribe(topic)
+            until(lambda: cluster.committed(group, topic) == {0: 100}, "stored")
+            until(lambda: not any(each.topic == topic for each in consumer.progress()), "given up")
+            broker.kill()
+            broker.lose_data()
+            broker.start()
+            cluster.send(topic, lambda number: b"m%d" % (100 + number), count=20)
+            consumer.subscribe(topic, seen)
+            seen.wait_for(120)
+        assert events.wait_for("offset-forgotten").facts["offset"] == 100
+    assert seen.bodies[100:] == numbered(20, 100)
 
 
 @pytest.mark.parametrize("code", [RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_CONSUMER_LIST_BY_GROUP])

@@ -244,6 +244,17 @@ def test_a_cluster_runs_on_a_loop_of_the_caller() -> None:
     asyncio.run(main())
 
 
+def test_a_cluster_may_be_used_within_a_coroutine() -> None:
+    async def main() -> None:
+        with EmbeddedCluster() as cluster:
+            cluster.create_topic("T", queues=1)
+            cluster.send("T", b"hello")
+            await asyncio.sleep(0)
+            assert [each.body for each in cluster.messages("T")] == [b"hello"]
+
+    asyncio.run(main())
+
+
 def test_a_defect_of_the_cluster_surfaces_when_it_is_closed() -> None:
     def broken(exchange: Exchange) -> None:
         raise ZeroDivisionError
