@@ -159,6 +159,11 @@ class _Face:
     def _is_used(self) -> bool:
         return self._life.began and not self._life.over
 
+    def _start_failed(self, life: Life, error: BaseException) -> None:
+        """Let a start be tried again of which nothing is left; not one that somebody has closed."""
+        if life.over and self._life is life and not isinstance(error, ConsumerClosed):
+            self._life = Life(self.config, self._workers_for)
+
     def _check_unstarted(self) -> None:
         if self._life.began:
             raise ConsumerClosed(f"{self!r} cannot be started again; make a new one")
@@ -227,9 +232,10 @@ class PushConsumer(_Face):
         """Start consuming; returns when the queues that are ours were taken on.
 
         Raises:
-            ConnectError: no name server could be reached; its text names each.
+            ConnectError: no name server could be reached; its text names each. Nothing is left of a start that failed,
+                and it may be tried again.
             OffsetStoreError: the offset store cannot be opened.
-            ConsumerClosed: started before.
+            ConsumerClosed: started before, or closed.
         """
         self._check_unstarted()
         life = self._life
@@ -243,9 +249,10 @@ class PushConsumer(_Face):
                 raise RequestTimeout("starting", "the I/O thread", life.start_timeout_s) from error
             except concurrent.futures.CancelledError:
                 raise ConsumerClosed("the consumer was closed while it started") from None
-        except BaseException:
+        except BaseException as error:
             life.close(0)
             life.over.wait(CUT_SHORT_S)
+            self._start_failed(life, error)
             raise
         return self
 
@@ -393,6 +400,7 @@ class AsyncPushConsumer(_Face):
         except BaseException as error:
             life.close(0)
             await _at_least(life.over.awaited(CUT_SHORT_S))
+            self._start_failed(life, error)
             if limit.expired():
                 raise RequestTimeout("starting", "the I/O thread", life.start_timeout_s) from error
             raise
