@@ -39,6 +39,11 @@ class QueueLag:
     consumed_at: datetime | None = None
 
     @property
+    def is_above_end(self) -> bool:
+        """Whether what is committed is no place in the queue: nothing comes from there, and the lag is not known."""
+        return self.committed is not None and self.committed > self.max
+
+    @property
     def lag(self) -> int:
         """How many offsets are left to consume, of those the queue still holds."""
         return max(0, self.max - max(self.committed or 0, self.min))
@@ -63,7 +68,12 @@ class GroupLag:
     @property
     def is_complete(self) -> bool:
         """Whether the lag of everybody is known."""
-        return not self.unreached and not self.not_known
+        return not self.unreached and not self.not_known and not any(row.is_above_end for row in self.rows)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is known of where the group is."""
+        return not self.not_known or any(row.committed is not None for row in self.rows)
 
     @property
     def total(self) -> int:
@@ -134,7 +144,6 @@ async def _of_brokers(
     }
     topics = {topic} if topic else {queue.topic for queue in stats} | {*subscribed, retry_topic(group)}
     there = await for_each(topics, lambda name: _queues(cluster, name))
-    ends = await _ends(cluster, {*stats, *chain.from_iterable(there.values())})
 
     async def committed(queue: MessageQueue) -> int | None:
         if queue in stats and stats[queue].consumer_offset:
@@ -142,7 +151,9 @@ async def _of_brokers(
         # Brokers report 0 for what was never committed, too.
         return await cluster.broker(queue.broker_name).query_offset(group, queue, set_zero_if_not_found=False)
 
-    offsets = await for_each(ends, committed)
+    exist = {queue for queue in stats if there.get(queue.topic)}
+    offsets = await for_each({*exist, *chain.from_iterable(there.values())}, committed)
+    ends = await _ends(cluster, offsets)  # asked after what is committed, which moves on
     rows = [
         QueueLag(queue, offsets[queue], low, high, None, _time(stats[queue].last_timestamp) if queue in stats else None)
         for queue, (low, high) in ends.items()

@@ -338,16 +338,20 @@ class _Execution:
     async def _move_through_holders(self) -> list[ResetOutcome]:
         """Tell the members, again and again until each queue was moved by the one that holds it."""
         outcomes: list[ResetOutcome] = []
-        left, refusals, pause_s = dict(self._targets), dict[str, str](), 0.1
+        left, pause_s = dict(self._targets), 0.1
+        refusals, silent = dict[str, str](), dict[str, str]()
         while left:
             online = await self._online()
             if not online:
                 break
             body = encode_plan(PlanBody(self._topic, max(1, int(time.time() * 1000)), left))
             replies = await speak_to_all(self._cluster, self._group, online, "reset", self._id, body, self._left_s)
+            refusals, silent = {}, {}
             for client_id, reply in sorted(replies.items()):
-                if reply.kind is not Reply.OURS or reply.state == "refused":
+                if reply.kind in (Reply.FOREIGN, Reply.FORBIDDEN) or reply.state == "refused":
                     refusals[client_id] = reply.reason or reply.kind
+                elif reply.kind is not Reply.OURS:
+                    silent[client_id] = reply.reason or reply.kind
                 for queue, target in reply.report.moved.items():
                     if left.get(queue) == target:
                         del left[queue]
@@ -358,8 +362,10 @@ class _Execution:
             if left:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
-        if left and not refusals:
+        if left and not refusals and not silent:
             outcomes += await self._commit(left)  # nobody holds them, nor wants to
+        elif left and not refusals:
+            outcomes += await self._leave_for_the_next_holder(left, silent)
         else:
             why = "; ".join(f"{client_id}: {reason}" for client_id, reason in sorted(refusals.items()))
             outcomes += [
@@ -367,6 +373,22 @@ class _Execution:
                 for queue in left
             ]
         return sorted(outcomes, key=lambda outcome: outcome.subject)
+
+    async def _leave_for_the_next_holder(
+        self, targets: Mapping[MessageQueue, int], silent: Mapping[str, str]
+    ) -> list[ResetOutcome]:
+        """Have whoever pulls next begin at the targets: those who hold the queues do not answer, and may yet commit."""
+        why = "; ".join(f"{client_id}: {reason}" for client_id, reason in sorted(silent.items()))
+
+        async def leave(queue: MessageQueue) -> ResetOutcome:
+            if self._brokers[queue.broker_name].server_side:
+                await self._reset_at_broker(queue, targets[queue])
+            else:
+                await self._cluster.broker(queue.broker_name).commit_offset(self._group, queue, targets[queue])
+            text = f"committed for the group, and its holder did not confirm it ({why})"
+            return self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text))
+
+        return list((await for_each(sorted(targets), leave)).values())
 
     async def _commit(self, targets: Mapping[MessageQueue, int] | None = None) -> list[ResetOutcome]:
         """Commit the targets for a group of which nobody is online."""

@@ -30,7 +30,7 @@ _WAYS = {
     ),
     (ResetWay.MEMBER, MessageModel.BROADCASTING): "will be told to this member alone; nothing is recorded",
     (ResetWay.MEMBERS, MessageModel.CLUSTERING): "will be told to the members that hold the queues",
-    (ResetWay.BROKERS, MessageModel.CLUSTERING): "will be made by the brokers, for there are members of other clients",
+    (ResetWay.BROKERS, MessageModel.CLUSTERING): "will be made by the brokers, for not all members can be told",
     (ResetWay.COMMITS, MessageModel.CLUSTERING): "will be committed for the group, for nobody is online",
 }
 
@@ -54,7 +54,7 @@ class QueueTarget:
 class QueueMove:
     """One line of a plan: a queue, of one member in broadcasting, and what the reset means for it.
 
-    `current` is None where it is not known, or nothing was consumed yet.
+    `current` is None where it is not known, or nothing was consumed yet; so are `replayed` and `skipped` then.
     """
 
     queue: MessageQueue
@@ -63,14 +63,14 @@ class QueueMove:
     target: int
 
     @property
-    def replayed(self) -> int:
+    def replayed(self) -> int | None:
         """How many offsets come again."""
-        return 0 if self.current is None else max(0, self.current - self.target)
+        return None if self.current is None else max(0, self.current - self.target)
 
     @property
-    def skipped(self) -> int:
+    def skipped(self) -> int | None:
         """How many offsets will not be consumed."""
-        return 0 if self.current is None else max(0, self.target - self.current)
+        return None if self.current is None else max(0, self.target - self.current)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,7 @@ class ResetPlan:
     """A reset that was thought through but not done. Print it, then `execute()` it.
 
     Names of topic and group are as the user knows them; those of a namespace are put in front where they go out.
+    `unsubscribed` says that no member that is online subscribes to the topic, and to what they do.
     """
 
     group: str
@@ -130,6 +131,7 @@ class ResetPlan:
     all_queues: bool
     namespace: str | None = None
     member: str | None = None
+    unsubscribed: str = ""
     _execute: Execute | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -153,7 +155,8 @@ class ResetPlan:
     @property
     def problems(self) -> list[str]:
         """What stands in the way: brokers that cannot be asked, members that cannot be reached."""
-        found = [str(broker) for broker in self.brokers if broker.problem]
+        found = [self.unsubscribed] if self.unsubscribed else []
+        found += [str(broker) for broker in self.brokers if broker.problem]
         return found + [f"{each.client_id}: {each.how}" for each in self.members if not each.reachable]
 
     @property
@@ -184,6 +187,7 @@ class ResetPlan:
         progress: Callable[[ResetProgress], None] | None = None,
         *,
         partial: bool = False,
+        unsubscribed: bool = False,
         wait_s: float = 30.0,
     ) -> ResetResult:
         """Do it, and return when every member was verified, or given up after `wait_s` seconds.
@@ -193,12 +197,21 @@ class ResetPlan:
         again, those of other clients watched (Java takes up to 25 s), and queues looked for that nobody holds during a
         rebalance. Each member has a second at least.
 
+        A topic that no member subscribes to wants `unsubscribed`: as a rule its name is wrong, and what is committed
+        for it would stay, as a lag that nobody consumes.
+
         Raises:
+            ConfigError: no member that is online subscribes to the topic. Nothing has moved.
             RocketError: it was not begun, or stopped before anything moved; a note says so.
         """
         if self._execute is None:
             raise ConfigError("this plan was not made by an Admin; call Admin.plan_reset")
         check_range("wait_s", wait_s, 0, 120)
+        if self.unsubscribed and not unsubscribed:
+            raise ConfigError(
+                f"{self.unsubscribed}; check the topic's name. If it is meant, say so with unsubscribed "
+                "(in the shell --unsubscribed)"
+            )
         return self._execute(self, progress, partial, wait_s)
 
     def __str__(self) -> str:
@@ -209,9 +222,9 @@ class ResetPlan:
         for move in self.moves:
             target = notes[move.queue]
             note = f" (wanted {target.wanted}; it holds {target.min} to {target.max})" if target.clamped else ""
-            current = "-" if move.current is None else move.current
+            current, *amounts = ("?" if each is None else each for each in (move.current, move.replayed, move.skipped))
             who = [move.member or "(offline members)"] if self.broadcasting else []
-            rows.append([*who, queue_name(move.queue), current, f"{move.target}{note}", move.replayed, move.skipped])
+            rows.append([*who, queue_name(move.queue), current, f"{move.target}{note}", *amounts])
         lines += columns(["member", *heads] if self.broadcasting else heads, rows)
         lines += ["", "Brokers:", *(f"  {broker}" for broker in self.brokers)]
         lines += ["", "Members online:" if self.members else "Nobody of the group is online."]
@@ -228,10 +241,13 @@ class ResetPlan:
 
 
 def way_for(model: MessageModel, members: Sequence[MemberPlan]) -> ResetWay:
-    """Return how a reset goes: only our own members can be told single queues and exact offsets by every broker."""
+    """Return how a reset goes: only our own members can be told single queues and exact offsets by every broker.
+
+    Who does not answer now may be well again in a moment, and is no reason to tell the others less exactly.
+    """
     if model is MessageModel.BROADCASTING:
         return ResetWay.MEMBERS
     if not members:
         return ResetWay.COMMITS
-    ours = all(each.reply.kind is Reply.OURS for each in members)
-    return ResetWay.MEMBERS if ours else ResetWay.BROKERS
+    cannot_be_told = any(each.reply.kind in (Reply.FOREIGN, Reply.FORBIDDEN) for each in members)
+    return ResetWay.BROKERS if cannot_be_told else ResetWay.MEMBERS

@@ -30,11 +30,11 @@ from pyrocket_consumer.cluster.members import (
     speak_to_all,
 )
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.cluster.places import TOOLS_GROUP, To, check_to, first_and_last, offsets_at
+from pyrocket_consumer.cluster.places import TOOLS_GROUP, To, check_to, first_and_last, nearest_held, offsets_at
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.config import Place, check_choice, check_group, check_range, check_topic
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, PermissionDenied, RocketError
-from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, TopicRoute
+from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, MessageModel, MessageQueue, TopicRoute
 from pyrocket_consumer.wire.bodies import decode_java_properties
 from pyrocket_consumer.wire.codes import version_ordinal
 from pyrocket_consumer.wire.command import GetBrokerConfigHeader
@@ -81,9 +81,17 @@ async def plan_reset(
     if found.members:
         question = encode_status_question(wire_topic)
         replies = await speak_to_all(cluster, wire_group, found.members, "status", str(uuid4()), question, wait_s)
-        decided = decided or found.model or _reported_model(replies)
+        online = found.model or _reported_model(replies)
+        if online is not None and decided not in (None, online):
+            raise ConfigError(
+                f"group {group!r} is {online}, as its {len(found.members)} members that are online say, not {decided}; "
+                "leave the model out"
+            )
+        decided = decided or online
     else:
         await check_group_exists(cluster, group)
+        if decided is MessageModel.CLUSTERING:
+            await _check_not_recorded(cluster, wire_group, group, wire_topic, usable)
     if decided is None:
         decided = await _recalled_model(cluster, wire_group, group, chosen, brokers)
     if member is not None:
@@ -118,7 +126,37 @@ async def plan_reset(
         all_queues,
         namespace,
         member,
+        _unsubscribed(found, wire_topic, group, namespace),
     )
+
+
+def _unsubscribed(found: GroupMembers, wire_topic: str, group: str, namespace: str | None) -> str:
+    """Return that nobody who is online subscribes to the topic; empty if somebody does, or it is not known."""
+    if not found.topics or wire_topic in found.topics:
+        return ""
+    topics = sorted(unwrap(namespace, name) for name in found.topics if not name.startswith(RETRY_PREFIX))
+    return (
+        f"no member of {group} that is online subscribes to {unwrap(namespace, wire_topic)} "
+        f"(they subscribe to {', '.join(topics) or 'nothing'})"
+    )
+
+
+async def _check_not_recorded(
+    cluster: Cluster, wire_group: str, group: str, wire_topic: str, brokers: Iterable[str]
+) -> None:
+    """Raise ConfigError if a reset is recorded for members that are away: they would follow it, and no commit."""
+    for broker_name in brokers:
+        try:
+            recorded = await ResetRecord(cluster, wire_group, wire_topic, broker_name).head()
+        except PermissionDenied:
+            continue
+        if recorded:
+            topic = unwrap(cluster.config.namespace, wire_topic)
+            raise ConfigError(
+                f"group {group!r} is broadcasting: a reset of {topic} is recorded at {broker_name} for its members; "
+                "say model='broadcasting' (in the shell --model broadcasting). If it is a clustering group by now, "
+                "remove what is recorded first, with forget_reset (pyrocket offsets forget-reset)"
+            )
 
 
 def _alone(found: GroupMembers, client_id: str, model: MessageModel) -> GroupMembers:
@@ -220,7 +258,8 @@ async def _recalled_model(
             continue
     raise ConfigError(
         f"nobody of group {group!r} is online, and nothing that it has committed for {topic} is found, so it cannot "
-        "be told whether it is a clustering or a broadcasting group; say so with model='clustering' or 'broadcasting'"
+        "be told whether it is a clustering or a broadcasting group; say so with model='clustering' or 'broadcasting' "
+        "(in the shell --model)"
     )
 
 
@@ -234,7 +273,7 @@ async def _targets(
     else:
         wanted = await offsets_at(cluster, to, queues, groups=(TOOLS_GROUP, wire_group))
     return [
-        QueueTarget(queue, wanted[queue], min(max(wanted[queue], low), max(low, high)), low, high)
+        QueueTarget(queue, wanted[queue], nearest_held(wanted[queue], low, high), low, high)
         for queue, (low, high) in ends.items()
     ]
 
@@ -270,8 +309,8 @@ def _reach(
     if reply.kind is Reply.FORBIDDEN:
         text = "this account may not speak to members (RocketMQ wants Get on the group)"
         return False, f"{text}; it will follow the record within a minute, unconfirmed" if broadcasting else text
-    recorded = "; if it is one of ours, it will follow the record when it is well again" if broadcasting else ""
-    return False, f"{reply.reason or reply.kind}{recorded}"
+    follows = "it will follow the record" if broadcasting else "it will be told again, and may move its queues"
+    return False, f"{reply.reason or reply.kind}; if it is one of ours, {follows} when it is well again"
 
 
 def _reach_foreign_broadcasting(
@@ -298,7 +337,7 @@ def _check_brokers_can(
         return
     cannot = [broker.name for broker in brokers if broker.server_side is not True and not broker.problem]
     if cannot:
-        foreign = next(each.client_id for each in members if each.reply.kind is not Reply.OURS)
+        foreign = next(each.client_id for each in members if each.reply.kind in (Reply.FOREIGN, Reply.FORBIDDEN))
         raise ConfigError(
             f"{', '.join(cannot)} can reset only all queues of a topic at once, and member {foreign} cannot be told "
             "single ones; name all queues"

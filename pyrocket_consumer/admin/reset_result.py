@@ -66,14 +66,19 @@ class ResetResult:
         return not self.raced and all(outcome.state.is_done for outcome in self.outcomes)
 
     @property
+    def heading(self) -> str:
+        """What has become of it, in a line."""
+        done = "verified" if self.outcomes else "recorded; nobody is online to verify it"
+        return f"Reset {self.id}: {done if self.verified else 'NOT verified'}"
+
+    @property
     def unmoved(self) -> list[ResetOutcome]:
         """Return who has not moved, or did not confirm it."""
         return [outcome for outcome in self.outcomes if not outcome.state.is_done]
 
     def __str__(self) -> str:
         rows = [[outcome.subject, outcome.state, outcome.text] for outcome in self.outcomes]
-        lines = [f"Reset {self.id}: {'verified' if self.verified else 'NOT verified'}"]
-        lines += columns(["who", "state", ""], rows) if rows else ["  nobody is online"]
+        lines = [self.heading, *(columns(["who", "state", ""], rows) if rows else [])]
         lines += [f"  {name}: {text}" for name, text in sorted(self.brokers.items())]
         if self.raced:
             names = ", ".join(map(queue_name, self.raced))

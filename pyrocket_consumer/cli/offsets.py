@@ -105,6 +105,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     reset.add_argument("--execute", action="store_true", help="do it; without this it is only planned")
     reset.add_argument("--partial", action="store_true", help="leave brokers out that cannot be asked")
     reset.add_argument(
+        "--unsubscribed", action="store_true", help="though no member that is online subscribes to the topic"
+    )
+    reset.add_argument(
         "--wait", type=seconds, default=30.0, metavar="SECONDS", help="how long to wait for members in all (30)"
     )
 
@@ -194,6 +197,13 @@ def _tell_unreached(found: GroupLag) -> int:
         print(f"  {client_id} did not tell: {reason}", file=sys.stderr)
     if found.not_known:
         print(f"  not known: {found.not_known}", file=sys.stderr)
+    for row in found.rows:
+        if row.is_above_end:
+            print(
+                f"  {row.queue} is committed at {row.committed}, above its end {row.max}: nothing of it comes until "
+                "a member that stays online corrects it, or a reset does",
+                file=sys.stderr,
+            )
     return 0
 
 
@@ -210,7 +220,7 @@ def _lag_as_json(found: GroupLag) -> dict[str, Any]:
         "group": found.group,
         "model": found.model,
         "members": list(found.members),
-        "lag": found.total,
+        "lag": found.total if found.is_known else None,
         "unreached": dict(found.unreached),
         "not_known": found.not_known or None,
         "queues": [
@@ -222,7 +232,7 @@ def _lag_as_json(found: GroupLag) -> dict[str, Any]:
                 "min": row.min,
                 "committed": row.committed,
                 "max": row.max,
-                "lag": row.lag,
+                "lag": None if row.is_above_end else row.lag,
                 "consumed_at": row.consumed_at.isoformat() if row.consumed_at else None,
             }
             for row in found.rows
@@ -253,7 +263,10 @@ def run_reset(options: argparse.Namespace) -> int:
                 print("\nNothing was changed. Add --execute to do it.")
             return 0
         left_s = max(0.0, options.wait - (time.monotonic() - began))
-        result = plan.execute(None if as_json else _print_step, partial=options.partial, wait_s=left_s)
+        result = plan.execute(
+            None if as_json else _print_step,
+            partial=options.partial, unsubscribed=options.unsubscribed, wait_s=left_s,
+        )  # fmt: skip
     if as_json:
         _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": _result_as_json(result)})
     else:
@@ -287,6 +300,9 @@ def _print_undo(plan: ResetPlan, commands: Sequence[str]) -> None:
             print(f"  {command}")
     for member in sorted({move.member for move in plan.moves if move.member and move.current is None}):
         print(f"  where {member} is, is not known, at least of some queues: no command can bring it back there")
+    nowhere = sorted(_name(move.queue) for move in plan.moves if move.current is None)
+    if nowhere and not plan.broadcasting:
+        print(f"  nothing is committed yet in {', '.join(nowhere)}: no command takes away again what a reset commits")
 
 
 def _where(options: argparse.Namespace) -> tuple[Any, list[MessageQueue] | None]:
@@ -310,11 +326,13 @@ def _print_plan(plan: ResetPlan) -> None:
     for move in plan.moves:
         target = clamped.get(move.queue)
         note = f"wanted {target.wanted}; the queue holds {target.min} to {target.max}" if target else ""
-        current = "-" if move.current is None else move.current
+        current, *amounts = ("?" if each is None else each for each in (move.current, move.replayed, move.skipped))
         who = [move.member or "(offline)"] if broadcasting else []
-        rows.append([*who, _name(move.queue), current, move.target, move.replayed, move.skipped, note])
+        rows.append([*who, _name(move.queue), current, move.target, *amounts, note])
     print_table(f"Reset of {plan.subject} in topic {plan.topic}: {plan.way_text}", heads, rows)
     print()
+    if plan.unsubscribed:
+        print(f"  {plan.unsubscribed}")
     for broker in plan.brokers:
         print(f"  {broker}")
     for each in plan.members:
@@ -332,7 +350,10 @@ def _print_step(step: ResetProgress) -> None:
 def _print_result(result: ResetResult) -> None:
     rows = [[outcome.subject, outcome.state, outcome.text] for outcome in result.outcomes]
     print()
-    print_table(f"Reset {result.id}: {'verified' if result.verified else 'NOT verified'}", ["who", "state", ""], rows)
+    if rows:
+        print_table(result.heading, ["who", "state", ""], rows)
+    else:
+        print(result.heading)
     for name, text in sorted(result.brokers.items()):
         print(f"  {name}: {text}")
     if result.raced:
@@ -347,6 +368,7 @@ def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
         "model": plan.model,
         "way": plan.way,
         "problems": plan.problems,
+        "unsubscribed": plan.unsubscribed or None,
         "targets": [
             {
                 **_queue_as_json(each.queue), "wanted": each.wanted, "target": each.target,

@@ -92,6 +92,11 @@ async def first_and_last(cluster: Cluster, queues: Collection[MessageQueue]) -> 
     return {queue: (first[queue], last[queue]) for queue in queues}
 
 
+def nearest_held(offset: int, first: int, last: int) -> int:
+    """Return the offset nearest to `offset` at which a queue that holds `first` to `last` can be read."""
+    return min(max(offset, first), max(first, last))
+
+
 async def _asked(
     cluster: Cluster, queues: Iterable[MessageQueue], ask: _Ask, what: str
 ) -> dict[MessageQueue, int]:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.places import To, check_to, offsets_at
+from pyrocket_consumer.cluster.places import To, check_to, first_and_last, nearest_held, offsets_at
 from pyrocket_consumer.config import ConsumerConfig, ConsumerOptions, NameServers, check_range, check_topic
 from pyrocket_consumer.consumer.assignments import QueueProgress
 from pyrocket_consumer.consumer.consume import AsyncWorkers, Outcome, ThreadWorkers, Workers
@@ -314,7 +314,7 @@ class PushConsumer(_Face):
         `"first"` and `"last"` mean the same two; a time is an aware datetime, or its text.
 
         Only queues this member holds move (of them, only `queues` when given). Returns the new offsets, when durable.
-        An offset its broker has no message for is followed by the broker's correction, with its event.
+        An offset outside of what the queue holds becomes the nearest one it does hold, and is returned.
 
         Raises:
             ConfigError: `to` is none of these, or a queue named is not held by this member. Nothing has moved.
@@ -547,7 +547,8 @@ async def _reset(
         raise ConfigError(f"{shown} is not held by this member; it holds {', '.join(map(str, sorted(held)))}")
     chosen = held if queues is None else set(queues)
     if isinstance(where, dict):
-        targets = {queue: offset for queue, offset in where.items() if queue in chosen}
+        ends = await first_and_last(member.group.cluster, chosen & where.keys())
+        targets = {queue: nearest_held(where[queue], *its_ends) for queue, its_ends in ends.items()}
     else:
         targets = await offsets_at(member.group.cluster, where, chosen, groups=(member.group.name,))
     return await member.reset(topic, targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pyrocket_consumer.admin import Admin
@@ -111,3 +113,22 @@ def test_of_broadcasting_members_that_are_offline_the_last_reset_is_known(embedd
     assert (exit_code(0), admin.lag("G").total) == ((0, ""), 0)
     fill(embedded, "T", 2, start=10)
     assert exit_code(0)[0] == 3
+
+
+def test_what_is_committed_above_the_end_is_told_and_not_known(embedded, admin, exit_code):
+    embedded.broker("broker-a").create_group("G")
+    embedded.broker("broker-a").commit("G", "T", {0: 999, 1: 5})
+    found = admin.offsets("G", "T")
+    assert [(row.committed, row.max, row.is_above_end) for row in found.rows] == [(999, 5, True), (5, 5, False)]
+    assert not found.is_complete
+    code, told = exit_code(1_000_000)
+    assert (code, "T/broker-a/0 is committed at 999, above its end 5" in told) == (3, True)
+    assert reset(admin, "G", "T", "latest").verified
+    assert exit_code(0) == (0, "")
+
+
+def test_json_has_no_number_for_what_is_not_known(embedded, capsys):
+    embedded.broker("broker-a").create_group("G")
+    assert main(["offsets", "lag", "G", "-o", "json", "-n", embedded.name_server]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["lag"], "nobody of G is online" in shown["not_known"]) == (None, True)

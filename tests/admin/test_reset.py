@@ -378,6 +378,91 @@ def test_members_of_a_clustering_group_have_no_offsets_of_their_own(embedded, ad
             admin.plan_reset("G", "T", "earliest", member=consumer.client_id)
 
 
+# --- clustering members that do not answer, and groups that are not what they are taken for
+
+
+@pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
+@pytest.mark.parametrize("all_queues", [True, False], ids=["all-queues", "one-of-each"])
+def test_who_answers_is_moved_and_verified_though_another_member_is_frozen(version, all_queues):
+    with (
+        EmbeddedCluster(version=version, relay_timeout_s=0.5) as cluster,
+        Admin(name_server=cluster.name_server) as admin,
+    ):
+        cluster.create_topic("T", queues=4)
+        fill(cluster, "T", 40)
+        with consuming(cluster, "T", "G", instance_name="ours") as (consumer, seen):
+            wait_until_seen(seen, 1, 40)
+            until(lambda: cluster.committed("G", "T") == dict.fromkeys(range(4), 10), "committed")
+            with ForeignMember(
+                cluster, "G", "T", {}, model="CLUSTERING", client_id="zzz@frozen", language="PYTHON", silent=True
+            ):
+                until(lambda: len([each for each in consumer.progress() if each.topic == "T"]) == 2, "shared")
+                held = {each.queue_id for each in consumer.progress() if each.topic == "T"}
+                frozen = set(range(4)) - held
+                chosen = range(4) if all_queues else (min(held), min(frozen))
+                plan = admin.plan_reset("G", "T", {queue("T", number): 7 for number in chosen})
+                assert "told to the members that hold the queues" in str(plan)
+                assert "other client" not in str(plan)
+                assert "zzz@frozen: it did not answer" in plan.problems[0]
+                result = plan.execute(wait_s=2)
+                states = {outcome.subject: outcome.state for outcome in result.outcomes}
+                assert states == {
+                    f"broker-a/{number}": ResetState.MOVED if number in held else ResetState.UNCONFIRMED
+                    for number in chosen
+                }
+                assert "zzz@frozen: it did not answer" in result.unmoved[0].text
+            seen.wait(lambda seen: len(seen.messages) == 40 + 3 * len(chosen))  # it is gone: its queues are ours
+            assert {place[1] for place, times in seen.places.items() if times > 1} == {7, 8, 9}
+
+
+def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin, stores):
+    with consuming(embedded, "T", "G"):
+        with pytest.raises(ConfigError, match="'G' is clustering, as its 1 members that are online say"):
+            admin.plan_reset("G", "T", "earliest", model="broadcasting")
+        assert admin.plan_reset("G", "T", "earliest", model="clustering").model == "clustering"
+    assert embedded.committed("G", RETRY).keys() <= {0}, "nothing is recorded"
+
+
+def test_no_commit_for_members_that_are_away_and_follow_a_record(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+    until(lambda: embedded.members("G") == [], "it has left")
+    recorded = reset(admin, "G", "T", "earliest", model="broadcasting")
+    assert "recorded; nobody is online to verify it" in str(recorded)
+    with pytest.raises(ConfigError, match="'G' is broadcasting: a reset of T is recorded at broker-a"):
+        admin.plan_reset("G", "T", "latest", model="clustering")
+    assert embedded.committed("G", "T") == {}
+    admin.forget_reset("G", "T")
+    assert reset(admin, "G", "T", "latest", model="clustering").verified
+
+
+def test_what_is_not_known_is_not_shown_as_nothing(embedded, admin, stores):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+    until(lambda: embedded.members("G") == [], "it has left")
+    plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
+    assert {(move.current, move.replayed, move.skipped) for move in plan.moves} == {(None, None, None)}
+    assert [line.split()[-4:] for line in str(plan).splitlines() if "broker-a/" in line] == [["?", "0", "?", "?"]] * 2
+
+
+@pytest.mark.parametrize("model", ["broadcasting", "clustering"])
+def test_a_topic_that_no_member_subscribes_to_is_reset_only_on_an_explicit_word(embedded, admin, stores, model):
+    embedded.create_topic("U", queues=2)
+    fill(embedded, "U", 10)
+    with consuming(embedded, "T", "G", **{**stores, "message_model": model}):
+        plan = admin.plan_reset("G", "U", "latest")
+        assert plan.unsubscribed == "no member of G that is online subscribes to U (they subscribe to T)"
+        assert plan.unsubscribed in plan.problems
+        with pytest.raises(ConfigError, match=r"subscribes to U .* check the topic's name.*--unsubscribed"):
+            plan.execute()
+        assert (embedded.committed("G", "U"), embedded.committed("G", RETRY).keys() <= {0}) == ({}, True)
+        result = plan.execute(unsubscribed=True, wait_s=1)
+        assert result.outcomes
+        assert embedded.committed("G", "U") == ({0: 5, 1: 5} if model == "clustering" else {})
+
+
 # --- members of other clients
 
 

@@ -9,7 +9,7 @@ import pytest
 from pyrocket_consumer import ConfigError, MessageQueue, RocketError
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consuming import Events, consuming, numbered, until
+from tests.consuming import Events, consuming, numbered
 
 HELD = MessageQueue("orders", "broker-a", 0)
 STRANGER = MessageQueue("orders", "broker-b", 7)
@@ -80,13 +80,16 @@ def test_a_broker_that_does_not_say_where_it_is_is_named(cluster, names):
         assert consumer.progress()[HELD].next_to_pull == 5
 
 
-def test_an_offset_behind_the_last_message_is_corrected_and_said(cluster, names):
+def test_an_offset_outside_of_what_the_queue_holds_becomes_the_nearest_one(cluster, names):
     events, group = Events(), names.group()
+    cluster.broker("broker-a").delete_before("orders", 0, 2)
     with consuming(cluster, "orders", group, on_event=events) as (consumer, seen):
-        seen.wait_for(5)
-        assert consumer.reset_offsets("orders", {HELD: 1_000_000}) == {HELD: 1_000_000}
-        corrected = events.wait_for("offset-corrected")
-        assert corrected.queue == HELD
-        until(lambda: cluster.committed(group, "orders") == {0: 5}, "the correction is committed")
+        seen.wait_for(3)
+        assert consumer.reset_offsets("orders", {HELD: 1_000_000}) == {HELD: 5}
+        assert cluster.committed(group, "orders") == {0: 5}
         cluster.send("orders", b"next")
-        seen.wait_for(6)
+        seen.wait_for(4)
+        assert consumer.reset_offsets("orders", {HELD: 0}) == {HELD: 2}
+        seen.wait(lambda seen: len(seen.messages) == 8)
+    assert [event.facts["to"] for event in events.of("offset-reset")] == [5, 2]
+    assert events.of("offset-corrected") == []
