@@ -13,6 +13,9 @@ from pyrocket_consumer.model import EventKind, MessageQueue
 COMMIT_EVERYTHING_S = 60.0
 """How often offsets are committed that have not changed."""
 
+SILENT_S = 10.0
+"""How long storing may take before it is told: brokers have a deadline, a disk or a store of the user's may hang."""
+
 
 class CommitTimer:
     """Persists what was consumed of the queues held, every `commit_interval_s`. Confined to the I/O thread."""
@@ -27,7 +30,7 @@ class CommitTimer:
         """Persist until cancelled."""
         group = self._group
         everything_at = group.loop.time() + COMMIT_EVERYTHING_S
-        rounds: dict[str, asyncio.Task[None]] = {}
+        rounds: dict[str, tuple[asyncio.Task[None], float]] = {}  # what is under way at each place, and since when
         while True:
             await asyncio.sleep(group.config.commit_interval_s)
             if group.loop.time() >= everything_at:
@@ -35,8 +38,12 @@ class CommitTimer:
                 self._commits.doubt()
                 everything_at = group.loop.time() + COMMIT_EVERYTHING_S
             for place, queues in self._commits.places(self._assignments.all()).items():
-                if place not in rounds or rounds[place].done():  # a broker that is slow to answer delays no other
-                    rounds[place] = group.tasks.begin(self._persist(queues), f"committing to {place or 'the store'}")
+                name, now = place or "the store", group.loop.time()
+                if place not in rounds or rounds[place][0].done():  # a broker that is slow to answer delays no other
+                    rounds[place] = group.tasks.begin(self._persist(queues), f"committing to {name}"), now
+                elif queues and (silent_s := now - rounds[place][1]) >= SILENT_S:
+                    text = f"{name} has not stored offsets for {silent_s:.0f} s; the messages since then come again"
+                    group.trouble(EventKind.COMMIT_FAILED, f"{text} should this process end now", queues[0])
             await group.tasks.finish(self._resets.persist(), "storing resets")
 
     async def _persist(self, queues: list[MessageQueue]) -> None:
