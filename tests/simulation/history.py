@@ -23,6 +23,9 @@ from pyrocket_consumer.wire.command import (
 
 Place = tuple[MessageQueue, int]
 
+GRACE_S = 1.0
+"""How long a queue that moves waits for its listener calls."""
+
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
@@ -237,9 +240,11 @@ class History:
                             f"t={each.begun:.3f} {each.body!r} at {each.place[1]} of {queue} came again at "
                             f"{each.member}, {late_s:.1f} s after its last holder was through with it"
                         )
-                through, at = {}, 0.0
+                through, at, last_begun = {}, 0.0, period[-1].begun
                 for each in sorted(period, key=lambda each: each.place[1]):
-                    at = through[each.place[1]] = max(at, each.at)
+                    # what ended after the last call began, and took long, may have ended when its queue was gone
+                    is_cut = each.at > last_begun and each.at - each.begun > GRACE_S
+                    at = through[each.place[1]] = max(at, float("inf") if is_cut else each.at)
 
     def _begun(self) -> list[tuple[float, str, MessageQueue]]:
         """Return when members, by connection, have asked where to begin a queue."""

@@ -89,8 +89,8 @@ PLANS = {
         options=DEFAULTS, faults=("join", "restart"), fault_every_s=6.0, failing=0.0, slow=0.02, rate=20.0,
     ),
     "failures": Plan(
-        options=DEFAULTS, faults=(), rate=2.0, bursts=(40, 80, 160), failing=0.03, slow=0.005, slowest_s=40.0,
-        quickest_s=0.0,
+        options=DEFAULTS, members=1, faults=(), rate=2.0, bursts=(40, 80, 160), failing=0.03, slow=0.005,
+        slowest_s=40.0, quickest_s=0.0,
     ),
     "failed-members": Plan(options=DEFAULTS, members=3, faults=("fail", "join", "restart"), fault_every_s=15.0),
     "many-queues": Plan(
