@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -10,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.consume import Workers
@@ -104,8 +106,8 @@ class Assignments:
         self._locks = locks
         self._counts = counts
         self._held: dict[MessageQueue, Assignment] = {}
-        self._epochs: dict[MessageQueue, int] = {}
-        self._changing: dict[MessageQueue, asyncio.Lock] = {}
+        self._epochs = itertools.count(1)
+        self._changing: WeakValueDictionary[MessageQueue, asyncio.Lock] = WeakValueDictionary()
         self._leaving: set[MessageQueue] = set()
         self._first_starts: dict[MessageQueue, tuple[int, str]] = {}  # found out, and not known to be stored yet
         self._budgets: dict[str, Budget] = {}  # by topic, or one for all
@@ -270,14 +272,13 @@ class Assignments:
 
     def _open(self, queue: MessageQueue, offset: int, origin: str, locked_until: float | None = None) -> Assignment:
         config = self._group.config
-        epoch = self._epochs[queue] = self._epochs.get(queue, 0) + 1
         limits = Limits(
             config.for_topic("max_cached_messages", queue.topic),
             MAX_OFFSET if config.orderly else config.max_span,
         )
         window = ProcessQueue(
             queue,
-            epoch,
+            next(self._epochs),
             limits,
             self._commits.update,
             self.wake,
