@@ -1,0 +1,351 @@
+"""Every public call in any order, from outside and from inside listeners, cancelled at any moment, at brokers that err.
+
+What must hold afterwards: what was sent to queues that were held is consumed, no commit passes over anything, all is
+committed to the end, a close ends within its time, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from pyrocket_consumer import AsyncPushConsumer, ConsumerState, Message, MessageQueue, PushConsumer, RocketError
+from pyrocket_consumer.testing import (
+    EmbeddedCluster,
+    answer,
+    close_connection,
+    delay,
+    delay_request,
+    drop_answer,
+    duplicate,
+    handle_and_close,
+)
+from pyrocket_consumer.wire.codes import ResponseCode
+from tests.consuming import WAIT_S, until
+from tests.simulation.history import Consumed, History
+from tests.trials import trials
+
+TOPIC, GROUP, QUEUES = "orders", "app", 3
+
+CLOSE_TAKES_S = 10.0
+"""How much longer than its time-out a close may take, as its documentation says, and for a machine that is busy."""
+
+CALLS = ("pause", "resume", "progress", "subscribe", "unsubscribe", "earliest", "latest", "back", "back", "join")
+
+INSIDE = ("pause", "resume", "progress", "earliest", "close", "fail", "exit", "cancel", "linger")
+
+FAULTS = {
+    "late": delay(0.05),
+    "held": delay_request(0.05),
+    "twice": duplicate,
+    "busy": answer(ResponseCode.SYSTEM_BUSY, "not now"),
+    "error": answer(ResponseCode.SYSTEM_ERROR, "not now"),
+    "cut": close_connection,
+    "done and cut": handle_and_close,
+    "unanswered": drop_answer,
+}
+
+moments = st.sampled_from([0.0, 0.0005, 0.001, 0.002, 0.004, 0.01, 0.03, 0.1, 0.6, 1.5])
+"""When a caller stops waiting, in seconds."""
+
+
+class Loop:
+    """An asyncio program's loop, on a thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Any], cancelled_after_s: float | None = None) -> Any:
+        return asyncio.run_coroutine_threadsafe(self._run(work, cancelled_after_s), self.loop).result(120)
+
+    async def _run(self, work: Coroutine[Any, Any, Any], cancelled_after_s: float | None) -> Any:
+        task = asyncio.ensure_future(work)
+        if cancelled_after_s is not None:
+            await asyncio.wait([task], timeout=cancelled_after_s)
+            task.cancel()
+            await asyncio.wait([task])
+            if task.cancelled():
+                return None
+        return await task
+
+    def end(self) -> list[str]:
+        """End it; returns the tasks that are left."""
+
+        async def left() -> list[str]:
+            await asyncio.sleep(0)
+            return [repr(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+        try:
+            return asyncio.run_coroutine_threadsafe(left(), self.loop).result(WAIT_S)
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(WAIT_S)
+            self.loop.close()
+
+
+class Program:
+    """A program with one consumer, blocking or of asyncio."""
+
+    def __init__(self, name: str, world: AnyOrder, loop: Loop | None) -> None:
+        self.name, self.world, self.loop = name, world, loop
+        options = {"name_server": world.cluster.name_server, **world.options}
+        make = PushConsumer if loop is None else AsyncPushConsumer
+        self.consumer: Any = make(GROUP, **options)
+        if loop is None:
+            self.consumer.subscribe(TOPIC, self.handle)
+        else:
+            self.call(self.consumer.subscribe, TOPIC, self.handle_async)
+        self.closed = False
+
+    def call(self, call: Callable[..., Any], *arguments: Any, cancelled_after_s: float | None = None) -> Any:
+        """Call something, and stop waiting for it; what is no RocketError is a defect."""
+        try:
+            if self.loop is None:
+                return call(*arguments)
+            return self.loop.run(call(*arguments), cancelled_after_s)
+        except RocketError:
+            return None
+
+    @property
+    def is_running(self) -> bool:
+        return not self.closed and self.consumer.state is ConsumerState.RUNNING
+
+    def does(self, what: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return a call of the consumer by a short name, and its arguments."""
+        consumer = self.consumer
+        if what in ("earliest", "latest"):
+            return consumer.reset_offsets, (TOPIC, what)
+        if what == "back":
+            return consumer.reset_offsets, (TOPIC, {MessageQueue(TOPIC, "broker-a", 0): 0})
+        if what == "subscribe":
+            return consumer.subscribe, (TOPIC, self.handle if self.loop is None else self.handle_async)
+        return getattr(consumer, what), {"unsubscribe": (TOPIC,), "join": (0.01,)}.get(what, ())
+
+    def close(self, timeout_s: float | None, cancelled_after_s: float | None = None) -> None:
+        self.closed = True
+        began = time.monotonic()
+        self.call(self.consumer.close, timeout_s, cancelled_after_s=cancelled_after_s)
+        took_s, allowed_s = time.monotonic() - began, (20.0 if timeout_s is None else timeout_s) + CLOSE_TAKES_S
+        assert took_s < allowed_s + 5.0, f"close({timeout_s}) took {took_s:.1f} s"
+
+    # --- the listeners
+
+    def handle(self, message: Message) -> None:
+        begun, what = time.monotonic(), self.world.next_inside()
+        if what == "linger":
+            time.sleep(0.1)
+        elif what == "exit":
+            raise SystemExit(3)
+        elif what in ("fail", "cancel"):
+            raise ValueError("on purpose")
+        elif what is not None:
+            self.closed = self.closed or what == "close"
+            call, arguments = self.does(what)
+            call(*arguments)
+        self.world.consumed(self.name, message, begun)
+
+    async def handle_async(self, message: Message) -> None:
+        begun, what = time.monotonic(), self.world.next_inside()
+        if what == "linger":
+            await asyncio.sleep(0.1)
+        elif what == "exit":
+            raise SystemExit(3)
+        elif what == "fail":
+            raise ValueError("on purpose")
+        elif what == "cancel":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+        elif what is not None:
+            self.closed = self.closed or what == "close"
+            call, arguments = self.does(what)
+            await call(*arguments)
+        self.world.consumed(self.name, message, begun)
+
+
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("pyrocket-")]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A world with one group, whose members do as they like."""
+
+    @initialize(
+        consume_from=st.sampled_from(["last", "last", "first"]),
+        orderly=st.booleans(),
+        broker_takes_s=st.sampled_from([0, 0.02]),
+        members=st.lists(st.booleans(), min_size=1, max_size=2),
+    )
+    def begin(self, consume_from: str, orderly: bool, broker_takes_s: float, members: list[bool]) -> None:
+        gc.collect()
+        self.before = open_files(), threading.active_count()
+        self.options = {"consume_from": consume_from, "orderly": orderly}
+        self.cluster = EmbeddedCluster(delay_scale=0.01, long_poll_tick_s=0.1)
+        self.cluster.start()
+        self.cluster.create_topic(TOPIC, queues=QUEUES)
+        self.history = History(self.cluster, GROUP, TOPIC)
+        self.programs: list[Program] = []
+        self.loop = Loop()
+        self.inside: deque[str] = deque()
+        self.sent = 0
+        self.owed_from: int | None = 0 if consume_from == "first" else None
+        self.passes_over = False  # somebody asked for "latest"
+        if broker_takes_s:
+            self.cluster.brokers[0].on(None, delay(broker_takes_s), times=None)
+        for is_async in members:
+            self.start(is_async=is_async)
+
+    def next_inside(self) -> str | None:
+        try:
+            return self.inside.popleft()
+        except IndexError:
+            return None
+
+    def consumed(self, who: str, message: Message, begun: float) -> None:
+        place = (message.queue, message.queue_offset)
+        self.history.consumed.append(Consumed(time.monotonic(), begun, who, message.body, place, True))
+
+    def running(self) -> list[Program]:
+        return [program for program in self.programs if program.is_running]
+
+    # --- what happens
+
+    @rule(is_async=st.booleans(), cancelled_after_s=st.none() | moments)
+    @precondition(lambda self: len(self.programs) < 5)
+    def start(self, is_async: bool, cancelled_after_s: float | None = None) -> None:
+        program = Program(str(len(self.programs)), self, self.loop if is_async else None)
+        self.programs.append(program)
+        program.call(program.consumer.start, cancelled_after_s=cancelled_after_s)
+        progress = program.call(*program.does("progress")[:1]) if program.is_running else None
+        if self.owed_from is None and len([queue for queue in progress or () if queue.topic == TOPIC]) == QUEUES:
+            self.owed_from = self.sent
+
+    @rule(count=st.integers(1, 60))
+    def send(self, count: int) -> None:
+        first = self.sent
+        self.sent += count
+        self.cluster.send(TOPIC, lambda number: b"%d" % (first + number), count=count)
+
+    @rule(which=st.integers(0, 4), what=st.sampled_from(CALLS), cancelled_after_s=st.none() | moments)
+    def call(self, which: int, what: str, cancelled_after_s: float | None) -> None:
+        if program := self._chosen(which):
+            call, arguments = program.does(what)
+            if what == "latest":
+                self.passes_over = True
+            program.call(call, *arguments, cancelled_after_s=cancelled_after_s)
+            if what == "latest" and self.owed_from is not None:
+                time.sleep(0 if cancelled_after_s is None else 0.1)  # it may be done a moment later
+                self.owed_from = self.sent
+
+    def _chosen(self, which: int) -> Program | None:
+        able = self.running() or self.programs
+        return able[which % len(able)] if able else None
+
+    @rule(what=st.lists(st.sampled_from(INSIDE), min_size=1, max_size=4))
+    def from_inside(self, what: list[str]) -> None:
+        """The listeners of the next messages do these."""
+        self.inside.extend(what)
+
+    @rule(fault=st.sampled_from(sorted(FAULTS)), times=st.integers(1, 4), of_name_server=st.booleans())
+    def err(self, fault: str, times: int, of_name_server: bool) -> None:
+        """The next requests of a node meet a fault."""
+        node = self.cluster.name_server_node if of_name_server else self.cluster.brokers[0]
+        node.clear_faults()
+        node.on(None, FAULTS[fault], times)
+
+    @rule(which=st.integers(0, 4), timeout_s=st.sampled_from([None, 0, 0.2]), cancelled_after_s=st.none() | moments)
+    def close(self, which: int, timeout_s: float | None, cancelled_after_s: float | None) -> None:
+        if program := self._chosen(which):
+            program.close(timeout_s, cancelled_after_s)
+
+    # --- what must hold
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cluster"):
+            return
+        try:
+            self._drain()
+            for program in self.programs:
+                program.close(None)
+            self._look()
+        finally:
+            left = self._end()
+        assert left == []
+        now = open_files(), threading.active_count()
+        assert all(after <= before for after, before in zip(now, self.before, strict=True)), (now, self.before)
+
+    def _drain(self) -> None:
+        """In peace, whoever runs consumes everything; if nobody does, a member that comes."""
+        self.inside.clear()
+        for node in (*self.cluster.nodes, self.cluster.name_server_node):
+            node.clear_faults()
+        for program in self.programs:
+            assert program.consumer.state is not ConsumerState.FAILED, program.name
+        for program in self.running():
+            program.call(program.does("subscribe")[0], *program.does("subscribe")[1])
+            program.call(program.consumer.resume)
+        if not self.running():
+            last = Program("last", self, None)
+            self.programs.append(last)
+            last.consumer.start()
+        owed = {b"%d" % number for number in range(self.sent if self.owed_from is None else self.owed_from, self.sent)}
+        until(lambda: owed <= {each.body for each in list(self.history.consumed)}, "all messages are consumed", 60)
+        until(lambda: self._edges() == self._ends(), "every queue is consumed to its end", 60)
+
+    def _ends(self) -> dict[int, int]:
+        return {number: self.cluster.brokers[0].max_offset(TOPIC, number) for number in range(QUEUES)}
+
+    def _edges(self) -> dict[int, int]:
+        """Return how far those who hold the queues have come."""
+        held = [each for program in self.running() for each in (program.call(program.consumer.progress) or {}).items()]
+        return {queue.queue_id: progress.committed for queue, progress in held if queue.topic == TOPIC}
+
+    def _look(self) -> None:
+        if not self.passes_over:
+            self.history.check_nothing_is_passed_over()
+        self.history.check_nobody_is_left()
+        ends, committed = self._ends(), self.cluster.committed(GROUP, TOPIC)
+        assert all(committed.get(number, 0) == end for number, end in ends.items()), (committed, ends)
+
+    def _end(self) -> list[str]:
+        """End what tests use themselves; returns what consumers have left."""
+        for program in self.programs:
+            program.call(program.consumer.close, 0)
+        left = self.loop.end()
+        try:
+            until(lambda: not ours(), "threads end")
+        except AssertionError:
+            left += ours()
+        self.cluster.close()
+        gc.collect()
+        return left
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(
+    max_examples=trials(8),
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=trials(1) == 1,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],  # a world of threads does not repeat itself exactly
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+)
