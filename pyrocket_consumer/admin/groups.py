@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import fields
 from typing import Any
 
@@ -40,6 +41,8 @@ _SYSTEM_GROUPS = frozenset(
     }
 )
 _SYSTEM_PREFIX = "CID_RMQ_SYS_"
+
+_MOST_SHOWN = 20
 
 _SETTINGS = frozenset(each.name for each in fields(SubscriptionGroupConfig)) - {"group_name"}
 
@@ -89,4 +92,7 @@ async def check_group_exists(cluster: Cluster, group: str) -> None:
     except PermissionDenied:
         return
     if wrap(cluster.config.namespace, group) not in known:
-        raise ConfigError(f"no broker knows group {group!r}; check its name (known: {', '.join(known[:20]) or 'none'})")
+        nearest = difflib.get_close_matches(group, known, max(1, len(known)), cutoff=0.0)
+        shown = ", ".join(nearest[:_MOST_SHOWN]) or "none"
+        more = f" and {len(nearest) - _MOST_SHOWN} more" if len(nearest) > _MOST_SHOWN else ""
+        raise ConfigError(f"no broker knows group {group!r}; check its name (known: {shown}{more})")

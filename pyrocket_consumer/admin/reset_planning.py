@@ -166,7 +166,9 @@ def _alone(found: GroupMembers, client_id: str, model: MessageModel) -> GroupMem
         ConfigError: there is none, or it has no offsets of its own.
     """
     if model is MessageModel.CLUSTERING:
-        raise ConfigError(f"member={client_id!r}: members of a clustering group share its offsets; leave it out")
+        raise ConfigError(
+            f"members of a clustering group share its offsets; leave it out: {client_id!r} cannot be moved alone"
+        )
     one = tuple(member for member in found.members if member.client_id == client_id)
     if not one:
         online = ", ".join(member.client_id for member in found.members) or "nobody"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pyrocket_consumer import __version__
 from pyrocket_consumer.cli import broker, consume, demo, offsets, produce
 from pyrocket_consumer.cli.streams import write_anywhere, write_to_nobody
-from pyrocket_consumer.errors import RequestTimeout, RocketError
+from pyrocket_consumer.errors import ConfigError, RequestTimeout, RocketError
 
 _NO_ANSWER = "; it is busy or not well, or something else listens there"
 OK, ERROR, USAGE, FAILED_CHECK = 0, 1, 2, 3
@@ -20,7 +20,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="pyrocket",
         description="Apache RocketMQ from the shell: a demo, consuming and producing, offsets, a broker for tests.",
-        epilog="Exit codes: 0 done, 1 error, 2 wrong usage, 3 a check failed (for example: a message was lost).",
+        epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 a check failed: a message was lost, a lag is above "
+        "--max or not known, or a reset is not verified.",
     )
     top.add_argument("--version", action="version", version=f"pyrocket-consumer {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -33,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     write_anywhere()
     options = parser().parse_args(arguments)
+    if sys.stdout is None:
+        print("pyrocket: standard output is closed; send it somewhere, to /dev/null for example", file=sys.stderr)
+        return ERROR
     try:
         code = int(options.run(options))
         sys.stdout.flush()  # while a reader that has left is still an error of ours
@@ -40,11 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RocketError as error:
         remedy = _NO_ANSWER if isinstance(error, RequestTimeout) else ""
         print(f"pyrocket: {error}{remedy}", *getattr(error, "__notes__", ()), sep="\n  ", file=sys.stderr)
-        return ERROR
+        return USAGE if isinstance(error, ConfigError) else ERROR
     except KeyboardInterrupt:
         return ERROR
     except BrokenPipeError:  # the reader of our output has left
         write_to_nobody()
+        return ERROR
+    except OSError as error:
+        write_to_nobody()
+        name = error.filename or "standard output or input"
+        print(f"pyrocket: {name}: {error.strerror or error}", file=sys.stderr)
         return ERROR
 
 

@@ -7,6 +7,7 @@ import threading
 from contextlib import closing
 
 from pyrocket_consumer.cli.arguments import add_command, positive
+from pyrocket_consumer.cli.streams import Interrupts
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError, RocketError
 
@@ -64,9 +65,10 @@ def run(options: argparse.Namespace) -> int:
     with closing(cluster):
         for name, queues in options.topic:
             cluster.create_topic(name, queues)
-        print(f"name server: {cluster.name_server}   (messages are kept in memory; Ctrl-C ends)", flush=True)
         try:
-            threading.Event().wait()
+            with Interrupts():
+                print(f"name server: {cluster.name_server}   (messages are kept in memory; Ctrl-C ends)", flush=True)
+                threading.Event().wait()
         except KeyboardInterrupt:
             pass
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import base64
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from pyrocket_consumer.cli.arguments import (
     queue_name,
     whole,
 )
-from pyrocket_consumer.cli.streams import Interrupts, may_write, reader_has_left, write_to_nobody
+from pyrocket_consumer.cli.streams import Interrupts, may_write, reader_has_left, to_json, write_to_nobody
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError
 
@@ -114,7 +114,7 @@ def _as_text(message: Message) -> str:
 
 
 def _as_json(message: Message) -> str:
-    facts = {
+    facts: dict[str, object] = {
         "topic": message.topic,
         "queue": str(message.queue),
         "offset": message.queue_offset,
@@ -124,7 +124,17 @@ def _as_json(message: Message) -> str:
         "born_at_ms": message.born_at_ms,
         "body": _body(message),
     }
-    return json.dumps(facts, ensure_ascii=False)
+    if not _is_text(message.body):
+        facts["body_base64"] = base64.b64encode(message.body).decode()
+    return to_json(facts)
+
+
+def _is_text(body: bytes) -> bool:
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _body(message: Message) -> str:

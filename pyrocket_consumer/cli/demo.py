@@ -17,6 +17,7 @@ from typing import Any
 
 from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output, positive
 from pyrocket_consumer.cli.progress import Progress
+from pyrocket_consumer.cli.streams import Interrupts
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.errors import RocketError
 
@@ -124,6 +125,7 @@ class Demo:
         self._say = Progress(quiet).say
         self._topic = f"pyrocket-demo-{os.getpid()}-{int(time.time())}"
         self._sent = 0
+        self._ending = threading.Event()
         self._members: list[Member] = []
 
     def run(self) -> dict[str, Any]:
@@ -133,6 +135,7 @@ class Demo:
         with Admin(name_server=self._name_server) as admin:
             admin.create_topic(self._topic, queues=QUEUES)
         group = f"{self._topic}-group"
+        producing = threading.Thread(target=self._produce, name="demo-producer")
         try:
             self._say("starting two clustering members and a broadcasting one")
             self._member("cluster-1", group, "clustering")
@@ -140,7 +143,6 @@ class Demo:
             self._member("broadcast-1", f"{group}-b", "broadcasting")
             for member in self._members:
                 member.wait_until_ready()
-            producing = threading.Thread(target=self._produce, name="demo-producer")
             producing.start()
             self._watch_until(lambda: self._sent >= self._messages // 3)
             first, _, broadcasting = self._members
@@ -158,6 +160,9 @@ class Demo:
             self._watch_until(self._all_seen)
         finally:
             self._say("closing")
+            self._ending.set()
+            if producing.ident is not None:
+                producing.join()
             for member in self._members:
                 member.close()
         return self._count()
@@ -172,8 +177,8 @@ class Demo:
         with Producer(name_server=self._name_server) as producer:
             for number in range(self._messages):
                 ahead = began + number / self._rate - time.monotonic()
-                if ahead > 0:
-                    time.sleep(ahead)
+                if self._ending.wait(max(0.0, ahead)):
+                    return
                 producer.send(self._topic, b"%d" % number)
                 self._sent = number + 1
 
@@ -232,6 +237,7 @@ class Demo:
 
 def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
+        stack.enter_context(Interrupts())
         name_server = options.name_server or os.environ.get("NAMESRV_ADDR")
         if not name_server:
             from pyrocket_consumer.testing import EmbeddedCluster

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -21,6 +20,7 @@ from pyrocket_consumer.cli.arguments import (
     seconds,
     whole,
 )
+from pyrocket_consumer.cli.streams import to_json
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.model import MessageQueue
 
@@ -132,7 +132,7 @@ def _admin(options: argparse.Namespace) -> Admin:
 
 
 def _print_json(value: object) -> None:
-    print(json.dumps(value, ensure_ascii=False, indent=2))
+    print(to_json(value, indent=2))
 
 
 # --- show, lag

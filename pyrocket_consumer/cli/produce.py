@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 
 from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection
+from pyrocket_consumer.errors import RocketError
 
 _EXAMPLES = """\
   pyrocket produce -n 127.0.0.1:9876 orders 'first' 'second' --tag paid
@@ -44,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _bodies(arguments: Iterable[str]) -> Iterable[bytes]:
     for argument in arguments:
+        if argument == "-" and sys.stdin is None:
+            raise RocketError("- reads standard input, which is closed; give it something to read, as in: seq 10 | …")
         if argument == "-":
             yield from (line.rstrip(b"\n") for line in sys.stdin.buffer if line != b"\n")
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import io
+import json
 import os
 import select
 import signal
@@ -15,9 +17,17 @@ from typing import Any, Self
 
 def write_anywhere() -> None:
     """Have what a console's encoding lacks written as an escape, so that no text is an error."""
+    if sys.stderr is None:  # it is closed: what belongs there must not go to what is read
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """Return JSON that comes out whole: an escape of the console's, instead of JSON's, would make it none."""
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    return json.dumps(value, ensure_ascii=codecs.lookup(encoding).name != "utf-8", indent=indent)
 
 
 def reader_has_left() -> bool:

@@ -11,7 +11,7 @@ from typing import cast
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
 from pyrocket_consumer.net.forks import close_in_children
 from pyrocket_consumer.wire.codes import ResponseCode, request_name
-from pyrocket_consumer.wire.frame import ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command
+from pyrocket_consumer.wire.frame import ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command, no_frame
 
 log = logging.getLogger("pyrocket_consumer.net")
 
@@ -255,9 +255,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         try:
             commands = self._frames.received(nbytes)
-        except ProtocolError as error:
+        except ProtocolError as damage:
+            error = no_frame(self.address, damage)
             log.error("connection=%s closed reason=%s", self.address, error)
-            self._reason = f"bad frame: {error}"
+            self._reason = f"bad frame: {damage}"
             if self._transport is not None:
                 self._transport.abort()
             self._end(error)

@@ -15,7 +15,7 @@ from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeo
 from pyrocket_consumer.net.connection import Sign
 from pyrocket_consumer.net.connections import connecting
 from pyrocket_consumer.net.forks import close_in_children
-from pyrocket_consumer.wire.frame import Extent, InPlaceFrames, RemotingCommand, encode_command
+from pyrocket_consumer.wire.frame import Extent, InPlaceFrames, RemotingCommand, encode_command, no_frame
 
 log = logging.getLogger("pyrocket_consumer.net")
 
@@ -117,9 +117,10 @@ class DirectConnection:
             return True
         try:
             found = self._frames.received(count)
-        except ProtocolError as error:
-            log.error("connection=%s closed reason=%s", self.address, error)
-            self._end(error)
+        except ProtocolError as damage:
+            failure = no_frame(self.address, damage)
+            log.error("connection=%s closed reason=%s", self.address, failure)
+            self._end(failure)
             return True
         for command, body in found:
             entry = self._waiting.pop(command.opaque, None) if command.is_response else None

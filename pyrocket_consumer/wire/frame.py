@@ -364,8 +364,19 @@ class InPlaceFrames:
             self._renew(self.INITIAL_BYTES)  # large frames have passed: give their room back
 
 
+def no_frame(address: str, damage: ProtocolError) -> ProtocolError:
+    """Return what to tell of a peer that has sent something else than frames."""
+    return ProtocolError(
+        f"{address} sent what is no frame of RocketMQ's remoting protocol ({damage}); check the address: something "
+        "else listens there, such as an HTTP server or a proxy for gRPC, or the data was damaged on its way"
+    )
+
+
 def _check_prefix(length: int, word: int) -> None:
     if not 4 <= length <= MAX_FRAME_BYTES - 4:
-        raise ProtocolError(f"frame of {length} bytes; 4 to {MAX_FRAME_BYTES - 4} are allowed")
+        raise ProtocolError(
+            f"frame of {length} bytes, beginning with {length.to_bytes(4)!r}; "
+            f"4 to {MAX_FRAME_BYTES - 4} are allowed"
+        )
     if 4 + (word & 0xFFFFFF) > length:
         raise ProtocolError(f"header of {word & 0xFFFFFF} bytes in a frame of {length}")

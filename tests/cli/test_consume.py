@@ -179,7 +179,7 @@ def test_a_new_group_begins_with_what_comes(orders):
 def test_a_broadcasting_group_is_not_joined(orders, capsys, tmp_path):
     with consuming(orders, "orders", "g", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         seen.wait_for(5)
-        assert main(["consume", "orders", "-n", orders.name_server, *MEMBER]) == 1
+        assert main(["consume", "orders", "-n", orders.name_server, *MEMBER]) == 2
     assert "g is a broadcasting group" in capsys.readouterr().err
     assert orders.committed("g", "orders") == {}
 
@@ -301,7 +301,7 @@ def test_wrong_usage(capsys, arguments, reason):
     ],
 )
 def test_what_is_not_there_is_told(orders, capsys, arguments, reason):
-    assert main(["consume", "orders", "-n", orders.name_server, *arguments]) == 1
+    assert main(["consume", "orders", "-n", orders.name_server, *arguments]) == 2
     assert reason in capsys.readouterr().err
 
 

@@ -213,12 +213,12 @@ def test_wrong_usage_is_exit_code_2(offsets, capsys, arguments, reason):
     assert reason in capsys.readouterr().err
 
 
-def test_errors_are_one_sentence_and_exit_code_1(offsets):
+def test_errors_are_one_sentence_and_an_exit_code(offsets):
     code, text, beside = offsets("show", "G", "nowhere")
     assert (code, text) == (1, "")
     assert beside.startswith("pyrocket: no route for topic 'nowhere'")
     code, _, beside = offsets("lag", "nobody")
-    assert (code, "no broker knows group 'nobody'" in beside) == (1, True)
+    assert (code, "no broker knows group 'nobody'" in beside) == (2, True)
 
 
 @pytest.mark.parametrize("command", [[], ["show"], ["lag"], ["reset"], ["forget-reset"], ["adopt"]])
