@@ -76,6 +76,7 @@ class Rebalance:
         self._due: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
         self._coming: dict[MessageQueue, asyncio.Task[bool]] = {}
         self._strategy_thread = UserThread("pyrocket-allocation")
+        self._strategy_turn = asyncio.Lock()
         self._hanging: asyncio.Future[list[MessageQueue]] | None = None
         self._places: dict[str, asyncio.Semaphore] = {}  # by broker name, for those that begin there
         self._undecided: set[str] = set()  # topics of which it could not be told what is ours
@@ -246,13 +247,14 @@ class Rebalance:
 
     async def _call_strategy(self, call: Callable[[], list[MessageQueue]]) -> list[MessageQueue]:
         """Call code of the user's, which may take its time, and may hang: then nothing is asked until it returns."""
-        if self._hanging is None or self._hanging.done():
-            calling = self._group.loop.run_in_executor(self._strategy_thread, call)
-            await asyncio.wait([calling], timeout=STRATEGY_S)
-            if calling.done():
-                return calling.result()
-            calling.add_done_callback(lambda done: done.exception())
-            self._hanging = calling
+        async with self._strategy_turn:  # each topic's call has its time, however many there are
+            if self._hanging is None or self._hanging.done():
+                calling = self._group.loop.run_in_executor(self._strategy_thread, call)
+                await asyncio.wait([calling], timeout=STRATEGY_S)
+                if calling.done():
+                    return calling.result()
+                calling.add_done_callback(lambda done: done.exception())
+                self._hanging = calling
         raise ConfigError(f"the allocation strategy has not returned within {STRATEGY_S:g} s")
 
     def _tell(self, topic: str, error: RocketError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from pyrocket_consumer.consumer.rebalance import (
     HANDOVER_S,
     HEARTBEAT_WAIT_S,
     SPACING_S,
+    STRATEGY_S,
     Plan,
     Rebalance,
     plan,
@@ -553,6 +555,25 @@ def test_a_strategy_runs_where_it_may_take_its_time():
     asyncio.run(scenario())
     assert names
     assert threading.current_thread() not in names
+
+
+def test_each_topic_has_its_time_with_a_slow_strategy():
+    """That it has to be called for others first is not its fault."""
+    topics = ["orders", "payments", "returns"]
+
+    def slow(group, client_id, queues, members):
+        time.sleep(STRATEGY_S / 2.5)
+        return queues
+
+    async def scenario():
+        group = Group(slow)
+        group.routes = {topic: route(topic=topic) for topic in topics}
+        await group.rebalance().round()
+        await asyncio.sleep(0.01)
+        assert group.told == []
+        assert {queue.topic for queue in group.mine} == set(topics)
+
+    asyncio.run(scenario())
 
 
 def test_an_unknown_strategy_is_refused_at_once():
