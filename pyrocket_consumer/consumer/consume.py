@@ -469,7 +469,8 @@ class AsyncWorkers(_Runner):
 
     def put(self, chunk: Chunk) -> None:
         self._arrived.append(chunk)
-        if len(self._arrived) == 1 and not self._on_loop(self._take_arrived):  # one wake-up serves all before it
+        is_due = len(self._arrived) == 1 or self._loop.is_closed()  # one wake-up serves all that come before it
+        if is_due and not self._on_loop(self._take_arrived):
             text = "the loop that async def listeners run on has ended; close the consumer before it does"
             self.outcome.worker_failed(ConsumerClosed(text))
 

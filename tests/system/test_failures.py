@@ -495,3 +495,26 @@ def test_a_consumer_whose_listeners_have_no_loop_any_more_says_so_and_leaves(emb
 
     asyncio.run(ask())
     assert consumer.state is ConsumerState.FAILED
+
+
+def test_messages_that_came_while_the_loop_of_listeners_stood_do_not_hide_that_it_has_ended(embedded, topic, group):
+    embedded.create_topic(topic, queues=1)
+    events = Events()
+
+    async def listen(message):
+        pass
+
+    async def begin():
+        consumer = AsyncPushConsumer(group, name_server=embedded.name_server, on_event=events, **{**QUICK, **OPTIONS})
+        await consumer.subscribe(topic, listen)
+        await consumer.start()
+        return consumer
+
+    loop = asyncio.new_event_loop()
+    consumer = loop.run_until_complete(begin())
+    fill(embedded, topic, 1)
+    until(lambda: any(each.unfinished for each in asyncio.run(consumer.progress()).values()), "pulled")
+    loop.close()
+    fill(embedded, topic, 2, 1)
+    assert "close the consumer before" in events.wait_for("consumer-failed").text
+    until(lambda: embedded.members(group) == [], "it has left")
