@@ -54,15 +54,19 @@ LEAST_EXPECTED = 1024
 """Bytes that a pull counts with as long as nothing is known of its queue's answers."""
 
 LOOK_EVERY_S = 0.02
-"""How often windows that wait for their turn are looked after while workers have nothing to do."""
+"""How often windows that wait for their turn, or for more room than they had, are looked after."""
+
+BEYOND_EVERY_S = 0.1
+"""How long a pull beyond the limit is waited for before the next one: brokers may be silent, or hold it for long."""
 
 
 class Budget:
     """The bytes that all windows of a consumer (of a topic) may hold together, and whose turn it is to pull for more.
 
     A window that holds something may pull while it holds less than what is left, so that one queue that is stuck
-    leaves room for others. When nothing is left, windows that hold nothing take turns as room is made. Pulls under
-    way count with what is expected of them, and an answer that comes when there is no room is not taken.
+    leaves room for others. When nothing is left, windows that hold nothing take turns as room is made, and those that
+    hold something come after them. Pulls under way count with what is expected of them, and an answer that comes when
+    there is no room is not taken.
 
     What is held may be stuck: then the next window goes beyond the limit, one after the other, as long as `idle()`
     tells that workers have nothing to do.
@@ -86,7 +90,9 @@ class Budget:
         self._arrived = 0  # of what is expected, what is there and not yet in a window
         self._waiting: dict[ProcessQueue, int] = {}  # windows that hold nothing, in turn, and what they expect
         self._turns: dict[ProcessQueue, int] = {}  # those that were woken and have not pulled yet
-        self._beyond: ProcessQueue | None = None  # pulls although as much as may be is held
+        self._crowded: dict[ProcessQueue, int] = {}  # windows that were to pull, and held so much: more than was left
+        self._beyond: set[ProcessQueue] = set()  # these pull although as much as may be is held
+        self._next_beyond_at = 0.0
         self._next_look: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -105,18 +111,20 @@ class Budget:
         with self._lock:
             return not held or (held < self._left() and not self._waiting)
 
-    def expect(self, window: ProcessQueue, held: int, expected: int) -> bool:
+    def expect(self, window: ProcessQueue, held: int, expected: int, *, ahead: bool = False) -> bool:
         """Tell whether `window`, which holds `held` bytes, may pull; `expected` bytes count until they are settled.
 
-        If not, and it holds nothing, it is woken when its turn comes; it may pull then, or must `pass_on`.
+        If not, it is woken when its turn comes, or when there is more room; it may pull then, or must `pass_on`.
+        `ahead`: it has other pulls under way, and need not be woken.
         """
         with self._lock:
+            self._crowded.pop(window, None)
             turn = self._turns.pop(window, None)
             if turn is not None:
                 self._expected -= turn
             elif self._waiting or held >= self._left():
-                if not held:
-                    self._waiting.setdefault(window, expected)
+                if not ahead:
+                    (self._crowded if held else self._waiting).setdefault(window, held or expected)
                     self._look_later()
                 return False
             self._expected += expected
@@ -128,7 +136,7 @@ class Budget:
         If there is no room it has to be asked for again.
         """
         with self._lock:
-            if self._held + self._arrived >= self._limit and self._beyond is not window:
+            if self._held + self._arrived >= self._limit and window not in self._beyond:
                 return False
             self._expected += size - expected
             self._arrived += size
@@ -150,18 +158,17 @@ class Budget:
         with self._lock:
             self._expected -= expected
             self._arrived -= arrived
-            if self._beyond is window:
-                self._beyond = None
+            self._beyond.discard(window)
             return self._woken()
 
     def pass_on(self, window: ProcessQueue) -> list[ProcessQueue]:
         """`window` does not pull, although it waits for its turn or has it: the next one may."""
         with self._lock:
             self._waiting.pop(window, None)
+            self._crowded.pop(window, None)
             if (turn := self._turns.pop(window, None)) is not None:
                 self._expected -= turn
-                if self._beyond is window:
-                    self._beyond = None
+                self._beyond.discard(window)
             return self._woken()
 
     def _woken(self) -> list[ProcessQueue]:
@@ -181,18 +188,24 @@ class Budget:
             self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look)
 
     def _look(self) -> None:
-        window: ProcessQueue | None = None
-        is_idle = self._idle()
+        assert self._loop is not None
+        is_idle, now = self._idle(), self._loop.time()
         with self._lock:
             self._next_look = None
-            if is_idle and self._waiting and self._beyond is None:
-                window = self._give_turn()
+            woken: list[ProcessQueue] = []
+            if not self._waiting:
+                left = self._left()
+                woken = [window for window, held in self._crowded.items() if held < left] if left > 0 else []
+                for window in woken:
+                    del self._crowded[window]
+            elif is_idle and (not self._beyond or now >= self._next_beyond_at):
+                woken = [window := self._give_turn()]
                 if self._held >= self._limit:
-                    self._beyond = window
-            if self._waiting:
+                    self._beyond.add(window)
+                    self._next_beyond_at = now + BEYOND_EVERY_S
+            if self._waiting or self._crowded:
                 self._look_later()
-        if window is not None:
-            window.wake()
+        _wake(woken)
 
 
 FIRST_GUESS_S = 0.001
@@ -235,6 +248,7 @@ class ProcessQueue:
         self._count = 0
         self._bytes = 0
         self._waiting_for = 0
+        self._is_crowded = False  # waits for bytes, which others may free
         self._finished = 0
 
     def __repr__(self) -> str:
@@ -334,7 +348,11 @@ class ProcessQueue:
                 edge = window[0].queue_offset if window else self._next_offset
                 assert edge is not None
                 self._update_offset(self.queue, edge)
-            if self._waiting_for and self._room(self._waiting_for) and self.budget.leaves_room(self._bytes):
+            if (
+                self._waiting_for
+                and self._room(self._waiting_for)
+                and (not self._is_crowded or self.budget.leaves_room(self._bytes))
+            ):
                 self._waiting_for = 0
                 wake.append(self)
         if wake:
@@ -365,10 +383,12 @@ class ProcessQueue:
         `expected` bytes count from then on, until they are `settle`d; 0 when nothing is known to be there.
         """
         with self._lock:
-            if self._room(wanted) and (not expected or self.budget.expect(self, self._bytes, expected)):
+            has_room = self._room(wanted)
+            if has_room and (not expected or self.budget.expect(self, self._bytes, expected)):
                 self._waiting_for = 0
                 return True
             self._waiting_for = wanted
+            self._is_crowded = has_room
             return False
 
     def room_ahead(self, wanted: int, offset: int, expected: int = 0) -> bool:
@@ -381,7 +401,7 @@ class ProcessQueue:
                 self._room(wanted)
                 and (not self._window or offset - self._window[0].queue_offset < self.limits.span)
                 and self._count + wanted <= self.limits.messages
-                and (not expected or self.budget.expect(self, max(1, self._bytes), expected))
+                and (not expected or self.budget.expect(self, max(1, self._bytes), expected, ahead=True))
             )
 
     def settle(self, expected: int, arrived: int = 0) -> None:

@@ -116,6 +116,49 @@ def test_a_stuck_message_stops_neither_its_queue_nor_others(embedded, topic, gro
         seen.let_go()
 
 
+def test_a_queue_with_a_stuck_message_goes_on_when_other_queues_have_made_room(embedded, topic, group):
+    other = f"{topic}-other"
+    embedded.create_topic(topic, queues=1)
+    embedded.create_topic(other, queues=8)
+    stuck, blocked = Blocked(lambda message: message.body == b"stuck"), Blocked()
+    options = {**OPTIONS, "max_cached_bytes": 100_000}
+    try:
+        with consuming(embedded, topic, group, stuck, **options) as (consumer, _):
+            embedded.send(topic, b"stuck")
+            stuck.wait(lambda seen: seen.messages)
+            consumer.subscribe(other, blocked)
+            embedded.send(other, bytes(10_000), count=80)
+            until(lambda: sum(each.cached_bytes for each in of(consumer, other).values()) >= 100_000, "no room is left")
+            settled(consumer, other)
+            embedded.send(topic, b"x", count=10)
+            settled(consumer, topic)
+            blocked.let_go()
+            blocked.wait(lambda seen: len(seen.messages) >= 80)
+            stuck.wait(lambda seen: len(seen.messages) >= 11)
+    finally:
+        stuck.let_go()
+        blocked.let_go()
+
+
+def test_queues_without_messages_hold_up_none_while_as_much_as_may_be_is_held(embedded, topic, group):
+    """Those that begin then are pulled one after the other, and brokers hold the pulls of the empty ones."""
+    other = f"{topic}-other"
+    embedded.create_topic(topic, queues=8)
+    embedded.create_topic(other, queues=8)
+    embedded.send(topic, bytes(10_000), count=80)
+    embedded.send(other, b"x", queue_id=7)
+    blocked, seen = Blocked(), Seen()
+    options = {**OPTIONS, "max_cached_bytes": 100_000, "pull_hold_s": 60, "consume_threads": 100}
+    try:
+        with consuming(embedded, topic, group, blocked, **options) as (consumer, _):
+            until(lambda: sum(each.cached_bytes for each in of(consumer, topic).values()) >= 100_000, "no room is left")
+            settled(consumer, topic)
+            consumer.subscribe(other, seen)
+            seen.wait_for(1)
+    finally:
+        blocked.let_go()
+
+
 def test_limits_may_differ_by_topic(embedded, topic, group):
     other = f"{topic}-other"
     for each in (topic, other):
