@@ -18,8 +18,8 @@ def adopt(orphan: str | os.PathLike[str], directory: str | os.PathLike[str], *, 
     renamed to `<orphan>.adopted-<seconds>`. With `replace`, offsets that `directory` has already give way.
 
     Raises:
-        OffsetStoreError: `orphan` is no store, or `directory` holds offsets and `replace` is not set; or all is done
-            but the renaming.
+        OffsetStoreError: `orphan` is no store, or `directory` holds offsets and `replace` is not set, or is of another
+            group or of no client id while `orphan` has one; or all is done but the renaming.
         OffsetStoreLocked: one of them is in use.
         OffsetStoreUnwritable: the offsets could not be written; `orphan` is as it was.
     """
@@ -29,6 +29,11 @@ def adopt(orphan: str | os.PathLike[str], directory: str | os.PathLike[str], *, 
     if not any((source / name).exists() for name in (MAIN_FILE, BACKUP_FILE, JOURNAL_FILE)):
         raise OffsetStoreError(
             f"{source} is no offset store; name the directory with offsets.json in it: DIRECTORY/CLIENT-ID/GROUP"
+        )
+    if "@" in source.parent.name and (target.name != source.name or "@" not in target.parent.name):
+        raise OffsetStoreError(
+            f"no consumer of group {source.name!r} looks for its offsets in {target}; name the directory that is used "
+            f"now: DIRECTORY/CLIENT-ID/{source.name}"
         )
     with LocalFileOffsetStore(source, existing_only=True) as old, LocalFileOffsetStore(target) as new:
         present = new.clone_offset_table()

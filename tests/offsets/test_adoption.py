@@ -56,3 +56,13 @@ def test_what_is_no_store_is_not_adopted(tmp_path):
         with pytest.raises(OffsetStoreError):
             adopt(tmp_path / source, tmp_path / "store")
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("target", ["x", "10.0.0.9@DEFAULT/other", "10.0.0.9@DEFAULT", "clients/g"])
+def test_offsets_do_not_go_where_nobody_of_their_group_looks(tmp_path, target):
+    old = tmp_path / "10.0.0.5@DEFAULT" / "g"
+    fill(old, 70)
+    with pytest.raises(OffsetStoreError, match="no consumer of group 'g' looks for its offsets in .*CLIENT-ID/g"):
+        adopt(old, tmp_path / target)
+    assert not (tmp_path / target).exists()
+    assert read_store(old).offsets == dict.fromkeys(QUEUES[:2], 70)
