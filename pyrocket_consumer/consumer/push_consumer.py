@@ -112,7 +112,7 @@ class _Face:
             reset_record_interval_s (60; 0.05–86400 s): broadcasting: how often to look for a reset that was recorded
                 while we could not be reached
             client_ip (detected): the first part of the client id
-            instance_name ("DEFAULT"): the second; with a name of your own a second process of the same name is refused
+            instance_name ("DEFAULT"): the second; of a name of your own every process needs another one
             unit_name, namespace (–; text): as in Java
             access_key, secret_key, security_token (–): sign every request; never shown
             tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities

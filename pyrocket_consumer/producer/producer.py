@@ -167,7 +167,7 @@ class Producer:
             name_server (NAMESRV_ADDR; host:port, several joined by ;, or a list): where to ask for routes; one that
                 answers is enough
             client_ip (detected): the first part of the client id
-            instance_name ("DEFAULT"): the second; with a name of your own a second process of the same name is refused
+            instance_name ("DEFAULT"): the second; of a name of your own every process needs another one
             unit_name, namespace (–; text): as in Java
             access_key, secret_key, security_token (–): sign every request; never shown
             tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities
