@@ -281,7 +281,7 @@ class Broker:
 
     async def _offset(self, header: Header, queue: MessageQueue) -> int:
         answer = await self._call(header, queue.topic)
-        return OffsetResponseHeader.from_fields(answer.fields).offset
+        return max(0, OffsetResponseHeader.from_fields(answer.fields).offset)  # -1 is the begin of an empty batch queue
 
     # --- membership
 
@@ -348,7 +348,7 @@ def _offset_in(answer: RemotingCommand | RocketError) -> int | RocketError:
     if isinstance(answer, RocketError):
         return answer
     try:
-        return int(answer.fields["offset"])
+        return max(0, int(answer.fields["offset"]))
     except (KeyError, ValueError):
         try:
             return OffsetResponseHeader.from_fields(answer.fields).offset  # takes longer, and says what is wrong

@@ -81,6 +81,14 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}, whose repr raises>"
 
 
+def said(error: BaseException) -> str:
+    """Return an error of a user's as tools show it; some cannot be shown."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, whose str raises"
+
+
 def shown_id(message: Message) -> str:
     """Return the id of a message as it is told; a damaged record has none that can be read."""
     try:

@@ -15,7 +15,7 @@ import traceback
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.consume import Service
-from pyrocket_consumer.consumer.events import shown
+from pyrocket_consumer.consumer.events import said
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.listener import ConsumeContext, failed_messages
 from pyrocket_consumer.consumer.locks import VALID_S
@@ -207,7 +207,7 @@ class BrokerRequests:
         except TimeoutError:
             return command.answer(ResponseCode.CONSUME_MSG_TIMEOUT, "the listener took too long")
         if raised is not None:
-            outcome, remark = "CR_THROW_EXCEPTION", shown(raised)
+            outcome, remark = "CR_THROW_EXCEPTION", said(raised)
         elif failed_messages(result, [message])[0]:
             outcome = "CR_LATER"
         spent = int((time.perf_counter() - began) * 1000)
