@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any
 
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
@@ -52,7 +53,7 @@ class QueueLocks:
         self,
         windows: Callable[[], Mapping[MessageQueue, ProcessQueue]],
         confirmed: Callable[[ProcessQueue], None],
-        lost: Callable[[ProcessQueue], Awaitable[None]],
+        lost: Callable[[ProcessQueue], Coroutine[Any, Any, None]],
     ) -> None:
         """Renew the locks of all `windows` until cancelled, and tell of each what came of it."""
         while True:
@@ -70,7 +71,7 @@ class QueueLocks:
         broker_name: str,
         windows: list[ProcessQueue],
         confirmed: Callable[[ProcessQueue], None],
-        lost: Callable[[ProcessQueue], Awaitable[None]],
+        lost: Callable[[ProcessQueue], Coroutine[Any, Any, None]],
     ) -> None:
         group = self._group
         asked_at = group.lock_clock()
@@ -82,7 +83,7 @@ class QueueLocks:
             return
         for window in windows:
             if window.queue not in granted:
-                await lost(window)
+                group.beside(lost(window), f"losing {window.queue}")  # it may wait for its turn; other locks may not
             elif not window.dropped:
                 window.locked_until = asked_at + VALID_S
                 confirmed(window)
