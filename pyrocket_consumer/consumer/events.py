@@ -32,6 +32,7 @@ class Events:
         self._waiting: SimpleQueue[ConsumerEvent | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._left_out = 0
+        self._raised = False
         self._closed = False
 
     def tell(self, event: ConsumerEvent) -> None:
@@ -69,8 +70,10 @@ class Events:
         assert self._on_event is not None
         try:
             self._on_event(event)
-        except BaseException:
-            log.exception("group=%s on_event raised for %s", self._group, event)
+        except BaseException as error:
+            trace = None if self._raised else error  # the first one shows where; a thousand show no more
+            self._raised = True
+            log.error("group=%s on_event raised %s for %s", self._group, shown(error), event, exc_info=trace)
 
 
 def shown(value: object) -> str:

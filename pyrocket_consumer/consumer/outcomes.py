@@ -6,7 +6,7 @@ import logging
 
 from pyrocket_consumer.consumer.events import shown
 from pyrocket_consumer.consumer.group import Group
-from pyrocket_consumer.consumer.listener import Failed
+from pyrocket_consumer.consumer.listener import ConsumeResult, Failed
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.retry import Retries
 from pyrocket_consumer.consumer.statistics import Counts
@@ -47,6 +47,8 @@ class Outcomes:
     def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
         if hasattr(type(result), "__await__"):  # its type is asked, for it may raise itself
             remedy = "it is not awaited: subscribe with an `async def` function itself"
+        elif result is ConsumeResult.COMMIT or result is ConsumeResult.ROLLBACK:
+            remedy = "COMMIT and ROLLBACK are for orderly=True, auto_commit=False; have it return SUCCESS or nothing"
         else:
             remedy = "have it return nothing (None) when a message is consumed, else ConsumeResult or Retry"
         self._group.event(
