@@ -420,6 +420,7 @@ def test_ctrl_c_while_it_closes_has_stored_what_is_consumed(embedded, topic, gro
     child.wait(lambda lines: len(lines) == 11)
     child.send(signal.SIGINT)
     child.wait_for_line("joined")
+    until(lambda: embedded.committed(group, topic) == {0: 9}, "stored at once, while the last call runs")
     for _ in range(3):  # the first may come before it waits for the listener; then it still does
         if child.process.poll() is None:
             child.send(signal.SIGINT)
