@@ -81,18 +81,21 @@ def test_lists_that_failed_come_again_while_a_later_call_of_their_worker_hangs(e
 
 
 def test_a_broker_that_answers_late_makes_one_copy_of_each_attempt(embedded, broker, topic, group):
-    """The answer comes after the deadline, and says that it was done."""
+    """The answer comes after the deadline, and says that it was done.
+
+    Pulls are answered all the time: two calls in a row without an answer would end the connection, with what is late.
+    """
     embedded.create_topic(topic, queues=1)
-    fill(embedded, topic, 3)
+    fill(embedded, topic, 1)
     broker.on(SEND_BACK, delay(1.0), times=None)
     seen = Seen(lambda message: ConsumeResult.RETRY)
-    options = {"call_timeout_s": 0.3, "max_reconsume_times": 4}
+    options = {"call_timeout_s": 0.3, "max_reconsume_times": 4, "pull_hold_s": 0.05}
     with consuming(embedded, topic, group, seen, **options):
-        seen.wait(lambda seen: sum(message.reconsume_times == 4 for message in seen.messages) >= 3)
-        until(lambda: len(embedded.messages(f"%DLQ%{group}")) == 3, "given up")
-        until(lambda: embedded.committed(group, topic) == {0: 3}, "the late answers count")
-    assert attempts(embedded, group) == {1: 3, 2: 3, 3: 3, 4: 3}
-    assert len(embedded.messages(f"%DLQ%{group}")) == 3
+        seen.wait(lambda seen: any(message.reconsume_times == 4 for message in seen.messages))
+        until(lambda: len(embedded.messages(f"%DLQ%{group}")) == 1, "given up")
+        until(lambda: embedded.committed(group, topic) == {0: 1}, "the late answers count")
+    assert attempts(embedded, group) == {1: 1, 2: 1, 3: 1, 4: 1}
+    assert len(embedded.messages(f"%DLQ%{group}")) == 1
 
 
 @pytest.mark.parametrize("fault", [drop_answer, handle_and_close])
