@@ -61,6 +61,8 @@ class Doubt:
 
     window: ProcessQueue
     message: Message
+    asked: Message
+    """The copy whose send-back was the last without an answer; `message` is the one that stands for all."""
     pause_s: float
     due_at: float
     """Not before is it sent back again, unless an answer comes."""
@@ -190,7 +192,10 @@ class Retries:
 
     def _settle(self, window: ProcessQueue, message: Message, given_up: bool) -> None:
         """A broker has the message: it is finished here."""
-        if (doubt := self._doubts.pop(identity(message), None)) is not None:
+        doubt = self._doubts.get(identity(message))
+        # A late answer to a copy from before says nothing of the one whose own send-back is now waited for.
+        if doubt is not None and (doubt.asked is message or doubt.message is message):
+            del self._doubts[identity(message)]
             doubt.answered.set()
         if message._done:
             return  # another answer came before, or a copy of it
@@ -238,13 +243,14 @@ class Retries:
             return pause_s
         now = self._group.loop.time()
         if (doubt := self._doubt(window, message)) is not None:
+            doubt.asked = message
             doubt.pause_s = min(2 * doubt.pause_s, LONGEST_PAUSE_S)
             doubt.due_at = now + doubt.pause_s
             return doubt.pause_s
         self._doubts = {
             key: each for key, each in self._doubts.items() if not each.message._done and not each.window.dropped
         }
-        self._doubts[identity(message)] = Doubt(window, message, pause_s, now + pause_s, asyncio.Event())
+        self._doubts[identity(message)] = Doubt(window, message, message, pause_s, now + pause_s, asyncio.Event())
         return pause_s
 
     # --- requests
