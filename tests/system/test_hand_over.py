@@ -117,6 +117,7 @@ def test_offsets_that_went_back_at_the_broker(embedded, topic, group, explained)
     with member(embedded, topic, group, "it", seen, on_event=events, commit_interval_s=0.1) as consumer:
         seen.wait_for(20)
         until(lambda: embedded.committed(group, topic) == {0: 20}, "stored")
+        until(lambda: MessageQueue(f"%RETRY%{group}", "broker-a", 0) in consumer.progress(), "bound to the broker")
         consumer.unsubscribe(topic)
         until(lambda: queue not in consumer.progress(), "given up")
         if explained:
