@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each w
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
-quick: .venv/.test  ## what needs no Java, with a tenth of the random trials: two minutes (ARGS='-k offsets')
+quick: .venv/.test  ## what needs no Java, with a twentieth of the random trials: two minutes (ARGS='-k offsets')
 	$(RUN)/python -m pytest -q -n auto --quick $(ARGS)
 
 test: .venv/.test  ## all tests; Spark and real brokers too where Java and Maven are (ARGS='-k offsets --real=all')

@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="leave out what needs Java, make a tenth of the random trials, and begin with what failed the last time",
+        help="leave out what needs Java, make a twentieth of the random trials, begin with what failed the last time",
     )
 
 
@@ -54,7 +54,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if config.option.quick:
         config.option.real = config.option.real or NO_VERSION
         config.option.failedfirst = True
-        os.environ.setdefault("PYROCKET_TRIALS", "0.1")
+        os.environ.setdefault("PYROCKET_TRIALS", "0.05")
     hypothesis.settings.register_profile("trials", max_examples=trials(hypothesis.settings.default.max_examples))
     hypothesis.settings.load_profile("trials")
 
@@ -142,15 +142,20 @@ def _place(item: pytest.Item, released_first: bool) -> tuple[int, int | str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """With `-n auto`: three for each core, because tests mostly wait; as many as there is memory for."""
+    """With `-n auto`: some for each core, because tests mostly wait; as many as there is memory for."""
     cores, memory = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if config.option.quick:
+        return 6 * cores
     return max(2, min(3 * cores, memory // WORKER_BYTES))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`: each release is one worker's work, Spark another's, and every other test goes to whoever is free."""
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadScopeScheduling, WorkStealingScheduling
+
+    if config.option.quick:  # neither is there; this one asks workers less often
+        return WorkStealingScheduling(config, log)
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

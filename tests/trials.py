@@ -1,4 +1,4 @@
-"""How many random trials a test makes: few by default, a tenth of them in `--quick`, many in a soak."""
+"""How many random trials a test makes: few by default, a twentieth of them in `--quick`, many in a soak."""
 
 from __future__ import annotations
 

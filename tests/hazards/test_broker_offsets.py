@@ -274,9 +274,13 @@ def given_up_and_taken_back(
     `told`: the members are told of a reset to 0, which the one that holds the queue meanwhile follows.
     """
     topic, group = filled(cluster, names, queues=1, messages=20)
+    other, _ = filled(cluster, names, queues=1, messages=0)
     broker, place = cluster.broker("broker-a"), queue(topic, 0)
     with member(cluster, topic, group) as consumer:
+        consumer.seen.wait_for(20)
         until(lambda: consumer.stored() == {place: 20}, "committed")
+        consumer.subscribe(other, consumer.seen)  # so that it stays in touch with the broker
+        until(lambda: queue(other, 0) in consumer.held(), "both held")
         consumer.unsubscribe(topic)
         until(lambda: place not in consumer.held(), "given up")
         if was_away:
@@ -288,7 +292,7 @@ def given_up_and_taken_back(
         consumer.subscribe(topic, consumer.seen)
         fill(cluster, topic, 3, start=20)
         consumer.seen.wait_for(23)
-        until(lambda: consumer.stored() == {place: 23}, "everything is committed")
+        until(lambda: consumer.stored()[place] == 23, "everything is committed")
         went_back = [dict(event.facts) for event in consumer.events.of("offset-went-back")]
         assert member is not ours or went_back == ([] if told else [{"stored": to, "known": 20}])
         return Counter(message.queue_offset for message in consumer.seen.messages)

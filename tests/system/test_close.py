@@ -397,15 +397,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 name_server, topic, group = sys.argv[1:]
 
 def handle(message):
-    print(message.body.decode(), flush=True)
+    print(message.body.decode() + "\\n", end="", flush=True)  # in one piece: threads print beside each other
     if message.body == b"m9":
         time.sleep(600)
 
 consumer = PushConsumer(group, name_server=name_server, consume_from="first")
 consumer.subscribe(topic, handle)
 with consumer:
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         consumer.join()
     finally:
         print("joined", flush=True)

@@ -26,13 +26,19 @@ from tests.system.processes import Child
 CLUSTER = {"brokers": 2}
 
 
-def ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("pyrocket-")]
+def ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("pyrocket-")}
 
 
-def nothing_is_left(embedded) -> None:
+@pytest.fixture
+def before():
+    """The threads that were there before the test: some other may have left them."""
+    return ours()
+
+
+def nothing_is_left(embedded, before) -> None:
     """Fails unless threads and connections of all consumers end. Those of the cluster are called otherwise."""
-    until(lambda: not ours(), "threads end")
+    until(lambda: ours() <= before, "threads end")
     nodes = (*embedded.nodes, *embedded.name_server_nodes)
     until(lambda: not any(node.connections for node in nodes), "connections end")
 
@@ -70,11 +76,11 @@ def test_one_silent_broker_of_two_fails_no_start(embedded, topic, group):
         consumer.close(1)
 
 
-def test_a_name_server_that_is_not_there_is_the_users_to_mend(embedded, group, tmp_path):
+def test_a_name_server_that_is_not_there_is_the_users_to_mend(embedded, before, group, tmp_path):
     options = broadcasting(embedded, group, tmp_path, name_server="127.0.0.1:1")
     with pytest.raises(ConnectError, match=r"127\.0\.0\.1:1"):
         PushConsumer(**options).start()
-    nothing_is_left(embedded)
+    nothing_is_left(embedded, before)
     with PushConsumer(**broadcasting(embedded, group, tmp_path)) as consumer:
         assert consumer.client_id.endswith("@DEFAULT")
 
@@ -103,7 +109,7 @@ def test_a_consumer_starts_once(embedded, group):
 # --- nothing is left
 
 
-def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing(embedded, topic, group, tmp_path):
+def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing(embedded, before, topic, group, tmp_path):
     embedded.create_topic(topic, queues=4)
 
     async def main():
@@ -127,10 +133,10 @@ def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing(embedded, topic,
         raise AssertionError("no start came to its end")
 
     asyncio.run(main())
-    nothing_is_left(embedded)
+    nothing_is_left(embedded, before)
 
 
-def test_a_start_that_takes_too_long_for_its_caller(embedded, topic, group, tmp_path):
+def test_a_start_that_takes_too_long_for_its_caller(embedded, before, topic, group, tmp_path):
     name_server = embedded.name_server_nodes[0]
     name_server.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop, times=None)
 
@@ -145,10 +151,10 @@ def test_a_start_that_takes_too_long_for_its_caller(embedded, topic, group, tmp_
             await consumer.start()
 
     asyncio.run(main())
-    nothing_is_left(embedded)
+    nothing_is_left(embedded, before)
 
 
-def test_a_close_while_it_starts_ends_the_start(embedded, group):
+def test_a_close_while_it_starts_ends_the_start(embedded, before, group):
     embedded.name_server_nodes[0].on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop, times=None)
     consumer, errors = PushConsumer(group, name_server=embedded.name_server), []
 
@@ -165,7 +171,7 @@ def test_a_close_while_it_starts_ends_the_start(embedded, group):
     starter.join(WAIT_S)
     assert len(errors) == 1
     assert consumer.state is ConsumerState.CLOSED
-    nothing_is_left(embedded)
+    nothing_is_left(embedded, before)
 
 
 INTERRUPTED = """
@@ -208,12 +214,12 @@ print("through after", step)
 """
 
 
-def test_ctrl_c_at_any_line_of_a_start_leaves_nothing(embedded, topic, group, tmp_path):
+def test_ctrl_c_at_any_line_of_a_start_leaves_nothing(embedded, before, topic, group, tmp_path):
     embedded.create_topic(topic, queues=1)
     child = Child("-c", INTERRUPTED, embedded.name_server, topic, group, str(tmp_path))
     assert child.ended(240) == 0, child.errors[-10:]
     assert int(child.lines[-1].split()[-1]) > 10
-    nothing_is_left(embedded)
+    nothing_is_left(embedded, before)
 
 
 HANGS = """
