@@ -80,7 +80,7 @@ class ResetRecord:
     async def write(self, epoch: int, targets: Mapping[int, int]) -> list[int]:
         """Record targets by queue id; queues not named keep their older record.
 
-        Returns the queues for which somebody else has recorded something at the same time: theirs, being later, counts.
+        Returns the queues for which somebody else has recorded something newer at the same time: theirs counts.
 
         Raises:
             NobodyWasHere: there is nobody to record for.
@@ -109,6 +109,10 @@ class ResetRecord:
                 ) from error
             raise
         found = await self.read(targets)
+        # Two who both saw an old head have written with the same epoch. Members follow an epoch once, so it would be
+        # that of whoever reached them first: whoever finds anything of the other's tells nobody, and dates it anew.
+        if any(reset.epoch == epoch and reset.target != targets[queue_id] for queue_id, reset in found.items()):
+            raise EpochTaken(epoch)
         return sorted(
             queue_id
             for queue_id, target in targets.items()

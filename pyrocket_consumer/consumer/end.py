@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
-_LONGEST_WAIT_S = 3600.0
+_LONGEST_WAIT_S = 1.0
+"""A signal that comes just before a thread begins to sleep does not wake it: Python looks at it after that."""
 
 
 class End:

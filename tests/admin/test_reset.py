@@ -181,6 +181,31 @@ def test_another_admin_who_was_faster_is_reported(embedded, admin, stores):
         assert "Somebody else" in str(result)
 
 
+def test_another_admin_who_chose_the_same_epoch_does_not_divide_the_members(embedded, admin, stores):
+    """Members follow an epoch once: with the same for both, each would be where who reached it first wanted it."""
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        plan = admin.plan_reset("G", "T", "earliest")
+        offsets = embedded.broker("broker-a").core.state.offsets
+
+        def other_writes_the_same(exchange):
+            exchange.handle(exchange.answer)
+            offsets.commit(RETRY, "G", area().target(1), 4)
+
+        embedded.broker("broker-a").on(
+            RequestCode.UPDATE_CONSUMER_OFFSET,
+            other_writes_the_same,
+            when=lambda command: command.fields["queueId"] == str(area().head),
+        )
+        result = plan.execute()
+        assert result.verified, result
+        recorded = embedded.committed("G", RETRY)
+        assert [recorded[area().target(queue_id)] for queue_id in (0, 1)] == [1, 1]
+        assert recorded[area().epoch(1)] == recorded[area().head] == result.epoch
+        wait_until_seen(seen, 2, 10)
+
+
 @pytest.mark.parametrize(("version", "code"), [("5.1.4", 17), ("5.5.0", 26)])
 def test_a_broker_nobody_was_on_has_nobody_to_record_for(tmp_path, version, code):
     with (
