@@ -138,9 +138,11 @@ class GroupMember:
             await group.cluster.heartbeat()
             await self._wait_until_in_place()
 
-    async def unsubscribe(self, topic: str) -> None:
-        """Remove a topic; its queues end as at any rebalance, their offsets stored."""
-        await self.group.tasks.finish(self._unsubscribe(topic), f"unsubscribing {topic}")
+    async def unsubscribe(self, topic: str, *, wait: bool) -> None:
+        """Remove a topic; its queues end as at any rebalance, their offsets stored. `wait` until they have."""
+        step = self.group.tasks.begin(self._unsubscribe(topic), f"unsubscribing {topic}")
+        if wait:
+            await asyncio.shield(step)
 
     async def _unsubscribe(self, topic: str) -> None:
         self.group.subscriptions.remove(topic)

@@ -279,11 +279,16 @@ class PushConsumer(_Face):
             self._run(self._running().subscribe(*checked), CALL_TIMEOUT_S)
 
     def unsubscribe(self, topic: str) -> None:
-        """Stop receiving `topic`; its offsets are stored first."""
+        """Stop receiving `topic`, and return when its running calls have ended and its offsets are stored.
+
+        Running calls are waited for as at a hand-over, some seconds at most. Within a listener it returns at once, and
+        the end waits for the listener.
+        """
         name = wrap(self.config.namespace, topic)
         self._subscriptions.pop(name, None)
         if self._life.member is not None:
-            self._run(self._running().unsubscribe(name), CALL_TIMEOUT_S)
+            wait = not self._life.waits_for_caller
+            self._run(self._running().unsubscribe(name, wait=wait), CALL_TIMEOUT_S)
 
     def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull no more from `queues`, or from all; what is here already is still consumed.
@@ -418,11 +423,11 @@ class AsyncPushConsumer(_Face):
             await self._run(self._running().subscribe(*checked))
 
     async def unsubscribe(self, topic: str) -> None:
-        """Stop receiving `topic`; its offsets are stored first."""
+        """Stop receiving `topic`; see `PushConsumer.unsubscribe`."""
         name = wrap(self.config.namespace, topic)
         self._subscriptions.pop(name, None)
         if self._life.member is not None:
-            await self._run(self._running().unsubscribe(name))
+            await self._run(self._running().unsubscribe(name, wait=not self._life.waits_for_caller))
 
     async def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull no more from `queues`, or from all; see `PushConsumer.pause`."""

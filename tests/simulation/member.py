@@ -223,7 +223,7 @@ class Member:
         self._run(self._unsubscribe(self.member, seconds, cancelled_at))
 
     async def _unsubscribe(self, member: GroupMember, seconds: float, cancelled_at: int | None) -> None:
-        await asyncio.wait([self._run(member.unsubscribe(TOPIC), cancelled_at)])
+        await asyncio.wait([self._run(member.unsubscribe(TOPIC, wait=True), cancelled_at)])
         await asyncio.sleep(seconds)
         if member.state is ConsumerState.RUNNING:
             await member.subscribe(parse_subscription(TOPIC, "*"), Listener.of(self._handle))

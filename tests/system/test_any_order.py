@@ -42,7 +42,7 @@ CLOSE_TAKES_S = 10.0
 
 CALLS = ("pause", "resume", "progress", "subscribe", "unsubscribe", "earliest", "latest", "back", "back", "join")
 
-INSIDE = ("pause", "resume", "progress", "earliest", "close", "fail", "exit", "cancel", "linger")
+INSIDE = ("pause", "resume", "progress", "earliest", "unsubscribe", "close", "fail", "exit", "cancel", "linger")
 
 FAULTS = {
     "late": delay(0.05),

@@ -10,7 +10,16 @@ from collections import Counter
 
 import pytest
 
-from pyrocket_consumer import BrokerError, ConfigError, ConsumerState, PushConsumer, Retry, RocketError, sql
+from pyrocket_consumer import (
+    AsyncPushConsumer,
+    BrokerError,
+    ConfigError,
+    ConsumerState,
+    PushConsumer,
+    Retry,
+    RocketError,
+    sql,
+)
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, numbered, until
 
 OPTIONS = {"commit_interval_s": 0.05, "pull_hold_s": 0.2}
@@ -334,3 +343,44 @@ def test_an_expression_the_broker_refuses_leaves_the_subscription_as_it_was(embe
         assert subscriptions[topic].expression_type == "TAG"
         assert new not in subscriptions
         assert new not in {queue.topic for queue in consumer.progress()}
+
+
+@pytest.mark.parametrize("orderly", [False, True], ids=["any order", "orderly"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["thread", "asyncio"])
+def test_a_listener_that_unsubscribes_its_topic_waits_for_nothing(embedded, topic, group, orderly, is_async):
+    """It would wait for itself; its message counts when it returns."""
+    embedded.create_topic(topic, queues=1)
+    embedded.send(topic, b"m")
+    took_s = []
+    options = {"name_server": embedded.name_server, "consume_from": "first", "orderly": orderly}
+
+    def given_up(consumer_progress):
+        return not [queue for queue in consumer_progress if queue.topic == topic]
+
+    def blocking():
+        def handle(message):
+            began = time.monotonic()
+            consumer.unsubscribe(topic)
+            took_s.append(time.monotonic() - began)
+
+        consumer = PushConsumer(group, **options)
+        consumer.subscribe(topic, handle)
+        with consumer:
+            until(lambda: took_s and given_up(consumer.progress()), "given up")
+
+    async def asynchronous():
+        async def handle(message):
+            began = time.monotonic()
+            await consumer.unsubscribe(topic)
+            took_s.append(time.monotonic() - began)
+
+        consumer = AsyncPushConsumer(group, **options)
+        await consumer.subscribe(topic, handle)
+        async with consumer:
+            async with asyncio.timeout(WAIT_S):
+                while not took_s or not given_up(await consumer.progress()):
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(asynchronous()) if is_async else blocking()
+    assert max(took_s) < 0.8, took_s
+    assert embedded.committed(group, topic) == {0: 1}
