@@ -99,9 +99,7 @@ class GroupMember:
         self._expressions = Expressions(group)
         self._rebalance = Rebalance(group, self.assignments, self.resets, self._expressions)
         self._statistics = Statistics(group.loop.time, self.assignments.totals, self.assignments.listener_time_s)
-        self._requests = BrokerRequests(
-            group, self.assignments, commits, self.resets, self._statistics, self.service
-        )
+        self._requests = BrokerRequests(group, self.assignments, commits, self.resets, self._statistics, self.service)
         self._masters: dict[str, str] = {}  # by broker name
         self._ending: asyncio.Task[None] | None = None
         self._end_calls_by = float("inf")
@@ -118,7 +116,7 @@ class GroupMember:
             begin=self.group.tasks.begin,
             give_up=lambda window, message: self.retries.give_up(window, message),
             failed=lambda window, count: counts.failed(window.queue.topic, count),
-            held_up=lambda window: self._outcomes.held_up(window),
+            held_up=lambda window, why: self._outcomes.held_up(window, why),
         )
 
     # --- subscriptions
@@ -176,9 +174,7 @@ class GroupMember:
         self.state = ConsumerState.RUNNING
         tasks = group.tasks
         tasks.keep_running(self._rebalance.run(), "the rebalance loop")
-        tasks.keep_running(
-            CommitTimer(group, self.assignments, self.commits, self.resets).run(), "the commit timer"
-        )
+        tasks.keep_running(CommitTimer(group, self.assignments, self.commits, self.resets).run(), "the commit timer")
         if self.locks is not None:
             keeping = self.locks.keep(self.assignments.windows, self.service.go_on, self.assignments.lose)
             tasks.keep_running(keeping, "keeping locks")

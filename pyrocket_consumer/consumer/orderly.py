@@ -34,19 +34,20 @@ Consumed = list[tuple[Listener, list[Message]]]
 """Messages in order, with the listener that each is for: those of a retry topic's queue are of several topics."""
 
 HELD_UP_AFTER_S = 5.0
-"""A new line that has waited so long for the call of the former one is told."""
+"""A line that has waited so long, for a call of before or for a COMMIT, is told."""
 
 
 class Line:
     """The messages of one window that wait for their turn. Confined to the I/O thread, but for `uncommitted`."""
 
-    __slots__ = ("window", "waiting", "pause", "uncommitted")
+    __slots__ = ("window", "waiting", "pause", "uncommitted", "look")
 
     def __init__(self, window: ProcessQueue) -> None:
         self.window = window
         self.waiting: deque[tuple[Listener, deque[Any]]] = deque()  # units, those next to each other that are alike
         self.pause: asyncio.TimerHandle | None = None
         self.uncommitted: Consumed = []  # consumed, not yet committed by the listener; of the worker in turn
+        self.look: asyncio.TimerHandle | None = None  # when what is uncommitted may be all there is room for
 
     def append(self, listener: Listener, units: list[Any]) -> None:
         """Add units to the end."""
@@ -137,9 +138,9 @@ class OrderlyService(Service):
         begin: Callable[[Coroutine[Any, Any, None], str], object],
         give_up: GiveUp,
         failed: Callable[[ProcessQueue, int], None] = lambda window, count: None,
-        held_up: Callable[[ProcessQueue], None] = lambda window: None,
+        held_up: Callable[[ProcessQueue, str], None] = lambda window, why: None,
     ) -> None:
-        """`begin` begins a task and keeps it; `held_up` hears of queues that wait for a call of their former period."""
+        """`begin` begins a task and keeps it; `held_up` hears of queues that wait for a listener, and why."""
         super().__init__(loop, workers_for)
         self.auto_commit = auto_commit
         self.stopped = False
@@ -164,7 +165,21 @@ class OrderlyService(Service):
     def _tell_if_held_up(self, line: Line, former: Line) -> None:
         queue = line.window.queue
         if self._in_turn.get(queue) is former and self._lines.get(queue) is line and not self.stopped:
-            self._held_up(line.window)
+            self._held_up(
+                line.window,
+                "a listener call from before the queue began anew still runs; the queue waits until it returns",
+            )
+
+    def _tell_if_uncommitted(self, line: Line) -> None:
+        line.look = None
+        is_idle = line.uncommitted and not line.waiting and line.window.queue not in self._in_turn
+        if is_idle and self._line(line.window) is line and line.window.waits_for_room and not self.stopped:
+            count = sum(len(messages) for _, messages in line.uncommitted)
+            self._held_up(
+                line.window,
+                f"the {count} messages the listener was given wait for its COMMIT, and there is room for no more; have "
+                "it commit sooner, or raise max_cached_messages (or max_cached_bytes)",
+            )
 
     def go_on(self, window: ProcessQueue) -> None:
         """The queue's lock is there again."""
@@ -179,11 +194,14 @@ class OrderlyService(Service):
         """The window's life has ended."""
         if (line := self._line(window)) is not None:
             del self._lines[window.queue]
-            if line.pause is not None:
-                line.pause.cancel()
+            for timer in (line.pause, line.look):
+                if timer is not None:
+                    timer.cancel()
 
     def _next(self, line: Line) -> None:
         window = line.window
+        if line.uncommitted and not line.waiting and line.look is None:
+            line.look = self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_uncommitted, line)
         if (
             window.queue in self._in_turn
             or line.pause is not None

@@ -59,10 +59,9 @@ class Outcomes:
             level=logging.WARNING,
         )
 
-    def held_up(self, window: ProcessQueue) -> None:
-        """An orderly queue that began anew waits for a call of before."""
-        text = "a listener call from before the queue began anew still runs; the queue waits until it returns"
-        self._group.event(EventKind.MESSAGE_STUCK, text, window.queue, level=logging.WARNING)
+    def held_up(self, window: ProcessQueue, why: str) -> None:
+        """An orderly queue waits for its listener."""
+        self._group.event(EventKind.MESSAGE_STUCK, why, window.queue, level=logging.WARNING)
 
     def worker_failed(self, error: BaseException) -> None:
         self._group.soon(self._group.surprised, "a worker failed", error)

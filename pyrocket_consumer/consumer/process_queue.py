@@ -391,6 +391,11 @@ class ProcessQueue:
             self._is_crowded = has_room
             return False
 
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether nothing is asked for because there is no room."""
+        return self._waiting_for > 0
+
     def room_ahead(self, wanted: int, offset: int, expected: int = 0) -> bool:
         """Tell whether `wanted` messages asked for ahead, the last of them from `offset` on, stay within the limits.
 

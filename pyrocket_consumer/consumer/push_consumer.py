@@ -76,8 +76,8 @@ class _Face:
                 answers is enough
             message_model ("clustering"; "broadcasting"): each message to one member, or to every member
             orderly (False): one listener call of a queue at a time, in order of offset
-            auto_commit (True; orderly only): False: only ConsumeResult.COMMIT commits; ROLLBACK brings back what came
-                since
+            auto_commit (True; orderly only): False: only ConsumeResult.COMMIT commits, well before
+                max_cached_messages wait for it; ROLLBACK brings back what came since
             consume_from ("last"; "first", an aware datetime or its text): where a group begins that has no offset
             consume_threads (20; 1–1000): workers for plain listeners; calls at once for async def ones
             listener_batch_size (1; 1–1024): above 1 the listener takes a list of at most so many

@@ -69,7 +69,7 @@ class Serving:
             max_attempts=max_attempts,
             begin=lambda work, what: self.tasks.append(loop.create_task(work)),
             give_up=self._give_up,
-            held_up=lambda window: self.held_up.append(window),
+            held_up=lambda window, why: self.held_up.append(window),
         )
 
     async def _give_up(self, window, message):

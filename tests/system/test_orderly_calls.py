@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from pyrocket_consumer import PushConsumer, Suspend
+from pyrocket_consumer import ConsumeResult, MessageQueue, PushConsumer, Suspend
 from pyrocket_consumer.testing import answer, drop, drop_answer
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
@@ -225,3 +225,29 @@ def test_dead_letters_of_an_orderly_queue_are_sent_with_growing_pauses(embedded,
         seen.wait_for(2)
     assert time.monotonic() - began > 6, "a second, two, four"
     assert Counter(message.body for message in embedded.messages(f"%DLQ%{group}")) == {b"m0": 4}
+
+
+def test_a_listener_that_commits_too_late_is_told_what_it_waits_for(embedded, topic, group):
+    """With `auto_commit=False` and as many messages as there is room for, nothing more can come until COMMIT."""
+    embedded.create_topic(topic, queues=1)
+    embedded.send(topic, lambda number: b"m%d" % number, count=300)
+    commits, events = threading.Event(), Events()
+
+    def judge(message):
+        if commits.is_set() and message.queue_offset % 10 == 9:
+            return ConsumeResult.COMMIT
+
+    options = {**QUICK, "orderly": True, "auto_commit": False, "max_cached_messages": 64, "on_event": events}
+    consumer, seen = PushConsumer(group, name_server=embedded.name_server, **options), Seen(judge)
+    consumer.subscribe(topic, seen)
+    with consumer:
+        event = events.wait_for("message-stuck")
+        assert event.queue == MessageQueue(topic, "broker-a", 0)
+        assert "COMMIT" in event.text
+        assert "max_cached_messages" in event.text
+        assert len(seen.messages) < 100
+        commits.set()
+        consumer.reset_offsets(topic, "earliest")
+        seen.wait(lambda seen: b"m299" in seen.bodies)
+        until(lambda: embedded.committed(group, topic) == {0: 300}, "committed")
+    assert len(events.of("message-stuck")) == 1
