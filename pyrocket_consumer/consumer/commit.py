@@ -357,7 +357,7 @@ class StoreCommits:
             return self._persisted.get(queue)
 
     def table(self, topic: str) -> dict[MessageQueue, int]:
-        return self._store.clone_offset_table(topic)
+        return _call_store(self._store.clone_offset_table, topic)
 
     def persisted(self, queue: MessageQueue) -> int | None:
         return self._persisted.get(queue)
@@ -404,7 +404,7 @@ class StoreCommits:
 
     def reset_epoch(self, queue: MessageQueue) -> int:
         store = self._epoch_store
-        return store.reset_epoch(queue) if store is not None else self._epochs.get(queue, 0)
+        return _call_store(store.reset_epoch, queue) if store is not None else self._epochs.get(queue, 0)
 
     async def follow(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
         moving = {queue: reset.offset for queue, reset in resets.items() if reset.offset is not None}

@@ -12,8 +12,10 @@ from collections import Counter
 import pytest
 
 from pyrocket_consumer import (
+    Admin,
     AsyncPushConsumer,
     ConsumerState,
+    MessageQueue,
     OffsetStoreError,
     ProtocolError,
     PushConsumer,
@@ -88,6 +90,47 @@ def test_a_store_that_fails_unforeseen_is_told_and_tried_again(embedded, topic, 
         store.breaks = False
         until(lambda: list(store.clone_offset_table(topic).values()) == [6], "noted")
         until(lambda: [each.persisted for each in of(consumer, topic).values()] == [6], "stored")
+
+
+class RemembersResets(Broken):
+    """It knows which resets were followed, in memory."""
+
+    def __init__(self, methods: str, error: BaseException) -> None:
+        super().__init__(methods, error)
+        self.epochs: dict[MessageQueue, int] = {}
+
+    def reset_epoch(self, mq):
+        self._check("reset_epoch")
+        return self.epochs.get(mq, 0)
+
+    def persist_resets(self, resets):
+        for queue, reset in resets.items():
+            self.epochs[queue] = reset.epoch
+            if reset.offset is not None:
+                self.update_offset(queue, reset.offset)
+        self._check("persist_resets")
+
+
+@pytest.mark.parametrize("method", ["reset_epoch", "persist_resets"])
+def test_a_store_that_fails_where_resets_are_followed(embedded, topic, group, method):
+    """The member goes on, says so, and follows the reset when the store can tell."""
+    embedded.create_topic(topic, queues=1)
+    store, events, seen = RemembersResets(method, ZeroDivisionError("in the store")), Events(), Seen()
+    options = {"message_model": "broadcasting", "offset_store": store, "reset_record_interval_s": 1, **OPTIONS}
+    fill(embedded, topic, 10)
+    with (
+        consuming(embedded, topic, group, seen, on_event=events, **options) as (consumer, _),
+        Admin(name_server=embedded.name_server) as admin,
+    ):
+        seen.wait_for(10)
+        until(lambda: list(store.clone_offset_table(topic).values()) == [10], "noted")
+        store.breaks = True
+        admin.plan_reset(group, topic, "earliest").execute(wait_s=1)
+        assert consumer.state is ConsumerState.RUNNING
+        store.breaks = False
+        seen.wait(lambda seen: len(seen.messages) == 20)
+        assert consumer.state is ConsumerState.RUNNING
+    assert seen.bodies == numbered(10) * 2
 
 
 @pytest.mark.parametrize("method", ["update_offset", "read_offset", "persist", "persist_all"])
