@@ -37,7 +37,7 @@ def raw_pull(
         for queue_id in range(queues)
     ]
     # The opaque is the queue: one pull of each is under way.
-    connection.sendall(b"".join(pull(queue_id, 0, 0, _WITH_SUBSCRIPTION) for queue_id, pull in enumerate(pulls)))
+    connection.sendall(b"".join(pull(queue_id, 0, _WITH_SUBSCRIPTION) for queue_id, pull in enumerate(pulls)))
     buffer = bytearray(2 * MAX_FRAME_BYTES)
     view, start, end = memoryview(buffer), 0, 0
     count, next_look, step = 0, 0, max(total // 100, 1)
@@ -57,7 +57,7 @@ def raw_pull(
             answer = load(view[start + 8 : body])
             if answer["code"] == ResponseCode.SUCCESS:
                 queue_id, following = answer["opaque"], int(answer["extFields"]["nextBeginOffset"])
-                again.append(pulls[queue_id](queue_id, following, 0, _WITH_SUBSCRIPTION))
+                again.append(pulls[queue_id](queue_id, following, _WITH_SUBSCRIPTION))
                 bodies.append((body, stop))
             elif answer["code"] != ResponseCode.PULL_NOT_FOUND:  # which is the end of that queue
                 raise ConnectionAbortedError(f"a pull was answered {answer['code']}: {answer.get('remark')}")

@@ -225,7 +225,7 @@ class Puller:
             self._template, self._template_of = self._template_for(subscription), subscription
         template = self._template
         connection.send(
-            lambda opaque: template.encode(opaque, offset, 0, SUSPEND),
+            lambda opaque: template.encode(opaque, offset, SUSPEND),
             lambda answer: self._answered(pull, answer),
             self._timeout_s,
             on_late=self._look_at_late,
@@ -253,7 +253,6 @@ class Puller:
             queue_offset=offset,
             max_msg_nums=self._batch,
             sys_flag=SUSPEND,
-            commit_offset=0,
             suspend_timeout_millis=int(self._hold_s * 1000),
             sub_version=subscription.version,
             expression_type=subscription.expression_type,

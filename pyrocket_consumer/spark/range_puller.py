@@ -188,7 +188,7 @@ class RangePuller:
             return
         template = self._templates.get(pull.count) or self._template(pull.count)
         connection.send(
-            lambda opaque: template.encode(opaque, offset, 0, PullFlag.SUBSCRIPTION),
+            lambda opaque: template.encode(opaque, offset, PullFlag.SUBSCRIPTION),
             lambda answer, body: self._answered(pull, answer, body),
             self._reader.now(),
             options.client.request_timeout_s,

@@ -11,7 +11,7 @@ from pyrocket_consumer.wire.codes import CLIENT_VERSION, LanguageCode, RequestCo
 
 
 class PullTemplate:
-    """The pull request of one queue, prepared: only four numbers change from pull to pull.
+    """The pull request of one queue, prepared: only three numbers change from pull to pull.
 
     The frame carries the fields PullMessageHeader would. `hold_ms` is how long the broker may wait for messages.
     """
@@ -51,14 +51,14 @@ class PullTemplate:
         end = b',"serializeTypeCurrentRPC":"JSON","version":%d}' % CLIENT_VERSION
         self._header = (  # a name may hold a %, as every retry topic's does: only ours are for filling in
             (head + names).replace(b"%", b"%%")
-            + b',"queueOffset":"%d","commitOffset":"%d","sysFlag":"%d"'
+            + b',"queueOffset":"%d","commitOffset":"0","sysFlag":"%d"'
             + tail
             + b"%d"
             + end
         )
 
-    def encode(self, opaque: int, queue_offset: int, commit_offset: int, sys_flag: int) -> bytes:
-        """Return the whole frame of one pull; `commit_offset` counts only when `sys_flag` has PullFlag.COMMIT."""
-        header = self._header % (queue_offset, commit_offset, sys_flag, opaque)
+    def encode(self, opaque: int, queue_offset: int, sys_flag: int) -> bytes:
+        """Return the whole frame of one pull. It commits nothing: `sys_flag` is without PullFlag.COMMIT."""
+        header = self._header % (queue_offset, sys_flag, opaque)
         size = len(header)
         return self._PREFIX.pack(size + 4, size) + header

@@ -147,22 +147,22 @@ LONGS = st.integers(-(2**63), 2**63 - 1)
 
 @given(
     group=NAMES, topic=NAMES, broker_name=st.none() | NAMES, expression=st.none() | NAMES, expression_type=NAMES,
-    numbers=st.tuples(LONGS, LONGS, LONGS, LONGS), offsets=st.tuples(LONGS, LONGS), sys_flag=st.integers(0, 31),
+    numbers=st.tuples(LONGS, LONGS, LONGS, LONGS), offset=LONGS, sys_flag=st.integers(0, 31),
     opaque=st.integers(0, 2**31 - 1),
 )
 @settings(max_examples=trials(300), deadline=None)
 def test_a_pull_template_writes_what_the_header_would(
-    group, topic, broker_name, expression, expression_type, numbers, offsets, sys_flag, opaque
+    group, topic, broker_name, expression, expression_type, numbers, offset, sys_flag, opaque
 ):
     queue_id, max_messages, hold_ms, sub_version = numbers
     template = PullTemplate(
         group, topic, queue_id, max_messages, hold_ms, sub_version, broker_name, expression, expression_type
     )
     header = PullMessageHeader(
-        group, topic, queue_id, offsets[0], max_messages, sys_flag, offsets[1], hold_ms, sub_version,
+        group, topic, queue_id, offset, max_messages, sys_flag, 0, hold_ms, sub_version,
         expression, expression_type, broker_name=broker_name,
     )
-    frame = template.encode(opaque, offsets[0], offsets[1], sys_flag)
+    frame = template.encode(opaque, offset, sys_flag)
     assert decode_command(frame) == request(header, opaque=opaque)
     assert len(frame) == len(encode_command(request(header, opaque=opaque)))
 
