@@ -17,6 +17,9 @@ T = TypeVar("T")
 _TOLD_ANY_TIME = ("message", "queues")
 """Events that answer no command."""
 
+LOST, STARTS = "RemotingSendRequestException", 3
+"""What ends a Java client whose connection is lost while it starts, as on a busy machine, and how often it may try."""
+
 
 @dataclass(frozen=True, slots=True)
 class JavaMessage:
@@ -131,12 +134,22 @@ class _Part:
 
 
 def _started(version: str, main: str, options: Mapping[str, object], machine: JavaMachine | None) -> Program | _Part:
-    """Start a program in a machine of its own, or in one that runs."""
-    if machine is None:
-        return Program(version, main, options)
-    client = machine.new_client()
-    client.ask({**options, "do": main})
-    return client
+    """Start a program in a machine of its own, or in one that runs, and wait until it says that it has."""
+    if machine is not None:
+        client = machine.new_client()
+        client.ask({**options, "do": main})
+        client.wait_for("started")
+        return client
+    tries = 0
+    while True:
+        program, tries = Program(version, main, options), tries + 1
+        try:
+            program.wait_for("started")
+            return program
+        except AssertionError as error:
+            program.close()
+            if tries == STARTS or LOST not in str(error):
+                raise
 
 
 class _JavaClient:
@@ -182,7 +195,6 @@ class JavaProducer(_JavaClient):
         """Options: instanceName, compressAbove, compression (ZLIB, LZ4, ZSTD), accessKey and secretKey."""
         settings = {"nameServer": name_server, "group": group, **options}
         self._program = _started(version, "Produce", settings, machine)
-        self._program.wait_for("started")
 
     def send(
         self,
