@@ -52,6 +52,7 @@ class Member:
         self.disk = MemoryDisk()
         self._world, self._history, self._embedded = world, history, cluster
         self._lives = 0
+        self.is_at_peace = False  # its listeners only listen
         self.config = ConsumerConfig(
             group=GROUP, name_server=cluster.name_server, orderly=plan.orderly,
             message_model="broadcasting" if plan.broadcasting else "clustering", **plan.options,
@@ -249,6 +250,8 @@ class Member:
         kind = rng.choice(("pause", "reset", "close", "cancel"))
         process = CURRENT.get()
         if member is None or member.state is not ConsumerState.RUNNING or process is None or process.dead:
+            return True
+        if self.is_at_peace:
             return True
         if kind == "pause":
             self.pause(rng.uniform(0, 3))

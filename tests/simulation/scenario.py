@@ -57,6 +57,7 @@ class Scenario:
         await self.cluster.open()
         self.cluster.create_topic(TOPIC, queues=self.queues)
         self.history = history = History(self.cluster, GROUP, TOPIC)
+        history.begins_at_the_end = self.plan.options.get("consume_from", "last") == "last"
         self._note_addresses()
         for number in range(self.plan.members):
             self.members.append(Member(str(number), self.world, history, self.cluster, self.plan))
@@ -65,6 +66,8 @@ class Scenario:
         await self._trouble()
         self._heal()
         sending.cancel()
+        for member in self.members:
+            member.is_at_peace = True
         await asyncio.sleep(self.plan.calm_s)
         history.settled_at = self.world.now
         for member in self.members:
