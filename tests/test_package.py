@@ -26,6 +26,7 @@ LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 
 SIDE_EFFECTS = """
 import logging, os, sys, threading
+sys.dont_write_bytecode = True  # that Python keeps what it has compiled is no doing of ours
 before = dict(os.environ), threading.enumerate(), list(logging.root.handlers), logging.root.level
 touched = []
 sys.addaudithook(lambda name, arguments: touched.append((name, arguments)) if watched(name, arguments) else None)
