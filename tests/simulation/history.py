@@ -154,7 +154,7 @@ class History:
     def check_nothing_is_passed_over(self) -> None:
         """Every commit: all below it, from the first pull on, was consumed, or handed back for a retry, before.
 
-        Two that start at once may find different ends. What was sent between is owed by neither.
+        Two that start at once may find different ends: where they begin is not judged, what they commit after it is.
         """
         returned = [each for each in self.starts if each.error is None] if self.begins_at_the_end else []
         first = min((each.ended for each in returned), default=0.0)
@@ -168,7 +168,9 @@ class History:
             handled_at[body] = min(at, handled_at.get(body, at))
         edge = self._first_pulled()
         for at, client, queue, offset in self.commits():
-            for number in range(edge.setdefault(queue, 0), offset if at > promised_at else 0):
+            if at <= promised_at:
+                continue
+            for number in range(edge.setdefault(queue, 0), offset):
                 body = bodies.get((queue, number))
                 if body is not None and handled_at.get(body, float("inf")) > at:
                     who = self.addresses.get(client, client)
@@ -183,8 +185,11 @@ class History:
             if reset.target is None:
                 continue
             later = [each.at for each in self.resets[number + 1 :] if each.queue == reset.queue]
-            # The next one may have been asked for before this one was done. It commits its target before it is done.
-            following = {each.target for each in self.resets[number + 1 :] if each.queue == reset.queue}
+            # The next one, if it is asked for before this one is done, commits its target before it is done itself.
+            so_far = [each.target for each in self.resets[: number + 1] if each.queue == reset.queue]
+            is_waiting = 2 * so_far.count(None) > len(so_far)
+            targets = [each.target for each in self.resets[number + 1 :] if each.queue == reset.queue]
+            following = next((each for each in targets if each is not None), None) if is_waiting else None
             may_be_lost = any(0 <= reset.at - at <= TAKEN_FOR_A_LOSS_S for at in self.disturbed_at)
             until = min([*later, *(at for at in self.disturbed_at if at > reset.at)], default=float("inf"))
             again = {
@@ -197,7 +202,7 @@ class History:
                     continue
                 missing = [place for place in range(reset.target, offset) if again.get(place, float("inf")) > at]
                 is_own = self.addresses.get(client) == reset.member
-                if missing and (offset in following or (may_be_lost and not is_own)):
+                if missing and (offset == following or (may_be_lost and not is_own)):
                     break
                 if missing and is_own:
                     raise Wrong(
