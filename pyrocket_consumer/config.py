@@ -17,6 +17,7 @@ from pyrocket_consumer.model import ConsumerEvent, MessageModel, MessageQueue, O
 DEFAULT_MAX_RECONSUME_TIMES = 16
 MAX_TOPIC_CHARACTERS = 127
 MAX_GROUP_CHARACTERS = 120  # 255 before broker 5.5.0; its %RETRY% topic must stay within 127
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024 - 128 * 1024  # a frame has 16 MiB
 _NAME = re.compile(r"[%|a-zA-Z0-9_-]+")
 _NO_NAME_SERVER = "no name server: pass name_server='host:9876' (pyrocket: -n host:9876), or set NAMESRV_ADDR"
 _ADDRESS = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
@@ -386,7 +387,7 @@ class ProducerConfig(ClientConfig):
         check_int("send_attempts", self.send_attempts, 1, 100)
         check_int("compress_above_bytes", self.compress_above_bytes, 1, 2**31 - 1)
         check_choice("compression", self.compression, ["zlib", "lz4", "zstd"])
-        check_int("max_message_bytes", self.max_message_bytes, 1, 16 * 1024 * 1024 - 128 * 1024)  # a frame has 16 MiB
+        check_int("max_message_bytes", self.max_message_bytes, 1, MAX_MESSAGE_BYTES)
         check_int("max_in_flight_messages", self.max_in_flight_messages, 1, 10_000_000)
         check_int("max_in_flight_bytes", self.max_in_flight_bytes, 1, 1 << 40)
 

@@ -30,7 +30,8 @@ RESERVED_PROPERTIES = frozenset(
 """Property names a message may not bring along: clients and brokers write them, so that a value would be lost or
 obeyed. To send a consumed message on, leave these out. Source: MessageConst."""
 
-_TRANSIENT_PREFIX = "__RMQ.TRANSIENT."
+TRANSIENT_PREFIX = "__RMQ.TRANSIENT."
+"""How names begin that brokers give to what is never stored; a message may not bring such a property along, either."""
 
 # Source: TopicValidator.NOT_ALLOWED_SEND_TOPIC_SET.
 _NOT_TO_SEND_TO = frozenset(
@@ -192,7 +193,7 @@ def _check_properties(properties: object) -> None:
         return
     for name, value in properties.items():
         _check_text("a property's name", name)
-        if name in RESERVED_PROPERTIES or name.startswith(_TRANSIENT_PREFIX):
+        if name in RESERVED_PROPERTIES or name.startswith(TRANSIENT_PREFIX):
             argument = _ARGUMENT_FOR.get(name)
             remedy = f"use the argument {argument}=" if argument else "choose another name"
             raise ConfigError(f"property name {name!r} is reserved by RocketMQ; {remedy}")
@@ -211,7 +212,7 @@ def _are_plain(properties: Mapping[object, object]) -> bool:
         and whole.isascii()
         and "\x01" not in whole
         and "\x02" not in whole
-        and _TRANSIENT_PREFIX not in whole
+        and TRANSIENT_PREFIX not in whole
         and RESERVED_PROPERTIES.isdisjoint(properties)
     )
 

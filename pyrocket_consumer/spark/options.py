@@ -16,7 +16,14 @@ from ssl import SSLContext
 from typing import Any, TypeGuard, TypeVar
 
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.config import ClientConfig, check_group, check_topic, parse_name_servers, trusting
+from pyrocket_consumer.config import (
+    MAX_MESSAGE_BYTES,
+    ClientConfig,
+    check_group,
+    check_topic,
+    parse_name_servers,
+    trusting,
+)
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.wire.subscription import ALL, SQL92, parse_subscription
@@ -35,9 +42,20 @@ NAMES = (
     "failOnDataLoss", "maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions",
     "maxPartitions", "minRecordsPerPartition", "maxRecordsPerPartition", "pullBatchSize", "pullsInFlight",
     "requestTimeoutMs", "retries", "planningIntervalMs", "accessKey", "secretKey", "securityToken", "namespace", "tls",
-    "tlsCaFile", "sendTimeoutMs", "sendRetries", "maxInFlight", "acceptDegraded", "dedupProperties",
+    "tlsCaFile", "sendTimeoutMs", "sendRetries", "maxInFlight", "maxMessageBytes", "acceptDegraded", "autoCreateTopic",
+    "dedupProperties",
 )  # fmt: skip
 """Every option there is, as the documentation writes it; Spark hands them over in lower case."""
+
+_AS_WRITTEN = {
+    "name_server": "nameServer",
+    "sharding_key": "shardingKey",
+    "delay_level": "delayLevel",
+    "deliver_at": "deliverAt",
+    "max_message_bytes": "maxMessageBytes",
+    "auto_create_topic": "autoCreateTopic",
+}  # what Python's arguments are called in options and columns
+_ARGUMENT = re.compile(rf"(?<![\w'\"])({'|'.join(_AS_WRITTEN)})(?![\w'\"])")  # in quotes it is a value
 
 _OF_SPARK = frozenset({"path", "paths", "checkpointlocation", "queryname", "outputmode", "numpartitions"})
 _MOST = 2**63 - 1
@@ -109,7 +127,9 @@ class SinkOptions:
     send_timeout_s: float = 3.0
     send_retries: int = 2
     max_in_flight: int = 256
+    max_message_bytes: int = 4 << 20
     accept_degraded: bool = False
+    auto_create_topic: bool = False
     dedup_properties: bool = True
 
 
@@ -242,9 +262,11 @@ def parse_sink(options: Mapping[str, str]) -> SinkOptions:
         client=_client(given),
         topic=None if topic is None else _named(check_topic, "topic", topic.strip()),
         send_timeout_s=given.whole("sendTimeoutMs", 3000, 10, 600_000) / 1000,
-        send_retries=given.whole("sendRetries", 2, 1, 100),
+        send_retries=given.whole("sendRetries", 2, 1, 99),
         max_in_flight=given.whole("maxInFlight", 256, 1, 1_000_000),
+        max_message_bytes=given.whole("maxMessageBytes", 4 << 20, 1, MAX_MESSAGE_BYTES),
         accept_degraded=given.flag("acceptDegraded", False),
+        auto_create_topic=given.flag("autoCreateTopic", False),
         dedup_properties=given.flag("dedupProperties", True),
     )
 
@@ -471,7 +493,12 @@ def _named(check: Callable[[str], T], option: str, value: str) -> T:
     try:
         return check(value)
     except ConfigError as error:
-        raise ConfigError(f"option {option}={value!r} is not allowed: {error}") from error
+        raise ConfigError(f"option {option}={value!r} is not allowed: {as_written(str(error))}") from error
+
+
+def as_written(text: str) -> str:
+    """Return an error's text with arguments called as the options and columns are: `sharding_key` is `shardingKey`."""
+    return _ARGUMENT.sub(lambda found: _AS_WRITTEN[found[0]], text)
 
 
 def listed(items: Iterable[object], most: int = 5) -> str:
@@ -487,9 +514,10 @@ class _Given:
     def __init__(self, options: Mapping[str, str]) -> None:
         self._values = {name.lower(): value for name, value in options.items()}
         known = {name.lower(): name for name in NAMES}
-        for name in sorted(self._values):
-            if name not in known and name not in _OF_SPARK and not name.startswith("spark."):
-                near = get_close_matches(name, known, n=1)
+        for name in sorted(options):
+            lower = name.lower()
+            if lower not in known and lower not in _OF_SPARK and not lower.startswith("spark."):
+                near = get_close_matches(lower, known, n=1)
                 hint = f"did you mean {known[near[0]]}?" if near else f"there are {', '.join(NAMES)}"
                 raise ConfigError(f"option {name!r} is unknown; {hint}")
 

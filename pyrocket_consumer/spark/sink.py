@@ -21,7 +21,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import Row, StructType
 
 from pyrocket_consumer.config import ClientConfig, ProducerConfig
-from pyrocket_consumer.errors import ConfigError, ConnectError, RequestTimeout, RocketError
+from pyrocket_consumer.errors import ConfigError, ConnectError, RequestTimeout, RocketError, RouteNotFound
 from pyrocket_consumer.producer import Producer
 from pyrocket_consumer.producer.callbacks import Told
 from pyrocket_consumer.spark import worker
@@ -198,6 +198,8 @@ def _config(options: SinkOptions) -> ProducerConfig:
         send_attempts=options.send_retries + 1,
         max_in_flight_messages=options.max_in_flight,
         max_in_flight_bytes=1 << 40,  # _Sends counts them
+        max_message_bytes=options.max_message_bytes,
+        auto_create_topic=options.auto_create_topic,
         accept_degraded=options.accept_degraded,
     )
 
@@ -213,7 +215,7 @@ class _Sends:
         self._producer = producer
         self._max_rows = options.max_in_flight
         self._longest_s = options.send_timeout_s + _GRACE_S
-        self._place = reader.place
+        self._reader = reader
         self._done: queue.SimpleQueue[tuple[SinkRow, BaseException | None]] = queue.SimpleQueue()
         self._lanes: dict[tuple[str, object], deque[SinkRow]] = {}
         self._rows = self._bytes = 0
@@ -245,7 +247,7 @@ class _Sends:
                 deliver_at=row.deliver_at,
             )
         except ConfigError as error:
-            raise ConfigError(f"{self._place(row.number)}: {error}") from None
+            raise ConfigError(self._reader.said_of(row.number, error)) from None
 
     def _wait_for_one(self) -> None:
         try:
@@ -264,7 +266,9 @@ class _Sends:
                 del self._lanes[lane]
 
     def _failure(self, row: SinkRow, error: BaseException) -> RocketError:
-        text = f"{self._place(row.number)}: {error}"
+        text = self._reader.said_of(row.number, error)
+        if isinstance(error, RouteNotFound):
+            text += "; where brokers make topics on demand, set the option autoCreateTopic=true"
         return ConfigError(text) if isinstance(error, ConfigError) else RocketError(text)
 
     def finish(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,7 +31,11 @@ from pyspark.sql.types import (
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage
-from pyrocket_consumer.spark.options import SinkOptions
+from pyrocket_consumer.producer.outgoing import TRANSIENT_PREFIX
+from pyrocket_consumer.spark import worker
+from pyrocket_consumer.spark.options import SinkOptions, as_written
+
+log = logging.getLogger("pyrocket_consumer.spark")
 
 QUERY_ID, BATCH_ID, PARTITION, ROW = "spark_query_id", "spark_batch_id", "spark_partition", "spark_row"
 """User properties of a message that together name the row it was made of; see `dedupProperties`."""
@@ -148,6 +153,7 @@ class RowReader:
         self._topic = options.topic
         self._partition = partition
         self._marks = dict(marks)
+        self._told: set[str] = set()
         self._number = 0
 
     def of_batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[SinkRow]:
@@ -196,6 +202,11 @@ class RowReader:
                         f"{self.place(number)}: brokerName is {broker_name!r} and queueId is {queue_id!r}; "
                         "give both for a queue of your choice, or neither"
                     )
+                if sharding_key:
+                    raise ConfigError(
+                        f"{self.place(number)}: brokerName with queueId, and shardingKey={sharding_key!r}, both choose "
+                        "the queue; have one of them null, or drop its columns"
+                    )
                 queue = MessageQueue(topic, broker_name, queue_id)
             try:
                 message = OutgoingMessage(
@@ -206,14 +217,14 @@ class RowReader:
                     flag or 0,
                 )
             except ConfigError as error:
-                raise ConfigError(f"{self.place(number)}: {error}") from None
-            pin = queue or sharding_key
+                raise ConfigError(self.said_of(number, error)) from None
+            pin = queue or sharding_key or None
             yield SinkRow(
                 number,
                 topic,
                 message,
                 queue,
-                sharding_key,
+                sharding_key or None,
                 delay_level or 0,
                 deliver_at if deliver_at is None or deliver_at.tzinfo is not None else deliver_at.astimezone(UTC),
                 None if pin is None else (topic, pin),
@@ -223,17 +234,36 @@ class RowReader:
         """Name a row for an error's text."""
         return f"row {number} of partition {self._partition}"
 
+    def said_of(self, number: int, error: BaseException) -> str:
+        """Return an error's text with the row it is about; columns and options have the names that Spark users know."""
+        return f"{self.place(number)}: {as_written(str(error))}"
+
     def _properties(self, given: Any, number: int) -> Mapping[str, str] | None:
         """Return a row's properties: without what RocketMQ writes itself, and what would be lost on the way."""
-        properties = {}
+        properties, reserved = {}, []
         if given:
             for name, value in given.items() if isinstance(given, dict) else given:
-                if value != "" and name not in RESERVED_PROPERTIES:
+                if name in RESERVED_PROPERTIES or name.startswith(TRANSIENT_PREFIX):
+                    reserved.append(name)
+                elif value is not None and value != "":
                     properties[name] = value
+        if reserved and not self._told.issuperset(reserved):
+            self._tell_once(reserved)
         if self._marks:
             properties.update(self._marks)
             properties[ROW] = str(number)
         return properties
+
+    def _tell_once(self, reserved: Sequence[str]) -> None:
+        """Log that these properties are left out, unless a task of this worker has done so."""
+        kinds = {TRANSIENT_PREFIX + "…" if name.startswith(TRANSIENT_PREFIX) else name for name in reserved}
+        self._told |= kinds
+        if new := [name for name in sorted(kinds) if worker.first_time(name)]:
+            log.warning(
+                "properties %s belong to RocketMQ and are left out of what is written; tags, keys and the sharding key "
+                "have columns of their own, and other names are kept",
+                ", ".join(new),
+            )
 
 
 def _bytes(body: str | bytearray | memoryview) -> bytes:

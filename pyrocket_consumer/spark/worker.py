@@ -24,6 +24,7 @@ T = TypeVar("T", bound=Closable)
 _lock = threading.Lock()
 _kept: dict[Hashable, Closable] = {}
 _asked_at: dict[Hashable, float] = {}
+_said: set[str] = set()
 _pid = os.getpid()
 
 
@@ -59,3 +60,13 @@ def close_all() -> None:
         for each in _kept.values():
             each.close()
         _kept.clear()
+        _said.clear()
+
+
+def first_time(what: str) -> bool:
+    """Tell whether no task of this process has asked about `what` before: of what is worth one line, not thousands."""
+    with _lock:
+        if what in _said:
+            return False
+        _said.add(what)
+        return True

@@ -218,7 +218,10 @@ WRONG = [
     ("tls", "maybe", "true or false", {}),
     ("tlsCaFile", "ca.pem", "tls=true", {}),
     ("sendTimeoutMs", "0", "from 10", {}),
-    ("sendRetries", "0", "from 1", {}),
+    ("sendRetries", "0", "from 1 to 99", {}),
+    ("maxMessageBytes", "0", "from 1", {}),
+    ("autoCreateTopic", "yes", "true or false", {}),
+    ("nameServer", "here", "nameServer 'here' is not host:port", {}),
     ("maxInFlight", "0", "from 1", {}),
     ("acceptDegraded", "ja", "true or false", {}),
     ("dedupProperties", "", "empty", {}),
@@ -302,6 +305,11 @@ def test_what_a_batch_cannot_have(options, text):
 def test_an_unknown_option_gets_the_nearest_name(name, hint):
     with pytest.raises(ConfigError, match=f"option '{name}' is unknown; did you mean {hint}"):
         check_options(given(**{name: "x"}))
+
+
+def test_an_unknown_option_is_named_as_it_was_given():
+    with pytest.raises(ConfigError, match="option 'sendTimeOut' is unknown; did you mean sendTimeoutMs"):
+        check_options({**SERVER, "sendTimeOut": "1"})
 
 
 def test_an_unknown_option_that_is_like_none_gets_all_names():

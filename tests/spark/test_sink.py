@@ -240,6 +240,39 @@ def test_a_frame_that_was_read_can_be_written(embedded, topic, sinks, names):
     assert written.message_id != read.message_id
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_properties_without_a_value_or_of_rocketmq_are_left_out(embedded, topic, sinks, kind):
+    given = {"a": None, "b": "", "c": "1", "__RMQ.TRANSIENT.x": "y", "UNIQ_KEY": "old", "DELAY": "18", "x.y": "z"}
+    rows = [("x", given), ("y", None)]
+    sinks(topic=topic).write("body string, properties map<string,string>", *rows, kind=kind)
+    assert {m.body: own(m) for m in embedded.messages(topic)} == {b"x": {"c": "1", "x.y": "z"}, b"y": {}}
+
+
+def test_what_is_left_out_is_told_once(embedded, topic, sinks, caplog):
+    given = {"__RMQ.TRANSIENT.a": "1", "__RMQ.TRANSIENT.b": "1", "POP_CK": "2", "own": "3"}
+    sink = sinks(topic=topic)
+    for _ in range(3):
+        sink.write("body string, properties map<string,string>", *[("x", given)] * 50)
+    told = [record.getMessage() for record in caplog.records if "POP_CK" in record.getMessage()]
+    assert len(told) == 1
+    assert "__RMQ.TRANSIENT." in told[0]
+    assert "own" not in told[0].split()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_sharding_key_is_none(embedded, topic, sinks, kind):
+    sinks(topic=topic).write("body string, shardingKey string", *[("x", "")] * 8, ("y", None), kind=kind)
+    found = embedded.messages(topic)
+    assert len({message.queue for message in found if message.body == b"x"}) == 4
+    assert not [message for message in found if "__SHARDINGKEY" in message.properties]
+
+
+def test_a_queue_wins_where_the_sharding_key_is_empty(embedded, topic, sinks):
+    schema = "body string, brokerName string, queueId int, shardingKey string"
+    sinks(topic=topic).write(schema, ("x", "broker-a", 1, ""))
+    assert [m.body for m in embedded.broker("broker-a").messages(topic, 1)] == [b"x"]
+
+
 # --- marks of duplicates
 
 
@@ -398,8 +431,25 @@ def test_without_a_name_server_a_task_fails(sinks):
 
 
 def test_a_topic_that_does_not_exist_is_named(embedded, sinks):
-    with pytest.raises(RocketError, match="row 0 of partition 0.*no-such-topic"):
+    with pytest.raises(RocketError, match="row 0 of partition 0.*no-such-topic.*autoCreateTopic=true"):
         sinks(topic="no-such-topic").write("body string", ("x",))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_topic_is_made_on_demand_where_that_is_wanted(names, kind):
+    with EmbeddedCluster(auto_create_topics=True) as cluster:
+        topic = str(names.topic())
+        sink = Sink(SinkOptions(client=ClientOptions(name_server=cluster.name_server), auto_create_topic=True))
+        schema = "body string, topic string, shardingKey string"
+        assert sink.write(schema, ("x", topic, "k"), ("y", topic, "k"), kind=kind) == 2
+        sink.close()
+        assert [message.body for message in cluster.messages(topic)] == [b"x", b"y"]
+
+
+def test_a_body_may_be_larger_where_that_is_wanted(embedded, topic, sinks):
+    with pytest.raises(ConfigError, match="row 0 of partition 0: body of 5000000 bytes is more than maxMessageBytes"):
+        sinks(topic=topic).write("body binary", (bytes(5_000_000),))
+    assert sinks(topic=topic, max_message_bytes=6_000_000).write("body binary", (bytes(5_000_000),)) == 1
 
 
 @pytest.mark.parametrize(
@@ -410,13 +460,19 @@ def test_a_topic_that_does_not_exist_is_named(embedded, sinks):
         ("body string", ("",), "body is empty"),
         ("body string, brokerName string, queueId int", ("x", "broker-a", None), "give both"),
         ("body string, brokerName string, queueId int", ("x", None, 1), "give both"),
-        ("body string, brokerName string, queueId int, shardingKey string", ("x", "broker-a", 1, "k"), "one of them"),
+        (
+            "body string, brokerName string, queueId int, shardingKey string",
+            ("x", "broker-a", 1, "k"),
+            "brokerName with queueId, and shardingKey='k'",
+        ),
         ("body string, brokerName string, queueId int", ("x", "broker-z", 1), "not a queue that can be written"),
-        ("body string, shardingKey string", ("x", ""), "sharding_key is empty"),
-        ("body string, delayLevel int", ("x", 19), "delay_level=19"),
+        ("body string, shardingKey string", ("x", "a\x01b"), "shardingKey holds"),
+        ("body string, delayLevel int", ("x", 19), "delayLevel=19"),
+        ("body string, delayLevel int, deliverAt timestamp", ("x", 1, datetime.now(UTC)), "delayLevel and deliverAt"),
         ("body string, tags string", ("x", "a || b"), "one tag"),
         ("body string, keys array<string>", ("x", ["a b"]), "white space"),
-        ("body string, properties map<string,string>", ("x", {"a": None}), "property 'a'"),
+        ("body string, properties map<string,string>", ("x", {"a": "\x02"}), "property 'a' holds"),
+        ("body string, properties map<string,string>", ("x", {"deliver_at": "\x02"}), "property 'deliver_at' holds"),
     ],
 )
 @pytest.mark.parametrize("kind", [batch_writer, StreamRowWriter])

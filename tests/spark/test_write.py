@@ -102,7 +102,8 @@ def batch(spark: Any, cluster: EmbeddedCluster, sql: str, mode: str = "append", 
         ("SELECT 'x' AS body", {"topic": "orders", "maxInFlight": "0"}, "maxInFlight='0'"),
         ("SELECT 'x' AS body", {"topic": "orders", "sendTimeout": "1"}, "did you mean sendTimeoutMs"),
         ("SELECT cast(null AS string) AS body", {"topic": "orders"}, "row 0 of partition 0: body is null"),
-        ("SELECT 'x' AS body", {"topic": "no-such-topic"}, "no-such-topic"),
+        ("SELECT 'x' AS body", {"topic": "no-such-topic"}, "autoCreateTopic=true"),
+        ("SELECT 'x' AS body, 'a\\u0001' AS shardingKey", {"topic": "orders"}, "row 0 of partition 0: shardingKey"),
     ],
 )
 def test_what_is_wrong_is_told(spark, embedded, sql, options, text):
@@ -111,6 +112,25 @@ def test_what_is_wrong_is_told(spark, embedded, sql, options, text):
         batch(spark, embedded, sql, **options)
     assert text in str(raised.value)
     assert not embedded.messages("orders")
+
+
+def test_a_batch_that_was_read_is_written_and_read_again(spark, embedded):
+    for topic in ("first", "second"):
+        embedded.create_topic(topic, queues=2)
+    given = {"region": "eu", "empty": ""}
+    embedded.send("first", b"x", count=4, tags="t", keys=["k1", "k2"], properties=given, queue_id=1)
+
+    def read(topic: str) -> Any:
+        named = {"nameServer": embedded.name_server, "subscribe": topic}
+        return spark.read.format("rocketmq").options(**named).load()
+
+    changed = "map_concat(properties, map('none', cast(null AS string), '__RMQ.TRANSIENT.a', 'b')) AS properties"
+    frame = read("first").selectExpr("* except (topic, properties)", changed, "'' AS shardingKey")
+    writer = frame.write.format("rocketmq").mode("append").option("nameServer", embedded.name_server)
+    writer.option("topic", "second").save()
+    rows = read("second").select("tags", "keys", "queueId", "body", "properties").collect()
+    assert [(*row[:3], bytes(row["body"])) for row in rows] == [("t", "k1 k2", 1, b"x")] * 4
+    assert [(row["properties"].get("region"), row["properties"].get("none")) for row in rows] == [("eu", None)] * 4
 
 
 def test_a_query_ends_with_the_sentence_of_the_row(spark, embedded, tmp_path):
