@@ -159,6 +159,7 @@ class EventKind(StrEnum):
     SUBSCRIPTION_DIFFERS = "subscription-differs"
     STORE_UNWRITABLE = "store-unwritable"
     STORE_RECOVERED = "store-recovered"
+    STORE_UNSYNCED = "store-unsynced"
     STORE_FALLBACK = "store-fallback"
     STORE_ORPHANED = "store-orphaned"
     STORE_SLOT = "store-slot"

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from pyrocket_consumer.offsets.disk import Disk
+from pyrocket_consumer.offsets.disk import Disk, SyncedNames
 from pyrocket_consumer.offsets.journal import FileIdentity, identity
 from pyrocket_consumer.offsets.journal_file import write_file
 from pyrocket_consumer.offsets.recovery import BACKUP_FILE, MAIN_FILE
@@ -18,9 +18,10 @@ log = logging.getLogger(__name__)
 class CheckpointFile:
     """Replaces offsets.json so that at each instant the old one or the new one is there, whole."""
 
-    def __init__(self, disk: Disk, directory: str) -> None:
+    def __init__(self, disk: Disk, names: SyncedNames) -> None:
         self._disk = disk
-        self._directory = directory
+        self._names = names
+        self._directory = names.directory
         self._main_is_good = False
         self._unreadable: list[str] = []
         self.main: FileIdentity = (0, 0)
@@ -45,7 +46,7 @@ class CheckpointFile:
             self._rotate(main)
         disk.replace(new, main)
         self.main, self._main_is_good = identity(text), True
-        disk.sync_directory(self._directory)
+        self._names.sync()
 
     def _rotate(self, main: str) -> None:
         """Make the present file the backup, without a moment in which there is neither."""

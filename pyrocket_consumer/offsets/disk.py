@@ -5,6 +5,7 @@ A stand-in for `Disk` can fail, stop or forget at each call: that is how crashes
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Protocol
@@ -60,6 +61,29 @@ class Disk(Protocol):
 
     def lock(self, path: str) -> DiskLock | None:
         """Take the exclusive lock `path` without waiting, None when someone else has it."""
+
+
+_CANNOT_SYNC_NAMES = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+"""What network and FUSE file systems that cannot sync directories say. The sync of a file still counts there."""
+
+
+class SyncedNames:
+    """The names in a directory, synced where the file system can do so."""
+
+    def __init__(self, disk: Disk, directory: str) -> None:
+        self._disk = disk
+        self.directory = directory
+        self.sync_refused: OSError | None = None
+        """What the file system says that syncs no directories."""
+
+    def sync(self) -> None:
+        """Return when all names survive a power failure, or must be left to the file system."""
+        try:
+            self._disk.sync_directory(self.directory)
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC_NAMES:
+                raise
+            self.sync_refused = error
 
 
 class _LocalFile:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from threading import Lock
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.disk import Disk, DiskFile
+from pyrocket_consumer.offsets.disk import Disk, DiskFile, SyncedNames
 from pyrocket_consumer.offsets.journal import (
     HEADER_BYTES,
     MAX_PAIRS,
@@ -66,11 +66,11 @@ class JournalFile:
     leaf, guards the counts, what is not written yet, and who waits.
     """
 
-    def __init__(self, disk: Disk, directory: str, size: int) -> None:
+    def __init__(self, disk: Disk, names: SyncedNames, size: int) -> None:
         self._disk = disk
-        self._directory = directory
+        self._names = names
         self._size = size
-        self._path = os.path.join(directory, JOURNAL_FILE)
+        self._path = os.path.join(names.directory, JOURNAL_FILE)
         self._sync_lock = Lock()
         self._file: DiskFile | None = None  # changed under the sync lock
         self._flush_failed = False  # changed under the sync lock
@@ -111,7 +111,7 @@ class JournalFile:
             new = self._path + ".new"
             write_file(self._disk, new, header.ljust(self._size, b"\0"))
             self._disk.replace(new, self._path)
-            self._disk.sync_directory(self._directory)
+            self._names.sync()
             self.open()
         else:
             with self._sync_lock:  # no flush is under way that could write frames of before, or fail, from here on

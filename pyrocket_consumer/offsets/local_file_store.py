@@ -24,11 +24,17 @@ from types import TracebackType
 from typing import Literal, Self
 
 from pyrocket_consumer.config import ConsumerConfig, check_choice, check_int, check_range
-from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError, OffsetStoreLocked, OffsetStoreUnwritable
+from pyrocket_consumer.errors import (
+    ConfigError,
+    OffsetStoreCorrupt,
+    OffsetStoreError,
+    OffsetStoreLocked,
+    OffsetStoreUnwritable,
+)
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue, ReadOffsetType
 from pyrocket_consumer.offsets.checkpoint_file import CheckpointFile
 from pyrocket_consumer.offsets.directories import base_directory, find_orphans, last_written, slot_ids, store_directory
-from pyrocket_consumer.offsets.disk import Disk, LocalDisk
+from pyrocket_consumer.offsets.disk import Disk, LocalDisk, SyncedNames
 from pyrocket_consumer.offsets.journal import MIN_JOURNAL_BYTES
 from pyrocket_consumer.offsets.journal_file import JournalFile, PairedOffset
 from pyrocket_consumer.offsets.offsets_json import entry_template, epochs_text, fill_in
@@ -86,6 +92,8 @@ class _FileOffset(PairedOffset):
 class LocalFileOffsetStore(OffsetTable[_FileOffset]):
     """Keeps offsets in a directory that one process owns at a time. Works alone, without a consumer.
 
+    A relative `directory` is meant from where the process is when the store is made. Closed, it may be loaded again.
+
     `durability`: with "fsync" (default) a persisted offset survives a power failure; with "process" only the end of the
     process, however sudden; "checkpoint" is as "fsync", but each persist rewrites offsets.json, for Java programs that
     read it at any time (otherwise it is up to `checkpoint_interval_s` old while the store is open).
@@ -114,7 +122,6 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         check_choice("on_unreadable", on_unreadable, ["raise", "backup", "start_over"])
         check_range("checkpoint_interval_s", checkpoint_interval_s, 0, 86400)
         check_int("journal_bytes", journal_bytes, MIN_JOURNAL_BYTES, 1 << 30)
-        self._directory = os.fspath(directory)
         self._durability = durability
         self._on_unreadable = on_unreadable
         self._existing_only = existing_only
@@ -134,12 +141,11 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._waiting: dict[_FileOffset, None] = {}  # under the table lock; only for durability "checkpoint"
         self._events: deque[ConsumerEvent] = deque()
         self._unwritable_since: float | None = None
+        self._unsynced_is_told = False
         self._reminded_at = 0.0
 
         # Under the write lock. `_written` counts what was handed over; the journal counts how far it got.
-        self._checkpoint_file = CheckpointFile(self._disk, self._directory)
-        self._journal = JournalFile(self._disk, self._directory, journal_bytes)
-        self._written = 0
+        self._use(_absolute(directory))
         self._order: list[_FileOffset] = []  # the queues of offsets.json
         self._templates: list[bytes] = []  # by pair: what an entry of offsets.json is made from
         self._epochs_text: bytes | None = None
@@ -155,7 +161,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         Processes of one host share a client id while nobody gave them an instance name. The first to load its store
         gets it, the next one `…@DEFAULT-1`, and so on: `client_id` and `directory` tell, once loaded.
         """
-        base = base_directory(config.offset_store_dir)
+        base = Path(_absolute(base_directory(config.offset_store_dir)))
         store = cls(
             store_directory(base, client_id, config.group),
             config.durability,
@@ -192,7 +198,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         return entry.origin if entry else None
 
     def load(self) -> None:
-        """Take the store, and put what it holds into memory. An offset set before is kept.
+        """Take the store, and put what it holds into memory. An offset set before the first time is kept.
+
+        Loaded again after `close`, memory begins with what the store holds now: what it had of the time before, and an
+        offset acknowledged late, since then, may be older than what another owner has stored meanwhile.
 
         Raises:
             OffsetStoreLocked: another process owns the store.
@@ -301,8 +310,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             with self._write_lock:
                 self._check_open()
                 self._hand_over_resets(resets)
-                target = self._written
-            self._make_durable(target)
+                journal, target = self._journal, self._written
+            self._make_durable(journal, target)
         finally:
             self._tell_events()
 
@@ -346,6 +355,11 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                     self._hand_over(self._changed(self._chosen(None)), closing=True)
                     if self._behind or self._written > self._journal.durable:
                         self._checkpoint()
+                except OffsetStoreUnwritable as error:
+                    raise OffsetStoreUnwritable(
+                        f"not all offsets could be written to {self._directory} before it was closed: "
+                        f"{_reason_and_remedy(error.__cause__)}. Messages consumed since the last persist come again"
+                    ) from error.__cause__
                 finally:
                     self._give_up()
         finally:
@@ -375,19 +389,22 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                     with self._table_lock:
                         entries, self._waiting = list(self._waiting), {}
                 self._hand_over(self._changed(entries))
-                target = self._written
-            self._make_durable(target)
+                journal, target = self._journal, self._written
+            self._make_durable(journal, target)
         finally:
             if self._events:
                 self._tell_events()
 
-    def _make_durable(self, target: int) -> None:
-        """Return when the first `target` writes are durable. No lock is held."""
-        if self._journal.durable < target and not self._journal.flush(target):
+    def _make_durable(self, journal: JournalFile, target: int) -> None:
+        """Return when the first `target` writes, counted by `journal`, are durable. No lock is held."""
+        if journal.durable < target and not journal.flush(target):
             with self._write_lock:
+                if journal.durable >= target:
+                    return
+                if journal is not self._journal:
+                    raise self._not_open()  # closed meanwhile, which failed, and loaded again: memory has begun anew
                 self._check_open()
-                if self._journal.durable < target:
-                    self._checkpoint()
+                self._checkpoint()
 
     def _changed(self, entries: Iterable[_FileOffset]) -> list[tuple[_FileOffset, int]]:
         """Return the entries to write, with their offsets. Reading one attribute needs no lock."""
@@ -485,6 +502,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._note_unwritable(error)
             raise self._unwritable_error(error) from error
         journal.reach(self._written)
+        self._note_unsynced()
         self._behind = False
         self._checkpoint_at = self._clock()
         try:
@@ -496,6 +514,17 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._note_unwritable(error)  # durable all the same: until it works, every persist is a checkpoint
         else:
             self._note_writable()
+
+    def _note_unsynced(self) -> None:
+        refusal = self._names.sync_refused
+        if refusal is not None and not self._unsynced_is_told:
+            self._unsynced_is_told = True
+            self._event(
+                EventKind.STORE_UNSYNCED,
+                "this file system cannot sync directories: offsets survive the end of the process, and power loss as "
+                "far as it keeps the names of files by itself; use a local file system if that matters",
+                directory=self._directory, error=refusal.strerror,
+            )  # fmt: skip
 
     def _stop_appending(self) -> None:
         # From the first rename on, the checkpoint on disk may be one that the journal's header does not name. Frames
@@ -528,10 +557,15 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 f"offset store {directory} cannot be opened: {_reason_and_remedy(error)}, or choose another "
                 f"directory{option}. Nothing was started"
             ) from error
-        if directory != self._directory:
-            self._directory = directory
-            self._checkpoint_file = CheckpointFile(self._disk, directory)
-            self._journal = JournalFile(self._disk, directory, self._journal_bytes)
+        self._use(directory)
+
+    def _use(self, directory: str) -> None:
+        """Begin to count what is written to the files of `directory`."""
+        self._directory = directory
+        self._names = SyncedNames(self._disk, directory)
+        self._checkpoint_file = CheckpointFile(self._disk, self._names)
+        self._journal = JournalFile(self._disk, self._names, self._journal_bytes)
+        self._written = 0
 
     def _recover(self) -> None:
         """Read the files. Writes nothing: the first persist writes a checkpoint, which brings them in order.
@@ -561,8 +595,11 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._event(EventKind.STORE_FALLBACK, text, directory=self._directory, **facts)
         with self._table_lock:
             self._epochs = dict(found.epochs)
-            for known in self._entries.values():
+            self._waiting = {}
+            for known in self._entries.values():  # kept, not made anew: another thread may be about to persist one
                 known.stored = known.origin = None
+                if self._found is not None:
+                    known.offset = None
             self._order = []
             for mq, offset in found.offsets.items():
                 entry = self._entries.setdefault(mq, self._new_entry(mq))
@@ -645,7 +682,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
     def _check_open(self) -> None:
         if self._forked or self._ownership is None:
             self._check_not_forked()
-            raise OffsetStoreError(f"offset store {self._directory} is not open; call load(), or use `with`")
+            raise self._not_open()
+
+    def _not_open(self) -> OffsetStoreError:
+        return OffsetStoreError(f"offset store {self._directory} is not open; call load(), or use `with`")
 
     def _check_not_forked(self) -> None:
         if self._forked:
@@ -705,8 +745,20 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                     log.exception("on_event failed for %s", event.kind)
 
 
-def _reason_and_remedy(error: OSError) -> str:
-    return f"{error.strerror or error}; {_REMEDIES.get(error.errno or 0, 'check the directory')}"
+def _absolute(directory: str | os.PathLike[str]) -> str:
+    """Return where `directory` is now, wherever the process goes later."""
+    try:
+        path = os.fspath(directory)
+    except TypeError:
+        path = ""
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError(f"directory={directory!r} is not allowed; name the directory of the store")
+    return os.path.abspath(path)
+
+
+def _reason_and_remedy(error: BaseException | None) -> str:
+    number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
+    return f"{reason or error}; {_REMEDIES.get(number or 0, 'check the directory')}"
 
 
 def _ago(then: float) -> str:

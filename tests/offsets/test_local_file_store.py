@@ -14,7 +14,7 @@ import pytest
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
+from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ReadOffsetType
 from pyrocket_consumer.offsets.directories import base_directory, find_orphans, read_store, slot_ids
 from pyrocket_consumer.offsets.journal import decode_header, replay
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
@@ -207,9 +207,85 @@ def test_a_closed_store_refuses_to_persist_and_can_be_opened_again(tmp_path):
         with pytest.raises(OffsetStoreError, match="not open"):
             call()
     with store:
-        assert store.read_offset(QUEUE, STORE) == 5
-        assert store.read_offset(QUEUE) == 6
-    assert main_file(tmp_path) == {QUEUE: 6}
+        assert store.read_offset(QUEUE) == store.read_offset(QUEUE, MEMORY) == store.read_offset(QUEUE, STORE) == 5
+    assert main_file(tmp_path) == {QUEUE: 5}
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_a_store_opened_again_goes_on_where_another_owner_has_ended(tmp_path, durability):
+    """Also when a listener acknowledges after the close, and somebody tries to persist that."""
+    store = LocalFileOffsetStore(tmp_path, durability)
+    with store:
+        for queue in QUEUES[:3]:
+            store.update_offset(queue, 10)
+    with LocalFileOffsetStore(tmp_path) as other:
+        other.update_offset(QUEUE, 500)
+        other.persist_resets({QUEUES[1]: QueueReset(3, 77)})
+    store.update_offset(QUEUE, 11)
+    with pytest.raises(OffsetStoreError, match="not open"):
+        store.persist(QUEUE)
+    with store:
+        assert store.clone_offset_table() == {QUEUE: 500, QUEUES[1]: 3, QUEUES[2]: 10}
+        assert store.reset_epoch(QUEUES[1]) == 77
+        store.update_offset(QUEUES[2], 12)
+        store.persist_all()
+        assert read_store(tmp_path).offsets == {QUEUE: 500, QUEUES[1]: 3, QUEUES[2]: 12}
+    assert main_file(tmp_path) == {QUEUE: 500, QUEUES[1]: 3, QUEUES[2]: 12}
+
+
+def test_a_store_opened_again_does_not_know_what_has_been_removed_from_it(tmp_path):
+    store = LocalFileOffsetStore(tmp_path)
+    with store:
+        store.update_offset(QUEUE, 10)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with store:
+        assert store.found.source == "new"
+        assert store.clone_offset_table() == {}
+        assert store.read_offset(QUEUE) is None
+
+
+def test_a_relative_directory_is_meant_from_where_the_store_is_made(tmp_path, monkeypatch):
+    """Wherever the process goes later: there may be the store of another application, of the same name."""
+    mine, others = tmp_path / "mine", tmp_path / "others"
+    for place in (mine, others):
+        place.mkdir()
+    with LocalFileOffsetStore(others / "offsets") as other:
+        other.update_offset(QUEUE, 777)
+    monkeypatch.chdir(mine)
+    store = LocalFileOffsetStore("offsets", checkpoint_interval_s=0)
+    assert store.directory == mine / "offsets"
+    monkeypatch.chdir(others)
+    with store:
+        for offset in range(7):
+            store.update_offset(QUEUE, offset)
+            store.persist(QUEUE)
+    monkeypatch.chdir(mine)
+    with store:  # opened again
+        monkeypatch.chdir(others)
+        store.update_offset(QUEUE, 8)
+    assert (main_file(mine / "offsets"), main_file(others / "offsets")) == ({QUEUE: 8}, {QUEUE: 777})
+
+
+def test_a_relative_base_directory_of_members_is_meant_from_where_their_store_is_made(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    stores = [LocalFileOffsetStore.for_group(config("base"), "10.0.0.5@DEFAULT") for _ in range(2)]
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for store in stores:
+        store.load()
+    assert [store.directory for store in stores] == [
+        tmp_path / "base" / client_id / "g" for client_id in ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1")
+    ]
+    for store in stores:
+        store.close()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("directory", ["", None, 7, b"/tmp/offsets", "offsets\0"])
+def test_what_names_no_directory_is_refused(directory):
+    with pytest.raises(ConfigError, match="directory=.* is not allowed; name the directory"):
+        LocalFileOffsetStore(directory)
 
 
 def test_loading_twice_is_safe(tmp_path):

@@ -369,13 +369,47 @@ def test_h07_a_directory_that_cannot_be_made_fails_the_start(tmp_path):
 def test_closing_an_unwritable_store_says_so_and_frees_it(bench):
     bench.failing.error = errno.ENOSPC
     bench.store.update_offset(QUEUE, 9)
-    with pytest.raises(OffsetStoreUnwritable):
+    with pytest.raises(OffsetStoreUnwritable, match="/s before it was closed: .*free some space.* come again"):
         bench.store.close()
     bench.failing.error = None
     bench.store.load()
-    assert bench.store.read_offset(QUEUE) == 9
+    assert bench.store.read_offset(QUEUE) == 5
     bench.store.close()
-    assert bench.after_a_kill()[QUEUE] == 9
+    assert bench.after_a_kill()[QUEUE] == 5
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+@pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
+def test_a_file_system_that_cannot_sync_directories_is_used_and_told_once(number, durability):
+    bench = Bench(durability)
+    bench.failing.error, bench.failing.when = number, lambda operation, path: operation == "sync_directory"
+    for offset in range(1, 4):
+        with bench.store:
+            bench.now += 10
+            bench.persist(offset)
+            assert bench.after_a_kill() == {QUEUE: offset}
+            bench.persist(offset + 100)
+            assert bench.after_a_kill() == {QUEUE: offset + 100}
+    assert bench.failing.failures >= 3
+    assert bench.kinds() == ["store-unsynced"]
+    assert "cannot sync directories" in bench.events[0].text
+
+
+@pytest.mark.parametrize("operation", ["sync", "write_at", "replace"])
+def test_a_file_that_cannot_be_synced_is_no_matter_of_directories(bench, operation):
+    bench.failing.error, bench.failing.when = errno.EINVAL, lambda called, path: called == operation
+    with pytest.raises(OffsetStoreUnwritable):
+        bench.persist(9)
+        bench.store.close()
+    assert bench.kinds() == ["store-unwritable"]
+
+
+def test_a_disk_that_breaks_while_names_are_synced_is_an_error(bench):
+    bench.failing.error, bench.failing.when = errno.EIO, lambda operation, path: operation == "sync_directory"
+    bench.store.update_offset(QUEUE, 9)
+    with pytest.raises(OffsetStoreUnwritable, match="check the disk"):
+        bench.store.close()
+    assert bench.kinds() == ["store-unwritable"]
 
 
 def test_a_listener_of_events_may_use_the_store_and_may_fail():
