@@ -19,7 +19,7 @@ from pyrocket_consumer.testing.embedded_node import EmbeddedBroker, EmbeddedName
 from pyrocket_consumer.testing.feed import Feed, Sent, wanted_properties
 from pyrocket_consumer.testing.loop_thread import LoopThread
 from pyrocket_consumer.testing.name_server import NameServer
-from pyrocket_consumer.testing.recording import Changes
+from pyrocket_consumer.testing.recording import Changes, describe
 from pyrocket_consumer.testing.release import DEFAULT_RELEASE, Release
 from pyrocket_consumer.testing.server import Server
 from pyrocket_consumer.testing.topics import READ_WRITE, TopicConfig
@@ -466,14 +466,17 @@ class EmbeddedCluster:
 
     # --- waiting
 
-    def wait_until(self, predicate: Callable[[], bool], timeout_s: float = 30) -> bool:
-        """Wait until `predicate()` holds, looking again whenever a node did something; returns True.
+    def wait_until(self, predicate: Callable[[], object], timeout_s: float = 30) -> bool:
+        """Wait until `predicate()` holds; returns True.
+
+        It is looked at whenever a node did something, every 50 ms at least, and once more at the end. What it raises
+        ends the wait.
 
         Raises:
-            TimeoutError: it did not hold within `timeout_s` seconds.
+            TimeoutError: it did not hold within `timeout_s` seconds; the text says what it was.
         """
         if not self.changes.wait_until(predicate, timeout_s):
-            raise TimeoutError(f"the condition waited for did not come true within {timeout_s:g} s")
+            raise TimeoutError(f"did not come true within {timeout_s:g} s: {describe(predicate)}")
         return True
 
 

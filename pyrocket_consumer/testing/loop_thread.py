@@ -58,11 +58,19 @@ class LoopThread:
                 result.set_exception(error)
 
         self.loop.call_soon_threadsafe(run)
-        return result.result(CALL_TIMEOUT_S)
+        return _result(result)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the loop and return its result; not from the loop's own thread."""
         if self._thread is None or threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("this call waits for the loop that runs on this thread; await open() instead")
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(CALL_TIMEOUT_S)
+        return _result(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+
+def _result(future: concurrent.futures.Future[_T]) -> _T:
+    if not concurrent.futures.wait([future], CALL_TIMEOUT_S).done:
+        raise TimeoutError(
+            f"the embedded cluster's thread was busy for {CALL_TIMEOUT_S:g} s; does a fault wait there?"
+        )
+    return future.result()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import linecache
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from inspect import iscoroutine
+from pathlib import Path
 from typing import NamedTuple
 
+from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.wire.codes import request_name
 from pyrocket_consumer.wire.frame import RemotingCommand
+
+STEP_S = 0.05
 
 
 class Recorded(NamedTuple):
@@ -33,23 +39,42 @@ class Changes:
             self._count += 1
             self.condition.notify_all()
 
-    def wait_until(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
-        """Return True as soon as `predicate()` holds, False after `timeout_s` seconds.
+    def wait_until(self, condition: Callable[[], object], timeout_s: float) -> bool:
+        """Return True as soon as `condition()` holds, False if it does not even when `timeout_s` seconds are over.
 
-        The predicate runs on the calling thread, after each change, with no lock held.
+        It is called on the waiting thread with no lock held: after each change, at least every `STEP_S` seconds,
+        because what is waited for may be done by somebody who tells nobody, and once more when the time is over.
+
+        Raises:
+            ConfigError: `condition` is no function, or one whose result would have to be awaited.
         """
+        if not callable(condition):
+            raise ConfigError(f"{condition!r} is not a condition; give a function, for example lambda: len(seen) == 3")
+        if not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
+            raise ConfigError(f"timeout_s={timeout_s!r} is not allowed; give 0 or more seconds")
         deadline = time.monotonic() + timeout_s
         while True:
+            over = time.monotonic() >= deadline
             with self.condition:
                 seen = self._count
-            if predicate():
-                return True
+            held = condition()
+            if iscoroutine(held):
+                held.close()
+                raise ConfigError(f"{condition!r} returns a coroutine; give a function that is not async")
+            if held or over:
+                return bool(held)
             with self.condition:
-                while self._count == seen:
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0:
-                        return False
-                    self.condition.wait(remaining)
+                if self._count == seen:
+                    self.condition.wait(max(0.0, min(STEP_S, deadline - time.monotonic())))
+
+
+def describe(condition: Callable[[], object]) -> str:
+    """Return where a condition is written and the line that begins it, for an error that says what did not happen."""
+    code = getattr(condition, "__code__", None)
+    if code is None:
+        return repr(condition)
+    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}: {line}"
 
 
 class RequestLog:

@@ -141,15 +141,16 @@ class Server:
             self.changes.notify()
             return
         at_s = self.clock.monotonic_s()
-        fault = self.faults.take(command)
-        if fault is None:
-            self.handle(connection, command)
-        else:
-            try:
+        try:
+            fault = self.faults.take(command)
+            if fault is not None:
                 fault(_SocketExchange(self, connection, command))
-            except Exception as error:  # the test's own fault: it fails when the cluster is closed
-                self.on_failure(self.address, error)
-                connection.close(True)
+        except Exception as error:  # the test's own fault or condition: it fails when the cluster is closed
+            self.on_failure(self.address, error)
+            connection.close(True)
+        else:
+            if fault is None:
+                self.handle(connection, command)
         if self.recording:
             self.log.add(Recorded(at_s, command, connection.address))
         else:
