@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -26,6 +27,7 @@ from pyrocket_consumer.config import (
 )
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.spark.patience import Patience
 from pyrocket_consumer.wire.subscription import ALL, SQL92, parse_subscription
 
 T = TypeVar("T")
@@ -41,9 +43,9 @@ NAMES = (
     "startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp", "consumerGroup", "commitOffsets",
     "failOnDataLoss", "maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions",
     "maxPartitions", "minRecordsPerPartition", "maxRecordsPerPartition", "pullBatchSize", "pullsInFlight",
-    "requestTimeoutMs", "retries", "planningIntervalMs", "accessKey", "secretKey", "securityToken", "namespace", "tls",
-    "tlsCaFile", "sendTimeoutMs", "sendRetries", "maxInFlight", "maxMessageBytes", "acceptDegraded", "autoCreateTopic",
-    "dedupProperties",
+    "requestTimeoutMs", "readTimeoutMs", "retries", "planningIntervalMs", "accessKey", "secretKey", "securityToken",
+    "namespace", "tls", "tlsCaFile", "sendTimeoutMs", "sendRetries", "maxInFlight", "maxMessageBytes",
+    "acceptDegraded", "autoCreateTopic", "dedupProperties",
 )  # fmt: skip
 """Every option there is, as the documentation writes it; Spark hands them over in lower case."""
 
@@ -82,7 +84,7 @@ class ClientOptions:
     tls: bool = False
     tls_ca_file: str | None = None
     request_timeout_s: float = 10.0
-    retries: int = 5
+    retries: int | None = None
 
     def config(self) -> ClientConfig:
         """Return the settings of a client; made where it is used, because a TLS context cannot travel.
@@ -116,6 +118,15 @@ class ReadOptions:
     pull_batch_size: int = 32
     pulls_in_flight: int = 16
     fail_on_data_loss: bool = True
+    read_timeout_s: float = 120.0
+
+    def patience(self, clock: Callable[[], float] = time.monotonic) -> Patience:
+        """Return how long to try again what heals: nobody answers, or says that it cannot just now."""
+        return Patience(self.read_timeout_s, self.client.retries, clock)
+
+    def doubt(self, clock: Callable[[], float] = time.monotonic) -> Patience:
+        """Return how long to ask again a broker that says it lacks what should be there: one that starts does that."""
+        return Patience(min(self.client.request_timeout_s, self.read_timeout_s), None, clock)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +319,7 @@ def _source(given: _Given) -> SourceOptions:
             pull_batch_size=given.whole("pullBatchSize", 32, 1, 1024),
             pulls_in_flight=given.whole("pullsInFlight", 16, 1, 1024),
             fail_on_data_loss=given.flag("failOnDataLoss", True),
+            read_timeout_s=given.whole("readTimeoutMs", 120_000, 10, 86_400_000) / 1000,
         ),
         topics=topics,
         pattern=pattern,
@@ -344,7 +356,7 @@ def _client(given: _Given) -> ClientOptions:
         tls=tls,
         tls_ca_file=ca_file,
         request_timeout_s=given.whole("requestTimeoutMs", 10_000, 10, 600_000) / 1000,
-        retries=given.whole("retries", 5, 1, 1000),
+        retries=given.optional("retries", 1000),
     )
 
 

@@ -40,6 +40,7 @@ from pyrocket_consumer.spark.options import (
     StoredAt,
     listed,
 )
+from pyrocket_consumer.spark.patience import WORTH_A_WARNING, Patience
 from pyrocket_consumer.spark.ranges import in_order
 from pyrocket_consumer.wire.bodies import CheckClientConfig, encode_check_client_config
 from pyrocket_consumer.wire.codes import ResponseCode
@@ -58,8 +59,7 @@ CALLS_AT_ONCE = 64
 
 _CALLS_TOGETHER = 32  # so many are sent and awaited as one: that takes less than half the time of as many single ones
 
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0
+_FIRST_AWAY_S = 0.1
 _LONGEST_AWAY_S = 15.0  # between two attempts to reach a broker that is away
 _PASSING = (ConnectError, ConnectionLost, RequestTimeout, RouteNotFound)
 
@@ -104,6 +104,7 @@ class Positions:
         self._knows_queues = True
         self._away: dict[str, _Away] = {}
         self._accepted: set[str] = set()  # brokers that accept the SQL filter
+        self._told_of_waiting: set[str] = set()
 
     # --- life
 
@@ -112,7 +113,7 @@ class Positions:
         """The connected cluster.
 
         Raises:
-            ConnectError: no name server answers, however often asked.
+            ConnectError: no name server answers, however long asked.
         """
         if self._cluster is None:
             self._cluster = self._connect()
@@ -120,19 +121,17 @@ class Positions:
 
     def _connect(self) -> Cluster:
         config = self._options.client.config()
-        pause_s = _FIRST_PAUSE_S
-        for attempt in range(self._options.client.retries + 1):
+        patience = self._options.read.patience()
+        while True:
             cluster = Cluster(config, make_client_id(config))
             try:
                 cluster.start()
                 return cluster
             except _PASSING as error:
-                if attempt == self._options.client.retries:
+                if (pause_s := patience.failed()) is None:
                     raise
-                log.debug("name_server=%s attempt=%d reason=%s", self._options.client.name_server, attempt, error)
+                self._tell_of_waiting(error, patience)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        raise AssertionError("the last attempt returns or raises")
 
     def close(self) -> None:
         """Disconnect; the next call connects again."""
@@ -148,7 +147,7 @@ class Positions:
         Raises:
             ConfigError: a queue of `assign` does not exist, or a broker refuses the filter.
             RouteNotFound: a topic of `subscribe` does not exist.
-            RocketError: nobody answers, however often asked.
+            RocketError: nobody answers, however long asked.
         """
         return self.cluster.run(self._again(self._discover), None)
 
@@ -372,7 +371,7 @@ class Positions:
             if isinstance(error, BrokerError) and not (error.retryable or error.code == ResponseCode.TOPIC_NOT_EXIST):
                 raise
             ended = time.monotonic()
-            pause_s = _FIRST_PAUSE_S if away is None else 2 * away.pause_s
+            pause_s = _FIRST_AWAY_S if away is None else 2 * away.pause_s
             pause_s = min(max(pause_s, ended - began), _LONGEST_AWAY_S)  # a silent broker costs a timeout each time
             self._away[name] = _Away(ended + pause_s, pause_s, str(error))
             return {}, {}
@@ -395,20 +394,23 @@ class Positions:
 
     # --- asking again
 
-    async def _again(self, call: Callable[[], Awaitable[T]], attempts: int | None = None) -> T:
+    async def _again(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return what `call()` gives; repeat it, with growing pauses, while it fails for a reason that may pass."""
-        attempts = self._options.client.retries + 1 if attempts is None else attempts
-        pause_s = _FIRST_PAUSE_S
+        patience = self._options.read.patience()
         while True:
-            attempts -= 1
             try:
                 return await call()
             except (*_PASSING, BrokerError) as error:
-                if not attempts or (isinstance(error, BrokerError) and not error.retryable):
+                if (isinstance(error, BrokerError) and not error.retryable) or (pause_s := patience.failed()) is None:
                     raise
-                log.debug("asking again reason=%s", error)
+                self._tell_of_waiting(error, patience)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _tell_of_waiting(self, error: RocketError, patience: Patience) -> None:
+        """Warn once of each reason to wait that does not pass at once."""
+        if patience.failures == WORTH_A_WARNING and (text := str(error)) not in self._told_of_waiting:
+            self._told_of_waiting.add(text)
+            log.warning("asking again, for %g s at most: %s", self._options.read.read_timeout_s, text)
 
 
 def _by_broker(queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,6 +34,7 @@ from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullSta
 from pyrocket_consumer.net.direct import NOTHING, DirectConnection
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import ReadOptions
+from pyrocket_consumer.spark.patience import WORTH_A_WARNING, Patience
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.wire.codes import PullFlag, ResponseCode
 from pyrocket_consumer.wire.columns import PulledRecords
@@ -43,8 +43,6 @@ from pyrocket_consumer.wire.frame import Extent, RemotingCommand
 
 log = logging.getLogger("pyrocket_consumer.spark")
 
-_FIRST_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 5.0
 _AVOIDED_S = 30.0
 
 _PULL_CODES = frozenset(status.value for status in PullStatus)
@@ -62,12 +60,6 @@ class ReadFailed(RocketError):
 
     def __str__(self) -> str:
         return f"reading {self.what} failed after {self.tries} {'try' if self.tries == 1 else 'tries'}: {self.reason}"
-
-
-def pause_s(failures: int) -> float:
-    """Return how long to wait before the next try, after so many failures in a row."""
-    longest: float = min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S)
-    return longest * (0.75 + random.random() / 4)
 
 
 class Reader(Protocol):
@@ -137,7 +129,8 @@ class RangePuller:
         self._connection: DirectConnection | None = None
         self._broker_id = MASTER_ID
         self._avoided: dict[int, float] = {}  # ids that failed, and until when suggestions of them are not followed
-        self._failures = 0  # in a row
+        self._patience = options.patience(reader.now)
+        self._doubt = options.doubt(reader.now)  # while a broker that answers has not what there should be
         self.due: float | None = None
         """When to try again, after a failure."""
         self.finding: concurrent.futures.Future[DirectConnection] | None = None
@@ -263,7 +256,7 @@ class RangePuller:
     async def _address(self) -> str:
         name = self._queue.broker_name
         lost: RocketError | None = None
-        if self._failures or name not in self._cluster.broker_addresses():
+        if self._patience.failures or self._doubt.failures or name not in self._cluster.broker_addresses():
             try:
                 await self._cluster.route(self._queue.topic, refresh=True)
             except RocketError as error:
@@ -322,14 +315,14 @@ class RangePuller:
         elif header.offset_reset:
             log.warning("queue=%s was reset for group=%s; the query goes on where it is", self._shown, self._group)
             if pull.offset == self._position:
-                self._again("the broker told of a reset, which does not concern a query")
+                self._again_or_fail("the broker told of a reset, which does not concern a query")
         elif pull.offset < self._position:
             pass  # where it was asked is behind us, and it found nothing further on
         elif header.status is PullStatus.OFFSET_MOVED and header.min_offset > self._position:
             self._lost(min(header.min_offset, self._wanted.end), header)
         elif pull.broker_id != MASTER_ID or header.status is PullStatus.NO_MATCHED_MESSAGE:
             self._broker_id, self._connection = MASTER_ID, None  # a replica that is behind, or cannot tell
-            self._again(f"{self._where()} has nothing at {self._position}, and is no master")
+            self._again_or_fail(f"{self._where()} has nothing at {self._position}, and is no master")
         else:
             self._missing(header)
 
@@ -345,7 +338,7 @@ class RangePuller:
 
     def _moved(self, pull: _Pull, next_offset: int) -> None:
         """Everything up to `next_offset` is delivered."""
-        self._failures = 0
+        self._renew()
         if pull.count == self._reader.options.pull_batch_size:
             self._step = next_offset - pull.offset
         self._position = max(self._position, next_offset)
@@ -367,19 +360,24 @@ class RangePuller:
 
     def _failed(self, error: Exception) -> None:
         """Try again, at a replica if there is one; or give up."""
-        if not _is_worth_a_retry(error) or not self._may_retry():
-            if _says_it_is_gone(error):
-                self._lost(self._wanted.end, None)
-            else:
-                self._reader.fail(ReadFailed(str(self._wanted), self._failures + 1, str(error)))
-            return
-        if isinstance(error, RequestTimeout) and self._failures and self._connection is not None:
+        if isinstance(error, RequestTimeout) and self._patience.failures and self._connection is not None:
             self._connection.close("pulls were not answered")  # it may be dead without a word
-        self._try_next_address()
-        self._again(str(error))
+        is_gone, may_pass = _says_it_is_gone(error), _is_worth_a_retry(error)
+        if not is_gone:
+            self._doubt.renew()
+        if may_pass and self._again(str(error), self._doubt if is_gone else self._patience):
+            self._try_next_address()
+        elif is_gone:
+            self._lost(self._wanted.end, None)
+        else:
+            self._fail(str(error), self._patience.failures + (not may_pass))
 
-    def _may_retry(self) -> bool:
-        return self._failures < self._reader.options.client.retries
+    def _fail(self, reason: str, tries: int) -> None:
+        self._reader.fail(ReadFailed(str(self._wanted), tries, reason))
+
+    def _renew(self) -> None:
+        self._patience.renew()
+        self._doubt.renew()
 
     def _try_next_address(self) -> None:
         self._avoided[self._broker_id] = self._reader.now() + _AVOIDED_S
@@ -388,26 +386,29 @@ class RangePuller:
         self._broker_id = later[0] if later else MASTER_ID
         self._connection = None
 
-    def _again(self, reason: str) -> None:
-        """Ask again for what is not here yet, after a pause; what was answered out of turn stays."""
-        if not self._may_retry():
-            self._reader.fail(ReadFailed(str(self._wanted), self._failures + 1, reason))
-            return
-        self._failures += 1
-        log.debug("range=%s will be pulled again at %d reason=%s", self._wanted, self._position, reason)
+    def _again(self, reason: str, patience: Patience) -> bool:
+        """Ask again for what is not here yet, after a pause; what was answered out of turn stays. False: no more."""
+        if (pause_s := patience.failed()) is None:
+            return False
+        level = logging.WARNING if patience.failures == WORTH_A_WARNING else logging.DEBUG
+        log.log(level, "range=%s will be pulled again at %d reason=%s", self._wanted, self._position, reason)
         found = [pull for pull in self._under_way if pull.answer is not None and _is_found(pull.answer)]
         self._abandon()
         self._under_way.extend(found)
         self._reader.under_way += len(found)
-        self.due = self._reader.now() + pause_s(self._failures)
+        self.due = self._reader.now() + pause_s
         self._reader.rest(self)
+        return True
+
+    def _again_or_fail(self, reason: str) -> None:
+        if not self._again(reason, self._patience):
+            self._fail(reason, self._patience.failures)
 
     def _missing(self, header: PullAnswer) -> None:
         """The queue ends before the range does: a broker that has just started may not know better yet."""
-        if self._may_retry():
-            self._connection = None  # the route may have changed, too
-            self._again(f"{self._where()} has offsets [{header.min_offset}, {header.max_offset}) only")
-        else:
+        reason = f"{self._where()} has offsets [{header.min_offset}, {header.max_offset}) only"
+        self._connection = None  # the route may have changed, too
+        if not self._again(reason, self._doubt):
             self._lost(self._wanted.end, header)
 
     def _lost(self, until: int, header: PullAnswer | None) -> None:
@@ -418,7 +419,7 @@ class RangePuller:
             self._reader.fail(loss)
             return
         log.warning("skipped: %s", loss)
-        self._failures = 0
+        self._renew()
         self._position = until
         if until >= self._wanted.end:
             self.stop()

@@ -20,8 +20,9 @@ import pyarrow as pa
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, ProtocolError, RocketError
 from pyrocket_consumer.net.direct import DirectConnection, IdleConnections
-from pyrocket_consumer.spark.options import ClientOptions, ReadOptions
-from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed, pause_s
+from pyrocket_consumer.spark.options import ReadOptions
+from pyrocket_consumer.spark.patience import WORTH_A_WARNING
+from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.worker import forget, kept
 from pyrocket_consumer.wire.columns import PulledRecords, record_batches
@@ -60,7 +61,7 @@ def read_ranges(
     wanted = [each for each in ranges if len(each)]
     if not wanted:
         return
-    reading = _Reading(_cluster(options.client), wanted, options)
+    reading = _Reading(_cluster(options), wanted, options)
     try:
         for pulled in reading.portions():
             try:
@@ -72,8 +73,9 @@ def read_ranges(
         reading.stop()
 
 
-def _cluster(client: ClientOptions) -> Cluster:
+def _cluster(options: ReadOptions) -> Cluster:
     """Return this worker's view of the cluster, made if there is none that works."""
+    client, patience = options.client, options.patience()
 
     def make() -> Cluster:
         config = client.config()
@@ -81,7 +83,6 @@ def _cluster(client: ClientOptions) -> Cluster:
         cluster.start()
         return cluster
 
-    tries = 0
     while True:
         try:
             cluster = kept(Cluster, client, make)
@@ -91,11 +92,11 @@ def _cluster(client: ClientOptions) -> Cluster:
             raise
         except RocketError as error:
             forget(Cluster, client)
-            tries += 1
-            if tries > client.retries:
-                raise ReadFailed(f"from {client.name_server}", tries, str(error)) from error
-            log.warning("name servers not reached, will try again reason=%s", error)
-            time.sleep(pause_s(tries))
+            if (pause_s := patience.failed()) is None:
+                raise ReadFailed(f"from {client.name_server}", patience.failures, str(error)) from error
+            if patience.failures == WORTH_A_WARNING:
+                log.warning("name servers not reached, will try again reason=%s", error)
+            time.sleep(pause_s)
 
 
 class _Reading:

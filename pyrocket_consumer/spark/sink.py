@@ -182,7 +182,7 @@ def _producer(options: SinkOptions) -> Producer:
             producer.start()
             return producer
         except ConnectError:
-            if attempt >= options.client.retries:
+            if attempt >= (5 if options.client.retries is None else options.client.retries):
                 worker.forget(Producer, options)
                 raise
         time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))

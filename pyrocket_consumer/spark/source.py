@@ -36,8 +36,6 @@ from pyrocket_consumer.spark.schema import arrow_schema
 
 log = logging.getLogger("pyrocket_consumer.spark")
 
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 2.0
 _FLUSH_S = 2.0
 
 
@@ -77,7 +75,7 @@ class BatchReader(DataSourceReader):
         Raises:
             DataLoss: what the options ask for is not there.
             ConfigError: the options name queues that are not there, or end before they start.
-            RocketError: nobody answers, however often asked.
+            RocketError: nobody answers, however long asked.
         """
         if self._options.max_offsets is not None or self._options.min_offsets is not None:
             log.warning("maxOffsetsPerTrigger and minOffsetsPerTrigger are for streams; a batch reads all there is")
@@ -131,15 +129,13 @@ def _after_patience(
 ) -> dict[MessageQueue, int]:
     """Return where queues end that ended too early, asked again: a broker that starts answers 0 for a while."""
     ends: dict[MessageQueue, int] = {}
-    deadline = time.monotonic() + options.client.request_timeout_s
-    pause_s = _FIRST_PAUSE_S
+    doubt = options.read.doubt()
     while queues:
         ends |= positions.ends(queues)
         queues = [queue for queue in queues if ends[queue] < wanted[queue]]
-        if not queues or time.monotonic() >= deadline:
+        if not queues or (pause_s := doubt.failed()) is None:
             break
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return ends
 
 
@@ -178,15 +174,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:
         """Note where the queues end now; the run ends there. Queues that are found later are for the next run."""
-        pause_s = _FIRST_PAUSE_S
-        for _ in range(self._options.client.retries):
+        patience = self._options.read.patience()
+        while True:
             self._asking.forget_discovery()
             look = self._asking.look({})
             self._noted = dict(look.ends)
             if not look.silent:
                 return
+            if (pause_s := patience.failed()) is None:
+                break
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         log.warning("%s do not answer; what they have is left to the next run", listed(sorted(look.silent)))
 
     def initialOffset(self) -> dict[str, Any]:
@@ -194,7 +191,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
         Raises:
             ConfigError: the options name queues that are not there.
-            RocketError: nobody answers, however often asked.
+            RocketError: nobody answers, however long asked.
         """
         if self._initial is None:
             queues = self._asking.discover()
@@ -323,15 +320,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         Raises:
             DataLoss: it is one, and the query is to fail then.
         """
-        deadline = time.monotonic() + self._options.client.request_timeout_s
-        pause_s = _FIRST_PAUSE_S
+        doubt = self._options.read.doubt()
         while True:
             look = self._asking.look(at.queues)
             losses = self._losses(at, look)
-            if not losses.keys() - self._told.keys() or time.monotonic() >= deadline:
+            if not losses.keys() - self._told.keys() or (pause_s := doubt.failed()) is None:
                 break
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             self._asking.forget_discovery()
         losses |= self._expired(at, look)
         for key, loss in losses.items():

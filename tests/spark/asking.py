@@ -23,9 +23,10 @@ Row = tuple[MessageQueue, int]
 
 
 def data_source(cluster: EmbeddedCluster, **options: object) -> RocketMQDataSource:
-    """Return the data source with quick retries; options as a user writes them."""
+    """Return the data source with quick retries; options as a user writes them, None for the default."""
     texts = {"nameServer": cluster.name_server, "requestTimeoutMs": "2000", "planningIntervalMs": "0", "retries": "2"}
     texts |= {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+    texts = {name: value for name, value in texts.items() if options.get(name, "") is not None}
     return RocketMQDataSource({name.lower(): value for name, value in texts.items()})
 
 

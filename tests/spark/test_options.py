@@ -43,7 +43,7 @@ def test_defaults_of_a_read():
     assert (options.max_delay_s, options.planning_interval_s) == (900, 0.1)
     assert (options.tasks.min_partitions, options.tasks.max_partitions) == (None, None)
     assert (options.tasks.min_records, options.tasks.max_records) == (1000, None)
-    assert (options.client.request_timeout_s, options.client.retries) == (10, 5)
+    assert (options.client.request_timeout_s, options.client.retries, options.read.read_timeout_s) == (10, None, 120)
 
 
 def test_defaults_of_a_write():
@@ -212,6 +212,7 @@ WRONG = [
     ("pullsInFlight", "0", "from 1 to 1024", {}),
     ("requestTimeoutMs", "0", "from 10", {}),
     ("retries", "0", "from 1", {}),
+    ("readTimeoutMs", "0", "from 10", {}),
     ("planningIntervalMs", "-1", "from 0", {}),
     ("secretKey", "k", "accessKey is missing", {}),
     ("accessKey", "k", "secretKey is missing", {}),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyrocket_consumer.errors import ConnectError, PermissionDenied, RequestTimeout
+from pyrocket_consumer.errors import ConnectError, FlowControl, PermissionDenied, RequestTimeout
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.positions import CALLS_AT_ONCE
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from tests.spark.asking import Checkpoint, data_source, read_batch, running
+from tests.spark.asking import Checkpoint, data_source, flat, read_batch, running
 
 MAX, MIN = RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET
 FROM_FIRST = {"subscribe": "orders", "startingOffsets": "earliest"}
@@ -317,6 +318,41 @@ def test_a_batch_waits_for_a_broker_that_answers_0_while_it_starts_and_reads_up_
     offsets = '{"orders": {"broker-a": {"0": 2}, "broker-b": {"0": 9}}}'
     embedded.broker("broker-a").on(MAX, answer(0, fields={"offset": "0"}), times=3)
     assert len(read_batch(embedded, subscribe="orders", startingOffsets=offsets)) == 9
+
+
+BY_DEFAULT = {"requestTimeoutMs": None, "retries": None}
+
+
+@pytest.mark.timeout(60)
+def test_planning_outlives_a_broker_that_is_busy_for_some_seconds(embedded):
+    for broker in embedded.brokers:
+        broker.on(MAX, answer(ResponseCode.SYSTEM_BUSY), times=7)
+    assert len(read_batch(embedded, subscribe="orders", **BY_DEFAULT)) == 20
+
+
+@pytest.mark.timeout(60)
+def test_trouble_that_lasts_longer_than_planning_has_patience_is_an_error(embedded, caplog):
+    embedded.broker("broker-b").on(MAX, answer(ResponseCode.SYSTEM_BUSY, "no time"), times=None)
+    with caplog.at_level(logging.WARNING), pytest.raises(FlowControl, match="no time"):
+        read_batch(embedded, subscribe="orders", readTimeoutMs=800, retries=None)
+    assert caplog.text.count("asking again, for 0.8 s at most") == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_stream_that_begins_while_its_broker_restarts_waits_for_it():
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("orders", queues=1)
+        cluster.send("orders", count=5)
+        broker, name_server = cluster.broker("broker-a"), cluster.name_server_nodes[0]
+        broker.stop()
+        reader = data_source(cluster, **FROM_FIRST, **BY_DEFAULT).streamReader(None)
+        with ThreadPoolExecutor() as pool:
+            begins = pool.submit(reader.initialOffset)
+            asked = RequestCode.GET_ROUTEINFO_BY_TOPIC
+            cluster.wait_until(lambda: len(name_server.requests(asked)) >= 7 or begins.done(), 30)
+            broker.start()
+            assert list(flat(begins.result(30)).values()) == [0]
+        reader.stop()
 
 
 def test_of_many_queues_only_those_are_asked_again_that_were_refused(embedded):
