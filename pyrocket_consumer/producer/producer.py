@@ -319,8 +319,9 @@ class Producer:
         the topic keeps its queues: number `abs(String.hashCode(key)) % queues` of the writable queues in order of
         broker name and queue id, the same as with Java's SelectMessageQueueByHash.
         `delay_level` 1 to 18 delivers it after 1 s … 2 h (the broker's `messageDelayLevel`); `deliver_at` at a time,
-        from brokers 5.0 on. `timeout_s` (default: `send_timeout_s`) is for everything: waiting for room, finding the
-        broker, and all attempts.
+        from brokers 5.0 on, at most three days ahead (the broker's `timerMaxDelaySec`).
+        `timeout_s` (default: `send_timeout_s`) is for everything: waiting for room, finding the broker, and all
+        attempts.
 
         Raises:
             ConfigError: an argument is not allowed.

@@ -45,6 +45,8 @@ class BrokerConfig:
     reject_transaction_message: bool = False
     short_polling_time_mills: int = 1000
     slave_read_enable: bool = True  # real brokers: false; a slave that serves nobody is of little use in a test
+    timer_max_delay_sec: int = 3 * 24 * 3600
+    timer_wheel_enable: bool = True
     trace_topic_enable: bool = False
     transaction_check_interval: int = 30_000
     transaction_check_max: int = 15
@@ -57,6 +59,8 @@ class BrokerConfig:
         known = {_camel(each.name): _text(getattr(self, each.name)) for each in fields(self)}
         if not release.has_server_side_reset:
             del known["useServerSideResetOffset"]
+        if not release.timers:
+            del known["timerMaxDelaySec"], known["timerWheelEnable"]
         return dict(sorted(known.items()))
 
     def update(self, name: str, value: str) -> bool:

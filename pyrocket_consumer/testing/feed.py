@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.testing.broker_state import Refused
 from pyrocket_consumer.testing.clock import Clock
 from pyrocket_consumer.testing.config import DEFAULT_TOPIC
 from pyrocket_consumer.testing.embedded_node import EmbeddedBroker
+from pyrocket_consumer.testing.intake import TIMERS
 from pyrocket_consumer.testing.release import Release
 from pyrocket_consumer.testing.sends import REGION
 from pyrocket_consumer.wire.message import PropertyName, StoredMessage
@@ -35,6 +37,8 @@ class _Place(NamedTuple):
 
     broker: EmbeddedBroker
     queue: MessageQueue
+
+_EACH_BY_ITSELF = {PropertyName.UNIQUE_KEY, PropertyName.DELAY, *TIMERS}
 
 
 class Feed:
@@ -63,7 +67,7 @@ class Feed:
         """
         places = self._places(brokers, topic, queue_id, count)
         alike = not callable(body) and count > 1
-        if alike and PropertyName.DELAY not in properties and PropertyName.UNIQUE_KEY not in properties:
+        if alike and not properties.keys() & _EACH_BY_ITSELF:
             assert isinstance(body, bytes)
             return self._fill(places, body, properties, stored_at_ms)
         bodies = body if callable(body) else lambda number: body
@@ -105,7 +109,10 @@ class Feed:
     def _put(self, place: _Place, body: bytes, properties: dict[str, str], at_ms: int | None) -> Sent:
         core = place.broker.core
         key = properties.get(PropertyName.UNIQUE_KEY) or core.state.ids.next()
-        placed = core.intake.put(self._message(place, body, {**properties, PropertyName.UNIQUE_KEY: key}, at_ms))
+        try:
+            placed = core.intake.put(self._message(place, body, {**properties, PropertyName.UNIQUE_KEY: key}, at_ms))
+        except Refused as refused:
+            raise ConfigError(f"no broker takes this message: {refused.remark}") from refused
         return Sent(place.queue, placed.queue_offset, key, core.state.offset_message_id(placed.commit_log_offset))
 
     def _fill(self, places: list[_Place], body: bytes, properties: dict[str, str], at_ms: int | None) -> list[Sent]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from pyrocket_consumer.testing.broker_state import BrokerState
+from pyrocket_consumer.testing.broker_state import BrokerState, Refused
 from pyrocket_consumer.testing.message_store import Placed
 from pyrocket_consumer.testing.records import properties_of, properties_text, write_record
 from pyrocket_consumer.testing.schedule import Schedule
 from pyrocket_consumer.testing.topics import HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC
-from pyrocket_consumer.wire.codes import SysFlag
+from pyrocket_consumer.wire.codes import ResponseCode, SysFlag
 from pyrocket_consumer.wire.message import PropertyName, StoredMessage
 from pyrocket_consumer.wire.subscription import tag_hash
+
+TIMERS = {PropertyName.TIMER_DELAY_SEC: 1000, PropertyName.TIMER_DELAY_MS: 1, PropertyName.TIMER_DELIVER_MS: 1}
+"""The properties that make a timer, in the order in which they are looked at, and their units in milliseconds."""
+
+_TIMER_PRECISION_MS = 1000  # timers are kept by the second; each is over with its second
 
 
 class Intake:
@@ -43,9 +48,9 @@ class Intake:
             placed = self.store(_parked(message, SCHEDULE_TOPIC, level - 1))
             self._delay(message, levels[level - 1])
             return placed
-        due_ms = self.timer_due_ms(properties)
-        if due_ms is not None:
-            return self._put_timer(message, properties, due_ms)
+        out_ms = self.timer_out_ms(properties)
+        if out_ms is not None:
+            return self._put_timer(message, properties, out_ms)
         return self.store(message)
 
     def store_now(self, message: StoredMessage) -> None:
@@ -99,26 +104,48 @@ class Intake:
         placed = self._state.store.append(message.topic, message.queue_id, record, tag_code, message.stored_at_ms)
         return placed, tag_code
 
-    def timer_due_ms(self, properties: dict[str, str]) -> int | None:
-        """Return when a message with timer properties is due; None for any other, and for old releases."""
-        if not self._state.release.timers:
-            return None
-        if out_ms := _number(properties.get(PropertyName.TIMER_OUT_MS)):
-            return out_ms
-        if deliver_ms := _number(properties.get(PropertyName.TIMER_DELIVER_MS)):
-            return deliver_ms
-        delay_ms = _number(properties.get(PropertyName.TIMER_DELAY_MS))
-        delay_ms = delay_ms or 1000 * _number(properties.get(PropertyName.TIMER_DELAY_SEC))
-        return self._state.clock.now_ms() + delay_ms if delay_ms else None
+    def timer_out_ms(self, properties: dict[str, str]) -> int | None:
+        """Return until when a message with timer properties waits; None if it does not, and for old releases.
 
-    def _put_timer(self, message: StoredMessage, properties: dict[str, str], due_ms: int) -> Placed:
+        Raises:
+            Refused: that is further away than timerMaxDelaySec, or no number.
+        Source: HookUtils.transformTimerMessage.
+        """
+        config, now_ms = self._state.config, self._state.clock.now_ms()
+        if not self._state.release.timers or _number(properties.get(PropertyName.DELAY)) > 0:
+            return None
+        if decided := properties.get(PropertyName.TIMER_OUT_MS):
+            return int(decided)
+        name = next((name for name in TIMERS if name in properties), None)
+        if name is None:
+            return None
+        if not config.timer_wheel_enable:
+            remark = "accurate timer message is not enabled, timerWheelEnable is false"
+            raise Refused(ResponseCode.SYSTEM_ERROR, remark)
+        most_ms = config.timer_max_delay_sec * 1000
+        try:
+            number = int(properties[name])
+            due_ms = number if name == PropertyName.TIMER_DELIVER_MS else now_ms + number * TIMERS[name]
+        except ValueError:
+            due_ms = now_ms + most_ms + 1
+        if due_ms - now_ms > most_ms:
+            raise Refused(
+                ResponseCode.MESSAGE_ILLEGAL,
+                f"timer message illegal, the delay time should not be bigger than the max delay {most_ms}ms; "
+                "or if set del msg, the delay time should be bigger than the current time",
+            )
+        if due_ms <= now_ms:
+            return None
+        return (due_ms - 1) // _TIMER_PRECISION_MS * _TIMER_PRECISION_MS
+
+    def _put_timer(self, message: StoredMessage, properties: dict[str, str], out_ms: int) -> Placed:
         now_ms = self._state.clock.now_ms()
         properties = {
-            **properties, PropertyName.TIMER_OUT_MS: str(due_ms), PropertyName.TIMER_ENQUEUE_MS: str(now_ms)
+            **properties, PropertyName.TIMER_OUT_MS: str(out_ms), PropertyName.TIMER_ENQUEUE_MS: str(now_ms)
         }
         message = replace(message, properties=properties)
         placed = self.store(_parked(message, TIMER_TOPIC, 0))
-        self._delay(message, max(0, due_ms - now_ms) / 1000)
+        self._delay(message, max(0, out_ms + _TIMER_PRECISION_MS - now_ms) / 1000)
         return placed
 
     def _delay(self, message: StoredMessage, delay_s: float) -> None:

@@ -120,6 +120,8 @@ class Sends:
         properties = self._completed(properties)
         if is_half and release.is_v5 and PropertyName.UNIQUE_KEY in properties:
             properties[PropertyName.TRANSACTION_ID] = properties[PropertyName.UNIQUE_KEY]
+        if not is_half and (out_ms := self._intake.timer_out_ms(properties)) is not None:
+            properties[PropertyName.TIMER_OUT_MS] = str(out_ms)
         placed = self._intake.put(self._message(header, connection, name, queue_id, body, properties))
         fields = {
             "msgId": state.offset_message_id(placed.commit_log_offset),
@@ -207,9 +209,6 @@ class Sends:
                 properties[PropertyName.UNIQUE_KEY] = self._state.ids.next()
         elif PropertyName.DELAY not in properties:
             properties.pop(PropertyName.WAIT, None)
-        due_ms = self._intake.timer_due_ms(properties)
-        if due_ms is not None:
-            properties[PropertyName.TIMER_OUT_MS] = str(due_ms)
         return properties
 
     def _message(

@@ -229,6 +229,15 @@ def test_a_message_arrives_at_a_given_time_from_5_0_on(cluster, topic, producing
     assert found.stored_at >= at - timedelta(seconds=1)  # brokers round to a second
 
 
+@pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")
+def test_a_message_cannot_be_kept_for_more_than_three_days(cluster, topic, producing):
+    cluster.create_topic(topic, queues=1)
+    at = datetime.now(UTC) + timedelta(days=3, minutes=1)
+    with pytest.raises(SendError, match=r"MESSAGE_ILLEGAL.*bigger than the max delay 259200000ms") as raised:
+        producing(cluster).send(topic, b"in three days", deliver_at=at)
+    assert len(raised.value.attempts) == 1
+
+
 def test_a_topic_that_does_not_exist_is_an_error_that_says_what_to_do(cluster, topic, producing):
     producer = producing(cluster)
     for send in (producer.send, producer.send_oneway):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import time
 
 import pytest
 
+from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.bodies import LockRequest, encode_lock_request
@@ -162,6 +164,50 @@ def test_timers_came_with_5(version: str) -> None:
             assert handle is None
         else:
             assert base64.urlsafe_b64decode(handle or "").decode().split(" ") == ["v1", "T", "broker-a", due, "U"]
+
+
+@every_version
+@pytest.mark.parametrize("name", ["TIMER_DELAY_SEC", "TIMER_DELAY_MS", "TIMER_DELIVER_MS"])
+def test_timers_beyond_three_days_are_refused(version: str, name: str) -> None:
+    remark = "timer message illegal, the delay time should not be bigger than the max delay 259200000ms"
+    three_days_s = 3 * 24 * 3600
+    unit = 1 if name == "TIMER_DELAY_SEC" else 1000
+    now = round(time.time() * unit) if name == "TIMER_DELIVER_MS" else 0
+    with talking(version=version) as (broker, client):
+        for value in (str(now + (three_days_s + 60) * unit), "soon"):
+            refused = client.produce("T", properties={name: value})
+            assert refused.code == (0 if version == "4.9.7" else 13)
+            assert (remark in (refused.remark or "")) == (version != "4.9.7")
+        assert client.produce("T", properties={name: str(now + (three_days_s - 60) * unit)}).code == 0
+        assert broker.max_offset("T", 0) == (3 if version == "4.9.7" else 0)
+        if version != "4.9.7":
+            broker.update_config(timerMaxDelaySec=5)
+            refused = client.produce("T", properties={name: str(now + 60 * unit)})
+            assert (refused.code, "5000ms" in (refused.remark or "")) == (13, True)
+            broker.update_config(timerWheelEnable=False)
+            refused = client.produce("T", properties={name: str(now + 3 * unit)})
+            assert (refused.code, "timerWheelEnable is false" in (refused.remark or "")) == (1, True)
+
+
+def test_a_timer_in_the_past_is_no_timer() -> None:
+    with talking() as (broker, client):
+        assert client.produce("T", properties={"TIMER_DELIVER_MS": "3"}).code == 0
+        assert [message.property("TIMER_OUT_MS") for message in broker.messages("T", 0)] == [None]
+
+
+def test_messages_that_a_test_puts_there_wait_as_well() -> None:
+    with talking() as (broker, _):
+        broker.cluster.send("T", count=2, properties={"TIMER_DELAY_SEC": "60"})
+        assert broker.cluster.messages("T") == []
+        with pytest.raises(ConfigError, match="max delay 259200000ms"):
+            broker.cluster.send("T", properties={"TIMER_DELAY_SEC": "600000"})
+
+
+def test_a_delay_level_goes_before_a_timer() -> None:
+    with talking() as (broker, client):
+        assert client.produce("T", properties={"DELAY": "1", "TIMER_DELAY_SEC": "3600"}).code == 0
+        broker.cluster.wait_until(lambda: broker.max_offset("T", 0) == 1)
+
 
 
 @every_version
