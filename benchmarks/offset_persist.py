@@ -324,6 +324,9 @@ class _CountingFile:
         self._disk.flushes += 1
         self._file.sync()
 
+    def is_at(self, path: str) -> bool:
+        return self._file.is_at(path)
+
     def close(self) -> None:
         self._file.close()
 

@@ -160,6 +160,8 @@ class EventKind(StrEnum):
     STORE_UNWRITABLE = "store-unwritable"
     STORE_RECOVERED = "store-recovered"
     STORE_UNSYNCED = "store-unsynced"
+    STORE_REMOVED = "store-removed"
+    STORE_TAKEN = "store-taken"
     STORE_FALLBACK = "store-fallback"
     STORE_ORPHANED = "store-orphaned"
     STORE_SLOT = "store-slot"

@@ -33,6 +33,13 @@ class CheckpointFile:
         self._unreadable = list(unreadable)
         self._main_is_good = main is not None and MAIN_FILE not in unreadable
 
+    def is_there(self) -> bool:
+        """Tell whether the file is, if there is to be one; if not, the next one replaces none."""
+        if self._main_is_good and not self._disk.exists(os.path.join(self._directory, MAIN_FILE)):
+            self._main_is_good = False
+            return False
+        return True
+
     def replace(self, text: bytes, before_renames: Callable[[], None]) -> None:
         """Write, sync, rename, sync the directory. `before_renames` is called when the old file is about to go."""
         disk, main = self._disk, os.path.join(self._directory, MAIN_FILE)

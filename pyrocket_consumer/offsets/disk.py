@@ -8,11 +8,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import weakref
 from typing import Protocol
 
-from filelock import FileLock, Timeout
+from filelock import lock_descriptor, unlock_descriptor
 
 _ON_WINDOWS = sys.platform == "win32"
+_LOCK_ATTEMPTS = 10
 
 
 class DiskFile(Protocol):
@@ -24,6 +26,9 @@ class DiskFile(Protocol):
     def sync(self) -> None:
         """Return when everything written to the file, through whichever opening, survives a power failure."""
 
+    def is_at(self, path: str) -> bool:
+        """Tell whether this is the file of that name, and not another or none. True if it cannot be told."""
+
     def close(self) -> None:
         """Give the file up without syncing it."""
 
@@ -31,8 +36,14 @@ class DiskFile(Protocol):
 class DiskLock(Protocol):
     """An exclusive lock; it also ends when the process ends, in whatever way."""
 
+    made_its_file: bool
+    """There was no file of that name before."""
+
+    def is_there(self) -> bool:
+        """Tell whether the file that is locked still has its name, so that others find it locked."""
+
     def release(self) -> None:
-        """Let others have it."""
+        """Let others have it. Safe to call twice."""
 
 
 class Disk(Protocol):
@@ -56,11 +67,14 @@ class Disk(Protocol):
     def remove(self, path: str) -> None:
         """Remove the file, if there is one."""
 
+    def exists(self, path: str) -> bool:
+        """Tell whether there is such a file. True if it cannot be told."""
+
     def sync_directory(self, path: str) -> None:
         """Return when all names in the directory survive a power failure."""
 
     def lock(self, path: str) -> DiskLock | None:
-        """Take the exclusive lock `path` without waiting, None when someone else has it."""
+        """Take the exclusive lock of the file, made if missing, without waiting; None when someone else has it."""
 
 
 _CANNOT_SYNC_NAMES = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -122,8 +136,62 @@ class _LocalFile:
             def sync(self) -> None:
                 os.fdatasync(self._fd)
 
+    def is_at(self, path: str) -> bool:
+        return _is_at(_identity(os.fstat(self._fd)), path)
+
     def close(self) -> None:
         os.close(self._fd)
+
+
+class _LocalLock:
+    """A locked file, open. A fork leaves it with the parent: the child closes its copy, and never unlocks."""
+
+    def __init__(self, path: str, fd: int, made_its_file: bool) -> None:
+        self._path = path
+        self._fd: int | None = fd
+        self._identity = _identity(os.fstat(fd))
+        self.made_its_file = made_its_file
+        _locks.add(self)
+
+    def is_there(self) -> bool:
+        return self._fd is not None and _is_at(self._identity, self._path)
+
+    def release(self) -> None:
+        if self._fd is not None:
+            unlock_descriptor(self._fd)
+            self.close()
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    __del__ = close
+
+
+def _identity(file: os.stat_result) -> tuple[int, int]:
+    return file.st_dev, file.st_ino
+
+
+def _is_at(identity: tuple[int, int], path: str) -> bool:
+    try:
+        return _identity(os.stat(path)) == identity
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
+_locks: weakref.WeakSet[_LocalLock] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for lock in list(_locks):
+        lock.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class LocalDisk:
@@ -155,6 +223,15 @@ class LocalDisk:
         except FileNotFoundError:
             pass
 
+    def exists(self, path: str) -> bool:
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            pass
+        return True
+
     def sync_directory(self, path: str) -> None:
         if _ON_WINDOWS:  # where directories cannot be opened, and renames are journalled
             return
@@ -165,9 +242,24 @@ class LocalDisk:
             os.close(fd)
 
     def lock(self, path: str) -> DiskLock | None:
-        lock = FileLock(path, thread_local=False)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            return None
-        return lock
+        flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        for _ in range(_LOCK_ATTEMPTS):
+            try:
+                fd, is_new = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
+            except FileExistsError:
+                try:
+                    fd, is_new = os.open(path, flags), False
+                except FileNotFoundError:
+                    continue  # removed in between
+            lock = _LocalLock(path, fd, is_new)
+            is_ours = False
+            try:
+                if not lock_descriptor(fd, blocking=False):
+                    return None
+                is_ours = lock.is_there()  # or its file was removed in between, or replaced
+                if is_ours:
+                    return lock
+            finally:
+                if not is_ours:
+                    lock.close()
+        raise OSError(errno.ENOLCK, "the file to be locked is replaced each time", path)

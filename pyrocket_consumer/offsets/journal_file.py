@@ -96,6 +96,10 @@ class JournalFile:
         with self._sync_lock:
             self._file, self._flush_failed = file, False
 
+    def is_there(self) -> bool:
+        """Tell whether what is appended can be found again: False when another file, or none, has the name."""
+        return self._file is None or self._file.is_at(self._path)
+
     def begin(self, checkpoint: FileIdentity, backup: FileIdentity) -> None:
         """Let a new generation follow `checkpoint`, which is durable and holds everything.
 

@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 Durability = Literal["fsync", "process", "checkpoint"]
 
 _REMIND_S = 60.0
+_LOOK_S = 1.0
 _SLOTS_LOOKED_AT = 16
 _SLOT_IS_BEHIND_S = 10.0
 _REMEDIES = {
@@ -142,6 +143,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._events: deque[ConsumerEvent] = deque()
         self._unwritable_since: float | None = None
         self._unsynced_is_told = False
+        self._taken: str | None = None  # by whom, when another owns the store while it is open here
+        self._looked_at = self._removal_told_at = float("-inf")
         self._reminded_at = 0.0
 
         # Under the write lock. `_written` counts what was handed over; the journal counts how far it got.
@@ -234,7 +237,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             with self._write_lock:
                 self._check_not_forked()
                 if self._ownership is not None:
-                    return
+                    return self._check_open()
                 self._take(waiting)
                 try:
                     self._recover()
@@ -275,6 +278,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
         Raises:
             OffsetStoreUnwritable: it is not. Memory keeps it, and a later call tries again.
+            OffsetStoreLocked: it is not, and will not be: another owns the store since its lock file was removed.
         """
         with self._table_lock:
             entry = self._entries.get(mq)
@@ -344,6 +348,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
         Raises:
             OffsetStoreUnwritable: not everything is durable. The store is closed all the same.
+            OffsetStoreLocked: another owns it since its lock was removed, and nothing was written.
         """
         if self._forked:  # its files and its lock are the parent's
             return
@@ -352,6 +357,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 if self._ownership is None:
                     return
                 try:
+                    self._check_open()
+                    self._look()
                     self._hand_over(self._changed(self._chosen(None)), closing=True)
                     if self._behind or self._written > self._journal.durable:
                         self._checkpoint()
@@ -415,6 +422,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
         Returns with `_written` counting it; it is durable once the journal has come as far.
         """
+        now = self._clock()
+        if now - self._looked_at >= _LOOK_S:
+            self._look()
         journal = self._journal
         frames = b""
         if changed and journal.appendable and not closing:
@@ -426,16 +436,55 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._unsure = False
         if changed:
             self._write(frames)
-        if self._behind and not closing and self._clock() - self._checkpoint_at >= self._checkpoint_interval_s:
+        if self._behind and not closing and now - self._checkpoint_at >= self._checkpoint_interval_s:
             try:
                 self._checkpoint()
             except OffsetStoreUnwritable:
                 # It is told, and tried again an interval later. What is in the journal is safe all the same, or will
                 # be when the caller has flushed it.
-                self._checkpoint_at = self._clock()
+                self._checkpoint_at = now
+
+    def _look(self) -> None:
+        """See that the files are there, and the lock on them ours: somebody may have removed them. If so, all is
+        written anew, unless another owns the store. The write lock is held.
+
+        Raises:
+            OffsetStoreLocked: another owns the store, or has owned it since.
+            OffsetStoreUnwritable: it cannot be locked.
+        """
+        self._looked_at = self._clock()
+        if self._ownership is None:
+            return
+        is_held = self._ownership.is_held()
+        if not is_held:
+            try:
+                self._disk.make_directories(self._directory)
+                self._ownership.lock_again()
+            except OffsetStoreLocked as error:
+                self._taken = str(error)
+                self._event(EventKind.STORE_TAKEN, self._taken, directory=self._directory)
+                raise
+            except OSError as error:
+                self._note_unwritable(error)
+                raise self._unwritable_error(error) from error
+        files_are_there = self._checkpoint_file.is_there() and self._journal.is_there()
+        if is_held and files_are_there:
+            return
+        self._journal.close()
+        self._unsure = True
+        if self._looked_at - self._removal_told_at >= _REMIND_S:
+            self._removal_told_at = self._looked_at
+            self._event(
+                EventKind.STORE_REMOVED,
+                "files of the store were removed or replaced while it was in use; nobody else had taken it, and all "
+                "offsets are written anew. Keep whoever cleans up there away from it",
+                directory=self._directory,
+            )  # fmt: skip
 
     def _hand_over_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
         """Set memory and write, as `_hand_over` does. The write lock is held: nobody else persists one half of it."""
+        if self._clock() - self._looked_at >= _LOOK_S:
+            self._look()
         with self._table_lock:
             entries = [(self._entries.get(mq) or self._add(mq), reset) for mq, reset in resets.items()]
             for entry, reset in entries:
@@ -482,7 +531,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
         Raises:
             OffsetStoreUnwritable: it could not be done.
+            OffsetStoreLocked: another owns the store.
         """
+        self._look()
         order, templates = self._order, self._templates
         with self._table_lock:
             new_pairs = list(islice(self._pairs, len(templates), None))
@@ -503,7 +554,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             raise self._unwritable_error(error) from error
         journal.reach(self._written)
         self._note_unsynced()
-        self._behind = False
+        self._behind = self._unsure = False
         self._checkpoint_at = self._clock()
         try:
             if self._durability == "checkpoint":
@@ -530,6 +581,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         # From the first rename on, the checkpoint on disk may be one that the journal's header does not name. Frames
         # appended now would not be applied at the next load: none until the header is rewritten.
         self._journal.appendable = False
+        if self._clock() - self._looked_at >= _LOOK_S:  # writing has taken long
+            self._look()
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -616,7 +669,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._behind = bool(found.journal_frames) or found.source == "backup"
         self._checkpoint_at = self._clock()
         usable = journal is not None and len(journal) == self._journal_bytes and JOURNAL_FILE not in found.unreadable
-        if usable and found.header and self._durability != "checkpoint":
+        # Where the lock had been removed a former owner may not have noticed, and be writing to that very file.
+        is_ours = self._ownership is not None and not self._ownership.made_its_lock
+        if usable and is_ours and found.header and self._durability != "checkpoint":
             try:
                 self._journal.open()
             except OSError as error:
@@ -677,12 +732,14 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._journal.close()
         if self._ownership is not None:
             self._ownership.release()
-            self._ownership = None
+            self._ownership = self._taken = None
 
     def _check_open(self) -> None:
         if self._forked or self._ownership is None:
             self._check_not_forked()
             raise self._not_open()
+        if self._taken is not None:
+            raise OffsetStoreLocked(self._taken)
 
     def _not_open(self) -> OffsetStoreError:
         return OffsetStoreError(f"offset store {self._directory} is not open; call load(), or use `with`")

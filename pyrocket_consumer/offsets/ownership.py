@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Self
 
 from pyrocket_consumer.errors import OffsetStoreLocked
@@ -81,9 +81,41 @@ class Ownership:
             )
         return cls(lock, disk, directory)
 
+    @property
+    def made_its_lock(self) -> bool:
+        """Whether there was no lock file: the store is new, or somebody removed it, maybe under an owner."""
+        return self._lock.made_its_file
+
+    def is_held(self) -> bool:
+        """Whether others find the store locked by us: its lock file may have been removed, or be another one now."""
+        return self._lock.is_there()
+
+    def lock_again(self) -> None:
+        """Lock the file that is there now, once it is not held any more.
+
+        Raises:
+            OffsetStoreLocked: another process, or store object, owns the store, or has owned it since.
+            OSError: the lock file can neither be made nor opened.
+        """
+        self._lock.release()
+        lock = self._disk.lock(os.path.join(self._directory, LOCK_FILE))
+        owner = read_owner(self._disk, self._directory)
+        if lock is not None:
+            if owner is None or (owner.pid, owner.host, owner.since) == astuple(self._owner)[:3]:
+                self._lock = lock
+                self._tell(self._owner)
+                return
+            lock.release()
+        raise OffsetStoreLocked(
+            f"offset store {self._directory} was taken by {owner or 'another process'}, as {LOCK_FILE} had been "
+            "removed or replaced while it was in use here; nothing is written any more. Close it, and open it when the "
+            "other has ended, or give this one an instance_name or a directory of its own"
+        )
+
     def closes_within(self, seconds: float) -> None:
         """Tell others who want the store that it is theirs soon."""
-        self._tell(replace(self._owner, closes_by=time.time() + seconds))
+        if self.is_held():
+            self._tell(replace(self._owner, closes_by=time.time() + seconds))
 
     def _tell(self, owner: Owner) -> None:
         try:

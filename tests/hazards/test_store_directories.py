@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -205,6 +206,65 @@ def test_h12_a_name_of_ones_own_is_for_one_process(embedded: Any, names: Any, tm
         ours(embedded, topic, group, **options),
     ):
         pass
+
+
+class LocksNothing(NaiveMember):
+    """Whoever looks for a lock once: when its file has been removed, two write one store."""
+
+
+def one_owner_though_the_lock_was_removed(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
+    """Somebody cleans up under a running member, and another process of the host starts."""
+    topic, group = names.topic(), names.group()
+    place = queue(topic, 0)
+    cluster.create_topic(topic, queues=1)
+    options = broadcasting(stores, client_ip="127.0.0.1")
+    with member(cluster, topic, group, **options) as first:
+        fill(cluster, topic, 5)
+        until(lambda: first.stored() == {place: 5}, "consumed")
+        for lock in stores.rglob("offsets.lock"):
+            lock.unlink()
+        with member(cluster, topic, group, **options) as second:
+            assert second.client_id == first.client_id, "its store was free"
+            second.pause()
+            second.reset(topic, {place: 2})
+            fill(cluster, topic, 5, start=5)
+            until(lambda: bool(first.events.of("store-taken")) or second.stored() != {place: 2}, "told")
+            assert second.stored() == {place: 2}, "two members write one store"
+            fill(cluster, topic, 1, start=10)
+            first.seen.wait_for(11)
+            first.events.wait_for("commit-failed")
+            assert first.held() == {place: 11}, "it goes on, from memory"
+            with pytest.raises(OffsetStoreLocked, match="taken by this process .*offsets.lock"):
+                first.close()
+            assert second.stored() == {place: 2}
+    assert len(first.events.of("store-taken")) == 1
+
+
+def test_h12_a_store_whose_lock_was_removed_has_one_owner(embedded: Any, names: Any, tmp_path: Path) -> None:
+    """An owner looks now and then whether its lock is there. When another has taken the store since, nothing more is
+    written: `store-taken` tells, consuming goes on, and `close()` raises.
+
+    Faulty: all others; they lock nothing, or never look again.
+    """
+    one_owner_though_the_lock_was_removed(embedded, names, ours, tmp_path / "ours")
+    with pytest.raises(AssertionError, match="two members write one store"):
+        one_owner_though_the_lock_was_removed(embedded, names, LocksNothing, tmp_path / "faulty")
+
+
+def test_h12_a_store_that_is_removed_under_its_member_is_written_anew(
+    embedded: Any, names: Any, tmp_path: Path
+) -> None:
+    """Nobody has taken it since: the directory is made again, with all offsets, and told (`store-removed`)."""
+    topic, group = filled(embedded, names, queues=2, messages=6)
+    with ours(embedded, topic, group, **broadcasting(tmp_path / "s")) as consumer:
+        until(lambda: sum(consumer.stored().values()) == 6, "consumed")
+        before = consumer.stored()
+        shutil.rmtree(tmp_path / "s")
+        consumer.events.wait_for("store-removed")
+        until(lambda: consumer.stored() == before, "written anew")
+        fill(embedded, topic, 2, start=6)
+        until(lambda: sum(consumer.stored().values()) == 8, "consumed")
+    assert not consumer.events.of("commit-failed")
 
 
 class IsCalledLikeTheOthers(NaiveMember):

@@ -55,16 +55,24 @@ class _MemoryFile:
             self._inode.safe = bytes(self._inode.now)
             self._inode.unsynced.clear()
 
+    def is_at(self, path: str) -> bool:
+        return self._disk._names.get(path) is self._inode
+
     def close(self) -> None:
         pass
 
 
 class _MemoryLock:
-    def __init__(self, taken: set[str], path: str) -> None:
-        self._taken, self._path = taken, path
+    def __init__(self, disk: MemoryDisk, path: str, made_its_file: bool) -> None:
+        self._disk, self._path, self.made_its_file = disk, path, made_its_file
+        self._inode = disk._names[path]
+        disk._taken.add(self._inode)
+
+    def is_there(self) -> bool:
+        return self._inode in self._disk._taken and self._disk._names.get(self._path) is self._inode
 
     def release(self) -> None:
-        self._taken.discard(self._path)
+        self._disk._taken.discard(self._inode)
 
 
 class MemoryDisk:
@@ -77,7 +85,7 @@ class MemoryDisk:
         self._names: dict[str, _Inode] = {}
         self._safe_names: dict[str, _Inode] = {}
         self._unsynced: list[dict[str, _Inode | None]] = []
-        self._taken: set[str] = set()
+        self._taken: set[_Inode] = set()
         self._lying_files = lying_files
         self._lying_directories = lying_directories
         self.has_links = True
@@ -120,10 +128,13 @@ class MemoryDisk:
             self._unsynced.clear()
 
     def lock(self, path: str) -> DiskLock | None:
-        if path in self._taken:
-            return None
-        self._taken.add(path)
-        return _MemoryLock(self._taken, path)
+        made_its_file = path not in self._names
+        if made_its_file:
+            self._change({path: _Inode()})
+        return None if self._names[path] in self._taken else _MemoryLock(self, path, made_its_file)
+
+    def exists(self, path: str) -> bool:
+        return path in self._names
 
     def _change(self, names: dict[str, _Inode | None]) -> None:
         self._unsynced.append(names)
@@ -221,6 +232,9 @@ class WatchedDisk:
         self._event("sync_directory", path)
         self._disk.sync_directory(path)
 
+    def exists(self, path: str) -> bool:
+        return self._disk.exists(path)
+
     def lock(self, path: str) -> DiskLock | None:
         self._event("lock", path)
         return self._disk.lock(path)
@@ -237,6 +251,9 @@ class _WatchedFile:
     def sync(self) -> None:
         self._disk._event("sync", self._path)
         self._file.sync()
+
+    def is_at(self, path: str) -> bool:
+        return self._file.is_at(path)
 
     def close(self) -> None:
         self._file.close()

@@ -62,8 +62,9 @@ def loaded(changes: dict[str, bytes | None], **options):
         store.close()
     except OffsetStoreError:
         # What stopped it touched nothing.
-        assert {path: data for path, data in disk.files().items() if not path.endswith((".lock", ".owner"))} == {
-            path: data for path, data in (GOOD | changes).items() if data is not None and not path.endswith(".owner")
+        beside = ("/s/offsets.lock", "/s/offsets.owner")
+        assert {path: data for path, data in disk.files().items() if path not in beside} == {
+            path: data for path, data in (GOOD | changes).items() if data is not None and path not in beside
         }
         raise
     return offsets, events, disk

@@ -605,7 +605,7 @@ class CountingDisk(MemoryDisk):
 class CountedFile:
     def __init__(self, file, disk):
         self._file, self._disk = file, disk
-        self.sync, self.close = file.sync, file.close
+        self.sync, self.is_at, self.close = file.sync, file.is_at, file.close
 
     def write_at(self, data, position):
         self._disk.bytes += len(data)

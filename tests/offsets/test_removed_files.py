@@ -1,0 +1,252 @@
+"""Somebody removes or replaces files, the lock among them, or the whole directory, under a store that is in use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from pyrocket_consumer.errors import OffsetStoreLocked
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
+from pyrocket_consumer.offsets.directories import read_store
+from pyrocket_consumer.offsets.disk import LocalDisk
+from pyrocket_consumer.offsets.ownership import read_owner
+from tests.offsets.test_ownership import owner, persist
+
+QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(3)]
+QUEUE = QUEUES[0]
+DURABILITIES = ["fsync", "process", "checkpoint"]
+FILES = ["offsets.lock", "offsets.owner", "offsets.json", "offsets.json.bak", "offsets.journal"]
+
+
+class Bench:
+    """A store in use, with a clock of its own, and what it tells. Its three queues are at 5, its journal holds a 6."""
+
+    def __init__(self, directory, durability="fsync"):
+        self.now, self.events, self.directory = 0.0, [], directory
+        self.store = LocalFileOffsetStore(
+            directory, durability, clock=lambda: self.now, on_event=self.events.append, checkpoint_interval_s=60
+        )
+        self.store.load()
+        for queue in QUEUES:
+            self.store.update_offset(queue, 5)
+        self.store.persist_all()
+        self.persist(6, QUEUES[2])
+
+    def persist(self, offset, queue=QUEUE):
+        self.store.update_offset(queue, offset)
+        self.store.persist(queue)
+
+    def kinds(self):
+        return [str(event.kind) for event in self.events]
+
+    def after_a_kill(self, tmp_path):
+        """What a new process finds, and that nothing is wrong with it."""
+        copy = tmp_path / f"copy-{time.monotonic_ns()}"
+        shutil.copytree(self.directory, copy)
+        events = []
+        store = LocalFileOffsetStore(copy, on_event=events.append)
+        store.load()
+        assert events == []
+        return store.clone_offset_table()
+
+
+def offset_of(bench, offset):
+    """All that is stored once QUEUE is at `offset`."""
+    return {QUEUE: offset, QUEUES[1]: 5, QUEUES[2]: 6}
+
+
+def test_h12_a_lock_file_that_is_removed_lets_no_second_owner_be_overwritten(tmp_path):
+    """With default options: the first notices by itself, stores nothing more, says so, and may come back later."""
+    events = []
+    store = LocalFileOffsetStore(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)
+    store.load()
+    store.update_offset(QUEUE, 5)
+    store.persist(QUEUE)
+    (store.directory / "offsets.lock").unlink()
+    with owner(tmp_path) as (process, _, found):
+        assert found == 5
+        persist(process, 500)
+        offset, deadline = 5, time.monotonic() + 30
+        with pytest.raises(OffsetStoreLocked, match=f"taken by process {process.pid} .*offsets.lock had been removed"):
+            while time.monotonic() < deadline:
+                offset += 1
+                store.update_offset(QUEUE, offset)
+                store.persist(QUEUE)
+                assert read_store(store.directory).offsets == {QUEUE: 500}
+        for call in (store.load, store.persist_all, lambda: store.remove_offset(QUEUE), store.close):
+            with pytest.raises(OffsetStoreLocked, match=f"process {process.pid}"):
+                call()
+        store.close()  # it is
+        assert [str(event.kind) for event in events] == ["store-taken"]
+        persist(process, 501)
+        assert read_owner(LocalDisk(), str(store.directory)).pid == process.pid
+        with pytest.raises(OffsetStoreLocked, match="in use by"):
+            store.load()
+    with store:
+        assert store.read_offset(QUEUE) == 501
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_what_a_new_owner_has_written_is_whole_until_the_old_one_notices_it(tmp_path, durability):
+    """They have the same files for a moment: what the old one appends still must not get into those of the new one."""
+    first = Bench(tmp_path / "s", durability)
+    (tmp_path / "s" / "offsets.lock").unlink()
+    with LocalFileOffsetStore(tmp_path / "s", "fsync") as second:
+        for offset in range(400, 501):
+            second.update_offset(QUEUE, offset)
+            second.persist(QUEUE)
+            if durability != "checkpoint":  # which notices at once
+                first.persist(offset - 100, QUEUES[1])
+        assert first.after_a_kill(tmp_path) == offset_of(first, 500)
+        first.now += 1
+        with pytest.raises(OffsetStoreLocked, match="this process"):
+            first.persist(7)
+        first.store.closes_within(30)
+        assert read_owner(LocalDisk(), str(tmp_path / "s")).closes_by is None
+        assert first.after_a_kill(tmp_path) == offset_of(first, 500)
+    with pytest.raises(OffsetStoreLocked):  # the other has ended, but its offsets are the newer ones
+        first.persist(7)
+    with pytest.raises(OffsetStoreLocked):
+        first.store.close()
+    with first.store:
+        assert first.store.clone_offset_table() == offset_of(first, 500)
+    assert first.kinds() == ["store-taken"]
+
+
+@pytest.mark.parametrize("call", ["close", "checkpoint", "resets", "remove"])
+def test_no_way_to_write_leaves_out_to_look_whose_the_store_is(tmp_path, call):
+    first = Bench(tmp_path / "s")
+    (tmp_path / "s" / "offsets.lock").unlink()
+    with LocalFileOffsetStore(tmp_path / "s") as second:
+        second.update_offset(QUEUE, 500)
+    first.store.update_offset(QUEUE, 7)
+    first.now += {"close": 0.0, "checkpoint": 60.0}.get(call, 1.0)
+    calls = {
+        "close": first.store.close,
+        "checkpoint": first.store.persist_all,
+        "resets": lambda: first.store.persist_resets({QUEUE: QueueReset(7, 1)}),
+        "remove": lambda: first.store.remove_offset(QUEUE),
+    }
+    with pytest.raises(OffsetStoreLocked, match="this process"):
+        calls[call]()
+    assert read_store(tmp_path / "s").offsets == offset_of(first, 500)
+    assert first.kinds() == ["store-taken"]
+
+
+@pytest.mark.parametrize("removed", [[name] for name in FILES] + [FILES, FILES[2:], None], ids=str)
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_what_somebody_removes_is_written_anew(tmp_path, durability, removed):
+    """A cleaner that goes by age, or `rm -rf`: nobody has taken the store meanwhile, and it stays ours."""
+    bench = Bench(tmp_path / "s", durability)
+    for again in range(3):
+        if removed is None:
+            shutil.rmtree(tmp_path / "s")
+        else:
+            for name in removed:
+                (tmp_path / "s" / name).unlink(missing_ok=True)
+        bench.now += 1
+        bench.persist(7 + again)
+        assert bench.after_a_kill(tmp_path) == offset_of(bench, 7 + again)
+        bench.persist(107 + again)
+        assert bench.after_a_kill(tmp_path) == offset_of(bench, 107 + again)
+        with pytest.raises(OffsetStoreLocked, match="in use by"):
+            LocalFileOffsetStore(tmp_path / "s").load()
+    bench.store.close()
+    assert read_store(tmp_path / "s").offsets == offset_of(bench, 109)
+    harmless = ["offsets.owner", "offsets.json.bak"] + ["offsets.journal"] * (durability == "checkpoint")
+    assert bench.kinds() == ([] if removed and removed[0] in harmless else ["store-removed"])
+
+
+@pytest.mark.parametrize("how", ["close", "persist"])
+def test_a_directory_that_is_removed_under_an_idle_store_is_there_again(tmp_path, how):
+    """With default options, and without any offset that has changed."""
+    store = LocalFileOffsetStore(tmp_path / "s")
+    store.load()
+    store.update_offset(QUEUE, 5)
+    store.persist(QUEUE)
+    shutil.rmtree(tmp_path / "s")
+    deadline = time.monotonic() + 30
+    while how == "persist" and not (tmp_path / "s").exists() and time.monotonic() < deadline:
+        store.persist(QUEUE)
+    if how == "close":
+        store.close()
+    assert read_store(tmp_path / "s").offsets == {QUEUE: 5}
+    store.close()
+
+
+def another_application(directory: Path) -> None:
+    with LocalFileOffsetStore(directory) as store:
+        store.update_offset(QUEUE, 777)
+
+
+@pytest.mark.parametrize("in_use", [True, False], ids=["in-use", "left"])
+@pytest.mark.parametrize("how", ["renamed", "symlink"])
+def test_another_store_that_comes_to_be_in_its_place_is_not_touched(tmp_path, how, in_use):
+    """A directory that is renamed, and another in its place; or a symlink that is made to point elsewhere."""
+    mine, others = tmp_path / "mine", tmp_path / "others"
+    another_application(others)
+    if how == "symlink":
+        (tmp_path / "first").mkdir()
+        mine.symlink_to("first")
+    bench = Bench(mine)
+    if how == "symlink":
+        mine.unlink()
+        mine.symlink_to("others")
+    else:
+        mine.rename(tmp_path / "kept")
+        others.rename(mine)
+    other = LocalFileOffsetStore(mine)
+    if in_use:
+        other.load()
+    before = {path.name: path.read_bytes() for path in mine.iterdir()}
+    bench.now += 60
+    for offset in range(7, 10):
+        with pytest.raises(OffsetStoreLocked, match=f"offset store {mine} was taken by this process"):
+            bench.persist(offset)
+    with pytest.raises(OffsetStoreLocked):
+        bench.store.close()
+    assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
+    assert bench.kinds() == ["store-taken"]
+    other.close()
+    assert read_store(mine).offsets == {QUEUE: 777}
+
+
+def test_a_directory_that_is_back_after_a_while_is_ours_still(tmp_path):
+    """A mount that goes and comes: meanwhile the offsets are in what was mounted over."""
+    bench = Bench(tmp_path / "s")
+    (tmp_path / "s").rename(tmp_path / "away")
+    bench.now += 1
+    bench.persist(7)
+    shutil.rmtree(tmp_path / "s")
+    (tmp_path / "away").rename(tmp_path / "s")
+    bench.now += 1
+    bench.persist(8)
+    assert bench.after_a_kill(tmp_path) == offset_of(bench, 8)
+    bench.store.close()
+    assert read_store(tmp_path / "s").offsets == offset_of(bench, 8)
+
+
+def test_a_lock_is_of_the_file_that_is_there(tmp_path):
+    """Also when it has been removed, or replaced by another of the same name, more than once."""
+    disk, path = LocalDisk(), str(tmp_path / "offsets.lock")
+    first = disk.lock(path)
+    assert (first.made_its_file, first.is_there(), disk.lock(path)) == (True, True, None)
+    os.remove(path)
+    assert not first.is_there()
+    second = disk.lock(path)
+    assert (second.made_its_file, second.is_there(), first.is_there(), disk.lock(path)) == (True, True, False, None)
+    os.replace(path, path + ".old")
+    os.link(path + ".old", path)  # the same file: it is the file that counts
+    assert second.is_there()
+    first.release()
+    assert disk.lock(path) is None
+    second.release()
+    second.release()
+    third = disk.lock(path)
+    assert (third.made_its_file, third.is_there(), second.is_there()) == (False, True, False)
+    third.release()
