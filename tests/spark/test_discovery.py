@@ -109,6 +109,22 @@ def test_an_incomplete_installation_hides_no_other_source(folder, missing):
     assert f"pyspark_rocketmq.DefaultSource needs what is not installed: No module named '{missing}" in said
 
 
+@pytest.mark.parametrize(
+    ("missing", "call"),
+    [("pyarrow", "register(None)"), ("pyspark", "register(None, ship=True)"), ("pyspark", "LagListener")],
+)
+def test_what_is_not_installed_is_told_with_how_to_install_it(folder, missing, call):
+    code = f"""
+        import pyrocket_consumer.spark
+        try:
+            pyrocket_consumer.spark.{call}
+        except pyrocket_consumer.ConfigError as error:
+            print(error)
+    """
+    said = run(code, {}, folder, blocked=missing)
+    assert said == f"{missing} is not installed for {sys.executable}: pip install 'pyrocket-consumer[spark]'\n"
+
+
 @pytest.mark.timeout(280)
 def test_beside_a_broken_neighbour_it_can_be_registered_and_tasks_are_repeated(folder, spark_environment):
     """Spark registers no source at all when one module fails. Here, too: tasks that crash give each message once."""
