@@ -1,12 +1,14 @@
 """How far a query is, as JSON in Spark's checkpoint, and which ranges lie between two such places.
 
     {"version": 1, "queues": {"orders": {"broker-a": {"0": 120, "1": 98}}},
-     "from": {"orders": {"broker-a": {"0": 100, "1": 98}}}}
+     "from": {"orders": {"broker-a": {"0": 100, "1": 98}}},
+     "seen": {"orders": {"broker-a": 1714557600000}}}
 
 `queues` are the offsets to read next. `from` is where the queues begin that the offset before did not name: all of
-them in the first batch. `"initial": true` marks the place before the first batch, which is not the same when it is
-asked for again; a batch that is repeated must not depend on it. Spark compares offsets as text, so equal ones are
-written alike.
+them in the first batch; and those that go on elsewhere, because their messages were lost. `seen` is when a broker was
+last asked, in milliseconds since 1970: what was stored since is not read. `"initial": true` marks the place before the
+first batch, which is not the same when it is asked for again; a batch that is repeated must not depend on it. Spark
+compares offsets as text, so equal ones are written alike.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SourceOffset:
-    """The offset to read next, per queue; `begins` are those of queues that are new in it."""
+    """The offset to read next, per queue; `begins` are those of queues that are new in it, or go on elsewhere.
+
+    `seen_ms` has, by topic and broker name, a time since when nothing stored there was read.
+    """
 
     queues: Mapping[MessageQueue, int]
     begins: Mapping[MessageQueue, int] = field(default_factory=dict)
     initial: bool = False
+    seen_ms: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 def encode_offset(offset: SourceOffset) -> dict[str, Any]:
@@ -38,6 +44,8 @@ def encode_offset(offset: SourceOffset) -> dict[str, Any]:
         encoded["from"] = _nested(offset.begins)
     if offset.initial:
         encoded["initial"] = True
+    for (topic, broker), at_ms in sorted(offset.seen_ms.items()):
+        encoded.setdefault("seen", {}).setdefault(topic, {})[broker] = at_ms
     return encoded
 
 
@@ -55,7 +63,9 @@ def decode_offset(encoded: Mapping[str, Any]) -> SourceOffset:
         )
     if version != VERSION:
         raise ConfigError(f"{encoded!r:.200} in the checkpoint is no offset of this source; use another checkpoint")
-    return SourceOffset(_flat(encoded, "queues"), _flat(encoded, "from"), encoded.get("initial") is True)
+    return SourceOffset(
+        _flat(encoded, "queues"), _flat(encoded, "from"), encoded.get("initial") is True, _seen(encoded)
+    )
 
 
 def ranges_between(start: SourceOffset, end: SourceOffset) -> list[QueueRange]:
@@ -86,6 +96,17 @@ def _nested(offsets: Mapping[MessageQueue, int]) -> dict[str, dict[str, dict[str
     return nested
 
 
+def _seen(encoded: Mapping[str, Any]) -> dict[tuple[str, str], int]:
+    try:
+        return {
+            (topic, broker): int(at_ms)
+            for topic, brokers in encoded.get("seen", {}).items()
+            for broker, at_ms in brokers.items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _unreadable("seen", error) from error
+
+
 def _flat(encoded: Mapping[str, Any], name: str) -> dict[MessageQueue, int]:
     try:
         return {
@@ -95,6 +116,8 @@ def _flat(encoded: Mapping[str, Any], name: str) -> dict[MessageQueue, int]:
             for queue_id, offset in queues.items()
         }
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{name!r} of an offset in the checkpoint cannot be read: {error}; use another checkpoint"
-        ) from error
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{name!r} of an offset in the checkpoint cannot be read: {error}; use another checkpoint")

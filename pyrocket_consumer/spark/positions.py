@@ -70,7 +70,7 @@ class Look:
 
     `ends` has the end of each queue that answered, `begins` the oldest offset of those with something to read. `away`
     are queues, known before, that cannot be asked now, and why; `gone` those of them whose broker is up and has them
-    no more. `silent` are the servers that should have answered, and did not.
+    no more. `silent` are the servers that should have answered, and did not. `asked_ms` is when each broker was asked.
     """
 
     begins: Mapping[MessageQueue, int]
@@ -78,6 +78,7 @@ class Look:
     away: Mapping[MessageQueue, str]
     gone: frozenset[MessageQueue]
     silent: frozenset[str]
+    asked_ms: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -312,6 +313,25 @@ class Positions:
 
     # --- offsets, of a query that runs: brokers may be away
 
+    def stored_since(self, times_ms: Mapping[MessageQueue, int | None]) -> dict[MessageQueue, int]:
+        """Return the offset of the first message stored at a time or later, or the oldest where no time is known.
+
+        Queues that cannot be asked now are left out.
+        """
+
+        async def first_since(queue: MessageQueue) -> int | None:
+            broker, at_ms = self.cluster.broker(queue.broker_name), times_ms[queue]
+            try:
+                if at_ms is None:
+                    return await broker.min_offset(queue)
+                return await broker.search_offset(queue, at_ms, group=self._options.read.group)
+            except (*_PASSING, BrokerError) as error:
+                log.debug("queue=%s time=%s could not be searched for reason=%s", queue, at_ms, error)
+                return None
+
+        places = self._each(times_ms.keys(), first_since)
+        return {queue: place for queue, place in places.items() if place is not None}
+
     def look(self, known: Mapping[MessageQueue, int]) -> Look:
         """Return where queues begin and end: those known, with the offset to read next, and new ones.
 
@@ -323,8 +343,9 @@ class Positions:
         return self.cluster.run(self._look(known), None)
 
     async def _look(self, known: Mapping[MessageQueue, int]) -> Look:
-        queues = await self._rediscover(known)
+        queues, now = await self._rediscover(known), now_ms()
         found = await asyncio.gather(*(self._spans(broker, each, known) for broker, each in _by_broker(queues).items()))
+        asked_ms = dict.fromkeys((queue.broker_name for queue in queues), now)
         begins: dict[MessageQueue, int] = {}
         ends: dict[MessageQueue, int] = {}
         for some_begins, some_ends in found:
@@ -338,6 +359,7 @@ class Positions:
             gone=await self._gone(missing) if missing else frozenset(),
             silent=frozenset(queue.broker_name for queue in queues if queue not in ends)
             | frozenset(() if self._knows_queues else self.cluster.name_servers),
+            asked_ms=asked_ms,
         )
 
     def _reason(self, queue: MessageQueue) -> str:
@@ -411,6 +433,11 @@ class Positions:
         if patience.failures == WORTH_A_WARNING and (text := str(error)) not in self._told_of_waiting:
             self._told_of_waiting.add(text)
             log.warning("asking again, for %g s at most: %s", self._options.read.read_timeout_s, text)
+
+
+def now_ms() -> int:
+    """Return the time in milliseconds since 1970, after the one in which we are."""
+    return time.time_ns() // 1_000_000 + 1
 
 
 def _by_broker(queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:

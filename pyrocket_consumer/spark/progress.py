@@ -102,11 +102,12 @@ class GroupProgress:
         stored = await broker.query_offset(self._group, queue, set_zero_if_not_found=False)
         before = self._seen.get(queue, stored)
         taken = True
-        if stored is None or stored < position:
+        goes_back = stored == before and position < self._published.get(queue, 0)  # the query itself did, after a loss
+        if stored is None or stored < position or goes_back:
             taken = await broker.commit_offset(self._group, queue, position)
         if stored != before:
             moved.append(f"{queue} at {stored}, was {before}")
         elif not taken and queue not in self._refused:
             moved.append(f"{queue}, where a reset to {stored} waits to be read")
         self._refused = self._refused - {queue} if taken else self._refused | {queue}
-        self._seen[queue] = position if taken and (stored is None or stored < position) else stored
+        self._seen[queue] = position if taken and (stored is None or stored < position or goes_back) else stored

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -19,9 +20,9 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.offsets import SourceOffset, decode_offset, encode_offset, ranges_between
-from pyrocket_consumer.spark.options import Named, SourceOptions, StoredAt, listed
+from pyrocket_consumer.spark.options import GivenOffsets, Named, SourceOptions, StoredAt, listed
 from pyrocket_consumer.spark.planning import plan_tasks, spread
-from pyrocket_consumer.spark.positions import Look, Positions
+from pyrocket_consumer.spark.positions import Look, Positions, now_ms
 from pyrocket_consumer.spark.progress import GroupProgress
 from pyrocket_consumer.spark.pyspark_names import (
     ReadAllAvailable,
@@ -197,8 +198,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             queues = self._asking.discover()
             if not queues:
                 log.warning("there is no queue yet: no topic matches subscribePattern=%r", self._options.pattern)
-            offsets = self._asking.resolve(self._options.start or Named.LATEST, queues)
-            self._initial = encode_offset(SourceOffset(offsets, initial=True))
+            start, at_ms = self._options.start or Named.LATEST, now_ms()
+            offsets = self._asking.resolve(start, queues)
+            told = start is Named.GROUP or isinstance(start, GivenOffsets)  # of when those are nothing is known
+            seen_ms = {} if told else {(queue.topic, queue.broker_name): at_ms for queue in queues}
+            self._initial = encode_offset(SourceOffset(offsets, initial=True, seen_ms=seen_ms))
         if self._position is None:
             self._position = self._initial
         return self._initial
@@ -217,11 +221,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._publish(at.queues)
         self._wait_for_turn()
         first = self._looked_at is None
-        look = self._look(at)
+        look, elsewhere = self._look(at)
         self._looked_at = time.monotonic()
         limited = not isinstance(limit, ReadAllAvailable)
         # Before 4.2 a run of a single batch looks like any other: so that it reads, the first batch waits for nothing.
-        end = self._next(at, look, limited, waits=limited and self._noted is None and not (remembers and first))
+        waits = limited and self._noted is None and not (remembers and first)
+        end = self._next(at, look, elsewhere, limited, waits)
         if end is None and self._noted is not None and self._progress is not None:
             self._progress.flush(_FLUSH_S)  # the run is over, and with it this process
         self._position = start if end is None else encode_offset(end)
@@ -279,8 +284,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._looked_at is not None:
             time.sleep(max(0.0, self._looked_at + self._options.planning_interval_s - time.monotonic()))
 
-    def _next(self, at: SourceOffset, look: Look, limited: bool, waits: bool) -> SourceOffset | None:
-        """Return where the next batch ends; None when there is nothing to read, or not enough."""
+    def _next(
+        self, at: SourceOffset, look: Look, elsewhere: Mapping[MessageQueue, int], limited: bool, waits: bool
+    ) -> SourceOffset | None:
+        """Return where the next batch ends; None when there is nothing to read, or not enough.
+
+        Queues that go on `elsewhere` are worth a batch by themselves.
+        """
+        at = replace(at, queues={**at.queues, **elsewhere})
         ends = {queue: max(end, at.queues.get(queue, 0)) for queue, end in look.ends.items()}
         if self._noted is not None:
             for queue in self._noted.keys() & look.ends.keys():
@@ -292,18 +303,31 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             }
         begins = {queue: max(at.queues.get(queue, 0), look.begins.get(queue, 0)) for queue in ends}
         ends = {queue: max(end, begins[queue]) for queue, end in ends.items()}
-        news = {queue: begins[queue] for queue in ends if queue not in at.queues}
+        news = {queue: begins[queue] for queue in ends if queue not in at.queues or queue in elsewhere}
         unread = {queue: end - at.queues.get(queue, begins[queue]) for queue, end in ends.items()}
-        if not any(unread.values()):
+        if not any(unread.values()) and not elsewhere:
             self._waiting_since = None
             return None
-        if waits and self._too_little(sum(unread.values())):
+        if waits and not elsewhere and self._too_little(sum(unread.values())):
             return None
         self._waiting_since = None
         if limited and self._options.max_offsets is not None:
             shares = spread({queue: end - begins[queue] for queue, end in ends.items()}, self._options.max_offsets)
             ends = {queue: begins[queue] + shares.get(queue, 0) for queue in ends}
-        return SourceOffset({**at.queues, **ends}, {**at.queues, **news} if at.initial else news)
+        return SourceOffset(
+            {**at.queues, **ends}, {**at.queues, **news} if at.initial else news, seen_ms=self._seen_ms(at, look)
+        )
+
+    def _seen_ms(self, at: SourceOffset, look: Look) -> dict[tuple[str, str], int]:
+        """Return since when nothing was read: since brokers were asked, but where one of the queues did not answer."""
+        found = {
+            (queue.topic, queue.broker_name): look.asked_ms[queue.broker_name]
+            for queue in look.ends
+            if queue.broker_name in look.asked_ms
+        }
+        for queue in look.away:
+            found.pop((queue.topic, queue.broker_name), None)
+        return {**at.seen_ms, **found}
 
     def _too_little(self, unread: int) -> bool:
         """Tell whether to wait for more, and note since when we do."""
@@ -314,31 +338,67 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._waiting_since = now
         return now - self._waiting_since < self._options.max_delay_s
 
-    def _look(self, at: SourceOffset) -> Look:
-        """Return where the queues are, once what looks like loss has lasted for some time.
+    def _look(self, at: SourceOffset) -> tuple[Look, dict[MessageQueue, int]]:
+        """Return where the queues are, once what looks like loss has lasted for some time; and which go on elsewhere.
 
         Raises:
             DataLoss: it is one, and the query is to fail then.
         """
         doubt = self._options.read.doubt()
+        shorter_ms: dict[MessageQueue, int] = {}  # than it was, and when that was seen first
         while True:
             look = self._asking.look(at.queues)
             losses = self._losses(at, look)
+            for queue, end in look.ends.items():
+                if 0 < end < at.queues.get(queue, 0):
+                    shorter_ms.setdefault(queue, now_ms())
             if not losses.keys() - self._told.keys() or (pause_s := doubt.failed()) is None:
                 break
             time.sleep(pause_s)
             self._asking.forget_discovery()
-        losses |= self._expired(at, look)
-        for key, loss in losses.items():
-            if self._options.read.fail_on_data_loss:
+        losses |= self._overtaken(at, look, shorter_ms) | self._expired(at, look)
+        if self._options.read.fail_on_data_loss:
+            for loss in losses.values():
                 raise loss
-            self._tell(key, loss.wanted.begin, f"{loss}; this one does")
+        elsewhere = self._elsewhere(at, look, losses)
+        for key, loss in losses.items():
+            place = elsewhere.get(loss.wanted.queue)
+            there = "" if place is None else f", and goes on at offset {place}"
+            self._tell(key, (loss.wanted.begin, place), f"{loss}; this one does{there}")
         for key in [key for key in self._told if key.startswith("lost") and key not in losses]:
             del self._told[key]
         away = sorted(look.away)
         self._tell("away", tuple(away), away and f"{_away(look)}; they stay where they are, the others go on")
         self._ends |= look.ends
-        return look
+        return look, elsewhere
+
+    def _elsewhere(
+        self, at: SourceOffset, look: Look, losses: Mapping[str, DataLoss]
+    ) -> dict[MessageQueue, int]:
+        """Return where queues go on that are shorter than they were: at the first message stored since they were seen.
+
+        That is the begin of a queue that was made anew, and the end of one whose last messages are lost, or what was
+        stored behind that end already.
+        """
+        shorter = {f"lost {queue}": queue for queue in at.queues.keys() & look.ends.keys()}
+        lost = [shorter[key] for key in losses if key in shorter]
+        times_ms = {queue: at.seen_ms.get((queue.topic, queue.broker_name)) for queue in lost}
+        return {queue: min(place, at.queues[queue]) for queue, place in self._asking.stored_since(times_ms).items()}
+
+    def _overtaken(
+        self, at: SourceOffset, look: Look, shorter_ms: Mapping[MessageQueue, int]
+    ) -> dict[str, DataLoss]:
+        """Return what is lost of queues that were shorter a moment ago: unless the old messages came back."""
+        grown = {queue: at_ms for queue, at_ms in shorter_ms.items() if look.ends.get(queue, 0) >= at.queues[queue]}
+        return {
+            f"lost {queue}": DataLoss(
+                QueueRange(queue, at.queues[queue], look.ends[queue]),
+                f"from {place} up to {look.ends[queue]}, stored since",
+                "the queue ended before that: it was made anew, or its broker lost messages",
+            )
+            for queue, place in self._asking.stored_since(grown).items()
+            if place < at.queues[queue]
+        }
 
     def _losses(self, at: SourceOffset, look: Look) -> dict[str, DataLoss]:
         """Return what is lost if it stays as it is: queues that end before our place, or are gone with unread data."""

@@ -49,6 +49,15 @@ def test_equal_offsets_are_written_alike(places):
     assert json.dumps(encode_offset(SourceOffset(places))) == json.dumps(encode_offset(SourceOffset(other_order)))
 
 
+def test_when_brokers_were_asked_is_written_by_topic_and_broker():
+    offset = SourceOffset({A0: 9, B0: 2}, seen_ms={("T", "b"): 7, ("T", "a"): 5})
+    encoded = encode_offset(offset)
+    assert encoded["seen"] == {"T": {"a": 5, "b": 7}}
+    assert decode_offset(encoded) == offset
+    with pytest.raises(ConfigError, match="'seen' of an offset in the checkpoint cannot be read"):
+        decode_offset({**encoded, "seen": {"T": 5}})
+
+
 def test_a_newer_version_is_refused_with_a_sentence():
     with pytest.raises(ConfigError, match="newer release of pyrocket-consumer: its offsets have version 2, .* up to 1"):
         decode_offset({"version": 2, "queues": {}})

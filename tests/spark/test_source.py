@@ -127,6 +127,20 @@ def test_a_crash_in_any_batch_is_repeated_exactly_and_restarts_make_no_batch(spa
 
 
 @pytest.mark.spark_versions
+def test_a_topic_that_was_made_anew_is_read_whole_where_that_is_no_error(spark, embedded, tmp_path):
+    query = Query(spark, tmp_path, embedded, failOnDataLoss="false", requestTimeoutMs=500)
+    query.catch_up()
+    assert query.rows() == each_once(10)
+    embedded.delete_topic("orders")
+    embedded.create_topic("orders", queues=2)
+    embedded.send("orders", count=24)
+    query.catch_up()
+    embedded.send("orders", count=24)
+    query.catch_up()
+    assert query.rows() == sorted(each_once(10) + each_once(12))
+
+
+@pytest.mark.spark_versions
 def test_the_order_in_which_spark_calls(spark, embedded, tmp_path):
     """What the reader relies on; tests without Spark imitate it (tests/spark/asking.py)."""
     spark.dataSource.register(recorded.RecordedSource)

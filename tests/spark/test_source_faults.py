@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -13,7 +15,7 @@ from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.positions import CALLS_AT_ONCE
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from tests.spark.asking import Checkpoint, data_source, flat, read_batch, running
+from tests.spark.asking import Checkpoint, CrashError, data_source, flat, read_batch, running
 
 MAX, MIN = RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET
 FROM_FIRST = {"subscribe": "orders", "startingOffsets": "earliest"}
@@ -129,21 +131,128 @@ def test_a_queue_that_ends_too_early_for_long_is_data_loss(embedded):
             run.batch()
 
 
-def test_without_that_failing_the_position_stays_and_one_warning_is_given(embedded, caplog):
-    with (
-        caplog.at_level(logging.WARNING),
-        running(embedded, requestTimeoutMs=300, failOnDataLoss=False, **FROM_FIRST) as run,
-    ):
+SHRUNK = {"requestTimeoutMs": 300, "failOnDataLoss": False, **FROM_FIRST}
+
+
+def test_without_that_failing_a_queue_that_lost_its_tail_goes_on_at_its_new_end(embedded, caplog):
+    with caplog.at_level(logging.WARNING), running(embedded, **SHRUNK) as run:
         run.batch()
         embedded.broker("broker-a").truncate("orders", 0, 4)
-        for _ in range(3):
-            assert run.batch() is None
+        assert run.batch() == []  # so that the checkpoint knows
+        assert places(run) == [4, 10]
+        assert run.batch() is None
         embedded.send("orders", count=3, broker_name="broker-b")
         assert len(run.batch()) == 3
-        assert places(run) == [10, 13]
         embedded.send("orders", count=8, broker_name="broker-a")
-        assert [offset for _, offset in run.batch()] == [10, 11]
+        assert [offset for _, offset in run.batch()] == list(range(4, 12))
     assert caplog.text.count("wanted offsets from 10 on, available up to 4") == 1
+    assert "goes on at offset 4" in caplog.text
+
+
+def test_what_came_behind_a_lost_tail_before_it_was_noticed_is_read(embedded):
+    with running(embedded, **SHRUNK) as run:
+        run.batch()
+        embedded.broker("broker-a").truncate("orders", 0, 4)
+        embedded.send("orders", count=3, broker_name="broker-a")
+        assert [offset for _, offset in run.batch()] == [4, 5, 6]
+
+
+def made_anew(cluster: EmbeddedCluster, count: int) -> None:
+    cluster.delete_topic("orders")
+    cluster.create_topic("orders", queues=1)
+    cluster.send("orders", lambda number: b"new %d" % number, count=count)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("release", ["4.0", "4.3"])
+def test_without_that_failing_a_topic_that_was_made_anew_is_read_from_its_begin(embedded, caplog, release, restarts):
+    checkpoint = Checkpoint()
+    with caplog.at_level(logging.WARNING), ExitStack() as runs:
+        run = runs.enter_context(running(embedded, checkpoint, release, **SHRUNK))
+        run.batch()
+        if restarts:
+            runs.close()
+        made_anew(embedded, 12)
+        if restarts:
+            run = runs.enter_context(running(embedded, checkpoint, release, **SHRUNK))
+        run.reader._asking.forget_discovery()
+        assert [offset for _, offset in run.batch()] == [*range(6), *range(6)]
+        embedded.send("orders", count=12)
+        assert [offset for _, offset in run.batch()] == [*range(6, 12), *range(6, 12)]
+        assert run.batch() is None
+    assert caplog.text.count("goes on at offset 0") == 2
+
+
+def test_a_group_follows_a_query_back_whose_messages_were_lost(embedded):
+    with running(embedded, consumerGroup="app", **SHRUNK) as run:
+        run.batch()
+        assert run.batch() is None
+        embedded.wait_until(lambda: embedded.committed("app", "orders") == {0: 10}, 30)
+        for broker in embedded.brokers:
+            broker.lose_data(offsets=False)
+        embedded.send("orders", count=8)
+        run.batch()
+        assert run.batch() is None
+        embedded.wait_until(lambda: embedded.committed("app", "orders") == {0: 4}, 30)
+
+
+def test_a_crash_after_a_loss_repeats_the_same_batch(embedded):
+    checkpoint = Checkpoint()
+    with running(embedded, checkpoint, **SHRUNK) as run:
+        run.batch()
+        made_anew(embedded, 8)
+        run.reader._asking.forget_discovery()
+        with pytest.raises(CrashError):
+            run.batch(crash=True)
+    embedded.send("orders", count=2)
+    with running(embedded, checkpoint, **SHRUNK) as run:
+        assert [offset for _, offset in run.batch()] == [*range(4), *range(4)]
+        assert [offset for _, offset in run.batch()] == [4, 4]
+
+
+@pytest.mark.timeout(60)
+def test_a_queue_made_anew_while_its_broker_was_away_is_read_whatever_the_others_did_meanwhile(embedded):
+    with running(embedded, **SHRUNK) as run:
+        run.batch()
+        broker = embedded.broker("broker-a")
+        broker.stop(keep_route=True)
+        embedded.send("orders", count=2, broker_name="broker-b")
+        assert len(run.batch()) == 2
+        broker.lose_data()
+        embedded.send("orders", count=5, broker_name="broker-a")
+        embedded.send("orders", count=2, broker_name="broker-b")
+        assert len(run.batch()) == 2
+        broker.start()
+        run.reader._asking.forget_discovery()
+        assert [offset for _, offset in until_a_batch(run, 5)] == list(range(5))
+
+
+def test_a_checkpoint_that_does_not_say_when_it_was_written_goes_on_at_the_begin(embedded):
+    """Of an older release: what was read and what is new cannot be told apart, and nothing is to be lost."""
+    checkpoint = Checkpoint()
+    with running(embedded, checkpoint, **SHRUNK) as run:
+        run.batch()
+    end = json.loads(checkpoint.ends[-1])
+    assert end.pop("seen")
+    checkpoint.ends[-1] = json.dumps(end)
+    made_anew(embedded, 8)
+    with running(embedded, checkpoint, **SHRUNK) as run:
+        assert [offset for _, offset in run.batch()] == [*range(4), *range(4)]
+
+
+def test_a_queue_that_was_made_anew_and_grows_beyond_the_old_place_while_that_is_looked_into(embedded):
+    broker = embedded.broker("broker-a")
+    with running(embedded, **SHRUNK | {"requestTimeoutMs": 2000}) as run:
+        run.batch()
+        made_anew(embedded, 8)
+        run.reader._asking.forget_discovery()
+        broker.forget_requests()
+        with ThreadPoolExecutor() as pool:
+            batch = pool.submit(run.batch)
+            embedded.wait_until(lambda: len(broker.requests(MAX)) >= 2, 30)
+            embedded.send("orders", count=20)
+            found = batch.result(30)
+    assert sorted(offset for queue, offset in found if queue.broker_name == "broker-a") == list(range(14))
 
 
 @pytest.mark.timeout(60)
