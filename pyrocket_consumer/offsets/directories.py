@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyrocket_consumer.errors import OffsetStoreError
+from pyrocket_consumer.errors import ConfigError, OffsetStoreError
 from pyrocket_consumer.offsets.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, Recovered, recover
 
 BASE_VARIABLE = "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR"
@@ -19,7 +19,16 @@ def base_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
 
 
 def store_directory(base: str | os.PathLike[str], client_id: str, group: str) -> Path:
-    """Return the directory of a member's store. Source: LocalFileOffsetStore."""
+    """Return the directory of a member's store. Source: LocalFileOffsetStore.
+
+    Raises:
+        ConfigError: the client id names no single directory, which others would look for in vain, or find elsewhere.
+    """
+    if {"/", "\0", os.sep, os.altsep} & set(client_id) or client_id in (".", ".."):
+        raise ConfigError(
+            f"client id {client_id!r} cannot name the directory of its offsets; use client_ip, instance_name and "
+            f"unit_name without {os.sep!r}"
+        )
     return Path(base) / client_id / group
 
 

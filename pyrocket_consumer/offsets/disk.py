@@ -140,7 +140,11 @@ class _LocalFile:
         return _is_at(_identity(os.fstat(self._fd)), path)
 
     def close(self) -> None:
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
 
 
 class _LocalLock:

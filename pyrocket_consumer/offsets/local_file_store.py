@@ -43,8 +43,10 @@ from pyrocket_consumer.offsets.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_F
 from pyrocket_consumer.offsets.store import (
     OffsetTable,
     QueueReset,
+    check_epoch,
     check_offset,
     check_queue,
+    check_read_type,
 )
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ _REMIND_S = 60.0
 _LOOK_S = 1.0
 _SLOTS_LOOKED_AT = 16
 _SLOT_IS_BEHIND_S = 10.0
+_NO_LOCKS = "this file system lacks what a store needs, locks above all: use a local one, or mount it with locks"
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "raise the quota",
@@ -63,6 +66,14 @@ _REMEDIES = {
     errno.EACCES: "let this user write to it",
     errno.EPERM: "let this user write to it",
     errno.EIO: "check the disk",
+    errno.ENOLCK: _NO_LOCKS,
+    errno.ENOTSUP: _NO_LOCKS,
+    errno.EOPNOTSUPP: _NO_LOCKS,
+    errno.ENOSYS: _NO_LOCKS,
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit on open files",
+    errno.ENAMETOOLONG: "use shorter names",
+    errno.ESTALE: "mount it again",
     errno.ENOTDIR: "a file is where a directory should be: move it away",
     errno.EEXIST: "a file is where a directory should be: move it away",
 }
@@ -260,16 +271,25 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
         "Store" is what was last persisted. It is copied to memory only where memory holds none, so that reading
         never forgets an offset that is not durable yet.
+
+        Raises:
+            OffsetStoreError: what the store holds is wanted, and it is not open: that is not known.
         """
         with self._table_lock:
             entry = self._entries.get(mq)
-            if entry is None:
-                return None
             if read_type is ReadOffsetType.READ_FROM_MEMORY:
+                return None if entry is None else entry.offset
+            check_read_type(read_type)
+            if entry is not None and entry.offset is not None and read_type is not ReadOffsetType.READ_FROM_STORE:
                 return entry.offset
-            if entry.offset is None:
-                entry.offset = entry.stored
-            return entry.stored if read_type is ReadOffsetType.READ_FROM_STORE else entry.offset
+            if self._is_open:
+                if entry is None:
+                    return None
+                if entry.offset is None:
+                    entry.offset = entry.stored
+                return entry.stored
+        self._check_not_forked()
+        raise self._not_open()
 
     def persist(self, mq: MessageQueue) -> None:
         """Return when the offset that memory holds of `mq` is durable (see `durability`).
@@ -303,11 +323,12 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         """Set offsets and epochs, and return when all are durable: after a crash all are there or none.
 
         Raises:
-            ConfigError: an offset is not a whole number from 0 to 2**63 - 1. Nothing was set.
+            ConfigError: an offset or epoch is not a whole number from 0 to 2**63 - 1. Nothing was set.
             OffsetStoreUnwritable: they are not durable. Memory has them, and a later persist tries again.
         """
         for mq, reset in resets.items():
             check_queue(mq)
+            check_epoch(mq, reset.epoch)
             if reset.offset is not None:
                 check_offset(mq, reset.offset)
         try:
@@ -719,7 +740,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             return self._disk.read(os.path.join(self._directory, name))
         except OSError as error:
             raise OffsetStoreError(
-                f"cannot read {name} in {self._directory}: {error.strerror or error}; check its owner and permissions"
+                f"cannot read {name} in {self._directory}: "
+                f"{_reason_and_remedy(error, 'check its owner and permissions')}"
             ) from error
 
     # -- the rest ------------------------------------------------------------------------------------------------
@@ -735,11 +757,15 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._ownership = self._taken = None
 
     def _check_open(self) -> None:
-        if self._forked or self._ownership is None:
+        if not self._is_open:
             self._check_not_forked()
             raise self._not_open()
         if self._taken is not None:
             raise OffsetStoreLocked(self._taken)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._ownership is not None and not self._forked
 
     def _not_open(self) -> OffsetStoreError:
         return OffsetStoreError(f"offset store {self._directory} is not open; call load(), or use `with`")
@@ -813,9 +839,9 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
     return os.path.abspath(path)
 
 
-def _reason_and_remedy(error: BaseException | None) -> str:
+def _reason_and_remedy(error: BaseException | None, remedy: str = "check the directory") -> str:
     number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
-    return f"{reason or error}; {_REMEDIES.get(number or 0, 'check the directory')}"
+    return f"{reason or error}; {_REMEDIES.get(number or 0, remedy)}"
 
 
 def _ago(then: float) -> str:

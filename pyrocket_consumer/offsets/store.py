@@ -126,6 +126,19 @@ def check_offset(mq: MessageQueue, offset: int) -> None:
         raise ConfigError(f"offset {offset!r} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
 
 
+def check_epoch(mq: MessageQueue, epoch: int) -> None:
+    """Raise ConfigError unless `epoch` is one."""
+    if type(epoch) is not int or not 0 <= epoch <= MAX_OFFSET:
+        raise ConfigError(f"epoch {epoch!r} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
+
+
+def check_read_type(read_type: object) -> None:
+    """Raise ConfigError unless `read_type` is one."""
+    if not isinstance(read_type, ReadOffsetType):
+        names = ", ".join(map(str, ReadOffsetType))
+        raise ConfigError(f"read_type={read_type!r} is not allowed; choose one of {names}")
+
+
 def check_queue(mq: MessageQueue) -> None:
     """Raise ConfigError unless `mq` can be written to every kind of store."""
     if not isinstance(mq, MessageQueue):
@@ -151,6 +164,7 @@ class MemoryOffsetStore(OffsetTable[QueueOffset]):
         self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
     ) -> int | None:
         """Return the offset of `mq`, None when there is none; "store" is what was last persisted."""
+        check_read_type(read_type)
         with self._table_lock:
             entry = self._entries.get(mq)
             if entry is None:

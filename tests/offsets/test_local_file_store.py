@@ -11,6 +11,7 @@ import tracemalloc
 
 import pytest
 
+from pyrocket_consumer.cluster.client_id import make_client_id
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.model import MessageQueue
@@ -286,6 +287,69 @@ def test_a_relative_base_directory_of_members_is_meant_from_where_their_store_is
 def test_what_names_no_directory_is_refused(directory):
     with pytest.raises(ConfigError, match="directory=.* is not allowed; name the directory"):
         LocalFileOffsetStore(directory)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_store_holds_is_not_known_while_it_is_not_open(tmp_path, when):
+    """None would say that there is no offset, and a consumer would begin at the end."""
+    with LocalFileOffsetStore(tmp_path) as store:
+        store.update_offset(QUEUE, 5)
+        store.update_offset(QUEUES[1], 6)
+        store.remove_offset(QUEUES[1])
+    if when == "before":
+        store = LocalFileOffsetStore(tmp_path)
+        store.update_offset(QUEUE, 5)
+    for queue in QUEUES[:3]:
+        with pytest.raises(OffsetStoreError, match=r"not open; call load\(\)"):
+            store.read_offset(queue, STORE)
+    for queue in QUEUES[1:3]:
+        with pytest.raises(OffsetStoreError, match=r"not open; call load\(\)"):
+            store.read_offset(queue)
+    assert store.read_offset(QUEUE) == 5
+    assert [store.read_offset(queue, MEMORY) for queue in QUEUES[:3]] == [5, None, None]
+    with store:
+        assert [store.read_offset(queue) for queue in QUEUES[:3]] == [5, 6, None]
+        assert [store.read_offset(queue, STORE) for queue in QUEUES[:3]] == [5, 6, None]
+
+
+@pytest.mark.parametrize("epoch", [-1, 2**63, 1.0, "1", True, None])
+def test_a_wrong_epoch_sets_nothing(tmp_path, epoch):
+    with LocalFileOffsetStore(tmp_path) as store:
+        with pytest.raises(ConfigError, match=f"epoch {epoch!r} of orders.*whole number"):
+            store.persist_resets({QUEUES[1]: QueueReset(3, 1), QUEUE: QueueReset(5, epoch)})
+        assert (store.clone_offset_table(), store.reset_epoch(QUEUE), store.reset_epoch(QUEUES[1])) == ({}, 0, 0)
+
+
+def test_a_store_that_is_dropped_is_closed_as_if_its_process_had_ended(tmp_path):
+    """It leaves no open file behind, and no lock."""
+
+    def lowest_free():
+        fd = os.open(os.devnull, os.O_RDONLY)
+        os.close(fd)
+        return fd
+
+    gc.collect()
+    before = lowest_free()
+    for offset in range(5):
+        store = LocalFileOffsetStore(tmp_path)
+        store.load()
+        store.update_offset(QUEUE, offset)
+        store.persist(QUEUE)
+        store.update_offset(QUEUE, 100)
+        del store
+        assert read_store(tmp_path).offsets == {QUEUE: offset}
+    assert lowest_free() == before
+
+
+@pytest.mark.parametrize(
+    "options", [{"instance_name": "../../x"}, {"instance_name": "a/b"}, {"client_ip": "/"}, {"unit_name": "a\0b"}]
+)
+def test_a_client_id_that_is_no_name_of_a_directory_is_refused(tmp_path, options):
+    """It would be somewhere else, where nobody looks for a store that was left behind, or beyond `offset_store_dir`."""
+    chosen = config(tmp_path / "base", **{"client_ip": "10.0.0.5", **options})
+    with pytest.raises(ConfigError, match="client id .* cannot name the directory .*; use client_ip, instance_name"):
+        LocalFileOffsetStore.for_group(chosen, make_client_id(chosen, broadcasting=True))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_loading_twice_is_safe(tmp_path):

@@ -42,6 +42,13 @@ def test_a_queue_never_seen_has_no_offset(store):
     assert store.clone_offset_table() == {}
 
 
+@pytest.mark.parametrize("kind", ["memory", "store", None, 0])
+def test_a_wrong_way_to_read_is_refused(store, kind):
+    store.update_offset(QUEUE, 5)
+    with pytest.raises(ConfigError, match=f"read_type={kind!r} is not allowed; choose one of ReadOffsetType.READ_FROM"):
+        store.read_offset(QUEUE, kind)
+
+
 def test_an_update_is_in_memory_at_once_and_in_the_store_when_persisted(store):
     store.update_offset(QUEUE, 5)
     assert store.read_offset(QUEUE, MEMORY) == store.read_offset(QUEUE) == 5

@@ -341,7 +341,14 @@ def test_a_store_on_a_full_disk_starts_and_works_from_memory():
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.EROFS, "mount it writable"), (errno.EACCES, "let this user write"), (errno.ENXIO, "check the directory")],
+    [
+        (errno.EROFS, "mount it writable"), (errno.EACCES, "let this user write"), (errno.ENXIO, "check the directory"),
+        (errno.ENOLCK, "this file system lacks what a store needs, locks above all: use a local one"),
+        (errno.ENOTSUP, "this file system lacks what a store needs, locks above all: use a local one"),
+        (errno.ENOSYS, "this file system lacks what a store needs, locks above all: use a local one"),
+        (errno.EMFILE, "raise the limit on open files"), (errno.ENAMETOOLONG, "use shorter names"),
+        (errno.ESTALE, "mount it again"), (errno.ENOSPC, "free some space"), (errno.EDQUOT, "raise the quota"),
+    ],
 )
 @pytest.mark.parametrize("operation", ["make_directories", "lock"])
 def test_a_store_that_cannot_be_opened_says_that_nothing_was_started(number, remedy, operation):
@@ -458,6 +465,47 @@ store.persist_all()
 assert events == ["store-unwritable", "store-recovered"], events
 print("recovered")
 """
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, sys
+from pyrocket_consumer.errors import OffsetStoreUnwritable
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+queue = MessageQueue("orders", "broker-a", 0)
+events = []
+tell = lambda event: events.append(str(event.kind))
+store = LocalFileOffsetStore(sys.argv[1], checkpoint_interval_s=0, on_event=tell)
+store.load()
+store.update_offset(queue, 1)
+store.persist(queue)
+highest = os.open(os.devnull, os.O_RDONLY)
+os.close(highest)
+resource.setrlimit(resource.RLIMIT_NOFILE, (highest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+try:
+    LocalFileOffsetStore(sys.argv[1] + "-another").load()
+except OffsetStoreUnwritable as error:
+    assert "raise the limit on open files" in str(error), error
+    print("refused")
+for offset in range(2, 5):
+    store.update_offset(queue, offset)
+    store.persist(queue)  # the journal is open
+assert events == ["store-unwritable"], events
+try:
+    store.close()
+except OffsetStoreUnwritable as error:
+    assert "raise the limit on open files" in str(error), error
+    print("told")
+"""
+
+
+def test_without_file_descriptors_the_journal_goes_on(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS, str(tmp_path / "s")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.stdout == "refused\ntold\n", result.stderr
+    assert read_store(tmp_path / "s").offsets == {QUEUE: 4}
 
 
 def test_h07_a_real_limit_on_file_sizes_is_survived(tmp_path):
