@@ -25,6 +25,7 @@ from pyrocket_consumer.testing.server import Server
 from pyrocket_consumer.testing.topics import READ_WRITE, TopicConfig
 from pyrocket_consumer.wire.message import Message
 
+_N = TypeVar("_N", int, float)
 _T = TypeVar("_T")
 
 HOST = "127.0.0.1"
@@ -46,6 +47,10 @@ class EmbeddedCluster:
     broker.properties, by their Java names; with `account` (access key, secret key) requests to brokers must be
     signed. Options in seconds are for tests that cannot wait: real brokers have the defaults. `delay_scale=0.01`
     makes a retry after 10 s one after 0.1 s. `record_limit` requests of each code are remembered per node.
+
+    The requests of one connection are executed in the order they came, each before the next. The threads of real
+    brokers execute them side by side: with `side_by_side_s=0.01` each begins up to so many seconds after it came, so
+    that they overtake each other. `seed` decides which, as it decides about queues.
 
     Methods may be called from any thread. With `loop` nothing runs by itself: `await open()` on that loop,
     call from its thread only, and `shut()` at the end. A loop that simulates time and the network wants
@@ -77,6 +82,7 @@ class EmbeddedCluster:
         settings: Mapping[str, object] | None = None,
         account: tuple[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
+        side_by_side_s: float = 0.0,
         seed: int = 0,
         record_limit: int = 10_000,
         loop: asyncio.AbstractEventLoop | None = None,
@@ -114,6 +120,7 @@ class EmbeddedCluster:
         self._accounts = Accounts(dict([account])) if account is not None else None
         self._tls = tls
         self._idle_timeout_s = idle_timeout_s
+        self._side_by_side_s = _within("side_by_side_s", side_by_side_s, 0, 60)
         self._record_limit = record_limit
         self._seed = seed
         self._failures: list[str] = []
@@ -175,6 +182,8 @@ class EmbeddedCluster:
             tls=self._tls,
             idle_timeout_s=self._idle_timeout_s,
             record_limit=self._record_limit,
+            side_by_side_s=self._side_by_side_s,
+            seed=self._seed + len(self._servers),
             on_failure=self._failed,
         )
         self._servers.append(server)
@@ -480,7 +489,7 @@ class EmbeddedCluster:
         return True
 
 
-def _within(what: str, number: int, least: int, most: int) -> int:
+def _within(what: str, number: _N, least: int, most: int) -> _N:
     if not least <= number <= most:
         raise ConfigError(f"{what}={number}; give {least} to {most}")
     return number

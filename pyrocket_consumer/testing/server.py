@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Protocol, cast
 
 from pyrocket_consumer.errors import ProtocolError
@@ -50,6 +52,8 @@ class Server:
         tls: ssl.SSLContext | None = None,
         idle_timeout_s: float = 120.0,
         record_limit: int = 10_000,
+        side_by_side_s: float = 0.0,
+        seed: int = 0,
         on_failure: Callable[[str, BaseException], None],
     ) -> None:
         self.faults = Faults()
@@ -60,6 +64,9 @@ class Server:
         self.on_failure = on_failure
         self.recording = record_limit > 0
         self._tls = tls
+        self.side_by_side_s = side_by_side_s
+        self._seed = seed
+        self._accepted = count()
         self._idle_timeout_s = idle_timeout_s
         self._idle_check = Timer(clock, lambda: max(idle_timeout_s / 8, 0.05), self._close_idle)
         self._protocols: dict[_ServerProtocol, None] = {}
@@ -135,6 +142,10 @@ class Server:
             protocol.connection.close(True)
         self.changes.notify()
 
+    def chance(self) -> random.Random:
+        """Return what decides about one more connection."""
+        return random.Random(f"{self._seed} {next(self._accepted)}")
+
     def received(self, connection: Connection, command: RemotingCommand) -> None:
         if command.is_response:
             connection.answered(command)
@@ -207,6 +218,7 @@ class _ServerProtocol(asyncio.BufferedProtocol):
         self._frames = FrameBuffer()
         self._transport: asyncio.Transport | None = None
         self._out: list[bytes] | None = None  # while commands are handled, what they write; sent at once after
+        self._chance = server.chance()  # which of its requests overtake each other
         self.last_active_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -227,6 +239,27 @@ class _ServerProtocol(asyncio.BufferedProtocol):
         except ProtocolError:
             self._close(False)  # as a real server: no answer to bytes that are not frames
             return
+        if self._server.side_by_side_s:
+            self._later(commands)
+        else:
+            self._received(commands)
+
+    def _later(self, commands: Iterable[RemotingCommand]) -> None:
+        """Let requests begin one by one, in another order; answers are taken at once."""
+        for command in commands:
+            if command.is_response:
+                self._received([command])
+            else:
+                begin_s = self.last_active_s + self._chance.uniform(0, self._server.side_by_side_s)
+                self._server.clock.loop.call_at(begin_s, self._received_if_open, command)
+
+    def _received_if_open(self, command: RemotingCommand) -> None:
+        # Else it is lost with its connection. Real brokers execute it nevertheless, and a member whose last heartbeat
+        # comes after its end keeps its queues from the others for two minutes.
+        if self.connection.open:
+            self._received([command])
+
+    def _received(self, commands: Iterable[RemotingCommand]) -> None:
         out: list[bytes] = []
         self._out = out
         try:

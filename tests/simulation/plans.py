@@ -52,6 +52,7 @@ class Plan:
     orderly: bool = False
     broadcasting: bool = False
     version: str = "5.5.0"
+    side_by_side_s: float = 0.0  # by how much the requests of one connection overtake each other
     options: Mapping[str, Any] = field(default_factory=lambda: ROUGH)
 
 
@@ -93,6 +94,11 @@ PLANS = {
         slowest_s=40.0, quickest_s=0.0,
     ),
     "failed-members": Plan(options=DEFAULTS, members=3, faults=("fail", "join", "restart"), fault_every_s=15.0),
+    "side-by-side": Plan(
+        options=DEFAULTS, brokers=2, faults=(*CRASHES, "reset", "late-node"), forgetting=False, rate=20.0,
+        side_by_side_s=0.2, calm_s=150.0,
+    ),
+    "side-by-side-orderly": Plan(orderly=True, faults=(*CRASHES, "reset"), slow=0.005, side_by_side_s=0.2),
     "many-queues": Plan(
         options=DEFAULTS, brokers=2, queues=(50, 100, 200, 1000), faults=("join", "restart", "slow-node"), rate=50.0,
         trouble_s=40.0, calm_s=60.0, slow=0.002,

@@ -39,6 +39,7 @@ class Scenario:
         self.cluster = EmbeddedCluster(
             brokers=plan.brokers, version=plan.version, loop=self.world, first_port=10_000, seed=seed,
             wall_clock=lambda: EPOCH + self.world.now, record_limit=1_000_000, delay_scale=0.1,
+            side_by_side_s=plan.side_by_side_s,
         )
         self.queues = plan.queues if isinstance(plan.queues, int) else self.random.choice(plan.queues)
         self.members: list[Member] = []

@@ -28,6 +28,8 @@ WORLDS = [
     ("hand-overs", "0-14"),  # 2 and 6: a member that closes for long kept its queues, and set commits back
     ("failures", "0-9"),
     ("failed-members", "0-29"),  # 25: the same
+    ("side-by-side", "0-19"),
+    ("side-by-side-orderly", "0-9"),
     ("many-queues", "0-1"),
 ]
 
