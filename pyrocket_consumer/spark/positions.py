@@ -10,10 +10,11 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.admin.topics import list_topics
@@ -30,6 +31,7 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.beside import Beside
 from pyrocket_consumer.spark.options import (
     EARLIEST,
     LATEST,
@@ -60,7 +62,8 @@ CALLS_AT_ONCE = 64
 _CALLS_TOGETHER = 32  # so many are sent and awaited as one: that takes less than half the time of as many single ones
 
 _FIRST_AWAY_S = 0.1
-_LONGEST_AWAY_S = 15.0  # between two attempts to reach a broker that is away
+_LONGEST_AWAY_S = 5.0  # between two attempts to reach a broker that is away
+_DISCOVERY = ""  # among the names of brokers
 _PASSING = (ConnectError, ConnectionLost, RequestTimeout, RouteNotFound)
 
 
@@ -79,6 +82,15 @@ class Look:
     gone: frozenset[MessageQueue]
     silent: frozenset[str]
     asked_ms: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Where the queues of one broker begin and end, and when it was asked."""
+
+    asked_ms: int
+    begins: Mapping[MessageQueue, int]
+    ends: Mapping[MessageQueue, int]
 
 
 @dataclass(slots=True)
@@ -103,6 +115,8 @@ class Positions:
         self._queues: frozenset[MessageQueue] = frozenset()
         self._discovered_at: float | None = None
         self._knows_queues = True
+        self._gone: frozenset[MessageQueue] = frozenset()
+        self._beside = Beside[_Spans | None]()
         self._away: dict[str, _Away] = {}
         self._accepted: set[str] = set()  # brokers that accept the SQL filter
         self._told_of_waiting: set[str] = set()
@@ -137,6 +151,8 @@ class Positions:
     def close(self) -> None:
         """Disconnect; the next call connects again."""
         if self._cluster is not None:
+            with suppress(RocketError):
+                self._cluster.run(self._beside.stop(), self._options.client.request_timeout_s)
             self._cluster.close()
             self._cluster = None
 
@@ -181,13 +197,11 @@ class Positions:
             return re.fullmatch(options.pattern, unwrap(options.client.namespace, queue.topic)) is not None
         return queue in options.assigned if options.assigned else queue.topic in options.topics
 
-    async def _rediscover(self, known: Iterable[MessageQueue]) -> frozenset[MessageQueue]:
-        """Return the queues that are there now, of those known and new ones; an error leaves what was found before.
+    async def _rediscover(self, known: Iterable[MessageQueue]) -> None:
+        """Find the queues that are there now, of those known and new ones; an error leaves what was found before.
 
         A topic that has no route any more has no queues: whether it was deleted or its brokers are away, who knows.
         """
-        if self._discovered_at is not None and time.monotonic() - self._discovered_at < self._discovery_interval_s:
-            return self._queues
         known = list(filter(self.selects, known))
         found: frozenset[MessageQueue]
         try:
@@ -200,8 +214,9 @@ class Positions:
             self._knows_queues = False
             found = self._queues or frozenset(known)
         await self._check_filter(found)
+        missing = [queue for queue in known if queue not in found]
+        self._gone = await self._on_brokers_up(missing) if missing else frozenset()
         self._queues, self._discovered_at = found, time.monotonic()
-        return found
 
     async def _find_what_is_there(self, known_topics: Iterable[str]) -> frozenset[MessageQueue]:
         topics = {*await self._topics_named(), *known_topics}
@@ -335,7 +350,7 @@ class Positions:
     def look(self, known: Mapping[MessageQueue, int]) -> Look:
         """Return where queues begin and end: those known, with the offset to read next, and new ones.
 
-        A broker that is away does not hold up the others.
+        Servers that do not answer do not hold up the others: they are asked beside, and so are name servers.
 
         Raises:
             RocketError: a broker refuses to say.
@@ -343,42 +358,50 @@ class Positions:
         return self.cluster.run(self._look(known), None)
 
     async def _look(self, known: Mapping[MessageQueue, int]) -> Look:
-        queues, now = await self._rediscover(known), now_ms()
-        found = await asyncio.gather(*(self._spans(broker, each, known) for broker, each in _by_broker(queues).items()))
-        asked_ms = dict.fromkeys((queue.broker_name for queue in queues), now)
+        questions: dict[str, Callable[[], Coroutine[Any, Any, _Spans | None]]] = {}
+        now = time.monotonic()
+        if self._discovered_at is None:
+            await self._rediscover(known)
+        elif now - self._discovered_at >= self._discovery_interval_s:
+            questions[_DISCOVERY] = partial(self._rediscover, known)
+        queues = self._queues
+        for broker, each in _by_broker(queues).items():
+            if broker not in self._away or now >= self._away[broker].until:
+                questions[broker] = partial(self._spans, broker, each, known)
+        answers = await self._beside.answers(questions)
+        found = {broker: spans for broker, spans in answers.items() if spans is not None}
         begins: dict[MessageQueue, int] = {}
         ends: dict[MessageQueue, int] = {}
-        for some_begins, some_ends in found:
-            begins |= some_begins
-            ends |= some_ends
-        missing = [queue for queue in known if queue not in queues and self.selects(queue)]
+        for spans in found.values():
+            begins.update(spans.begins)
+            ends.update(spans.ends)
         return Look(
             begins=begins,
             ends=ends,
             away={queue: self._reason(queue) for queue in known if queue not in ends},
-            gone=await self._gone(missing) if missing else frozenset(),
+            gone=self._gone.intersection(known) - queues,
             silent=frozenset(queue.broker_name for queue in queues if queue not in ends)
             | frozenset(() if self._knows_queues else self.cluster.name_servers),
-            asked_ms=asked_ms,
+            asked_ms={broker: spans.asked_ms for broker, spans in found.items()},
         )
 
     def _reason(self, queue: MessageQueue) -> str:
         if not self.selects(queue):
             return "the options do not choose it any more"
         away = self._away.get(queue.broker_name)
-        return away.reason if away is not None else "no route names it"
+        if away is not None:
+            return away.reason
+        return "its broker has not answered yet" if queue in self._queues else "no route names it"
 
     async def _spans(
         self, name: str, queues: list[MessageQueue], known: Mapping[MessageQueue, int]
-    ) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]]:
-        """Return begins and ends of queues of one broker, nothing if it is away: the first queue finds out.
+    ) -> _Spans | None:
+        """Return begins and ends of queues of one broker, None if it is away: the first queue finds out.
 
         Where nothing is to be read the begin does not matter, and is not asked for.
         """
-        began, away, broker = time.monotonic(), self._away.get(name), self.cluster.broker(name)
+        asked_ms, broker = now_ms(), self.cluster.broker(name)
         begins: dict[MessageQueue, int] = {}
-        if away is not None and began < away.until:
-            return {}, {}
 
         async def some_ends(some: Sequence[MessageQueue]) -> dict[MessageQueue, int]:
             ends = await _answers(some, broker.max_offsets, _once_more)
@@ -392,15 +415,14 @@ class Positions:
         except (*_PASSING, BrokerError) as error:
             if isinstance(error, BrokerError) and not (error.retryable or error.code == ResponseCode.TOPIC_NOT_EXIST):
                 raise
-            ended = time.monotonic()
-            pause_s = _FIRST_AWAY_S if away is None else 2 * away.pause_s
-            pause_s = min(max(pause_s, ended - began), _LONGEST_AWAY_S)  # a silent broker costs a timeout each time
-            self._away[name] = _Away(ended + pause_s, pause_s, str(error))
-            return {}, {}
+            away = self._away.get(name)
+            pause_s = _FIRST_AWAY_S if away is None else min(2 * away.pause_s, _LONGEST_AWAY_S)
+            self._away[name] = _Away(time.monotonic() + pause_s, pause_s, str(error))
+            return None
         self._away.pop(name, None)
-        return begins, ends
+        return _Spans(asked_ms, begins, ends)
 
-    async def _gone(self, missing: Iterable[MessageQueue]) -> frozenset[MessageQueue]:
+    async def _on_brokers_up(self, missing: Iterable[MessageQueue]) -> frozenset[MessageQueue]:
         """Return those of `missing` whose broker is up: it would have them if they were there."""
         try:
             up = (await cluster_info(self.cluster)).brokers

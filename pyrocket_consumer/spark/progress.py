@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.errors import ConnectError, RequestTimeout, RocketError
@@ -31,53 +30,56 @@ class GroupProgress:
         self._check_interval_s = check_interval_s
         self._seen: dict[MessageQueue, int | None] = {}  # what the brokers had when we were done with them
         self._wanted: Mapping[MessageQueue, int] = {}
-        self._published: Mapping[MessageQueue, int] = {}
+        self._published: dict[MessageQueue, int] = {}
         self._refused: frozenset[MessageQueue] = frozenset()
         self._checked_at = 0.0
-        self._warned_at: float | None = None
-        self._under_way: concurrent.futures.Future[None] | None = None
+        self._warned_at: dict[str, float] = {}
+        self._under_way: dict[str, concurrent.futures.Future[None]] = {}  # by broker: none waits for another
 
     def publish(self, positions: Mapping[MessageQueue, int]) -> None:
-        """Have `positions` published; returns at once. Those given later replace these."""
+        """Have `positions` published; returns at once. Those given later replace these.
+
+        All brokers are told at once, and each of one topic after the other: two first commits of a topic at the same
+        time can make a broker forget one of them.
+        """
         self._wanted = positions
-        if self._under_way is not None and not self._under_way.done():
-            return
         now = time.monotonic()
         check_all = now - self._checked_at >= self._check_interval_s
         if positions == self._published and not check_all:
             return
         if check_all:
             self._checked_at = now
-        queues = [queue for queue in positions if check_all or positions[queue] != self._published.get(queue)]
-        self._under_way = self._cluster.submit(self._publish(dict(positions), queues))
+        by_broker: dict[str, dict[MessageQueue, int]] = {}
+        for queue in sorted(positions):
+            if check_all or positions[queue] != self._published.get(queue):
+                by_broker.setdefault(queue.broker_name, {})[queue] = positions[queue]
+        for name, some in by_broker.items():
+            if name not in self._under_way or self._under_way[name].done():
+                self._under_way[name] = self._cluster.submit(self._publish_at(name, some))
 
     def flush(self, timeout_s: float) -> None:
         """Wait until what is wanted is published, at most `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
-        while self._under_way is not None:
-            try:
-                self._under_way.result(max(0.0, deadline - time.monotonic()))
-            except (TimeoutError, concurrent.futures.CancelledError):
+        while self._under_way:
+            concurrent.futures.wait(self._under_way.values(), max(0.0, deadline - time.monotonic()))
+            if self._published == self._wanted or time.monotonic() >= deadline:
                 return
-            if self._published == self._wanted:
-                return
-            self._under_way = None
+            self._under_way = {name: each for name, each in self._under_way.items() if not each.done()}
             self.publish(self._wanted)
 
-    async def _publish(self, positions: Mapping[MessageQueue, int], queues: Iterable[MessageQueue]) -> None:
-        """Publish at all brokers at once, and at each one topic after the other.
-
-        Two first commits of a topic at the same time can make a broker forget one of them.
-        """
-        by_broker: dict[str, list[MessageQueue]] = {}
-        for queue in sorted(queues):
-            by_broker.setdefault(queue.broker_name, []).append(queue)
+    async def _publish_at(self, name: str, positions: Mapping[MessageQueue, int]) -> None:
         moved = list[str]()
-        await asyncio.gather(*(self._publish_at(name, each, positions, moved) for name, each in by_broker.items()))
-        self._published = positions
+        for queue, position in positions.items():
+            try:
+                await self._publish_one(queue, position, moved)
+            except RocketError as error:
+                log.debug("group=%s queue=%s progress was not published reason=%s", self._group, queue, error)
+                if isinstance(error, (ConnectError, RequestTimeout)):
+                    break  # it would be the same for the others
+        self._published = {**self._published, **positions}
         now = time.monotonic()
-        if moved and (self._warned_at is None or now - self._warned_at >= _WARNING_INTERVAL_S):
-            self._warned_at = now
+        if moved and now - self._warned_at.get(name, -_WARNING_INTERVAL_S) >= _WARNING_INTERVAL_S:
+            self._warned_at[name] = now
             log.warning(
                 "group=%s is not where this query put it: %s. A reset, another consumer of the group, or a broker that "
                 "lost commits did that. The query is not moved: its checkpoint alone decides what it reads. To read "
@@ -85,17 +87,6 @@ class GroupProgress:
                 self._group,
                 listed(moved),
             )
-
-    async def _publish_at(
-        self, name: str, queues: list[MessageQueue], positions: Mapping[MessageQueue, int], moved: list[str]
-    ) -> None:
-        for queue in queues:
-            try:
-                await self._publish_one(queue, positions[queue], moved)
-            except RocketError as error:
-                log.debug("group=%s queue=%s progress was not published reason=%s", self._group, queue, error)
-                if isinstance(error, (ConnectError, RequestTimeout)):
-                    return  # it would be the same for the others
 
     async def _publish_one(self, queue: MessageQueue, position: int, moved: list[str]) -> None:
         broker = self._cluster.broker(queue.broker_name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -12,12 +13,14 @@ import pytest
 
 from pyrocket_consumer.errors import ConnectError, FlowControl, PermissionDenied, RequestTimeout
 from pyrocket_consumer.spark.data_loss import DataLoss
-from pyrocket_consumer.spark.positions import CALLS_AT_ONCE
+from pyrocket_consumer.spark.options import parse_source
+from pyrocket_consumer.spark.positions import CALLS_AT_ONCE, Positions
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from tests.spark.asking import Checkpoint, CrashError, data_source, flat, read_batch, running
+from tests.spark.asking import Checkpoint, CrashError, Run, data_source, flat, read_batch, running
 
 MAX, MIN = RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET
+BY_DEFAULT = {"requestTimeoutMs": None, "retries": None}
 FROM_FIRST = {"subscribe": "orders", "startingOffsets": "earliest"}
 
 
@@ -82,6 +85,71 @@ def test_a_broker_that_is_silent_does_not_hold_up_every_batch(embedded):
             run.batch()
         # It is tried again after pauses that grow, and not by each of the eight looks.
         assert len(embedded.broker("broker-b").requests(MAX)) < 8
+
+
+def reads_on(embedded: EmbeddedCluster, run: Run, until: Callable[[], bool]) -> None:
+    """Have the healthy broker's messages read, batch by batch, for as long as one request has time."""
+    ends_at = time.monotonic() + 9  # a request has 10 s
+    while not until():
+        embedded.send("orders", count=1, broker_name="broker-a")
+        assert len(run.batch()) == 1
+        assert time.monotonic() < ends_at, "planning was held up"
+
+
+@pytest.mark.timeout(60)
+def test_a_broker_that_falls_silent_does_not_hold_up_the_others(embedded):
+    with running(embedded, **FROM_FIRST, **BY_DEFAULT) as run:
+        run.batch()
+        broker = embedded.broker("broker-b")
+        broker.on(None, drop, times=None)
+        batches = iter(range(20))
+        reads_on(embedded, run, until=lambda: next(batches) == 10)
+        assert broker.requests(MAX)
+
+
+@pytest.mark.timeout(60)
+def test_a_broker_that_comes_back_silent_is_asked_beside_the_others(embedded):
+    with running(embedded, **FROM_FIRST, **BY_DEFAULT) as run:
+        run.batch()
+        broker = embedded.broker("broker-b")
+        broker.forget_requests()
+        broker.on(MAX, close_connection, times=2)
+        broker.on(None, drop, times=None)
+        reads_on(embedded, run, until=lambda: len(broker.requests(MAX)) >= 3)
+        for _ in range(3):
+            embedded.send("orders", count=1, broker_name="broker-a")
+            assert len(run.batch()) == 1
+
+
+@pytest.mark.timeout(60)
+def test_the_progress_of_a_group_is_published_where_brokers_answer(embedded):
+    with running(embedded, consumerGroup="app", **FROM_FIRST, **BY_DEFAULT) as run:
+        run.batch()
+        embedded.broker("broker-b").on(None, drop, times=None)
+        for number in (1, 2, 3):
+            embedded.send("orders", count=1, broker_name="broker-a")
+            assert len(run.batch()) == 1
+            assert run.batch() is None
+            embedded.wait_until(lambda: embedded.committed("app", "orders") == {0: 10 + number}, 9)  # noqa: B023
+
+
+@pytest.mark.timeout(60)
+def test_silent_name_servers_hold_up_nobody(embedded):
+    (name_server,) = embedded.name_server_nodes
+    options = parse_source({"nameServer": embedded.name_server, "subscribe": "orders"}, streaming=True)
+    positions = Positions(options, discovery_interval_s=0)
+    try:
+        known = positions.look({}).ends
+        name_server.on(None, drop, times=None)
+        name_server.forget_requests()
+        ends_at = time.monotonic() + 9  # a request has 10 s
+        for number in range(1, 6):
+            embedded.send("orders", count=1, broker_name="broker-a")
+            assert sum(positions.look(known).ends.values()) == 20 + number
+            assert name_server.requests()
+        assert time.monotonic() < ends_at
+    finally:
+        positions.close()
 
 
 @pytest.mark.timeout(60)
@@ -427,9 +495,6 @@ def test_a_batch_waits_for_a_broker_that_answers_0_while_it_starts_and_reads_up_
     offsets = '{"orders": {"broker-a": {"0": 2}, "broker-b": {"0": 9}}}'
     embedded.broker("broker-a").on(MAX, answer(0, fields={"offset": "0"}), times=3)
     assert len(read_batch(embedded, subscribe="orders", startingOffsets=offsets)) == 9
-
-
-BY_DEFAULT = {"requestTimeoutMs": None, "retries": None}
 
 
 @pytest.mark.timeout(60)

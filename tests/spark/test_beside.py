@@ -1,0 +1,94 @@
+"""Several are asked at once, and nobody who is late holds up the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from pyrocket_consumer.spark.beside import Beside
+
+GRACE_S = 0.05
+
+
+class Server:
+    """Answers with the number of times it was asked, once it may."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def ask(self) -> int:
+        self.asked += 1
+        await self.may_answer.wait()
+        return self.asked
+
+
+def asking(test: Callable[[Beside[int], Server, Server], Coroutine[object, object, None]]) -> None:
+    async def run() -> None:
+        beside = Beside[int](GRACE_S)
+        try:
+            async with asyncio.timeout(30):
+                await test(beside, Server(), Server())
+        finally:
+            await beside.stop()
+
+    asyncio.run(run())
+
+
+def test_all_are_waited_for_the_first_time():
+    async def test(beside: Beside[int], quick: Server, slow: Server) -> None:
+        slow.may_answer.clear()
+        asyncio.get_running_loop().call_later(3 * GRACE_S, slow.may_answer.set)
+        assert await beside.answers({"quick": quick.ask, "slow": slow.ask}) == {"quick": 1, "slow": 1}
+
+    asking(test)
+
+
+def test_of_one_that_is_late_the_last_answer_counts_until_the_next_comes():
+    async def test(beside: Beside[int], quick: Server, silent: Server) -> None:
+        both = {"quick": quick.ask, "silent": silent.ask}
+        await beside.answers(both)
+        silent.may_answer.clear()
+        for number in range(2, 50):
+            assert await beside.answers(both) == {"quick": number, "silent": 1}
+        assert silent.asked == 2  # one question is under way
+        silent.may_answer.set()
+        while (await beside.answers(both))["silent"] != 2:
+            pass
+
+    asking(test)
+
+
+def test_one_that_is_new_and_silent_has_no_answer():
+    async def test(beside: Beside[int], quick: Server, silent: Server) -> None:
+        await beside.answers({"quick": quick.ask})
+        silent.may_answer.clear()
+        assert await beside.answers({"quick": quick.ask, "silent": silent.ask}) == {"quick": 2}
+
+    asking(test)
+
+
+def test_an_error_is_raised_where_the_answer_would_be():
+    async def test(beside: Beside[int], quick: Server, other: Server) -> None:
+        async def fail() -> int:
+            raise ValueError("no")
+
+        with pytest.raises(ValueError, match="no"):
+            await beside.answers({"quick": quick.ask, "bad": fail})
+        assert await beside.answers({"quick": quick.ask}) == {"quick": 2}
+
+    asking(test)
+
+
+def test_nobody_else_to_wait_for_is_no_reason_to_wait_for_long():
+    async def test(beside: Beside[int], quick: Server, silent: Server) -> None:
+        both = {"quick": quick.ask, "silent": silent.ask}
+        await beside.answers(both)
+        silent.may_answer.clear()
+        await beside.answers(both)
+        assert await beside.answers({"silent": silent.ask}) == {"silent": 1}
+
+    asking(test)
