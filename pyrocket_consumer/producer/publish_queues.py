@@ -57,9 +57,11 @@ class FailedBrokers:
         self._failures: dict[str, tuple[int, float]] = {}
 
     def failed(self, broker_name: str, now: float) -> None:
-        """Prefer other brokers for a moment."""
-        count, _ = self._failures.get(broker_name, (0, 0.0))
-        self._failures[broker_name] = (count + 1, now + min(_FIRST_PAUSE_S * 2**count, _LONGEST_PAUSE_S))
+        """Prefer other brokers for a moment; thousands of messages may find out at the same time."""
+        count, until = self._failures.get(broker_name, (0, 0.0))
+        if now >= until:
+            pause_s = min(_FIRST_PAUSE_S * 2 ** min(count, 10), _LONGEST_PAUSE_S)
+            self._failures[broker_name] = (count + 1, now + pause_s)
 
     def answered(self, broker_name: str) -> None:
         """Trust the broker again."""

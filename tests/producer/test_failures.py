@@ -104,6 +104,23 @@ def test_a_broker_that_failed_is_left_alone_for_a_moment(embedded, producing):
     assert (sent, asked) == ({"broker-b"}, 1)
 
 
+def test_what_a_broker_refuses_at_one_time_is_one_failure_of_it(embedded, producing):
+    """However many messages that were: it is not left alone for longer, and none of them is lost."""
+    producer = known(producing(embedded))
+    refuses, takes = embedded.brokers
+    refuses.on(SEND, answer(14, "not now"), times=None)
+    before = len(takes.messages("orders"))
+    sent = [producer.send_async("orders", b"x") for _ in range(4000)]
+    assert {future.result(60).queue.broker_name for future in sent} == {takes.name}
+    assert len(takes.messages("orders")) == before + 4000
+    refuses.clear_faults()
+
+    def trusted() -> bool:
+        return producer.send("orders", b"y").queue.broker_name == refuses.name
+
+    wait_until(trusted, "messages for the broker that had refused", 10)
+
+
 @pytest.mark.cluster(brokers=1)
 def test_an_only_broker_is_asked_again_after_a_pause(embedded, producing):
     producer = known(producing(embedded))
