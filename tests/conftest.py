@@ -62,6 +62,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cluster(**options): how the test's cluster is made, for example brokers=2")
     config.addinivalue_line("markers", "versions(*names): the RocketMQ releases a test is about; others are left out")
+    config.addinivalue_line("markers", "differs(*which): shows what embedded or real brokers do unlike the others")
     required = os.environ.get("CI") == "true"
     asked = config.getoption("--real") or ("all" if required else None)
     versions = VERSIONS if asked == "all" else () if asked == NO_VERSION else tuple((asked or NEWEST).split(","))

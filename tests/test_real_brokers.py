@@ -122,6 +122,7 @@ def test_routes_say_where_a_topic_can_be_read_and_written(real_cluster, names):
         wait_until(lambda: real_cluster.messages(topic), "messages of a topic without a route", timeout_s=0.5)
 
 
+@pytest.mark.differs("registration")
 def test_brokers_register_again_at_a_new_name_server(real_cluster, names):
     topic = names.topic()
     real_cluster.create_topic(topic, queues=1)

@@ -65,6 +65,7 @@ def test_a_java_batch(real_cluster, java, topic, group, one_queue):
     assert [message.offset_message_id for message in seen.messages] == sent["offsetMessageId"].split(",")
 
 
+@pytest.mark.differs("inner batches")
 @pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")
 def test_a_java_batch_that_the_broker_keeps_in_one_piece(real_cluster, java, topic, group):
     """A topic of batches: the record holds them all, and our consumer takes it apart."""

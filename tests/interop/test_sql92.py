@@ -8,6 +8,7 @@ from pyrocket_consumer import BrokerError, sql
 from tests.consuming import consuming
 
 
+@pytest.mark.differs("sql92")
 def test_messages_are_selected_by_their_properties(real_cluster, names):
     topic = names.topic()
     real_cluster.create_topic(topic, queues=2)

@@ -147,3 +147,12 @@ def test_single_messages_are_found() -> None:
         assert query("U2", _UNIQUE_KEY_QUERY=True) == [b"two"]
         assert query("k1", _UNIQUE_KEY_QUERY=True) == []
         assert query("k2", endTimestamp=one.stored_at_ms - 1) == []
+
+
+@pytest.mark.differs("requests")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_not_there_is_answered_as_what_nobody_knows(version: str) -> None:
+    pop, reply, recall, make_user, query_static_topic = 200050, 324, 370, 3001, 513
+    with talking(version=version) as (_, client):
+        for code in (pop, reply, recall, make_user, query_static_topic):
+            assert client.call(code, {"topic": "T", "group": "G"}).code == 3

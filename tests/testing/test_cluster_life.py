@@ -41,6 +41,7 @@ def test_a_broker_starts_again_on_its_port_with_its_data() -> None:
             assert broker.members("G") == []
 
 
+@pytest.mark.differs("ends")
 @pytest.mark.parametrize("lose", [False, True])
 def test_a_killed_broker_may_lose_unflushed_commits(lose: bool) -> None:
     with talking(flush_offsets_s=600) as (broker, client):
@@ -74,6 +75,7 @@ def test_a_delayed_message_survives_a_restart() -> None:
         broker.cluster.wait_until(lambda: broker.max_offset("T", 0) == 1)
 
 
+@pytest.mark.differs("disk")
 def test_messages_are_lost_at_either_end() -> None:
     with talking() as (broker, client):
         broker.cluster.send("T", count=10, queue_id=0)
@@ -97,6 +99,7 @@ def test_everything_is_lost() -> None:
         assert broker.committed("G", "T") == {0: 3}
 
 
+@pytest.mark.differs("roles")
 def test_a_slave_takes_over() -> None:
     with EmbeddedCluster(slaves=1) as cluster:
         cluster.create_topic("T", queues=1)

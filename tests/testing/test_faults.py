@@ -62,6 +62,7 @@ def test_counted_conditional_and_lasting_faults() -> None:
         assert client.call(MAX, QUEUE).code == 0
 
 
+@pytest.mark.differs("busy")
 def test_an_answer_of_the_test_s_own() -> None:
     with talking() as (broker, client):
         broker.on(PULL, answer(21, "OFFSET_RESET", {"nextBeginOffset": "7"}, b"body"))

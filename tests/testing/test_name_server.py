@@ -110,6 +110,7 @@ def test_settings_are_kept_by_namespace() -> None:
         assert client.call(listing, {"namespace": "N"}).body == b'{"table":{}}'
 
 
+@pytest.mark.differs("registration")
 def test_routes_come_and_go_with_brokers() -> None:
     with EmbeddedCluster(brokers=2) as cluster:
         cluster.create_topic("T")

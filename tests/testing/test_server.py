@@ -37,6 +37,7 @@ def executed(**options: float) -> list[int]:
         return order
 
 
+@pytest.mark.differs("side by side")
 def test_requests_are_executed_in_their_order() -> None:
     assert executed() == list(range(COUNT))
 
