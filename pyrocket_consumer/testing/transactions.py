@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pyrocket_consumer.testing.broker_state import BrokerState
+from pyrocket_consumer.testing.broker_state import BrokerState, Refused
 from pyrocket_consumer.testing.connection import Connection
 from pyrocket_consumer.testing.handlers import Handlers
 from pyrocket_consumer.testing.intake import Intake
 from pyrocket_consumer.testing.records import properties_of, properties_text, read_record, write_record
 from pyrocket_consumer.testing.topics import CHECKED_TOO_OFTEN_TOPIC, HALF_TOPIC
-from pyrocket_consumer.wire.codes import RequestCode, SysFlag
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.wire.command import CheckTransactionStateHeader, EndTransactionHeader, request
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.message import PropertyName, StoredMessage
@@ -40,19 +40,35 @@ class Transactions:
     def handlers(self) -> Handlers:
         return {RequestCode.END_TRANSACTION: self.end}
 
-    def end(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        """Make a half message an ordinary one, or drop it; anything else leaves it open."""
+    def end(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
+        """Make a half message an ordinary one, or drop it; anything else leaves it open, and is not answered.
+
+        As brokers do, it looks at the record alone: a half message that was committed before is stored once more.
+        """
         header = EndTransactionHeader.from_fields(command.fields)
-        self._look()
-        half = self._open.get(header.tran_state_table_offset)
-        if half is None or half.commit_log_offset != header.commit_log_offset:
-            return command.answer()
-        if header.commit_or_rollback == SysFlag.TRANSACTION_COMMIT:
+        if self._state.is_slave:
+            raise Refused(ResponseCode.SLAVE_NOT_AVAILABLE, "")
+        commits = header.commit_or_rollback == SysFlag.TRANSACTION_COMMIT
+        if not commits and header.commit_or_rollback != SysFlag.TRANSACTION_ROLLBACK:
+            return None
+        half = self._half(header)
+        if commits:
             self._commit(half)
-        elif header.commit_or_rollback != SysFlag.TRANSACTION_ROLLBACK:
-            return command.answer()
-        self._open.pop(header.tran_state_table_offset, None)
+        self._look()
+        self._open.pop(half.queue_offset, None)
         return command.answer()
+
+    def _half(self, header: EndTransactionHeader) -> StoredMessage:
+        """Return the half message a request is about; refuse one that is about another."""
+        found = self._state.store.record_at(header.commit_log_offset)
+        if found is None:
+            raise Refused(ResponseCode.SYSTEM_ERROR, "Find prepared transaction message failed")
+        half = read_record(found[1])
+        if properties_of(half).get(PropertyName.PRODUCER_GROUP) != header.producer_group:
+            raise Refused(ResponseCode.SYSTEM_ERROR, "The producer group wrong")
+        if half.queue_offset != header.tran_state_table_offset:
+            raise Refused(ResponseCode.SYSTEM_ERROR, "The transaction state table offset wrong")
+        return half
 
     def _look(self) -> None:
         """Take note of the half messages that came since the last look."""
@@ -77,10 +93,8 @@ class Transactions:
         found = self._state.store.record_at(half.commit_log_offset)
         return _restored(read_record(found[1])) if found is not None else None
 
-    def _commit(self, half: _Half) -> None:
-        message = self._message(half)
-        if message is None:
-            return
+    def _commit(self, half: StoredMessage) -> None:
+        message = _restored(half)
         properties = properties_of(message)
         if not self._state.release.committed_keeps_real_topic:
             del properties[PropertyName.REAL_TOPIC], properties[PropertyName.REAL_QUEUE_ID]

@@ -48,7 +48,6 @@ def test_a_committed_message_appears_and_a_rolled_back_one_does_not(version: str
         assert message.prepared_transaction_offset == parked.commit_log_offset
         assert message.born_at_ms == parked.born_at_ms
         assert (message.property("REAL_TOPIC") is None) == (version == "5.5.0")
-        end(broker, client, half, COMMIT)  # again: nothing happens
         end(broker, client, produce_half(client), ROLLBACK)
         assert len(broker.messages("T")) == 1
 
@@ -71,10 +70,34 @@ def test_the_broker_asks_what_became_of_it(version: str) -> None:
             times.append(message.property("TRANSACTION_CHECK_TIMES"))
         assert times == ["1", "2"]
         broker.cluster.wait_until(lambda: broker.max_offset("TRANS_CHECK_MAX_TIME_TOPIC", 0) == 1)
-        end(broker, client, half, COMMIT)  # too late
         assert broker.messages("T") == []
 
 
 def test_transactions_can_be_rejected() -> None:
     with talking(settings={"rejectTransactionMessage": True}) as (_, client):
         assert produce_half(client).code == 16
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_end_of_a_transaction_may_be_refused(version: str) -> None:
+    with talking(version=version, slaves=1) as (broker, client):
+        half = produce_half(client).fields
+        right = {
+            "producerGroup": "P", "tranStateTableOffset": half["queueOffset"], "commitOrRollback": COMMIT,
+            "commitLogOffset": parse_offset_message_id(half["msgId"])[2], "fromTransactionCheck": False, "msgId": "U1",
+        }
+        for wrong, remark in (
+            ({"commitLogOffset": 1 << 40}, "Find prepared transaction message failed"),
+            ({"producerGroup": "Q"}, "The producer group wrong"),
+            ({"tranStateTableOffset": 7}, "The transaction state table offset wrong"),
+        ):
+            refused = client.call(RequestCode.END_TRANSACTION, {**right, **wrong})
+            assert (refused.code, refused.remark) == (1, remark)
+        with RawClient(broker.cluster.broker("broker-a-1").address) as to_slave:
+            assert to_slave.call(RequestCode.END_TRANSACTION, right).code == 11
+        client.post(RequestCode.END_TRANSACTION, {**right, "commitOrRollback": UNKNOWN})
+        assert client.is_silent()
+        assert broker.messages("T") == []
+        assert client.call(RequestCode.END_TRANSACTION, right).code == 0
+        assert client.call(RequestCode.END_TRANSACTION, right).code == 0
+        assert [message.body for message in broker.messages("T")] == [b"half", b"half"]
