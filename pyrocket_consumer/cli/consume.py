@@ -80,6 +80,7 @@ class Printer:
     def __init__(self, interrupts: Interrupts, as_json: bool, most: int | None) -> None:
         self.ended = False
         self.interrupts = interrupts
+        self.printed = 0
         self._as_json = as_json
         self._left = most
 
@@ -94,6 +95,7 @@ class Printer:
         except BrokenPipeError:
             self._nobody_reads()
             return False
+        self.printed += 1
         if self._left is not None:
             self._left -= 1
             self.ended = self._left == 0
@@ -103,6 +105,10 @@ class Printer:
         """Look whether anybody still reads."""
         if reader_has_left():
             self._nobody_reads()
+
+    def tell_how_many(self) -> None:
+        """Tell how many were printed: who stops in the middle does not see it from the last one."""
+        _tell(f"{self.printed} {'message' if self.printed == 1 else 'messages'} printed")
 
     def _nobody_reads(self) -> None:
         self.ended = True
@@ -152,12 +158,17 @@ def run(options: argparse.Namespace) -> int:
     with Interrupts() as interrupts:
         printer = Printer(interrupts, options.output == "json", options.count)
         try:
-            if options.group is not None:
-                _consume(options, printer)
-            else:
+            if options.group is None:
                 _look(options, printer)
+                return 0
+            _consume(options, printer)
         except KeyboardInterrupt:
             pass
+        except BaseException:
+            if printer.printed:
+                printer.tell_how_many()
+            raise
+        printer.tell_how_many()
     return 0
 
 

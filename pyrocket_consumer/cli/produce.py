@@ -6,15 +6,22 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection
+from pyrocket_consumer.cli.streams import Interrupts, may_write, to_json, write_to_nobody
 from pyrocket_consumer.errors import RocketError
 
 _EXAMPLES = """\
   pyrocket produce -n 127.0.0.1:9876 orders 'first' 'second' --tag paid
   seq 1000 | pyrocket produce -n 127.0.0.1:9876 orders -          # a message a line
+
+A line's body is without its end (LF or CRLF); an empty line is no message. What stops it, Ctrl-C and SIGTERM too, does
+so between two messages, and how many were sent is told on standard error. With -o json the last line tells it always.
 """
+
+_LOOK_EVERY_S = 0.2
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,26 +35,94 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("--key", action="append", default=[], help="an index key; repeatable")
 
 
-def run(options: argparse.Namespace) -> int:
-    from pyrocket_consumer.producer import Producer
+@dataclass
+class _Sent:
+    """How many messages are stored, and where the last of them was from."""
 
-    sent = 0
-    with Producer(**connection(options)) as producer:
-        for body in _bodies(options.bodies):
-            result = producer.send(options.topic, body, tags=options.tag, keys=options.key)
-            sent += 1
-            if options.output == "json":
-                print(json.dumps({"queue": str(result.queue), "offset": result.queue_offset, "id": result.message_id}))
-    if options.output == "table":
-        print(f"{sent} messages sent to {options.topic}")
+    count: int = 0
+    last: str = ""
+
+
+def run(options: argparse.Namespace) -> int:
+    sent = _Sent()
+    try:
+        with Interrupts() as interrupts:
+            _send(options, interrupts, sent)
+    except BaseException as error:
+        _tell_stopped(options, sent, error)
+        raise
+    print(_as_json(options, sent, None) if options.output == "json" else _text(options, sent))
     return 0
 
 
-def _bodies(arguments: Iterable[str]) -> Iterable[bytes]:
-    for argument in arguments:
-        if argument == "-" and sys.stdin is None:
+def _send(options: argparse.Namespace, interrupts: Interrupts, sent: _Sent) -> None:
+    from pyrocket_consumer.producer import Producer
+
+    with Producer(**connection(options)) as producer:
+        bodies = _Bodies(options.bodies, producer.config.max_message_bytes)
+        for body in bodies:
+            with interrupts.held():  # so what is on its way is waited for, and counted
+                result = producer.send(options.topic, body, tags=options.tag, keys=options.key)
+                sent.count, sent.last = sent.count + 1, bodies.where
+                if options.output == "json":
+                    while not may_write(_LOOK_EVERY_S) and not interrupts.wanted:
+                        pass
+                    if may_write(0):
+                        stored = {"queue": str(result.queue), "offset": result.queue_offset, "id": result.message_id}
+                        print(json.dumps(stored), flush=True)
+
+
+def _text(options: argparse.Namespace, sent: _Sent) -> str:
+    return f"{sent.count} {'message' if sent.count == 1 else 'messages'} sent to {options.topic}"
+
+
+def _as_json(options: argparse.Namespace, sent: _Sent, stopped_by: str | None) -> str:
+    return to_json({"topic": options.topic, "sent": sent.count, "last": sent.last or None, "stopped_by": stopped_by})
+
+
+def _tell_stopped(options: argparse.Namespace, sent: _Sent, error: BaseException) -> None:
+    """Tell how many were sent before something stopped it; of the first message its error says enough."""
+    if sent.count or not isinstance(error, RocketError):
+        last = f"; the last was {sent.last}" if sent.last else ""
+        print(f"pyrocket: stopped, {_text(options, sent)}{last}", file=sys.stderr, flush=True)
+    if options.output == "json" and sys.stdout is not None and may_write(0):
+        try:
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+            print(_as_json(options, sent, reason), flush=True)
+        except OSError:
+            write_to_nobody()
+
+
+class _Bodies:
+    """The bodies that arguments and lines of standard input give. `where` says where the one in hand is from."""
+
+    def __init__(self, arguments: Iterable[str], most_bytes: int) -> None:
+        self.where = ""
+        self._arguments = arguments
+        self._most_bytes = most_bytes
+
+    def __iter__(self) -> Iterator[bytes]:
+        for number, argument in enumerate(self._arguments, 1):
+            if argument == "-":
+                yield from self._lines()
+            else:
+                self.where = f"argument {number}"
+                yield os.fsencode(argument)
+
+    def _lines(self) -> Iterator[bytes]:
+        if sys.stdin is None:
             raise RocketError("- reads standard input, which is closed; give it something to read, as in: seq 10 | …")
-        if argument == "-":
-            yield from (line.rstrip(b"\n") for line in sys.stdin.buffer if line != b"\n")
-        else:
-            yield os.fsencode(argument)
+        if sys.stdin.isatty():
+            print("a message a line, until Ctrl-D", file=sys.stderr, flush=True)
+        number = 0
+        while line := sys.stdin.buffer.readline(self._most_bytes + len(b"\r\n")):
+            number += 1
+            body = line.removesuffix(b"\n").removesuffix(b"\r") if line.endswith(b"\n") else line
+            if len(body) > self._most_bytes:  # the rest of it is not read: it may be endless
+                raise RocketError(
+                    f"line {number} of standard input has more than {self._most_bytes} bytes, which a message may "
+                    "have; split it"
+                )
+            if body:
+                self.where = f"line {number} of standard input"
+                yield body

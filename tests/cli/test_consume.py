@@ -101,7 +101,7 @@ def assert_only_committed(cluster, count):
 def test_a_member_ends_after_so_many_and_leaves_the_others_to_the_next(orders):
     printed, beside = consume(orders, *MEMBER, "--count", "2")
     assert printed == ["orders/broker-a/0@0  paid  m0", "orders/broker-a/0@1  paid  m1"]
-    assert beside == "consuming orders as a member of g; Ctrl-C ends\n"
+    assert beside == "consuming orders as a member of g; Ctrl-C ends\n2 messages printed\n"
     assert_only_committed(orders, 2)
     printed, _ = consume(orders, *MEMBER, "--count", "3", "-o", "json")
     assert [json.loads(line)["body"] for line in printed] == ["m2", "m3", "m4"]
