@@ -41,8 +41,9 @@ LATEST = -1
 NAMES = (
     "nameServer", "subscribe", "topic", "subscribePattern", "assign", "tags", "subExpression", "sqlFilter",
     "startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp", "consumerGroup", "commitOffsets",
-    "failOnDataLoss", "maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions",
-    "maxPartitions", "minRecordsPerPartition", "maxRecordsPerPartition", "pullBatchSize", "pullsInFlight",
+    "failOnDataLoss", "failOnUnreachable", "maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay",
+    "minPartitions", "maxPartitions", "minRecordsPerPartition", "maxRecordsPerPartition", "pullBatchSize",
+    "pullsInFlight",
     "requestTimeoutMs", "readTimeoutMs", "retries", "planningIntervalMs", "accessKey", "secretKey", "securityToken",
     "namespace", "tls", "tlsCaFile", "sendTimeoutMs", "sendRetries", "maxInFlight", "maxMessageBytes",
     "acceptDegraded", "autoCreateTopic", "dedupProperties",
@@ -229,6 +230,7 @@ class SourceOptions:
     max_delay_s: float = 900.0
     tasks: TaskSizes = field(default_factory=TaskSizes)
     planning_interval_s: float = 0.1
+    fail_on_unreachable: bool = True
 
     @property
     def client(self) -> ClientOptions:
@@ -332,6 +334,7 @@ def _source(given: _Given) -> SourceOptions:
         max_delay_s=given.duration_s("maxTriggerDelay", 900.0),
         tasks=tasks,
         planning_interval_s=given.whole("planningIntervalMs", 100, 0, 86_400_000) / 1000,
+        fail_on_unreachable=given.flag("failOnUnreachable", True),
     )
 
 

@@ -434,7 +434,8 @@ class Positions:
     def forget_discovery(self) -> None:
         """Have the next look find queues anew, and try every broker."""
         self._discovered_at = None
-        self._away.clear()
+        for away in self._away.values():
+            away.until = 0.0
 
     # --- asking again
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.offsets import SourceOffset, decode_offset, encode_offset, ranges_between
@@ -38,6 +38,20 @@ from pyrocket_consumer.spark.schema import arrow_schema
 log = logging.getLogger("pyrocket_consumer.spark")
 
 _FLUSH_S = 2.0
+
+
+class NotReached(RocketError):
+    """What a run to the end should read cannot be asked for. With failOnUnreachable=false the text is a warning."""
+
+    def __init__(self, what: str, time_s: float) -> None:
+        super().__init__(what, time_s)
+        self.what, self.time_s = what, time_s
+
+    def __str__(self) -> str:
+        return (
+            f"not reached, in {self.time_s:g} s (readTimeoutMs): {self.what}; a run to the end would leave out what is "
+            "there. With the option failOnUnreachable=false it does, and the next run reads it"
+        )
 
 
 class RangesPartition(InputPartition):
@@ -159,6 +173,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._position: dict[str, Any] | None = None
         self._ends: dict[MessageQueue, int] = {}  # as last seen
         self._noted: dict[MessageQueue, int] | None = None  # where an AvailableNow run ends
+        self._not_noted: set[MessageQueue] | None = None  # known before the run, and not there when that was noted
+        self._patience = options.read.patience()  # of such a run
         self._looked_at: float | None = None
         self._waiting_since: float | None = None
         self._told: dict[str, object] = {}
@@ -174,18 +190,22 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """Note where the queues end now; the run ends there. Queues that are found later are for the next run."""
-        patience = self._options.read.patience()
+        """Note where the queues end now; the run ends there. Queues that are found later are for the next run.
+
+        Raises:
+            NotReached: a server does not answer, however long asked, and the run is to fail then.
+        """
         while True:
             self._asking.forget_discovery()
             look = self._asking.look({})
             self._noted = dict(look.ends)
             if not look.silent:
+                self._patience.renew()
                 return
-            if (pause_s := patience.failed()) is None:
-                break
+            if (pause_s := self._patience.failed()) is None:
+                self._leave_out(listed(sorted(look.silent)))
+                return
             time.sleep(pause_s)
-        log.warning("%s do not answer; what they have is left to the next run", listed(sorted(look.silent)))
 
     def initialOffset(self) -> dict[str, Any]:
         """Return where a new query begins: always the same, for Spark asks twice.
@@ -212,6 +232,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
         Raises:
             DataLoss: messages from `start` on are lost.
+            NotReached: a run to the end would end without queues that it knows of.
             RocketError: a broker refuses to say where queues end.
         """
         remembers = start is None
@@ -221,14 +242,25 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._publish(at.queues)
         self._wait_for_turn()
         first = self._looked_at is None
-        look, elsewhere = self._look(at)
-        self._looked_at = time.monotonic()
         limited = not isinstance(limit, ReadAllAvailable)
         # Before 4.2 a run of a single batch looks like any other: so that it reads, the first batch waits for nothing.
         waits = limited and self._noted is None and not (remembers and first)
-        end = self._next(at, look, elsewhere, limited, waits)
-        if end is None and self._noted is not None and self._progress is not None:
-            self._progress.flush(_FLUSH_S)  # the run is over, and with it this process
+        while True:
+            look, elsewhere = self._look(at)
+            self._looked_at = time.monotonic()
+            end = self._next(at, look, elsewhere, limited, waits)
+            if end is not None or self._noted is None:
+                self._patience.renew()
+                break
+            awaited = self._awaited(at, look)
+            if not awaited or (pause_s := self._patience.failed()) is None:
+                if self._progress is not None:
+                    self._progress.flush(_FLUSH_S)  # the run is over, and with it this process
+                if awaited:
+                    self._leave_out(listed(awaited))
+                break
+            time.sleep(pause_s)
+            self._asking.forget_discovery()
         self._position = start if end is None else encode_offset(end)
         return self._position
 
@@ -294,6 +326,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         at = replace(at, queues={**at.queues, **elsewhere})
         ends = {queue: max(end, at.queues.get(queue, 0)) for queue, end in look.ends.items()}
         if self._noted is not None:
+            if self._not_noted is None:
+                known = () if at.initial else filter(self._asking.selects, at.queues)
+                self._not_noted = set(known) - self._noted.keys()
+            for queue in self._not_noted & look.ends.keys():
+                self._noted[queue] = look.ends[queue]
+                self._not_noted.remove(queue)
             for queue in self._noted.keys() & look.ends.keys():
                 self._noted[queue] = min(self._noted[queue], look.ends[queue])
             ends = {
@@ -328,6 +366,19 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for queue in look.away:
             found.pop((queue.topic, queue.broker_name), None)
         return {**at.seen_ms, **found}
+
+    def _awaited(self, at: SourceOffset, look: Look) -> list[str]:
+        """Return the queues that a run to the end must still hear of, and why it cannot."""
+        assert self._noted is not None and self._not_noted is not None
+        unread = {queue for queue, end in self._noted.items() if end > at.queues.get(queue, 0)}
+        queues = (unread | self._not_noted) - look.ends.keys() - look.gone
+        return [f"{queue} ({look.away.get(queue, 'its broker does not answer')})" for queue in sorted(queues)]
+
+    def _leave_out(self, what: str) -> None:
+        error = NotReached(what, self._options.read.read_timeout_s)
+        if self._options.fail_on_unreachable:
+            raise error
+        self._tell("left out", True, f"{error}; this one does")
 
     def _too_little(self, unread: int) -> bool:
         """Tell whether to wait for more, and note since when we do."""

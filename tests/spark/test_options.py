@@ -213,6 +213,7 @@ WRONG = [
     ("requestTimeoutMs", "0", "from 10", {}),
     ("retries", "0", "from 1", {}),
     ("readTimeoutMs", "0", "from 10", {}),
+    ("failOnUnreachable", "", "empty", {}),
     ("planningIntervalMs", "-1", "from 0", {}),
     ("secretKey", "k", "accessKey is missing", {}),
     ("accessKey", "k", "secretKey is missing", {}),

@@ -140,6 +140,19 @@ def test_a_topic_that_was_made_anew_is_read_whole_where_that_is_no_error(spark, 
     assert query.rows() == sorted(each_once(10) + each_once(12))
 
 
+def test_a_run_to_the_end_fails_where_a_broker_is_away(spark, embedded, tmp_path):
+    query = Query(spark, tmp_path, embedded, readTimeoutMs=1000)
+    query.catch_up()
+    embedded.send("orders", count=8)
+    for broker in embedded.brokers:
+        broker.stop()
+    assert "not reached, in 1 s (readTimeoutMs): orders/broker-a/0" in str(query.run().exception())
+    for broker in embedded.brokers:
+        broker.start()
+    query.catch_up()
+    assert query.rows() == each_once(12)
+
+
 @pytest.mark.spark_versions
 def test_the_order_in_which_spark_calls(spark, embedded, tmp_path):
     """What the reader relies on; tests without Spark imitate it (tests/spark/asking.py)."""

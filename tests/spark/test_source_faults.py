@@ -15,9 +15,10 @@ from pyrocket_consumer.errors import ConnectError, FlowControl, PermissionDenied
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import parse_source
 from pyrocket_consumer.spark.positions import CALLS_AT_ONCE, Positions
+from pyrocket_consumer.spark.source import NotReached
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from tests.spark.asking import Checkpoint, CrashError, Run, data_source, flat, read_batch, running
+from tests.spark.asking import Checkpoint, CrashError, Row, Run, data_source, flat, read_batch, running
 
 MAX, MIN = RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET
 BY_DEFAULT = {"requestTimeoutMs": None, "retries": None}
@@ -34,7 +35,11 @@ def embedded() -> Iterator[EmbeddedCluster]:
 
 
 def places(run) -> list[int]:
-    return list(run.place().values())
+    return places_at(run.checkpoint)
+
+
+def places_at(checkpoint: Checkpoint) -> list[int]:
+    return list(flat(json.loads(checkpoint.ends[-1])).values())
 
 
 def until_a_batch(run, count: int):
@@ -380,17 +385,91 @@ def test_commit_is_never_an_error(embedded):
         assert len(run.batch()) == 2
 
 
-@pytest.mark.timeout(60)
-def test_a_run_to_the_end_goes_on_without_a_broker_that_does_not_answer(embedded, caplog):
+@pytest.fixture
+def read_once(embedded) -> Checkpoint:
+    """A query that has read what there is, and 4 more messages at each broker."""
     checkpoint = Checkpoint()
     with running(embedded, checkpoint, **FROM_FIRST) as run:
         run.batch()
     embedded.send("orders", count=8)
-    embedded.broker("broker-b").stop(keep_route=True)
-    with caplog.at_level(logging.WARNING), running(embedded, checkpoint, trigger="available", **FROM_FIRST) as run:
+    return checkpoint
+
+
+def all_batches(run: Run) -> list[Row]:
+    return [row for batch in iter(run.batch, None) for row in batch]
+
+
+def to_the_end(embedded: EmbeddedCluster, checkpoint: Checkpoint, **options: object) -> list[Row]:
+    with running(embedded, checkpoint, trigger="available", **FROM_FIRST, **options) as run:
+        return all_batches(run)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("keep_route", [False, True])
+def test_a_run_to_the_end_does_not_end_well_without_a_broker_that_it_knows(embedded, read_once, keep_route):
+    embedded.broker("broker-b").stop(keep_route=keep_route)
+    with pytest.raises(NotReached, match=r"not reached, in 0.6 s .*broker-b.* failOnUnreachable=false"):
+        to_the_end(embedded, read_once, readTimeoutMs=600)
+    embedded.broker("broker-b").start()
+    read = read_once.finished
+    found = to_the_end(embedded, read_once)
+    assert len(found) == (8 if read == 1 else 4)  # it may have read what broker-a had
+
+
+@pytest.mark.timeout(60)
+def test_a_run_to_the_end_does_not_end_well_without_any_broker(embedded, read_once):
+    for broker in embedded.brokers:
+        broker.stop()
+    with pytest.raises(NotReached, match="orders/broker-a/0 .*, orders/broker-b/0 .*no route names it"):
+        to_the_end(embedded, read_once, readTimeoutMs=600)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("keep_route", [False, True])
+def test_a_run_to_the_end_leaves_out_who_is_not_reached_if_told_to(embedded, read_once, keep_route, caplog):
+    embedded.broker("broker-b").stop(keep_route=keep_route)
+    with caplog.at_level(logging.WARNING):
+        assert len(to_the_end(embedded, read_once, failOnUnreachable=False, readTimeoutMs=600)) == 4
+    assert caplog.text.count("a run to the end would leave out what is there") == 1
+    embedded.broker("broker-b").start()
+    assert len(to_the_end(embedded, read_once)) == 4
+
+
+@pytest.mark.timeout(60)
+def test_a_run_to_the_end_waits_for_a_broker_that_restarts(embedded, read_once):
+    broker = embedded.broker("broker-b")
+    broker.stop()
+    options = {**FROM_FIRST, **BY_DEFAULT}
+    with ThreadPoolExecutor() as pool, running(embedded, read_once, trigger="available", **options) as run:
         assert len(run.batch()) == 4
-        assert run.batch() is None
-    assert "broker-b do not answer; what they have is left to the next run" in caplog.text
+        name_server = embedded.name_server_nodes[0]
+        name_server.forget_requests()
+        rest = pool.submit(all_batches, run)
+        embedded.wait_until(lambda: name_server.requests(RequestCode.GET_ROUTEINFO_BY_TOPIC) or rest.done(), 30)
+        broker.start()
+        assert len(rest.result(30)) == 4
+
+
+@pytest.mark.timeout(60)
+def test_a_run_to_the_end_does_not_end_well_when_a_broker_goes_away_meanwhile(embedded, read_once):
+    options = {"maxOffsetsPerTrigger": 2, "readTimeoutMs": 600, **FROM_FIRST}
+    with running(embedded, read_once, trigger="available", **options) as run:
+        run.batch()
+        embedded.broker("broker-b").stop(keep_route=True)
+        with pytest.raises(NotReached, match="orders/broker-b/0"):
+            all_batches(run)
+    assert places_at(read_once) == [14, 11]
+
+
+def test_a_run_to_the_end_needs_no_topic_that_was_deleted(embedded):
+    embedded.create_topic("others", queues=1)
+    checkpoint, both = Checkpoint(), {"subscribePattern": "orders|others", "startingOffsets": "earliest"}
+    with running(embedded, checkpoint, **both) as run:
+        run.batch()
+    embedded.delete_topic("others")
+    embedded.send("orders", count=2)
+    with running(embedded, checkpoint, trigger="available", **both) as run:
+        assert len(all_batches(run)) == 2
 
 
 @pytest.mark.timeout(60)
