@@ -212,7 +212,7 @@ class Connection(asyncio.BufferedProtocol):
                 if len(self._overdue) > MOST_OVERDUE:
                     del self._overdue[next(iter(self._overdue))]
             self._tell(on_answer, RequestTimeout(what, self.address, timeout_s))
-        if self._waiting and self._sweep is None:
+        if self._waiting:  # also after a callback that has sent again: that has a deadline of its own
             self._sweep_at(max(min(entry[1] for entry in self._waiting.values()), now + _SWEEP_STEP_S))
 
     def _late(self, answer: RemotingCommand) -> None:

@@ -183,6 +183,23 @@ def headed(header: bytes, header_type: int = 0) -> bytes:
     return frame(4 + len(header), header_type << 24 | len(header), header)
 
 
+def test_what_is_sent_when_a_call_has_ended_does_not_put_off_the_deadlines_of_others():
+    async def scenario():
+        async with connected() as (connection, _):
+            loop, ended = asyncio.get_running_loop(), []
+
+            def send(timeout_s: float, on_answer) -> None:
+                connection.send(lambda opaque: connection.encode(command(), opaque), on_answer, timeout_s)
+
+            began = loop.time()
+            send(0.05, lambda answer: send(20, lambda answer: None))
+            send(0.5, lambda answer: ended.append(loop.time() - began))
+            await until(lambda: ended)
+            assert 0.5 <= ended[0] < 10
+
+    run(scenario())
+
+
 BAD_FRAMES = {
     "over 16 MiB": frame(MAX_FRAME_BYTES, 10),
     "4 GiB": b"\xff" * 8,
