@@ -377,16 +377,17 @@ class Cluster:
 
     # --- routes and brokers
 
-    async def route(self, topic: str, *, refresh: bool = False) -> TopicRoute:
+    async def route(self, topic: str, *, refresh: bool = False, after: float | None = None) -> TopicRoute:
         """Return where `topic` lives. It is asked for once, and kept fresh from then on.
 
-        With `refresh` it is asked for now. If that fails it is an error here, but what was known stays known.
+        With `refresh` it is asked for now; with `after`, unless it was asked for since that time of the loop. If that
+        fails it is an error here, but what was known stays known.
 
         Raises:
             RouteNotFound: no name server knows the topic, or no broker that has it is up.
             ConnectError, RequestTimeout: no name server answers.
         """
-        return await self._routes.get(topic, refresh=refresh)
+        return await self._routes.get(topic, refresh=refresh, after=after)
 
     async def _ask_route(self, topic: str) -> TopicRoute:
         try:

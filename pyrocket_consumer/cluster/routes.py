@@ -19,6 +19,7 @@ OnChange = Callable[["TopicRoute | None", "frozenset[str]", "frozenset[str]"], N
 """Called with a route that is new or differs (None: one was forgotten), and the broker addresses that came and went."""
 
 _NONE: frozenset[str] = frozenset()
+_GAP_S = 0.05
 
 
 class Routes:
@@ -30,6 +31,7 @@ class Routes:
         self._known: dict[str, TopicRoute] = {}  # in the order they changed: the latest is the truest
         self._stale: set[str] = set()  # those whose last refresh was refused
         self._asking: dict[str, asyncio.Task[TopicRoute]] = {}
+        self._asked_at: dict[str, float] = {}
         self.brokers: AddressTable = {}  # replaced, never changed
         self.former: AddressTable = {}  # where brokers were that no route names now; the same
         self.addresses: frozenset[str] = frozenset()
@@ -43,16 +45,26 @@ class Routes:
         """Return what is known of `topic` without asking."""
         return self._known.get(topic)
 
-    async def get(self, topic: str, *, refresh: bool = False) -> TopicRoute:
+    async def get(self, topic: str, *, refresh: bool = False, after: float | None = None) -> TopicRoute:
         """Return the route of `topic`; ask for it if it is not known, or if `refresh` is set.
+
+        With `after`, ask unless it was asked for since that time of the loop; and not at once if it was a moment ago,
+        so that thousands whose messages are refused one after the other do not ask one by one.
 
         Callers at the same time share one request. A request that fails leaves what is known as it is.
         """
+        if after is not None:
+            now = asyncio.get_running_loop().time()
+            if topic not in self._asking and (wait_s := self._asked_at.get(topic, -_GAP_S) + _GAP_S - now) > 0:
+                await asyncio.sleep(wait_s)
+            refresh = topic in self._asking or self._asked_at.get(topic, after) <= after
         if not refresh and (route := self._known.get(topic)) is not None:
             return route
         task = self._asking.get(topic)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._fetch(topic))
+            loop = asyncio.get_running_loop()
+            self._asked_at[topic] = loop.time()
+            task = loop.create_task(self._fetch(topic))
             task.add_done_callback(_look_at)
             self._asking[topic] = task
         return await asyncio.shield(task)
@@ -62,6 +74,8 @@ class Routes:
             route = in_order(await self._ask(topic))
         finally:
             del self._asking[topic]
+            if topic not in self._known:
+                self._asked_at.pop(topic, None)
         previous = self._known.get(topic)
         if route == previous:
             return previous
@@ -97,6 +111,7 @@ class Routes:
         """Keep the route of `topic` fresh no longer; brokers that only it names are forgotten, too."""
         if topic in self._known:
             self._known = {other: known for other, known in self._known.items() if other != topic}
+            self._asked_at.pop(topic, None)
             self._on_change(None, *self._follow_brokers())
 
     def let_go(self, address: str) -> None:

@@ -44,6 +44,7 @@ class Connection(asyncio.BufferedProtocol):
     ) -> None:
         self.address = address
         self.closed = False
+        self.received_bytes = 0  # to tell whether the server has said anything meanwhile
         self._loop = loop
         self._on_request = on_request
         self._on_lost = on_lost
@@ -206,7 +207,9 @@ class Connection(asyncio.BufferedProtocol):
         now = self._loop.time()
         late = [opaque for opaque, (_, deadline, *_) in self._waiting.items() if deadline <= now]
         for opaque in late:
-            on_answer, _, what, timeout_s, on_late = self._waiting.pop(opaque)
+            if (entry := self._waiting.pop(opaque, None)) is None:  # whoever was told has closed the connection
+                break
+            on_answer, _, what, timeout_s, on_late = entry
             if on_late is not None:
                 self._overdue[opaque] = on_late
                 if len(self._overdue) > MOST_OVERDUE:
@@ -253,6 +256,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self.closed:
             return
+        self.received_bytes += nbytes
         try:
             commands = self._frames.received(nbytes)
         except ProtocolError as damage:

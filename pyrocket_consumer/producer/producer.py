@@ -76,8 +76,8 @@ class _Running:
         for sending in self.outbox.take_all():
             self._sender.begin(sending)
 
-    def tally(self) -> tuple[Tally, float]:
-        """Begin to count how what is on its way ends; also return in how many seconds the last deadline is over.
+    def tally(self) -> Tally:
+        """Begin to count how what is on its way ends.
 
         Raises:
             ConsumerClosed: it is closed, or belongs to the process this one was forked from.
@@ -85,15 +85,14 @@ class _Running:
         """
         return self.cluster.run(self._tally(), _CLOSE_STEP_S)
 
-    async def _tally(self) -> tuple[Tally, float]:
+    async def _tally(self) -> Tally:
         self._drain()
-        tally = self._sender.tally()
-        return tally, max(tally.last_deadline - self.cluster.loop.time(), 0)
+        return self._sender.tally()
 
     def begin_flush(self) -> Callable[[], None]:
         """Count what is on its way at the end of the process; see `at_exit`."""
         try:
-            tally, _ = self.tally()
+            tally = self.tally()
         except ConsumerClosed:  # meanwhile; or this process was forked, and it is the parent's to send
             return _nothing
         except RequestTimeout as error:
@@ -135,10 +134,14 @@ class Producer:
         with Producer(name_server="127.0.0.1:9876") as producer:
             sent = producer.send("orders", b"...", tags="paid", keys=["o-1"])
 
-    A message goes to the next queue of its topic. When its broker refuses or does not answer, it is sent to another
-    one, up to `send_attempts` times and until the timeout. So after a lost answer a message may be stored twice, under
-    the same `message_id`. With `queue` or `sharding_key` it is sent once only, and messages for the same queue or key
-    are sent one after the other, so that they are stored in the order in which they were given.
+    A message goes to the next queue of its topic. When its broker refuses it, is away or is not (any more) where the
+    topic is, the route is asked for again and the message tried again, at another broker if there is one, until the
+    timeout. When an answer is lost, so that it may be stored, it is tried again up to `send_attempts` times in all:
+    it may be stored twice then, under the same `message_id`, and `SendResult.attempts` tells.
+
+    Messages for the same `queue` or `sharding_key` are sent one after the other, so that they are stored in the order
+    in which they were given. They are tried again, too, on their own queue, and none overtakes one whose answer has
+    not come, even if that has failed by its timeout: the next is sent after the answer, or the connection's end.
     """
 
     def __init__(
@@ -155,7 +158,8 @@ class Producer:
             group ("DEFAULT_PRODUCER"; 1–120 of a-zA-Z0-9_-%|): the producer group
             config (–; a ProducerConfig): all options in one, instead of single ones
             send_timeout_s (3; 0.01–600 s): deadline of one send, all attempts together
-            send_attempts (3; 1–100): most brokers tried
+            send_attempts (3; 1–100): how often a message may reach a store. A try that was refused does not count;
+                one whose answer was lost does, for it may have made a copy
             compress_above_bytes (4096; bytes): bodies at least this large are compressed
             compression ("zlib"; "lz4", "zstd"): with the extra of the same name
             max_message_bytes (4 MiB; bytes, to 15.875 MiB): larger bodies are refused here
@@ -247,13 +251,16 @@ class Producer:
         if (running := self._running) is None:
             return  # nothing was handed over, or close() waits for it
         try:
-            tally, left_s = running.tally()
+            tally = running.tally()
         except ConsumerClosed:
             if self._running is None:
                 return  # closed this very moment
             raise
-        wait_s = left_s + _GRACE_S if timeout_s is None else timeout_s
-        if unanswered := tally.wait(wait_s).unanswered:
+        wait_s = tally.longest_timeout_s + _GRACE_S if timeout_s is None else timeout_s
+        before, unanswered = 0, tally.wait(wait_s).unanswered
+        while timeout_s is None and unanswered and unanswered != before:  # a lane moves
+            before, unanswered = unanswered, tally.wait(wait_s).unanswered
+        if unanswered:
             left = f"a flush ({unanswered} of {tally.messages} messages are on their way)"
             raise RequestTimeout(left, "the brokers", wait_s)
 
@@ -320,8 +327,8 @@ class Producer:
         broker name and queue id, the same as with Java's SelectMessageQueueByHash.
         `delay_level` 1 to 18 delivers it after 1 s … 2 h (the broker's `messageDelayLevel`); `deliver_at` at a time,
         from brokers 5.0 on, at most three days ahead (the broker's `timerMaxDelaySec`).
-        `timeout_s` (default: `send_timeout_s`) is for everything: waiting for room, finding the broker, and all
-        attempts.
+        `timeout_s` (default: `send_timeout_s`) is for everything: waiting for room and for messages before it in the
+        same queue, finding the broker, and all attempts.
 
         Raises:
             ConfigError: an argument is not allowed.
@@ -331,20 +338,11 @@ class Producer:
             ConnectError: the producer could not start, because no name server answers.
             ConsumerClosed: the producer is closed, or was started in the process this one was forked from.
         """
-        future = self.send_async(
-            topic,
-            body,
-            tags=tags,
-            keys=keys,
-            properties=properties,
-            queue=queue,
-            sharding_key=sharding_key,
-            delay_level=delay_level,
-            deliver_at=deliver_at,
-            flag=flag,
-            timeout_s=timeout_s,
-        )
-        return wait_for(future, self._timeout_s(timeout_s))
+        message = OutgoingMessage(body, tags, keys, properties, flag)
+        more, future = check_delivery(delay_level, deliver_at), SendFuture[SendResult](self._callbacks)
+        sending = self._sending(topic, message, future, queue, sharding_key, timeout_s, more)
+        self._hand_over(sending)
+        return wait_for(future, sending.timeout_s)
 
     def send_async(
         self,
@@ -364,7 +362,9 @@ class Producer:
         """Hand a message over, and return a future of what `send` returns or raises.
 
         With `max_in_flight_messages` or `max_in_flight_bytes` on their way it waits for room first, within
-        `timeout_s`. Callbacks of the future run on a thread of the producer, one at a time, and may send.
+        `timeout_s`. A message that waits for others of its queue or key is given up when it is older than `timeout_s`
+        and no answer has come for one of them for as long: a burst may take its time. Callbacks of the future run on a
+        thread of the producer, one at a time, and may send.
 
         Raises:
             ConfigError, ConnectError, ConsumerClosed: as for `send`.
@@ -402,7 +402,9 @@ class Producer:
             ConfigError, ConnectError, ConsumerClosed, SendError: as for `send_async`; `waiting` is told nothing then.
         """
         more = check_delivery(delay_level, deliver_at)
-        self._hand_over(self._sending(topic, message, waiting, queue, sharding_key, timeout_s, more))
+        sending = self._sending(topic, message, waiting, queue, sharding_key, timeout_s, more)
+        sending.is_waited_for = False
+        self._hand_over(sending)
 
     def send_oneway(
         self,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,9 +13,18 @@ from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.answers import refusal
 from pyrocket_consumer.cluster.broker import DEGRADED_CODES, STORED_CODES
 from pyrocket_consumer.config import ProducerConfig
-from pyrocket_consumer.errors import BrokerError, ConnectError, ConsumerClosed, RocketError, RouteNotFound
-from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, TopicRoute
+from pyrocket_consumer.errors import (
+    BrokerError,
+    ConnectError,
+    ConsumerClosed,
+    RequestTimeout,
+    RocketError,
+    RouteNotFound,
+)
+from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, QueueData, TopicRoute
 from pyrocket_consumer.net.connection import Connection
+from pyrocket_consumer.producer.failures import Verdict, asks_for_route, is_broker_in_trouble, verdict
+from pyrocket_consumer.producer.lane import Held, Lane, LaneKey
 from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
 from pyrocket_consumer.producer.sending import Sending
 from pyrocket_consumer.producer.tally import Tally
@@ -25,42 +34,17 @@ from pyrocket_consumer.wire.send_template import SendTemplate
 
 log = logging.getLogger("pyrocket_consumer.producer")
 
-# Another broker may take what one refused so. Source: DefaultMQProducer.retryResponseCodes; 215 is 2 by another name.
-_ANOTHER_BROKER_MAY = frozenset(
-    {
-        ResponseCode.TOPIC_NOT_EXIST,
-        ResponseCode.SERVICE_NOT_AVAILABLE,
-        ResponseCode.SYSTEM_ERROR,
-        ResponseCode.SYSTEM_BUSY,
-        ResponseCode.NO_PERMISSION,
-        ResponseCode.NO_BUYER_ID,
-        ResponseCode.NOT_IN_CURRENT_UNIT,
-        ResponseCode.FLOW_CONTROL,
-        ResponseCode.GO_AWAY,
-        *DEGRADED_CODES,  # asked only where they do not count as stored
-    }
-)
-
-# Not the message but the broker is the reason, so that the next messages, too, do better elsewhere for a moment.
-_IN_TROUBLE = frozenset(
-    {
-        ResponseCode.SERVICE_NOT_AVAILABLE,
-        ResponseCode.SYSTEM_BUSY,
-        ResponseCode.FLOW_CONTROL,
-        ResponseCode.GO_AWAY,
-    }
-)
-
 _AUTO_CREATE_TOPIC = "TBW102"
 _AUTO_CREATE_QUEUES = 4
 
 _FIRST_TIMER_VERSION = version_ordinal(5, 0, 0)
 _FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 0.5
+_ROUTE_WAIT_S = 0.5  # for a newer route, when one is known: name servers may be away
 
 
 class _AttemptFailed(Exception):
-    """The broker of one queue could not be had; another may."""
+    """The broker of one queue could not be had now; it may in a moment, and another one, too."""
 
     def __init__(self, error: RocketError) -> None:
         super().__init__(error)
@@ -73,9 +57,12 @@ class Sender:
     `_start` sends at once when a route and a connection are at hand, without a task; `_prepare` is for everything that
     must wait. Both end in `_post`, and that in `_answered`, which finishes the message or has it prepared again.
 
-    Messages for one queue, or with one sharding key, form a lane: one of them is under way at a time, and it is tried
-    once. Brokers handle the requests of one connection side by side, so two at a time, or a second attempt, could
-    change their order.
+    What was certainly not stored is tried again until the message's time is over; what may be stored, at most
+    `send_attempts` times. A failure that says that the route may be old has it asked for before the next try.
+
+    Messages for one queue, or with one sharding key, form a lane: one of them is under way at a time. Brokers handle
+    the requests of one connection side by side, so two at a time could change their order. For the same reason the
+    lane is held while a request may be stored yet: until its answer, or the end of its connection.
     """
 
     def __init__(
@@ -92,41 +79,31 @@ class Sender:
         self._on_finished = on_finished
         self._random = rng or random.Random()
         self._queues: dict[str, PublishQueues] = {}
+        self._brokers_seen: dict[str, set[str]] = {}
         self._templates: dict[tuple[MessageQueue, bool], SendTemplate] = {}
         self._stored_codes = STORED_CODES if config.accept_degraded else STORED_CODES - DEGRADED_CODES
         self._failed = FailedBrokers()
         self._unfinished: set[Sending] = set()
-        self._lanes: dict[tuple[str, MessageQueue | str], deque[Sending]] = {}
+        self._lanes: dict[LaneKey, Lane] = {}
+        self._suspected: set[Connection] = set()
 
     def begin(self, sending: Sending) -> None:
-        """Take a message on its way; whoever waits is told the outcome by the deadline."""
+        """Take a message on its way; whoever waits is told the outcome."""
         self._unfinished.add(sending)
-        if (lane := sending.lane) is not None:
-            if (before := self._lanes.get(lane)) is not None:
-                before.append(sending)
-                sending.expiry = self._cluster.loop.call_at(sending.deadline, self._expire_in_lane, sending)
+        if (pin := sending.pin) is not None:
+            key = (sending.topic, pin)
+            if (lane := self._lanes.get(key)) is not None:
+                lane.waiting.append(sending)
+                self._look_at(lane, lane.expiry(sending))
                 return
-            self._lanes[lane] = deque()
+            self._lanes[key] = Lane(key, self._cluster.loop.time(), current=sending)
         self._start(sending)
 
-    def _expire_in_lane(self, sending: Sending) -> None:
-        if sending in self._unfinished:
-            sending.attempts += (f"waited {sending.timeout_s:g} s for messages before it in the same queue",)
-            self._fail(sending, None)
-
-    def _start_next(self, lane: tuple[str, MessageQueue | str]) -> None:
-        waiting = self._lanes[lane]
-        while waiting:
-            sending = waiting.popleft()
-            if sending in self._unfinished:  # else its time is over
-                if sending.expiry is not None:
-                    sending.expiry.cancel()
-                self._start(sending)
-                return
-        del self._lanes[lane]
+    def _lane(self, sending: Sending) -> Lane | None:
+        """Return the lane of a message that is on its way, None if it needs none."""
+        return self._lanes[sending.topic, pin] if (pin := sending.pin) is not None else None
 
     def _start(self, sending: Sending) -> None:
-        sending.is_under_way = True
         try:
             queues = self._known_queues(sending.topic)
             queue = self._choose(sending, queues) if queues is not None else None
@@ -147,55 +124,67 @@ class Sender:
         """Have everything at hand that a message needs, then send it. `queue` is one chosen already."""
         try:
             async with asyncio.timeout_at(sending.deadline):
-                connection = None
-                while connection is None:
+                while sending in self._unfinished:
                     if queue is None:
                         queue = await self._next_queue(sending)
                     try:
                         connection = await self._connection_for(sending, queue)
+                        if sending.is_oneway:
+                            await self._post_oneway(sending, queue, connection)
                     except _AttemptFailed as failed:
                         if not self._goes_on(sending, queue, failed.error):
                             return
                         queue = None
-                assert queue is not None
-                if sending not in self._unfinished:
+                        continue
+                    if sending in self._unfinished and not sending.is_oneway:
+                        self._post(sending, queue, connection)
                     return
-                if sending.is_oneway:
-                    await self._post_oneway(sending, queue, connection)
-                else:
-                    self._post(sending, queue, connection)
         except TimeoutError as error:
-            sending.attempts += (f"gave up after {sending.timeout_s:g} s",)
-            self._fail(sending, error)
+            sending.note(f"gave up after {sending.timeout_s:g} s")
+            self._fail(sending, sending.last_error or error)
         except RocketError as error:
             if isinstance(error, RouteNotFound) and not sending.attempts:
                 self._finish(sending, RouteNotFound(sending.shown_topic, error.name_servers))
             else:
-                sending.attempts += (_line(error),)
+                sending.note(_line(error))
                 self._fail(sending, error)
         except Exception as error:
             self._surprised(sending, error)
 
     async def _next_queue(self, sending: Sending) -> MessageQueue:
-        """Return the queue to try next, after a pause if its broker has just refused and there is no other.
+        """Return the queue to try next, after a pause if every broker that it may go to has just failed.
 
         Raises:
-            RocketError: there is none that will do.
+            RocketError: there is none that will do, and none is to be expected.
         """
-        queues = await self._queues_of(sending.topic, refresh=sending.wants_new_route)
-        queue = self._choose(sending, queues)
-        if queue is None and not sending.wants_new_route:
-            queues = await self._queues_of(sending.topic, refresh=True)
-            queue = self._choose(sending, queues)
-        if queue is None:
-            raise RocketError(_why_no_queue(sending, queues.route))
-        sending.wants_new_route = False
-        if queue.broker_name == sending.last_broker:
-            await asyncio.sleep(self._pause_s(len(sending.attempts)))
-        return queue
+        while True:
+            try:
+                queues = await self._queues_of(sending)
+            except RouteNotFound:
+                raise
+            except RocketError as error:  # name servers are away
+                self._note_failure(sending, _line(error), error)
+            else:
+                queue = self._choose(sending, queues)
+                if queue is not None and queue.broker_name not in sending.failed_brokers:
+                    return queue
+                if queue is None and sending.wants_route_after is None:
+                    sending.wants_route_after = self._cluster.loop.time()
+                    continue
+                if queue is None:
+                    why = RocketError(_why_no_queue(sending, queues.route))
+                    if not self._may_come(sending, queues.route):
+                        raise why
+                    self._note_failure(sending, str(why), why)
+                    sending.wants_route_after = self._cluster.loop.time()
+            await asyncio.sleep(self._pause_s(sending))
+            sending.failed_brokers = frozenset()
 
     async def _connection_for(self, sending: Sending, queue: MessageQueue) -> Connection:
         """Return an open connection to the queue's broker.
+
+        After an attempt whose outcome is unknown a lane goes on only where a heartbeat was answered: a broker that had
+        stopped handles then what it had been sent before.
 
         Raises:
             _AttemptFailed: it cannot be had now.
@@ -203,17 +192,25 @@ class Sender:
         """
         address = self._cluster.address(queue.broker_name, only_this=True)
         if address is None:
-            raise _AttemptFailed(RocketError(f"{queue.broker_name} has no master now"))
+            raise _AttemptFailed(ConnectError(queue.broker_name, "it has no master now"))
+        needs_heartbeat = sending.pin is not None and sending.handed > 0
+        connect = self._cluster.member_connection if needs_heartbeat else self._cluster.connection
         timeout_s = self._attempt_timeout_s(sending)
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await self._cluster.connection(address)
+                connection = await connect(address)
                 if sending.needs_timer:
                     await self._check_timer(queue, address)
         except TimeoutError as error:
             raise _AttemptFailed(ConnectError(address, f"no connection within {timeout_s:.3g} s")) from error
         except ConnectError as error:
             raise _AttemptFailed(error) from error
+        except RocketError as error:
+            if not needs_heartbeat:
+                raise
+            raise _AttemptFailed(ConnectError(address, f"no heartbeat: {error}")) from error
+        if connection.closed:
+            raise _AttemptFailed(ConnectError(address, "the connection ended at once"))
         return connection
 
     async def _check_timer(self, queue: MessageQueue, address: str) -> None:
@@ -222,7 +219,7 @@ class Sender:
             try:
                 await self._cluster.heartbeat_broker(address)
             except RocketError as error:
-                raise _AttemptFailed(error) from error
+                raise _AttemptFailed(ConnectError(address, f"no heartbeat: {error}")) from error
         version = self._cluster.broker_version(address) or 0
         if version < _FIRST_TIMER_VERSION:
             raise RocketError(
@@ -240,21 +237,39 @@ class Sender:
         queues = self._queues.get(topic)
         if queues is None or (queues.route is not route and queues.route != route):
             queues = self._queues[topic] = PublishQueues(route, self._random)
+            self._brokers_seen.setdefault(topic, set()).update(data.broker_name for data in route.queues)
         queues.route = route  # an equal one costs no comparison next time
         return queues
 
-    async def _queues_of(self, topic: str, refresh: bool) -> PublishQueues:
+    async def _queues_of(self, sending: Sending) -> PublishQueues:
+        """Return the topic's queues, by a newer route if the message wants one and it can be had soon.
+
+        Raises:
+            RouteNotFound: there is no such topic.
+            RocketError: its route is not known, and cannot be had now.
+        """
+        topic, after = sending.topic, sending.wants_route_after
         try:
-            await self._cluster.route(topic, refresh=refresh)
-        except RouteNotFound:
-            if not self._config.auto_create_topic:
+            if self._cluster.known_route(topic) is None or after is None:
+                await self._cluster.route(topic)
+            else:
+                async with asyncio.timeout(_ROUTE_WAIT_S):
+                    await self._cluster.route(topic, after=after)
+        except RouteNotFound as error:
+            gone = self._cluster.known_route(topic) is None or sending.topic_is_missing
+            if gone and self._config.auto_create_topic:
+                return await self._queues_to_be(topic, after)
+            if gone:
                 raise
-            return await self._queues_to_be(topic)
+            self._note_failure(sending, _line(error), error)  # its brokers are away
+        except (TimeoutError, RocketError):
+            if self._cluster.known_route(topic) is None:
+                raise
         queues = self._known_queues(topic)
         assert queues is not None
         return queues
 
-    async def _queues_to_be(self, topic: str) -> PublishQueues:
+    async def _queues_to_be(self, topic: str, after: float | None) -> PublishQueues:
         """Return the queues that brokers will make when the first message for `topic` comes.
 
         Raises:
@@ -263,6 +278,10 @@ class Sender:
         """
         try:
             template = await self._cluster.route(_AUTO_CREATE_TOPIC)
+            if after is not None:
+                with contextlib.suppress(TimeoutError, RocketError):  # its brokers, or the name servers, are away
+                    async with asyncio.timeout(_ROUTE_WAIT_S):
+                        template = await self._cluster.route(_AUTO_CREATE_TOPIC, after=after)
         except RouteNotFound as error:
             raise RouteNotFound(topic, error.name_servers) from error
         queues = tuple(
@@ -282,26 +301,60 @@ class Sender:
         # Better one that has failed others than the one that has just failed this message.
         return queues.take(avoid | sending.failed_brokers) or queues.take(sending.failed_brokers) or queues.take()
 
+    def _may_come(self, sending: Sending, route: TopicRoute) -> bool:
+        """Tell whether a queue for the message may be there in a moment: its broker is away, or has no master yet."""
+
+        def waits_for_master(data: QueueData) -> bool:
+            return bool(data.perm & PERM_WRITE and data.write_queues) and data.broker_name not in _with_master(route)
+
+        if (queue := sending.queue) is None:
+            return any(map(waits_for_master, route.queues))
+        for data in route.queues:
+            if data.broker_name == queue.broker_name:
+                return queue.queue_id < data.write_queues and waits_for_master(data)
+        return queue.broker_name in self._brokers_seen.get(sending.topic, ())
+
     # --- attempts
 
     def _attempt_timeout_s(self, sending: Sending) -> float:
-        """Return how long an attempt may take: half of what is left, so that another broker has a chance, or all."""
+        """Return how long an attempt may take before the next: the attempts are spread over what is left."""
         remaining = max(sending.deadline - self._cluster.loop.time(), 0.001)
+        left, call_timeout_s = self._config.send_attempts - sending.handed, self._config.call_timeout_s
+        if left < 2:
+            return remaining
         queues = self._queues.get(sending.topic)
-        last = sending.lane is not None or len(sending.attempts) + 1 >= self._config.send_attempts
-        return remaining if last or queues is None or queues.broker_count < 2 else remaining / 2
+        if sending.pin is None and queues is not None and queues.broker_count > 1:
+            return min(remaining / 2, call_timeout_s)  # another broker has a chance
+        return min(remaining, max(remaining / left, call_timeout_s))
 
-    def _pause_s(self, attempts: int) -> float:
-        return float(min(_FIRST_PAUSE_S * 2 ** (attempts - 1), _LONGEST_PAUSE_S)) * (0.5 + self._random.random() / 2)
+    def _pause_s(self, sending: Sending) -> float:
+        sending.pauses += 1
+        longest = min(_FIRST_PAUSE_S * 2 ** min(sending.pauses - 1, 10), _LONGEST_PAUSE_S)
+        return float(longest) * (0.5 + self._random.random() / 2)
 
     def _post(self, sending: Sending, queue: MessageQueue, connection: Connection) -> None:
         command = sending.request(self._template(sending, queue))
-        timeout_s = self._attempt_timeout_s(sending)
+        heard_bytes, timeout_s = connection.received_bytes, self._attempt_timeout_s(sending)
+        lane, held = self._lane(sending), None
+        if lane is not None:
+            now = self._cluster.loop.time()
+            held = Held(connection, heard_bytes, suspect_at=now + timeout_s)
+            timeout_s = max(sending.deadline - now, 0) + self._config.call_timeout_s  # then the lane is held no longer
 
         def on_answer(answer: RemotingCommand | Exception) -> None:
-            self._answered(sending, queue, connection.address, answer)
+            if lane is not None:
+                lane.held = None
+            if isinstance(answer, RequestTimeout):
+                self._suspect(connection, heard_bytes, at_once=lane is not None)
+            if sending in self._unfinished:
+                self._answered(sending, queue, connection.address, answer)
+            elif lane is not None:
+                self._released(lane, answer)
 
         connection.send(lambda opaque: connection.encode(command, opaque), on_answer, timeout_s, "SEND_MESSAGE")
+        if lane is not None and held is not None:
+            lane.held = held
+            self._look_at(lane, held.suspect_at)
 
     def _template(self, sending: Sending, queue: MessageQueue) -> SendTemplate:
         template = self._templates.get((queue, sending.is_batch))
@@ -312,18 +365,25 @@ class Sender:
 
     async def _post_oneway(self, sending: Sending, queue: MessageQueue, connection: Connection) -> None:
         await connection.drained()
+        if connection.closed:
+            raise _AttemptFailed(ConnectError(connection.address, "the connection ended"))
         connection.oneway(sending.request(self._template(sending, queue)))
         self._finish(sending, None)
 
     def _answered(
-        self, sending: Sending, queue: MessageQueue, address: str, answer: RemotingCommand | Exception
+        self,
+        sending: Sending,
+        queue: MessageQueue,
+        address: str,
+        answer: RemotingCommand | Exception,
     ) -> None:
-        if sending not in self._unfinished:
-            return
         try:
             if isinstance(answer, RemotingCommand):
                 if answer.code in self._stored_codes:
                     self._failed.answered(queue.broker_name)
+                    if (lane := self._lane(sending)) is not None:
+                        lane.moved_at = self._cluster.loop.time()
+                    sending.handed += 1
                     self._finish(sending, sending.results(queue, answer))
                     return
                 answer = refusal(answer, address)
@@ -332,31 +392,108 @@ class Sender:
             if self._goes_on(sending, queue, answer):
                 self._prepare_soon(sending)
         except RocketError as error:
-            sending.attempts += (f"{queue}: {_line(error)}",)
+            sending.note(f"{queue}: {_line(error)}")
             self._fail(sending, error)
         except Exception as error:
             self._surprised(sending, error)
 
     def _goes_on(self, sending: Sending, queue: MessageQueue, error: RocketError) -> bool:
         """Take note of a failed attempt, and tell whether there will be another; if not, the message has failed."""
-        now = self._cluster.loop.time()
-        sending.attempts += (f"{queue}: {_line(error)}",)
-        code = error.code if isinstance(error, BrokerError) else None
-        if code is None or code in _IN_TROUBLE:
-            self._failed.failed(queue.broker_name, now)
+        now, name, became = self._cluster.loop.time(), queue.broker_name, verdict(error)
+        self._note_failure(sending, f"{queue}: {_line(error)}", error)
+        sending.failed_brokers |= {name}
+        if became is Verdict.UNKNOWN:
+            sending.handed += 1
+        if is_broker_in_trouble(error):
+            self._failed.failed(name, now)
+        if asks_for_route(error):
+            sending.wants_route_after = now
+            sending.topic_is_missing = isinstance(error, BrokerError) and error.code == ResponseCode.TOPIC_NOT_EXIST
         if (
-            sending.lane is not None
-            or len(sending.attempts) >= self._config.send_attempts
-            or (code is not None and code not in _ANOTHER_BROKER_MAY)
+            became is Verdict.NEVER
+            or (became is Verdict.UNKNOWN and sending.handed >= self._config.send_attempts)
+            or (became is Verdict.ELSEWHERE and not self._has_another(sending))
             or now >= sending.deadline
         ):
+            if (lane := self._lane(sending)) is not None and became in (Verdict.NEVER, Verdict.ELSEWHERE):
+                lane.moved_at = now
             self._fail(sending, error)
             return False
-        log.debug("topic=%s attempt=%d failed, another follows reason=%s", sending.topic, len(sending.attempts), error)
-        sending.failed_brokers |= {queue.broker_name}
-        sending.last_broker = queue.broker_name
-        sending.wants_new_route = code == ResponseCode.TOPIC_NOT_EXIST
+        log.debug("topic=%s an attempt failed, another follows reason=%s", sending.topic, error)
         return True
+
+    def _note_failure(self, sending: Sending, text: str, error: Exception) -> None:
+        sending.note(text)
+        sending.last_error = error
+
+    def _has_another(self, sending: Sending) -> bool:
+        """Tell whether there is a broker that the message may go to and that has not failed it."""
+        queues = self._known_queues(sending.topic)
+        return sending.pin is None and queues is not None and queues.take(sending.failed_brokers) is not None
+
+    def _suspect(self, connection: Connection, heard_bytes: int, *, at_once: bool) -> None:
+        """Close a connection that has said nothing for the whole time of a message, and as long again.
+
+        What has become of a peer that fell silent is learned only by a new connection. Lanes have waited as long again.
+        """
+
+        def judge() -> None:
+            self._suspected.discard(connection)
+            if connection.received_bytes == heard_bytes:
+                connection.close("it said nothing while messages waited for answers")
+
+        if at_once:
+            judge()
+        elif connection not in self._suspected:
+            self._suspected.add(connection)
+            self._cluster.loop.call_later(self._config.call_timeout_s, judge)
+
+    # --- lanes
+
+    def _released(self, lane: Lane, answer: RemotingCommand | Exception) -> None:
+        """Go on in a lane that was held after its message had failed."""
+        if isinstance(answer, RemotingCommand):
+            lane.moved_at = self._cluster.loop.time()
+        self._start_next(lane)
+
+    def _start_next(self, lane: Lane) -> None:
+        sending = lane.next(self._unfinished)
+        if sending is not None:
+            self._start(sending)
+            return
+        if lane.timer is not None:
+            lane.timer.cancel()
+        del self._lanes[lane.key]
+
+    def _look_at(self, lane: Lane, when: float) -> None:
+        """Have the lane looked at by `when`."""
+        if lane.timer is None or lane.timer.when() > when:
+            if lane.timer is not None:
+                lane.timer.cancel()
+            lane.timer = self._cluster.loop.call_at(when, self._check, lane)
+
+    def _check(self, lane: Lane) -> None:
+        """Give up the messages of a lane whose time is over, and a connection that says nothing."""
+        lane.timer = None
+        now, held, current = self._cluster.loop.time(), lane.held, lane.current
+        for sending in lane.expired(now):
+            sending.note(f"waited {sending.timeout_s:g} s for messages before it in the same queue")
+            self._fail(sending, None)
+        times = [lane.expiry(sending) for sending in lane.waiting]
+        if held is not None and current is not None and current in self._unfinished:
+            if now >= current.deadline:
+                error = RequestTimeout("SEND_MESSAGE", held.connection.address, current.timeout_s)
+                self._note_failure(current, _line(error), error)
+                self._fail(current, error)
+            else:
+                if now >= held.suspect_at:
+                    if held.connection.received_bytes == held.heard_bytes:
+                        self._suspect(held.connection, held.heard_bytes, at_once=True)
+                    held.heard_bytes = held.connection.received_bytes
+                    held.suspect_at = now + self._attempt_timeout_s(current)
+                times += (held.suspect_at, current.deadline)
+        if times:
+            self._look_at(lane, min(times))
 
     # --- ends
 
@@ -371,7 +508,7 @@ class Sender:
         """Give whoever waits the outcome: a result, or an exception."""
         if sending in self._unfinished:
             self._unfinished.discard(sending)
-            if sending.is_under_way and (lane := sending.lane) is not None:
+            if (lane := self._lane(sending)) is not None and lane.current is sending and lane.held is None:
                 self._cluster.loop.call_soon(self._start_next, lane)
             self._on_finished(sending)
             if isinstance(outcome, BaseException):
@@ -387,7 +524,7 @@ class Sender:
         """Give every message that is still on its way up, and return how many there were."""
         abandoned = list(self._unfinished)
         for sending in abandoned:
-            sending.attempts += ("the producer was closed before an answer came; the message may be stored or not",)
+            sending.note("the producer was closed before an answer came; the message may be stored or not")
             self._fail(sending, ConsumerClosed("the producer was closed"))
         return len(abandoned)
 
@@ -406,8 +543,12 @@ def _why_no_queue(sending: Sending, route: TopicRoute) -> str:
     return f"no queue can be written; the route has {_described(route)}"
 
 
+def _with_master(route: TopicRoute) -> set[str]:
+    return {broker.broker_name for broker in route.brokers if MASTER_ID in broker.addresses}
+
+
 def _described(route: TopicRoute) -> str:
-    masters = {broker.broker_name for broker in route.brokers if MASTER_ID in broker.addresses}
+    masters = _with_master(route)
     brokers = (
         f"{data.broker_name} with {data.write_queues} write queues, "
         f"{'' if data.perm & PERM_WRITE else 'no '}write permission (perm {data.perm}) and "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncio import TimerHandle
 from dataclasses import dataclass
 
 from pyrocket_consumer.errors import SendError
@@ -12,6 +11,8 @@ from pyrocket_consumer.producer.result import SendResult, SendStatus
 from pyrocket_consumer.wire.command import SendMessageResponseHeader
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.send_template import SendTemplate
+
+_MOST_TOLD = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -37,18 +38,34 @@ class Sending:
     queue: MessageQueue | None = None
     sharding_key: str | None = None
     needs_timer: bool = False
-    attempts: tuple[str, ...] = ()
-    failed_brokers: frozenset[str] = frozenset()
-    last_broker: str | None = None
-    wants_new_route: bool = False
-    is_under_way: bool = False
-    expiry: TimerHandle | None = None  # while it waits for others in its lane
+    is_waited_for: bool = True  # by a thread, until its deadline; else its time stands still while its lane moves
+    handed: int = 0  # how often to a broker that has stored it, or may have
+    pauses: int = 0
+    failed_brokers: frozenset[str] = frozenset()  # since the last pause
+    wants_route_after: float | None = None  # only a route asked for since then will do
+    topic_is_missing: bool = False  # says the broker that was asked last
+    last_error: Exception | None = None
+    _failures: dict[str, int] | None = None
 
     @property
-    def lane(self) -> tuple[str, MessageQueue | str] | None:
+    def pin(self) -> MessageQueue | str | None:
         """What it must stay in order with: messages for the same queue or with the same sharding key; None for none."""
-        pin = self.queue or self.sharding_key
-        return (self.topic, pin) if pin is not None else None
+        return self.queue or self.sharding_key
+
+    def note(self, failure: str) -> None:
+        """Remember why an attempt failed: what happens again and again is told once, and of much the latest."""
+        if self._failures is None:
+            self._failures = {}
+        times = self._failures.pop(failure, 0)
+        self._failures[failure] = times + 1
+        if len(self._failures) > _MOST_TOLD:
+            del self._failures[next(iter(self._failures))]
+
+    @property
+    def attempts(self) -> tuple[str, ...]:
+        """What each failed attempt came to, the latest last."""
+        failures = self._failures or {}
+        return tuple(text if times == 1 else f"{text} ({times} times)" for text, times in failures.items())
 
     def request(self, template: SendTemplate) -> RemotingCommand:
         """Return the request that stores it in the queue of `template`."""
@@ -69,12 +86,12 @@ class Sending:
         place, status = MessageQueue(self.shown_topic, queue.broker_name, queue_id), SendStatus(answer.code)
         transaction_id = fields.get("transactionId")
         if not self.is_batch:
-            return SendResult(place, offset, self.message_ids[0], stored_ids, status, transaction_id)
+            return SendResult(place, offset, self.message_ids[0], stored_ids, status, transaction_id, self.handed)
         offset_ids = stored_ids.split(",")
         if len(offset_ids) != len(self.message_ids):  # an inner batch (5.x) is one record, with one id
             offset_ids = offset_ids[:1] * len(self.message_ids)
         return [
-            SendResult(place, offset + number, message_id, offset_id, status, transaction_id)
+            SendResult(place, offset + number, message_id, offset_id, status, transaction_id, self.handed)
             for number, (message_id, offset_id) in enumerate(zip(self.message_ids, offset_ids, strict=True))
         ]
 

@@ -27,7 +27,7 @@ class Tally:
 
     def __init__(self, sendings: Collection[Sending]) -> None:
         self.messages = sum(len(sending.message_ids) for sending in sendings)
-        self.last_deadline = max((sending.deadline for sending in sendings), default=0.0)
+        self.longest_timeout_s = max((sending.timeout_s for sending in sendings), default=0.0)
         self._changed = threading.Condition()
         self._ended = Ended(0, 0, self.messages, None)
         for sending in sendings:

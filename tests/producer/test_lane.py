@@ -1,0 +1,165 @@
+"""Messages that must keep their order: they do, whatever the broker does, and wait no longer than they must."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pyrocket_consumer import MessageQueue, SendError
+from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.testing import Gate, answer, close_connection, delay, delay_request, drop, handle_and_close
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.real_brokers import wait_until
+
+SEND = RequestCode.SEND_MESSAGE_V2
+A = MessageQueue("orders", "broker-a", 0)
+
+pytestmark = pytest.mark.cluster(brokers=1)
+pinned = pytest.mark.parametrize("pin", [{"sharding_key": "key"}, {"queue": A}], ids=["key", "queue"])
+
+
+@pytest.fixture
+def producer(embedded):
+    """A producer with the options as they are."""
+    with Producer(name_server=embedded.name_server) as producer:
+        producer.send("orders", b"first", queue=A)
+        yield producer
+
+
+def stored(embedded):
+    """Return the bodies of what is stored, in the order of their queue."""
+    return [message.body for message in embedded.messages("orders") if message.body != b"first"]
+
+
+@pinned
+def test_a_burst_takes_as_long_as_the_broker_needs(embedded, producer, pin):
+    embedded.broker("broker-a").on(SEND, delay(0.005), times=None)
+    bodies = [b"%d" % number for number in range(1000)]
+    futures = [producer.send_async("orders", body, timeout_s=1, **pin) for body in bodies]  # 5 s at the least
+    producer.flush()
+    assert [future.exception(0) for future in futures if future.exception(0)] == []
+    assert stored(embedded) == bodies
+
+
+@pinned
+def test_closing_waits_for_a_burst(embedded, pin):
+    embedded.broker("broker-a").on(SEND, delay(0.005), times=None)
+    with Producer(name_server=embedded.name_server, send_timeout_s=0.5) as producer:
+        futures = [producer.send_async("orders", b"%d" % number, **pin) for number in range(300)]
+    assert all(future.result(0) for future in futures)
+
+
+def test_where_a_lane_stands_still_all_that_wait_fail_within_about_one_timeout(embedded, producer):
+    embedded.broker("broker-a").on(SEND, drop, times=None)
+    started = time.monotonic()
+    futures = [producer.send_async("orders", b"%d" % number, queue=A, timeout_s=1) for number in range(50)]
+    producer.flush()
+    assert time.monotonic() - started < 10
+    for future in futures:
+        with pytest.raises(SendError):
+            future.result(0)
+
+
+def test_a_send_that_waits_in_a_lane_returns_within_its_timeout(embedded, producer):
+    gate = Gate()
+    embedded.broker("broker-a").on(SEND, gate, times=None)
+    held = producer.send_async("orders", b"held", queue=A, timeout_s=60)
+    gate.wait_held()
+    started = time.monotonic()
+    with pytest.raises(SendError, match="waited 0.3 s for messages before it"):
+        producer.send("orders", b"late", queue=A, timeout_s=0.3)
+    assert time.monotonic() - started < 5
+    gate.open()
+    assert held.result(30)
+    assert stored(embedded) == [b"held"]
+
+
+@pinned
+@pytest.mark.parametrize("late", [delay_request(1.5), delay(1.5)], ids=["request", "answer"])
+def test_a_message_that_timed_out_is_not_overtaken_by_the_next(embedded, producer, pin, late):
+    embedded.broker("broker-a").on(SEND, late)
+    with pytest.raises(SendError, match="not answered"):
+        producer.send("orders", b"1", timeout_s=0.5, **pin)
+    second = producer.send_async("orders", b"2", timeout_s=10, **pin)
+    assert second.result(30)
+    assert stored(embedded) == [b"1", b"2"]
+
+
+def test_with_the_options_as_they_are_a_message_that_timed_out_is_not_overtaken(embedded, producer):
+    embedded.broker("broker-a").on(SEND, delay_request(4))
+    futures = [producer.send_async("orders", body, sharding_key="key") for body in (b"1", b"2")]
+    for future in futures:
+        assert isinstance(future.exception(30), SendError)  # the second waited as long as the first
+    assert producer.send("orders", b"3", sharding_key="key")
+    assert stored(embedded) == [b"1", b"3"]
+
+
+@pinned
+@pytest.mark.parametrize("fault", [handle_and_close, close_connection, answer(2, "busy"), answer(14, "disk full")])
+def test_what_is_tried_again_keeps_its_place(embedded, producer, pin, fault):
+    embedded.broker("broker-a").on(SEND, fault, when=lambda request: request.body == b"3")
+    bodies = [b"%d" % number for number in range(10)]
+    results = [future.result(30) for future in [producer.send_async("orders", body, **pin) for body in bodies]]
+    assert list(dict.fromkeys(stored(embedded))) == bodies
+    copies = 2 if fault in (handle_and_close, close_connection) else 1
+    assert [each.attempts for each in results] == [1, 1, 1, copies, 1, 1, 1, 1, 1, 1]
+    assert len(stored(embedded)) == 10 + (fault is handle_and_close)
+
+
+@pinned
+def test_a_connection_that_says_nothing_is_closed_and_the_message_tried_again(embedded, pin):
+    with Producer(name_server=embedded.name_server, call_timeout_s=0.3, send_attempts=20) as producer:
+        producer.send("orders", b"first", **pin)
+        broker = embedded.broker("broker-a")
+        broker.on(SEND, drop, times=2)
+        started = time.monotonic()
+        assert producer.send("orders", b"x", timeout_s=6, **pin).attempts == 3
+        assert time.monotonic() - started < 20
+        assert stored(embedded) == [b"x"]
+
+
+def test_lanes_do_not_wait_for_each_other(embedded, producer):
+    gate = Gate()
+    embedded.broker("broker-a").on(SEND, gate, times=None, when=lambda request: request.body == b"held")
+    held = producer.send_async("orders", b"held", sharding_key="a", timeout_s=60)
+    gate.wait_held()
+    assert producer.send("orders", b"x", sharding_key="b")
+    assert producer.send("orders", b"x")
+    gate.open()
+    assert held.result(30)
+
+
+@pinned
+def test_what_no_try_can_heal_fails_at_once_and_the_next_goes_on(embedded, producer, pin):
+    embedded.broker("broker-a").on(SEND, answer(13, "illegal"), when=lambda request: request.body == b"bad")
+    futures = [producer.send_async("orders", body, **pin) for body in (b"1", b"bad", b"2")]
+    assert "illegal" in str(futures[1].exception(30))
+    assert len(futures[1].exception(0).attempts) == 1
+    assert futures[0].result(30).attempts == futures[2].result(30).attempts == 1
+    assert stored(embedded) == [b"1", b"2"]
+
+
+def test_closing_ends_although_a_lane_is_held(embedded, producer):
+    embedded.broker("broker-a").on(SEND, drop)
+    with pytest.raises(SendError):
+        producer.send("orders", b"1", sharding_key="key", timeout_s=0.2)
+    waiting = producer.send_async("orders", b"2", sharding_key="key", timeout_s=1)
+    started = time.monotonic()
+    producer.close()
+    assert time.monotonic() - started < 10
+    assert waiting.done()
+
+
+@pinned
+def test_a_broker_that_was_killed_is_waited_for_in_order(embedded, producer, pin):
+    broker = embedded.broker("broker-a")
+    broker.on(SEND, delay(0.01), times=None)
+    bodies = [b"%03d" % number for number in range(200)]
+    futures = [producer.send_async("orders", body, **pin) for body in bodies]
+    wait_until(lambda: len(stored(embedded)) > 20, "some are stored")
+    broker.kill()
+    broker.start()
+    for future in futures:
+        assert future.result(30)
+    assert list(dict.fromkeys(stored(embedded))) == bodies

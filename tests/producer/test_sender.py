@@ -1,0 +1,271 @@
+"""A route that changes, and a broker that is away for a moment, cost no message: with the options as they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer import MessageQueue, RouteNotFound, SendError
+from pyrocket_consumer.producer import OutgoingMessage, Producer, TransactionProducer, TransactionState
+from pyrocket_consumer.testing import EmbeddedCluster, answer, drop, drop_answer, handle_and_close
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.real_brokers import wait_until
+
+SEND = RequestCode.SEND_MESSAGE_V2
+BATCH = RequestCode.SEND_BATCH_MESSAGE
+ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
+A = MessageQueue("orders", "broker-a", 0)
+
+pinned = pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}, {"queue": A}], ids=["free", "key", "queue"])
+by_release = pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
+
+
+@contextmanager
+def producing(queues: int = 2, **cluster: Any) -> Iterator[tuple[EmbeddedCluster, Producer]]:
+    """A cluster with the topic `orders`, and a producer that has sent to each of its queues."""
+    with EmbeddedCluster(**cluster) as embedded:
+        embedded.create_topic("orders", queues=queues)
+        with Producer(name_server=embedded.name_server) as producer:
+            for _ in range(queues * len(embedded.brokers)):
+                producer.send("orders", b"first")
+            embedded.name_server_node.forget_requests()
+            yield embedded, producer
+
+
+@contextmanager
+def meanwhile(act: Any) -> Iterator[None]:
+    """Have `act` done on another thread, in half a second."""
+    timer = threading.Timer(0.5, act)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def send_all(producer, **pin):
+    """Send fifty messages at once; return their bodies and their results."""
+    bodies = [b"%d" % number for number in range(50)]
+    return bodies, [
+        future.result(20) for future in [producer.send_async("orders", body, **pin) for body in bodies]
+    ]
+
+
+def stored(embedded):
+    """Return the bodies of what is stored at the masters, in the order of their queues."""
+    return [message.body for message in embedded.messages("orders") if message.body != b"first"]
+
+
+# --- the route changes
+
+
+@pinned
+@by_release
+def test_when_master_and_slave_change_roles_no_message_is_lost(pin, version):
+    with producing(slaves=1, version=version) as (embedded, producer):
+        embedded.switch_master("broker-a")
+        started = time.monotonic()
+        bodies, results = send_all(producer, **pin)
+        assert time.monotonic() - started < 2
+        assert sorted(stored(embedded)) == sorted(bodies)
+        assert {each.attempts for each in results} == {1}
+        assert len(embedded.name_server_node.requests(ROUTE)) <= 5  # fifty ask once; perhaps again, after a pause
+
+
+@pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}], ids=["free", "key"])
+@by_release
+def test_when_a_topic_gets_fewer_queues_no_message_is_lost(pin, version):
+    with producing(queues=8, version=version) as (embedded, producer):
+        embedded.create_topic("orders", queues=2)
+        bodies, results = send_all(producer, **pin)
+        assert sorted(stored(embedded)) == sorted(bodies)
+        assert {each.queue.queue_id for each in results} <= {0, 1}
+        assert len(embedded.name_server_node.requests(ROUTE)) <= 5
+        if pin:
+            assert stored(embedded) == bodies
+
+
+def test_a_message_for_a_queue_that_was_taken_away_is_told_so_at_once():
+    with producing(queues=8) as (embedded, producer):
+        embedded.create_topic("orders", queues=2)
+        started = time.monotonic()
+        with pytest.raises(SendError, match="not in the topic's route.*broker-a with 2 write queues"):
+            producer.send("orders", b"x", queue=MessageQueue("orders", "broker-a", 7), timeout_s=30)
+        assert time.monotonic() - started < 10
+
+
+@pinned
+def test_a_topic_made_anew_on_another_broker_is_found_there(pin):
+    with producing(brokers=2, auto_create_topics=False) as (embedded, producer):
+        embedded.delete_topic("orders")
+        embedded.create_topic("orders", queues=2, brokers=["broker-b"])
+        if "queue" in pin:
+            pin = {"queue": MessageQueue("orders", "broker-b", 0)}
+        bodies, results = send_all(producer, **pin)
+        assert sorted(stored(embedded)) == sorted(bodies)
+        assert {each.queue.broker_name for each in results} == {"broker-b"}
+        if pin:
+            assert stored(embedded) == bodies
+
+
+@by_release
+def test_batches_one_way_messages_and_transactions_follow_the_route_too(version):
+    with EmbeddedCluster(slaves=1, version=version) as embedded:
+        embedded.create_topic("orders", queues=2)
+        with TransactionProducer(
+            "app", check=lambda message: TransactionState.COMMIT, name_server=embedded.name_server
+        ) as producer:
+            for act in (
+                lambda: producer.send_batch("orders", [b"batch", b"batch too"]),
+                lambda: producer.send_batch("orders", [b"keyed batch"], sharding_key="key"),
+                lambda: producer.send_in_transaction(
+                    OutgoingMessage(b"half", topic="orders"), lambda sent: TransactionState.COMMIT
+                ),
+            ):
+                producer.send("orders", b"first")
+                embedded.switch_master("broker-a")
+                act()
+            wait_until(lambda: len(stored(embedded)) == 4, "all four")
+
+
+def test_while_nothing_changes_refusals_are_no_storm_of_questions():
+    with producing() as (embedded, producer):
+        embedded.broker("broker-a").on(SEND, answer(14, "disk full"), times=None)
+        futures = [producer.send_async("orders", b"x", timeout_s=1) for _ in range(200)]
+        for future in futures:
+            with pytest.raises(SendError, match="disk full"):
+                future.result(20)
+        assert 1 <= len(embedded.name_server_node.requests(ROUTE)) <= 40
+
+
+def test_a_deleted_topic_is_told_at_once():
+    with producing(auto_create_topics=False) as (embedded, producer):
+        embedded.delete_topic("orders")
+        started = time.monotonic()
+        for pin in ({}, {"sharding_key": "key"}, {"queue": A}):
+            with pytest.raises((SendError, RouteNotFound), match="no route for topic 'orders'"):
+                producer.send("orders", b"x", timeout_s=30, **pin)
+        assert time.monotonic() - started < 10
+
+
+# --- a broker is away
+
+
+@pinned
+@pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.parametrize("keep_route", [False, True])
+def test_an_only_broker_may_restart_within_the_timeout(pin, how, keep_route):
+    with producing() as (embedded, producer):
+        broker = embedded.broker("broker-a")
+        getattr(broker, how)(keep_route=keep_route)
+        with meanwhile(broker.start):
+            bodies, _ = send_all(producer, **pin)
+        assert sorted(stored(embedded)) == sorted(bodies)
+        if pin:
+            assert stored(embedded) == bodies
+
+
+def test_a_topic_to_be_made_waits_for_the_only_broker():
+    with (
+        EmbeddedCluster() as embedded,
+        Producer(name_server=embedded.name_server, auto_create_topic=True) as producer,
+    ):
+        producer.send("orders", b"first")
+        broker = embedded.broker("broker-a")
+        broker.stop()
+        with meanwhile(broker.start):
+            producer.send("new", b"x")
+        assert [message.body for message in embedded.messages("new")] == [b"x"]
+
+
+def test_a_one_way_message_waits_for_the_only_broker():
+    with producing() as (embedded, producer):
+        broker = embedded.broker("broker-a")
+        broker.stop()
+        with pytest.raises(SendError):
+            producer.send("orders", b"not in time", timeout_s=0.1)  # now the producer has noticed
+        with meanwhile(broker.start):
+            producer.send_oneway("orders", b"x")
+        wait_until(lambda: stored(embedded) == [b"x"], "the message")
+
+
+@pinned
+def test_what_is_refused_for_a_while_is_tried_until_it_is_taken(pin):
+    with producing() as (embedded, producer):
+        broker = embedded.broker("broker-a")
+        broker.on(SEND, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy"), times=None)
+        with meanwhile(broker.clear_faults):
+            assert producer.send("orders", b"x", **pin).attempts == 1
+        assert stored(embedded) == [b"x"]
+
+
+@pinned
+def test_a_message_that_is_refused_to_the_end_fails_in_time_and_tells_why(pin):
+    with producing() as (embedded, producer):
+        embedded.broker("broker-a").on(SEND, answer(2, "busy"), times=None)
+        started = time.monotonic()
+        with pytest.raises(SendError, match=r"SYSTEM_BUSY \(2\): busy \(\d+ times\)") as raised:
+            producer.send("orders", b"x", timeout_s=1, **pin)
+        assert time.monotonic() - started < 10
+        assert len(raised.value.attempts) <= 3
+
+
+@pinned
+@pytest.mark.parametrize("silent", [drop, drop_answer])
+def test_after_a_silent_broker_the_next_messages_get_through(pin, silent):
+    with producing() as (embedded, producer):
+        broker = embedded.broker("broker-a")
+        broker.on(None, silent, times=None)
+        started = time.monotonic()
+        with pytest.raises(SendError, match="not answered"):
+            producer.send("orders", b"x", timeout_s=0.5, **pin)
+        assert time.monotonic() - started < 10
+        broker.clear_faults()
+        assert producer.send("orders", b"y", timeout_s=30, **pin)
+
+
+# --- how often it was handed over
+
+
+@pinned
+def test_a_result_tells_that_there_may_be_a_copy(pin):
+    with producing() as (embedded, producer):
+        assert producer.send("orders", b"once", **pin).attempts == 1
+        embedded.broker("broker-a").on(SEND, handle_and_close)
+        assert producer.send("orders", b"twice", **pin).attempts == 2
+        assert stored(embedded).count(b"twice") == 2
+        embedded.broker("broker-a").on(BATCH, handle_and_close)
+        assert [each.attempts for each in producer.send_batch("orders", [b"x", b"y"], **pin)] == [2, 2]
+
+
+@pinned
+def test_with_one_attempt_no_message_reaches_a_store_twice(pin):
+    with EmbeddedCluster() as embedded:
+        embedded.create_topic("orders", queues=2)
+        with Producer(name_server=embedded.name_server, send_attempts=1) as producer:
+            producer.send("orders", b"first")
+            broker = embedded.broker("broker-a")
+            broker.on(SEND, answer(2, "busy"), times=3)
+            assert producer.send("orders", b"refused before", **pin).attempts == 1
+            broker.on(SEND, handle_and_close)
+            with pytest.raises(SendError, match="was lost") as raised:
+                producer.send("orders", b"once", **pin)
+            assert len(raised.value.attempts) == 1
+            assert stored(embedded).count(b"once") == 1
+
+
+def test_an_account_that_may_not_is_told_at_once():
+    with EmbeddedCluster(account=("key", "secret")) as embedded:
+        embedded.create_topic("orders", queues=1)
+        for wrong in ({"access_key": "key", "secret_key": "wrong"}, {}):
+            with (
+                Producer(name_server=embedded.name_server, send_timeout_s=30, **wrong) as producer,
+                pytest.raises(SendError) as raised,
+            ):
+                producer.send("orders", b"x")
+            assert len(raised.value.attempts) == 1
