@@ -125,6 +125,24 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
         raise ConfigError(f"{name}={value!r} is not allowed; it must be a whole number from {low} to {high}")
 
 
+def check_bool(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is True or False; any other one has a truth, too, and rarely the one meant."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not allowed; it must be True or False")
+
+
+def check_names(name: str, value: object) -> list[str]:
+    """Return the names in `value`: one, or an iterable of them.
+
+    Raises:
+        ConfigError: it is neither, or one of them is no text or empty.
+    """
+    names = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
+    if not all(isinstance(each, str) and each for each in names):
+        raise ConfigError(f"{name}={value!r} is not allowed; it must be a name, or a list of names")
+    return [str(each) for each in names]
+
+
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:

@@ -19,7 +19,7 @@ from pyrocket_consumer.admin.reset_result import ResetProgress, ResetResult
 from pyrocket_consumer.admin.topics import OffsetRange
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.places import To
-from pyrocket_consumer.config import ClientConfig, ClientOptions, NameServers, check_range
+from pyrocket_consumer.config import ClientConfig, ClientOptions, NameServers, check_range, check_topic
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout
 from pyrocket_consumer.model import MessageQueue
 
@@ -83,6 +83,7 @@ class Admin:
         self._life = threading.Lock()
         self._cluster: Cluster | None = None
         self._closed = False
+        self._seen: dict[str, frozenset[MessageQueue]] = {}  # by topic; confined to the I/O thread
 
     # --- life
 
@@ -200,25 +201,33 @@ class Admin:
 
     # --- offsets
 
-    def lag(self, group: str) -> GroupLag:
+    def lag(self, group: str, *, brokers: Iterable[str] = ()) -> GroupLag:
         """Return where a group is in every queue of its topics, and how far behind.
 
         A clustering group's offsets are the brokers'. Of a broadcasting group each member that is online is asked for
-        its own; those that do not answer are in `unreached`.
+        its own; those that do not answer are in `unreached`. Brokers that do not answer, or have no master, are in
+        `missing`. Name servers forget brokers that were stopped: of those `missing` has the ones in `brokers` (names
+        that must be there), and those whose queues this Admin has seen before.
 
         Raises:
             ConfigError: no broker knows the group.
+            ConnectError, RequestTimeout: no broker answers.
         """
-        return self._started().run(group_lag(self._started(), group), _SLOW_TIMEOUT_S)
+        return self._lag(group, None, brokers)
 
-    def offsets(self, group: str, topic: str) -> GroupLag:
+    def offsets(self, group: str, topic: str, *, brokers: Iterable[str] = ()) -> GroupLag:
         """Return where a group is in one topic; see `lag`.
 
         Raises:
             RouteNotFound: there is no such topic.
             ConfigError: no broker knows the group.
         """
-        return self._started().run(group_lag(self._started(), group, topic), _SLOW_TIMEOUT_S)
+        check_topic(topic)
+        return self._lag(group, topic, brokers)
+
+    def _lag(self, group: str, topic: str | None, brokers: Iterable[str]) -> GroupLag:
+        cluster = self._started()
+        return cluster.run(group_lag(cluster, group, topic, brokers, self._seen), _SLOW_TIMEOUT_S)
 
     def plan_reset(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -67,11 +68,12 @@ async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, rem
         await delete_topic(cluster, dlq_topic(name))
 
 
-async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
-    """Return the groups that any master knows, sorted."""
-    answers = await at_each(
-        await masters(cluster), lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader())
-    )
+async def list_groups(
+    cluster: Cluster, *, include_system: bool, brokers: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return the groups that any master knows, or any of `brokers` (name -> address), sorted."""
+    asked = await masters(cluster) if brokers is None else brokers
+    answers = await at_each(asked, lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader()))
     found = {name for answer in answers.values() for name in decode_subscription_groups(answer.body)}
     if include_system:
         return sorted(found)
@@ -85,10 +87,10 @@ async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
     )
 
 
-async def check_group_exists(cluster: Cluster, group: str) -> None:
+async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError when brokers know no such group. Where an account may not ask, they will say so themselves."""
     try:
-        known = await list_groups(cluster, include_system=True)
+        known = await list_groups(cluster, include_system=True, brokers=brokers)
     except PermissionDenied:
         return
     if wrap(cluster.config.namespace, group) not in known:

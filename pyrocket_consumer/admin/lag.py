@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain
 
 from pyrocket_consumer.admin.groups import check_group_exists
-from pyrocket_consumer.admin.masters import at_each, masters
+from pyrocket_consumer.admin.masters import at_each, cluster_info
 from pyrocket_consumer.admin.topics import list_topics
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.members import GroupMembers, Member, group_members, member_offsets
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.cluster.places import first_and_last
+from pyrocket_consumer.cluster.places import committed_offsets, first_and_last
 from pyrocket_consumer.cluster.reset_record import ResetRecord
-from pyrocket_consumer.config import check_group, check_topic
-from pyrocket_consumer.errors import PermissionDenied, RocketError, RouteNotFound
-from pyrocket_consumer.model import MessageModel, MessageQueue, retry_topic
+from pyrocket_consumer.config import check_group, check_names, check_topic
+from pyrocket_consumer.errors import (
+    ConnectError,
+    ConnectionLost,
+    PermissionDenied,
+    RequestTimeout,
+    RocketError,
+    RouteNotFound,
+)
+from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
 from pyrocket_consumer.wire.bodies import decode_consume_stats
 from pyrocket_consumer.wire.command import GetConsumeStatsHeader
+
+_ROUTES_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,9 @@ class GroupLag:
     When nobody is online, what is committed at the brokers is shown, and `model` is None. Members of a broadcasting
     group keep their offsets themselves: of those only the last reset is known, where it led. `not_known` says of what
     nothing is known at all; it is empty when there is nothing of the kind.
+
+    `missing` are the brokers whose queues have no rows, with the reason: one that does not answer, that has no master
+    now, or that no name server knows (any more), as far as it is known that there is one.
     """
 
     group: str
@@ -64,11 +77,13 @@ class GroupLag:
     rows: tuple[QueueLag, ...]
     unreached: Mapping[str, str] = field(default_factory=dict)
     not_known: str = ""
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the lag of everybody is known."""
-        return not self.unreached and not self.not_known and not any(row.is_above_end for row in self.rows)
+        """Whether the lag of everybody in every queue is known."""
+        told = self.unreached or self.not_known or self.missing
+        return not told and not any(row.is_above_end for row in self.rows)
 
     @property
     def is_known(self) -> bool:
@@ -84,34 +99,102 @@ class GroupLag:
         return max(sums.values(), default=0)
 
 
-async def group_lag(cluster: Cluster, group: str, topic: str | None = None) -> GroupLag:
-    """Return where a group is, in all its topics or in one."""
+class _Survey:
+    """The brokers that answer, address by name, and what is missing: brokers, with the reason, and queues.
+
+    `seen` remembers, from one call to the next, where the queues of a topic were: a name server forgets a broker that
+    was stopped, and then nobody else tells that there is more to consume.
+    """
+
+    def __init__(self, seen: dict[str, frozenset[MessageQueue]]) -> None:
+        self.brokers: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        self._registered: set[str] = set()
+        self._seen = seen
+        self._without: set[MessageQueue] = set()
+
+    async def take(self, cluster: Cluster, group: str, expected: Collection[str]) -> None:
+        """Find out which brokers answer.
+
+        Raises:
+            RocketError: none does.
+        """
+        info = await cluster_info(cluster)
+        self._registered = set(info.brokers)
+        failures: dict[str, RocketError] = {}
+
+        async def ask(name: str) -> None:
+            address = info.brokers[name].addresses.get(MASTER_ID) if name in info.brokers else None
+            try:
+                if address is None:
+                    what = "knows no master of it now" if name in info.brokers else "does not know it"
+                    raise ConnectError(f"broker {name}", f"the name server {what}")
+                await group_members(cluster, group, {name: address})
+                self.brokers[name] = address
+            except (ConnectError, ConnectionLost, RequestTimeout) as error:
+                failures[name] = error
+
+        await for_each(sorted({*info.brokers, *expected}), ask)
+        if failures and not self.brokers:
+            raise next(iter(failures.values()))
+        self.missing = {name: str(error) for name, error in sorted(failures.items())}
+
+    async def queues(self, cluster: Cluster, topics: Collection[str]) -> dict[str, list[MessageQueue]]:
+        """Return the queues of each topic that can be asked about; of one that does not exist none."""
+        routed = await for_each(topics, lambda topic: _queues(cluster, topic), at_once=_ROUTES_AT_ONCE)
+        for topic, queues in routed.items():
+            gone = {
+                queue for queue in self._seen.get(topic, frozenset()) if queue.broker_name not in self._registered
+            }
+            self._seen[topic] = frozenset({*queues, *gone})
+            self._without |= {queue for queue in self._seen[topic] if queue.broker_name not in self.brokers}
+        return {
+            topic: [queue for queue in queues if queue.broker_name in self.brokers] for topic, queues in routed.items()
+        }
+
+    def told(self, namespace: str | None) -> dict[str, str]:
+        """Return the brokers that are missing, with the reason and how many queues they are known to have."""
+        told = dict(self.missing)
+        counts = Counter((queue.broker_name, unwrap(namespace, queue.topic)) for queue in self._without)
+        for name in sorted({broker for broker, _ in counts}):
+            had = ", ".join(f"{count} of {topic}" for (owner, topic), count in sorted(counts.items()) if owner == name)
+            told[name] = f"{told.get(name, 'the name server does not know it any more')}; queues not shown: {had}"
+        return told
+
+
+async def group_lag(
+    cluster: Cluster,
+    group: str,
+    topic: str | None,
+    brokers: Iterable[str],
+    seen: dict[str, frozenset[MessageQueue]],
+) -> GroupLag:
+    """Return where a group is, in all its topics or in one. `brokers` must be there; `seen` is for the next call."""
     namespace = cluster.config.namespace
     check_group(group)
+    expected = check_names("brokers", brokers)
     wire_group = wrap(namespace, group)
     if topic is not None:
         check_topic(topic)
-        route = await cluster.route(wrap(namespace, topic), refresh=True)
-        brokers = {
-            broker: address
-            for broker in sorted({data.broker_name for data in route.queues})
-            if (address := cluster.address(broker, only_this=True)) is not None
-        }
-    else:
-        brokers = await masters(cluster)
-    found = await group_members(cluster, wire_group, brokers)
+        await cluster.route(wrap(namespace, topic), refresh=True)
+    survey = _Survey(seen)
+    await survey.take(cluster, wire_group, expected)
+    if topic is not None:  # other brokers do not matter
+        concerned = {queue.broker_name for queue in await _queues(cluster, wrap(namespace, topic))} | {*expected}
+        survey.missing = {name: reason for name, reason in survey.missing.items() if name in concerned}
+    found = await group_members(cluster, wire_group, survey.brokers)
     if not found.members:
-        await check_group_exists(cluster, group)
+        await check_group_exists(cluster, group, survey.brokers)
     unreached: dict[str, str] = {}
     wire_topic, model, not_known = topic and wrap(namespace, topic), found.model, ""
     if model is MessageModel.BROADCASTING:
-        rows = await _of_members(cluster, wire_group, wire_topic, found, unreached)
+        rows = await _of_members(cluster, wire_group, wire_topic, found, unreached, survey)
     else:
-        rows = await _of_brokers(cluster, wire_group, wire_topic, brokers, found.topics)
+        rows = await _of_brokers(cluster, wire_group, wire_topic, survey, found.topics)
         retry = retry_topic(wire_group)
         if not found.members and all(row.committed is None for row in rows if row.queue.topic != retry):
             # Who has committed nothing is no clustering group, or has never consumed.
-            recorded, unrecorded = await _recorded(cluster, wire_group, wire_topic)
+            recorded, unrecorded = await _recorded(cluster, wire_group, wire_topic, survey)
             not_known = f"nobody of {group} is online, and it has committed nothing"
             if recorded:
                 rows, model = recorded, MessageModel.BROADCASTING
@@ -124,7 +207,7 @@ async def group_lag(cluster: Cluster, group: str, topic: str | None = None) -> G
         for row in sorted(rows, key=lambda row: (row.member or "", row.queue))
     )  # fmt: skip
     members = tuple(member.client_id for member in found.members)
-    return GroupLag(group, model, members, outward, unreached, not_known)
+    return GroupLag(group, model, members, outward, unreached, not_known, survey.told(namespace))
 
 
 def _outward(namespace: str | None, queue: MessageQueue) -> MessageQueue:
@@ -132,28 +215,25 @@ def _outward(namespace: str | None, queue: MessageQueue) -> MessageQueue:
 
 
 async def _of_brokers(
-    cluster: Cluster, group: str, topic: str | None, brokers: Mapping[str, str], subscribed: Collection[str]
+    cluster: Cluster, group: str, topic: str | None, survey: _Survey, subscribed: Collection[str]
 ) -> list[QueueLag]:
     """Return the rows of what is committed, and of what is there to consume though nothing is committed for it.
 
     A broker tells only of topics in which the group has committed something there.
     """
-    answers = await at_each(brokers, lambda address: cluster.call(address, GetConsumeStatsHeader(group, topic)))
+    answers = await at_each(survey.brokers, lambda address: cluster.call(address, GetConsumeStatsHeader(group, topic)))
     stats = {
         queue: facts for answer in answers.values() for queue, facts in decode_consume_stats(answer.body).queues.items()
     }
     topics = {topic} if topic else {queue.topic for queue in stats} | {*subscribed, retry_topic(group)}
-    there = await for_each(topics, lambda name: _queues(cluster, name))
-
-    async def committed(queue: MessageQueue) -> int | None:
-        if queue in stats and stats[queue].consumer_offset:
-            return stats[queue].consumer_offset
-        # Brokers report 0 for what was never committed, too.
-        return await cluster.broker(queue.broker_name).query_offset(group, queue, set_zero_if_not_found=False)
-
-    exist = {queue for queue in stats if there.get(queue.topic)}
-    offsets = await for_each({*exist, *chain.from_iterable(there.values())}, committed)
-    ends = await _ends(cluster, offsets)  # asked after what is committed, which moves on
+    there = await survey.queues(cluster, topics)
+    offsets: dict[MessageQueue, int | None] = {
+        queue: facts.consumer_offset for queue, facts in stats.items() if there.get(queue.topic)
+    }
+    # Brokers report 0 for what was never committed, too.
+    unsure = [queue for queue in {*offsets, *chain.from_iterable(there.values())} if not offsets.get(queue)]
+    offsets |= await committed_offsets(cluster, group, unsure)
+    ends = await first_and_last(cluster, offsets)  # asked after what is committed, which moves on
     rows = [
         QueueLag(queue, offsets[queue], low, high, None, _time(stats[queue].last_timestamp) if queue in stats else None)
         for queue, (low, high) in ends.items()
@@ -162,9 +242,9 @@ async def _of_brokers(
 
 
 async def _queues(cluster: Cluster, topic: str) -> list[MessageQueue]:
-    """Return the queues of a topic that can be read; none of one that does not exist."""
+    """Return the queues of a topic that can be read, as they are now; none of one that does not exist."""
     try:
-        return (await cluster.route(topic)).consume_queues()
+        return (await cluster.route(topic, refresh=True)).consume_queues()
     except RouteNotFound:
         return []
 
@@ -174,7 +254,7 @@ OFFLINE = "(offline)"
 
 
 async def _recorded(
-    cluster: Cluster, group: str, topic: str | None
+    cluster: Cluster, group: str, topic: str | None, survey: _Survey
 ) -> tuple[list[QueueLag], list[MessageQueue]]:
     """Return where resets have led members that are offline, and the queues of those topics that were never reset."""
     namespace = cluster.config.namespace
@@ -184,8 +264,8 @@ async def _recorded(
         names = []
     targets: dict[MessageQueue, int] = {}
     without: list[MessageQueue] = []
-    for name in [topic] if topic is not None else [wrap(namespace, each) for each in names]:
-        queues = await _queues(cluster, name)
+    wanted = [topic] if topic is not None else [wrap(namespace, each) for each in names]
+    for name, queues in (await survey.queues(cluster, wanted)).items():
         found: dict[MessageQueue, int] = {}
         for broker_name in sorted({queue.broker_name for queue in queues}):
             record = ResetRecord(cluster, group, name, broker_name)
@@ -203,7 +283,8 @@ def _time(at_ms: int) -> datetime | None:
 
 
 async def _of_members(
-    cluster: Cluster, group: str, topic: str | None, found: GroupMembers, unreached: dict[str, str]
+    cluster: Cluster, group: str, topic: str | None, found: GroupMembers, unreached: dict[str, str],
+    survey: _Survey,
 ) -> list[QueueLag]:
     tables: dict[str, dict[MessageQueue, int]] = {}
 
@@ -214,7 +295,7 @@ async def _of_members(
             unreached[member.client_id] = str(error)
 
     await for_each(found.members, ask, at_once=8)
-    ends = await _ends(cluster, {queue for table in tables.values() for queue in table})
+    ends = await _ends(cluster, {queue for table in tables.values() for queue in table}, survey)
     return [
         QueueLag(queue, offset, *ends[queue], client_id)
         for client_id, table in tables.items()
@@ -223,9 +304,12 @@ async def _of_members(
     ]
 
 
-async def _ends(cluster: Cluster, queues: Iterable[MessageQueue]) -> dict[MessageQueue, tuple[int, int]]:
+async def _ends(
+    cluster: Cluster, queues: Iterable[MessageQueue], survey: _Survey
+) -> dict[MessageQueue, tuple[int, int]]:
     """Return min and max of those queues that exist: members remember topics that were deleted since."""
     asked = list(queues)
-
-    there = await for_each({queue.topic for queue in asked}, lambda topic: _queues(cluster, topic))
-    return await first_and_last(cluster, [queue for queue in asked if there[queue.topic]])
+    there = await survey.queues(cluster, {queue.topic for queue in asked})
+    return await first_and_last(
+        cluster, [queue for queue in asked if there[queue.topic] and queue.broker_name in survey.brokers]
+    )

@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
         prog="pyrocket",
         description="Apache RocketMQ from the shell: a demo, consuming and producing, offsets, a broker for tests.",
         epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 a check failed: a message was lost, a lag is above "
-        "--max or not known, or a reset is not verified.",
+        "--max or not known, a broker is missing, or a reset is not verified.",
     )
     top.add_argument("--version", action="version", version=f"pyrocket-consumer {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -90,6 +90,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     lag.add_argument(
         "--max", type=whole, metavar="N", help="exit with code 3 when a topic's lag is above N, or not known"
     )
+    for command in (show, lag):
+        command.add_argument(
+            "--broker", action="append", default=[], metavar="NAME",
+            help="exit with code 3 when this broker is not there: name servers forget those that stop; repeatable",
+        )  # fmt: skip
     reset.add_argument(
         "--to", type=place, metavar="PLACE", help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z"
     )
@@ -140,10 +145,10 @@ def _print_json(value: object) -> None:
 
 def run_show(options: argparse.Namespace) -> int:
     with _admin(options) as admin:
-        found = admin.offsets(options.group, options.topic)
+        found = admin.offsets(options.group, options.topic, brokers=options.broker)
     if options.output == "json":
         _print_json(_lag_as_json(found))
-        return 0
+        return 3 if found.missing else 0
     if not found.rows:
         print(f"{options.group} has no offset in {options.topic}{_online(found)}")
         return _tell_unreached(found)
@@ -162,10 +167,10 @@ def run_show(options: argparse.Namespace) -> int:
 
 def run_lag(options: argparse.Namespace) -> int:
     with _admin(options) as admin:
-        found = admin.lag(options.group)
+        found = admin.lag(options.group, brokers=options.broker)
     totals = _by_topic(found)
     too_far = options.max is not None and (not found.is_complete or any(each[-1] > options.max for each in totals))
-    code = 3 if too_far else 0
+    code = 3 if too_far or found.missing else 0
     if options.output == "json":
         _print_json(_lag_as_json(found))
         return code
@@ -193,6 +198,8 @@ def _online(found: GroupLag) -> str:
 
 
 def _tell_unreached(found: GroupLag) -> int:
+    for broker, reason in found.missing.items():
+        print(f"  {broker} is missing: {reason}", file=sys.stderr)
     for client_id, reason in found.unreached.items():
         print(f"  {client_id} did not tell: {reason}", file=sys.stderr)
     if found.not_known:
@@ -204,7 +211,7 @@ def _tell_unreached(found: GroupLag) -> int:
                 "a member that stays online corrects it, or a reset does",
                 file=sys.stderr,
             )
-    return 0
+    return 3 if found.missing else 0
 
 
 def _time(at: datetime | None) -> str:
@@ -220,7 +227,8 @@ def _lag_as_json(found: GroupLag) -> dict[str, Any]:
         "group": found.group,
         "model": found.model,
         "members": list(found.members),
-        "lag": found.total if found.is_known else None,
+        "lag": found.total if found.is_known and not found.missing else None,
+        "missing": dict(found.missing),
         "unreached": dict(found.unreached),
         "not_known": found.not_known or None,
         "queues": [

@@ -199,6 +199,32 @@ class Broker:
         offset = OffsetResponseHeader.from_fields(answer.fields).offset
         return offset if offset >= 0 else None  # a negative one can be stored, and means none
 
+    async def query_offsets(
+        self, group: str, queues: Collection[MessageQueue]
+    ) -> dict[MessageQueue, int | RocketError | None]:
+        """Return for each queue what `query_offset` does without zeros, or its error. All are asked at once.
+
+        Raises:
+            ConnectError: nothing was asked.
+        """
+        wanted = list(queues)
+        commands = [
+            request(QueryConsumerOffsetHeader(group, queue.topic, queue.queue_id, False, self.name)) for queue in wanted
+        ]
+        answers = await self._cluster.call_each(await self._address(wanted[0].topic), commands) if wanted else []
+        found: dict[MessageQueue, int | RocketError | None] = {}
+        for queue, answer in zip(wanted, answers, strict=True):
+            if isinstance(answer, RocketError):
+                nothing = isinstance(answer, BrokerError) and answer.code == ResponseCode.QUERY_NOT_FOUND
+                found[queue] = None if nothing else answer
+                continue
+            try:
+                offset = OffsetResponseHeader.from_fields(answer.fields).offset
+                found[queue] = offset if offset >= 0 else None
+            except ProtocolError as error:
+                found[queue] = error
+        return found
+
     async def commit_offset(self, group: str, queue: MessageQueue, offset: int) -> bool:
         """Store `offset` as the next of `queue` for `group` to consume; return when the broker has acknowledged it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import TypeVar
 
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.cluster import Cluster
@@ -23,7 +24,7 @@ TOOLS_GROUP = "TOOLS_CONSUMER"
 _QUEUES_AT_ONCE = 200
 """Of one broker; so many answers are waited for together."""
 
-_Ask = Callable[[Broker, Collection[MessageQueue]], Awaitable[Mapping[MessageQueue, int | RocketError]]]
+V = TypeVar("V", int, int | None)
 
 
 def check_to(to: object) -> Place | dict[MessageQueue, int]:
@@ -92,29 +93,48 @@ async def first_and_last(cluster: Cluster, queues: Collection[MessageQueue]) -> 
     return {queue: (first[queue], last[queue]) for queue in queues}
 
 
+async def committed_offsets(
+    cluster: Cluster, group: str, queues: Iterable[MessageQueue]
+) -> dict[MessageQueue, int | None]:
+    """Return what `group` has committed for each queue, None for nothing, as far as brokers tell that from 0.
+
+    Raises:
+        RocketError: as `offsets_at`.
+    """
+
+    async def ask(broker: Broker, some: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError | None]:
+        return await broker.query_offsets(group, some)
+
+    return await _asked(cluster, queues, ask, "the committed offsets are")
+
+
 def nearest_held(offset: int, first: int, last: int) -> int:
     """Return the offset nearest to `offset` at which a queue that holds `first` to `last` can be read."""
     return min(max(offset, first), max(first, last))
 
 
 async def _asked(
-    cluster: Cluster, queues: Iterable[MessageQueue], ask: _Ask, what: str
-) -> dict[MessageQueue, int]:
+    cluster: Cluster,
+    queues: Iterable[MessageQueue],
+    ask: Callable[[Broker, Collection[MessageQueue]], Awaitable[Mapping[MessageQueue, V | RocketError]]],
+    what: str,
+) -> dict[MessageQueue, V]:
     """Return what `ask` gives for the queues of each broker; `what` is not known where it gives an error."""
     by_broker: dict[str, list[MessageQueue]] = {}
     for queue in queues:
         by_broker.setdefault(queue.broker_name, []).append(queue)
     failed: dict[str, RocketError] = {}
 
-    async def of(name: str) -> dict[MessageQueue, int]:
-        found: dict[MessageQueue, int] = {}
+    async def of(name: str) -> dict[MessageQueue, V]:
+        found: dict[MessageQueue, V] = {}
         try:
             for begin in range(0, len(by_broker[name]), _QUEUES_AT_ONCE):
                 some = by_broker[name][begin : begin + _QUEUES_AT_ONCE]
                 for queue, offset in (await ask(cluster.broker(name), some)).items():
                     if isinstance(offset, RocketError):
                         raise offset
-                    found[queue] = max(0, offset)  # a broker says -1 of a queue it does not have yet
+                    # A broker says -1 of a queue it does not have yet.
+                    found[queue] = offset if offset is None else max(0, offset)
         except RocketError as error:
             failed[name] = error
         return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.errors import ConnectError
+from pyrocket_consumer.testing import EmbeddedCluster, delay
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
 from tests.resetting import fill, queue, reset, wait_until_seen
@@ -132,3 +134,90 @@ def test_json_has_no_number_for_what_is_not_known(embedded, capsys):
     assert main(["offsets", "lag", "G", "-o", "json", "-n", embedded.name_server]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["lag"], "nobody of G is online" in shown["not_known"]) == (None, True)
+
+
+# --- brokers that are away
+
+
+@pytest.fixture
+def pair():
+    """Two brokers, five messages in each of their queues of T, of which G has consumed those of broker-a."""
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic("T", queues=1)
+        fill(cluster, "T", 10)
+        for name, committed in (("broker-a", 5), ("broker-b", 2)):
+            cluster.broker(name).create_group("G")
+            cluster.broker(name).commit("G", "T", {0: committed})
+        yield cluster
+
+
+@pytest.mark.parametrize("keep_route", [True, False], ids=["registered", "forgotten"])
+@pytest.mark.parametrize("ask", [Admin.lag, lambda admin, group: admin.offsets(group, "T")], ids=["lag", "offsets"])
+def test_the_queues_of_a_broker_that_went_away_are_told(pair, ask, keep_route):
+    with Admin(name_server=pair.name_server) as admin:
+        assert (ask(admin, "G").total, ask(admin, "G").is_complete) == (3, True)
+        pair.broker("broker-b").stop(keep_route=keep_route)
+        for found in (ask(admin, "G"), ask(admin, "G")):
+            assert [(row.queue, row.lag) for row in found.rows] == [(queue("T", 0), 0)]
+            assert (list(found.missing), found.is_complete) == (["broker-b"], False)
+            assert ("not know it any more" in found.missing["broker-b"]) is not keep_route
+            assert found.missing["broker-b"].endswith("; queues not shown: 1 of T")
+        pair.broker("broker-b").start()
+        assert (ask(admin, "G").total, ask(admin, "G").is_complete) == (3, True)
+
+
+def test_a_broker_that_must_be_there_and_is_not_is_told(pair):
+    pair.broker("broker-b").stop()
+    with Admin(name_server=pair.name_server) as admin:
+        assert admin.lag("G", brokers=["broker-a"]).is_complete
+        found = admin.lag("G", brokers=["broker-a", "broker-b"])
+        assert (list(found.missing), "does not know it" in found.missing["broker-b"]) == (["broker-b"], True)
+
+
+def test_when_no_broker_answers_it_is_an_error(pair):
+    for name in ("broker-a", "broker-b"):
+        pair.broker(name).stop(keep_route=True)
+    with Admin(name_server=pair.name_server) as admin, pytest.raises(ConnectError):
+        admin.lag("G")
+
+
+def test_a_broadcasting_member_is_shown_without_the_broker_that_is_away(pair, tmp_path):
+    with consuming(pair, "T", "B", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        with Admin(name_server=pair.name_server) as admin:
+            until(lambda: len(admin.lag("B").rows) == 2, "it tells of both")
+            pair.broker("broker-b").stop(keep_route=True)
+            found = admin.lag("B")
+            assert [row.queue for row in found.rows] == [queue("T", 0)]
+            assert (list(found.missing), found.is_complete) == (["broker-b"], False)
+
+
+@pytest.mark.parametrize("what", [["lag", "G"], ["show", "G", "T"]], ids=" ".join)
+def test_the_shell_tells_of_missing_brokers_and_ends_with_3(pair, capsys, what):
+    command = ["offsets", *what, "-n", pair.name_server]
+    assert main([*command, "--broker", "broker-a", "--broker", "broker-b"]) == 0
+    pair.broker("broker-b").stop(keep_route=True)
+    capsys.readouterr()
+    assert main(command) == 3
+    assert "broker-b is missing: cannot connect to " in capsys.readouterr().err
+    assert main([*command, "-o", "json"]) == 3
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["lag"], list(shown["missing"])) == (None, ["broker-b"])
+    pair.broker("broker-b").start()
+    pair.broker("broker-b").stop()
+    assert main([*command, "--broker", "broker-b"]) == 3
+    assert "broker-b is missing: " in capsys.readouterr().err
+
+
+def test_a_thousand_queues_of_slow_brokers_are_asked_together():
+    with EmbeddedCluster() as cluster, Admin(name_server=cluster.name_server) as admin:
+        cluster.create_topic("T", queues=1000)
+        cluster.send("T", b"one")
+        cluster.broker("broker-a").create_group("G")
+        cluster.broker("broker-a").commit("G", "T", dict.fromkeys(range(10), 0))
+        cluster.broker("broker-a").on(None, delay(0.1), times=None)
+        began = time.monotonic()
+        found = admin.lag("G")
+        took_s = time.monotonic() - began
+        assert (found.total, found.is_complete) == (1, True)
+        assert took_s < 5, "one after the other it is 100 s, sixteen at once 6 s"
