@@ -31,6 +31,7 @@ from pyrocket_consumer.spark.patience import Patience
 from pyrocket_consumer.wire.subscription import ALL, SQL92, parse_subscription
 
 T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
 
 DEFAULT_GROUP = "pyrocket-spark"
 """The group in whose name queues are read when the user names none; it has no progress."""
@@ -41,9 +42,9 @@ LATEST = -1
 NAMES = (
     "nameServer", "subscribe", "topic", "subscribePattern", "assign", "tags", "subExpression", "sqlFilter",
     "startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp", "consumerGroup", "commitOffsets",
-    "failOnDataLoss", "failOnUnreachable", "maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay",
-    "minPartitions", "maxPartitions", "minRecordsPerPartition", "maxRecordsPerPartition", "pullBatchSize",
-    "pullsInFlight",
+    "failOnDataLoss", "failOnUnreachable", "damagedBodies", "maxOffsetsPerTrigger", "minOffsetsPerTrigger",
+    "maxTriggerDelay", "minPartitions", "maxPartitions", "minRecordsPerPartition", "maxRecordsPerPartition",
+    "pullBatchSize", "pullsInFlight",
     "requestTimeoutMs", "readTimeoutMs", "retries", "planningIntervalMs", "accessKey", "secretKey", "securityToken",
     "namespace", "tls", "tlsCaFile", "sendTimeoutMs", "sendRetries", "maxInFlight", "maxMessageBytes",
     "acceptDegraded", "autoCreateTopic", "dedupProperties",
@@ -71,6 +72,14 @@ _UNITS_S = {
     **dict.fromkeys(("h", "hour", "hours"), 3600.0),
     **dict.fromkeys(("d", "day", "days"), 86400.0),
 }
+
+
+class DamagedBodies(StrEnum):
+    """What becomes of a message whose body cannot be unpacked."""
+
+    FAIL = "fail"
+    SKIP = "skip"
+    RAW = "raw"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +129,7 @@ class ReadOptions:
     pulls_in_flight: int = 16
     fail_on_data_loss: bool = True
     read_timeout_s: float = 120.0
+    damaged_bodies: DamagedBodies = DamagedBodies.FAIL
 
     def patience(self, clock: Callable[[], float] = time.monotonic) -> Patience:
         """Return how long to try again what heals: nobody answers, or says that it cannot just now."""
@@ -321,6 +331,7 @@ def _source(given: _Given) -> SourceOptions:
             pull_batch_size=given.whole("pullBatchSize", 32, 1, 1024),
             pulls_in_flight=given.whole("pullsInFlight", 16, 1, 1024),
             fail_on_data_loss=given.flag("failOnDataLoss", True),
+            damaged_bodies=given.choice("damagedBodies", DamagedBodies.FAIL),
             read_timeout_s=given.whole("readTimeoutMs", 120_000, 10, 86_400_000) / 1000,
         ),
         topics=topics,
@@ -564,6 +575,13 @@ class _Given:
         if word not in ("true", "false"):
             raise ConfigError(f"option {name}={text!r} is not allowed; give true or false")
         return word == "true"
+
+    def choice(self, name: str, default: E) -> E:
+        text, kind = self.text(name), type(default)
+        try:
+            return default if text is None else kind(text.strip().lower())
+        except ValueError:
+            raise ConfigError(f"option {name}={text!r} is not allowed; give {', '.join(kind)}") from None
 
     def duration_s(self, name: str, default: float) -> float:
         text = self.text(name)

@@ -19,8 +19,9 @@ import pyarrow as pa
 
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, ProtocolError, RocketError
+from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.net.direct import DirectConnection, IdleConnections
-from pyrocket_consumer.spark.options import ReadOptions
+from pyrocket_consumer.spark.options import DamagedBodies, ReadOptions
 from pyrocket_consumer.spark.patience import WORTH_A_WARNING
 from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed
 from pyrocket_consumer.spark.ranges import QueueRange
@@ -40,6 +41,7 @@ QUEUES_AT_ONCE = 16
 """So many queues of a task are pulled from at once; the others follow when these are done."""
 
 _FIRST_ANSWER_BYTES = 1024 * 1024  # what a first answer is taken for, until one has come
+_MOST_NAMED = 5  # damaged bodies, in the log
 _LOOK_EVERY_S = 0.02  # whether a broker was found, while answers may come as well
 _LONGEST_WAIT_S = 5.0
 _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
@@ -55,22 +57,50 @@ def read_ranges(
 
     Raises:
         DataLoss: messages are gone, and `options.fail_on_data_loss` says that this is an error.
-        ReadFailed: a broker could not be reached, or refused, through all retries; or a record is damaged.
+        ReadFailed: a broker could not be reached, or refused, through all retries; or a record is damaged, or a body,
+            and `options.damaged_bodies` says that this is an error.
         ConfigError: a body is compressed in a way whose package is not installed here.
     """
     wanted = [each for each in ranges if len(each)]
     if not wanted:
         return
     reading = _Reading(_cluster(options), wanted, options)
+    damaged = _Damaged(options.damaged_bodies)
     try:
         for pulled in reading.portions():
             try:
-                yield from record_batches(pulled, columns, options.selector.tags)
+                yield from record_batches(pulled, columns, options.selector.tags, damaged.instead)
             except ProtocolError as error:
                 places = ", ".join(str(QueueRange(each.queue, each.begin, each.end)) for each in pulled)
                 raise ReadFailed(places, 1, f"a record is damaged: {error}") from error
     finally:
         reading.stop()
+        damaged.tell()
+
+
+class _Damaged:
+    """What becomes of bodies that cannot be unpacked; a task tells of all of them in one line."""
+
+    def __init__(self, what: DamagedBodies) -> None:
+        self._what = what
+        self._count = 0
+        self._first = list[str]()
+
+    def instead(self, queue: MessageQueue, offset: int, stored: bytes, error: ProtocolError) -> bytes | None:
+        place = f"{queue} at offset {offset}"
+        if self._what is DamagedBodies.FAIL:
+            remedy = "with the option damagedBodies=skip such messages are left out, with raw they are given as stored"
+            raise ReadFailed(place, 1, f"its body cannot be unpacked: {error}; {remedy}") from error
+        self._count += 1
+        if len(self._first) < _MOST_NAMED:
+            self._first.append(f"{place} ({error})")
+        return stored if self._what is DamagedBodies.RAW else None
+
+    def tell(self) -> None:
+        if self._count:
+            done = "given as stored" if self._what is DamagedBodies.RAW else "left out"
+            more = f" and {self._count - len(self._first)} more" if self._count > len(self._first) else ""
+            log.warning("%d damaged bodies were %s: %s%s", self._count, done, ", ".join(self._first), more)
 
 
 def _cluster(options: ReadOptions) -> Cluster:

@@ -16,12 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.compression import decompress
 from pyrocket_consumer.wire.frame import Extent
 from pyrocket_consumer.wire.ids import decode_host
-from pyrocket_consumer.wire.message import Message, decode_messages
+from pyrocket_consumer.wire.message import Message, decode_messages, stored_body
 from pyrocket_consumer.wire.properties import PropertyName
 
 MAX_BODY_BYTES_OF_BATCH = 16 * 1024 * 1024
@@ -65,8 +66,19 @@ class PulledRecords:
     end: int
 
 
+Instead = Callable[[MessageQueue, int, bytes, ProtocolError], bytes | None]
+"""Gives what stands for a body that cannot be unpacked, by queue, offset, what is stored, and why; None for no row."""
+
+
+def _refused(queue: MessageQueue, offset: int, stored: bytes, error: ProtocolError) -> bytes | None:
+    raise ProtocolError(f"{queue} at offset {offset}: {error}") from error
+
+
 def record_batches(
-    pulled: Sequence[PulledRecords], columns: pa.Schema, tags: frozenset[str] = frozenset()
+    pulled: Sequence[PulledRecords],
+    columns: pa.Schema,
+    tags: frozenset[str] = frozenset(),
+    instead: Instead = _refused,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the messages in `pulled` as rows of `columns`, in order; only those with one of `tags`, if there are any.
 
@@ -75,18 +87,18 @@ def record_batches(
     the Spark source, see `COLUMNS`; only those asked for are made. A time that is no date is null.
 
     Raises:
-        ProtocolError: a record is damaged.
+        ProtocolError: a record is damaged, or a body, and nothing is given `instead`: that names its queue and offset.
         ConfigError: a body is compressed in a way whose package is not installed; the text has the pip command.
     """
     rows: _Columnar | _Rows
     try:
         rows = _Columnar(pulled)
         rows.choose(tags)
-        yield from rows.batches(columns)
+        yield from rows.batches(columns, instead)
     except _IrregularError:
-        rows = _Rows(pulled)
+        rows = _Rows(pulled, instead)
         rows.choose(tags)
-        yield from rows.batches(columns)
+        yield from rows.batches(columns, instead)
 
 
 class _IrregularError(Exception):
@@ -126,11 +138,15 @@ COLUMNS = tuple(_VALUES)
 class _Rows:
     """Messages, one object each: for records that numpy cannot read, and for few."""
 
-    def __init__(self, pulled: Sequence[PulledRecords]) -> None:
+    def __init__(self, pulled: Sequence[PulledRecords], instead: Instead) -> None:
+        def packed(batch: Message, error: ProtocolError) -> Message | None:
+            given = instead(batch.queue, batch.queue_offset, stored_body(batch), error)
+            return None if given is None else batch  # whose body is what is stored
+
         self._messages = [
             message
             for answer in pulled
-            for message in decode_messages(bytes(answer.records), answer.queue)
+            for message in decode_messages(bytes(answer.records), answer.queue, packed)
             if answer.begin <= message.queue_offset < answer.end
         ]
 
@@ -138,20 +154,26 @@ class _Rows:
         if tags:
             self._messages = [message for message in self._messages if message.tags in tags]
 
-    def batches(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def batches(self, columns: pa.Schema, instead: Instead) -> Iterator[pa.RecordBatch]:
+        def body(message: Message) -> bytes | None:
+            try:
+                return message.body
+            except ProtocolError as error:
+                return instead(message.queue, message.queue_offset, stored_body(message), error)
+
         messages = self._messages
         arrays = {
             field.name: pa.array([_VALUES[field.name](each) for each in messages], field.type)
             for field in columns
             if field.name != "body"
         }
-        yield from _cut(columns, arrays, len(messages), (message.body for message in messages))
+        yield from _cut(columns, arrays, len(messages), map(body, messages))
 
 
 def _cut(
-    columns: pa.Schema, arrays: dict[str, pa.Array], count: int, bodies: Iterable[bytes]
+    columns: pa.Schema, arrays: dict[str, pa.Array], count: int, bodies: Iterable[bytes | None]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of `arrays` and the column of bodies, each with not too many bytes of them."""
+    """Yield batches of `arrays` and the column of bodies, each with not too many bytes of them; no row without body."""
     if "body" not in columns.names:
         if count:
             yield pa.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=columns)
@@ -159,18 +181,23 @@ def _cut(
     kind, first = columns.field("body").type, 0
     for run in _runs(bodies):
         part = {name: array.slice(first, len(run)) for name, array in arrays.items()} | {"body": pa.array(run, kind)}
-        yield pa.RecordBatch.from_arrays([part[name] for name in columns.names], schema=columns)
+        batch = pa.RecordBatch.from_arrays([part[name] for name in columns.names], schema=columns)
+        if None in run:
+            batch = batch.filter(batch.column("body").is_valid())
+        if batch.num_rows:
+            yield batch
         first += len(run)
 
 
-def _runs(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
-    run, held = list[bytes](), 0
+def _runs(bodies: Iterable[bytes | None]) -> Iterator[list[bytes | None]]:
+    run, held = list[bytes | None](), 0
     for body in bodies:
-        if run and held + len(body) > MAX_BODY_BYTES_OF_BATCH:
+        size = len(body) if body is not None else 0
+        if run and held + size > MAX_BODY_BYTES_OF_BATCH:
             yield run
             run, held = [], 0
         run.append(body)
-        held += len(body)
+        held += size
     if run:
         yield run
 
@@ -237,7 +264,7 @@ class _Columnar:
             chosen = pc.is_in(found, value_set=pa.array([tag.encode() for tag in tags], pa.binary()))
             self._keep(chosen.to_numpy(zero_copy_only=False))
 
-    def batches(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def batches(self, columns: pa.Schema, instead: Instead) -> Iterator[pa.RecordBatch]:
         if not len(self._starts):
             return
         packed = "body" in columns.names and (self._flags & SysFlag.COMPRESSED).any()
@@ -247,14 +274,20 @@ class _Columnar:
             if not packed or field.name != "body"
         }
         if packed:
-            yield from _cut(columns, arrays, len(self._starts), self._unpacked_bodies())
+            yield from _cut(columns, arrays, len(self._starts), self._unpacked_bodies(instead))
         else:
             yield pa.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=columns)
 
-    def _unpacked_bodies(self) -> Iterator[bytes]:
+    def _unpacked_bodies(self, instead: Instead) -> Iterator[bytes | None]:
         parts = (each.tolist() for each in (self._body, self._body_end, self._flags))
-        for start, end, flag in zip(*parts, strict=True):
-            yield decompress(bytes(self._data[start:end]), flag)
+        for row, (start, end, flag) in enumerate(zip(*parts, strict=True)):
+            stored = bytes(self._data[start:end])
+            try:
+                body: bytes | None = decompress(stored, flag)
+            except ProtocolError as error:
+                queue = self._pulled[self._answer[row]].queue
+                body = instead(queue, int(self._head["queue_offset"][row]), stored, error)
+            yield body
 
     # --- columns; each takes the Arrow type wanted
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -285,10 +285,21 @@ class Message:
         return find_property(self._data, self._properties_start(), self._end, name)
 
 
-def decode_messages(data: bytes, queue: MessageQueue | None = None) -> list[Message]:
+def stored_body(message: Message) -> bytes:
+    """Return a message's body as it is stored: compressed, if `sys_flag` says so."""
+    return message._data[message._start + _FIXED[message.sys_flag & _HOSTS_V6].size : message._body_end]
+
+
+def decode_messages(
+    data: bytes,
+    queue: MessageQueue | None = None,
+    packed: Callable[[Message, ProtocolError], Message | None] | None = None,
+) -> list[Message]:
     """Return the messages in the body of a pull's answer, in order; inner batches are unpacked.
 
-    `queue` is the one pulled from; without it each message names the queue in its record, with no broker name.
+    `queue` is the one pulled from; without it each message names the queue in its record, with no broker name. What
+    `packed` gives for an inner batch that cannot be unpacked stands for it, as one message or none; without it that is
+    an error.
 
     Raises:
         ProtocolError: not a sequence of records. Damage inside a record raises when that part is read.
@@ -302,7 +313,7 @@ def decode_messages(data: bytes, queue: MessageQueue | None = None) -> list[Mess
         total, magic, queue_offset, sys_flag, body_length = glance(data, start)
         end, body_end = start + total, start + 88 + body_length
         if magic != _MAGIC_V1 or sys_flag & _UNUSUAL:
-            end, unpacked = _decode_unusual(data, start, queue, messages, unpacked)
+            end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, packed)
         elif body_end + 3 <= end <= size:
             message = Message()
             message.queue_offset = queue_offset
@@ -325,7 +336,12 @@ def decode_messages(data: bytes, queue: MessageQueue | None = None) -> list[Mess
 
 
 def _decode_unusual(
-    data: bytes, start: int, queue: MessageQueue | None, messages: list[Message], unpacked: int
+    data: bytes,
+    start: int,
+    queue: MessageQueue | None,
+    messages: list[Message],
+    unpacked: int,
+    packed: Callable[[Message, ProtocolError], Message | None] | None,
 ) -> tuple[int, int]:
     """Add the messages of a record with IPv6 hosts, a long topic or an inner batch.
 
@@ -335,11 +351,19 @@ def _decode_unusual(
     if message.sys_flag & _UNPACK != _UNPACK:
         messages.append(message)
         return message._end, unpacked
-    for record in _unpack(message):
-        unpacked += len(record)
-        if unpacked > MAX_BODY_BYTES:  # a few bytes can hold millions of items
-            raise ProtocolError(f"record at {start}: inner batches hold more than {MAX_BODY_BYTES} bytes of records")
-        messages.append(_message_at(record, 0, queue))
+    items = list[Message]()
+    try:
+        for record in _unpack(message):
+            unpacked += len(record)
+            if unpacked > MAX_BODY_BYTES:  # a few bytes can hold millions of items
+                raise ProtocolError(f"inner batches hold more than {MAX_BODY_BYTES} bytes of records")
+            items.append(_message_at(record, 0, queue))
+    except ProtocolError as error:
+        if packed is None:
+            raise ProtocolError(f"record at {start}, inner batch at offset {message.queue_offset}: {error}") from error
+        instead = packed(message, error)
+        items = [] if instead is None else [instead]
+    messages += items
     return message._end, unpacked
 
 

@@ -214,6 +214,7 @@ WRONG = [
     ("retries", "0", "from 1", {}),
     ("readTimeoutMs", "0", "from 10", {}),
     ("failOnUnreachable", "", "empty", {}),
+    ("damagedBodies", "leave", "give fail, skip, raw", {}),
     ("planningIntervalMs", "-1", "from 0", {}),
     ("secretKey", "k", "accessKey is missing", {}),
     ("accessKey", "k", "secretKey is missing", {}),

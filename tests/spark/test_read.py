@@ -16,7 +16,7 @@ from pyrocket_consumer.config import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.spark import read
 from pyrocket_consumer.spark.data_loss import DataLoss
-from pyrocket_consumer.spark.options import ClientOptions, ReadOptions
+from pyrocket_consumer.spark.options import ClientOptions, DamagedBodies, ReadOptions
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.read import ReadFailed, read_ranges
 from pyrocket_consumer.spark.schema import READ_SCHEMA, arrow_schema
@@ -31,7 +31,7 @@ from pyrocket_consumer.testing import (
     drop_answer,
     rewrite,
 )
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.wire.message import BatchItem, StoredMessage, encode_batch, encode_message
 from pyrocket_consumer.wire.subscription import parse_subscription
 
@@ -492,6 +492,64 @@ def test_a_damaged_record_fails_the_task_and_names_the_place(embedded, broker, t
     broker.on(PULL, rewrite(damage), times=None)
     with pytest.raises(ReadFailed, match=rf"{topic}/broker-a/0\[0, 32\).* a record is damaged: "):
         offsets(embedded, wanted(topic, 0, 40))
+
+
+def damaged(broker, topic, count, *places):
+    """Have pulls answered with messages of which some have bodies that cannot be unpacked."""
+    bodies = [(b"no zlib", SysFlag.COMPRESSED) if number in places else (b"fine", 0) for number in range(count)]
+    records = b"".join(
+        encode_message(StoredMessage(topic, body, queue_offset=number, sys_flag=flag))
+        for number, (body, flag) in enumerate(bodies)
+    )
+    fields = place(count, 0, count)
+    broker.on(PULL, answer(ResponseCode.SUCCESS, "FOUND", fields, records), times=None)
+
+
+@pytest.mark.parametrize("count", [8, 100])  # row by row, and column by column
+def test_a_body_that_cannot_be_unpacked_fails_the_task_and_names_its_offset(embedded, broker, topic, count):
+    damaged(broker, topic, count, 5, 7)
+    text = rf"reading {topic}/broker-a/0 at offset 5 failed .*its body cannot be unpacked: .*damagedBodies=skip"
+    with pytest.raises(ReadFailed, match=text):
+        rows(embedded, wanted(topic, 0, count), columns=("queueOffset", "body"))
+    assert offsets(embedded, wanted(topic, 0, count)) == list(range(count))  # no body is unpacked that nobody wants
+
+
+@pytest.mark.parametrize("count", [8, 100])
+def test_bodies_that_cannot_be_unpacked_are_left_out_if_wanted_and_told_once(embedded, broker, topic, count, caplog):
+    damaged(broker, topic, count, 5, 7)
+    with caplog.at_level(logging.WARNING, "pyrocket_consumer.spark"):
+        skip = {"columns": ("queueOffset", "body"), "damaged_bodies": DamagedBodies.SKIP}
+        found = rows(embedded, wanted(topic, 0, count), **skip)
+    assert [row["queueOffset"] for row in found] == [each for each in range(count) if each not in (5, 7)]
+    assert {row["body"] for row in found} == {b"fine"}
+    (record,) = caplog.records
+    assert f"2 damaged bodies were left out: {topic}/broker-a/0 at offset 5 (" in record.getMessage()
+
+
+@pytest.mark.parametrize("count", [8, 100])
+def test_bodies_that_cannot_be_unpacked_are_given_as_stored_if_wanted(embedded, broker, topic, count, caplog):
+    damaged(broker, topic, count, 5)
+    with caplog.at_level(logging.WARNING, "pyrocket_consumer.spark"):
+        raw = {"columns": ("queueOffset", "sysFlag", "body"), "damaged_bodies": DamagedBodies.RAW}
+        found = rows(embedded, wanted(topic, 0, count), **raw)
+    assert [row["queueOffset"] for row in found] == list(range(count))
+    assert (found[5]["body"], found[5]["sysFlag"]) == (b"no zlib", SysFlag.COMPRESSED)
+    assert f"1 damaged bodies were given as stored: {topic}/broker-a/0 at offset 5 (" in caplog.text
+
+
+@pytest.mark.parametrize("what", DamagedBodies)
+def test_an_inner_batch_that_cannot_be_unpacked_counts_as_one_message(embedded, broker, topic, what):
+    flag = 0xC0 | SysFlag.COMPRESSED
+    record = encode_message(StoredMessage(topic, b"no zlib", queue_offset=0, sys_flag=flag))
+    fine = encode_message(StoredMessage(topic, b"fine", queue_offset=10))
+    broker.on(PULL, answer(ResponseCode.SUCCESS, "FOUND", place(11, 0, 11), record + fine), times=None)
+    options = {"columns": ("queueOffset", "body"), "damaged_bodies": what}
+    if what is DamagedBodies.FAIL:
+        with pytest.raises(ReadFailed, match="at offset 0 failed"):
+            rows(embedded, wanted(topic, 0, 11), **options)
+    else:
+        found = [(row["queueOffset"], row["body"]) for row in rows(embedded, wanted(topic, 0, 11), **options)]
+        assert found == [*([(0, b"no zlib")] if what is DamagedBodies.RAW else []), (10, b"fine")]
 
 
 # ---- how it is read
