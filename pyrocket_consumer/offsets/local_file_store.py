@@ -670,9 +670,11 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         with self._table_lock:
             self._epochs = dict(found.epochs)
             self._waiting = {}
+            unused = 0
             for known in self._entries.values():  # kept, not made anew: another thread may be about to persist one
                 known.stored = known.origin = None
                 if self._found is not None:
+                    unused += known.offset is not None and known.offset != found.offsets.get(known.queue)
                     known.offset = None
             self._order = []
             for mq, offset in found.offsets.items():
@@ -683,6 +685,11 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 self._order.append(entry)
             for mq in found.from_journal:
                 self._entries[mq].origin = "journal"
+        if unused:
+            log.info(
+                "offset store opened again, offsets that memory had are not used: directory=%s queues=%d",
+                self._directory, unused,
+            )  # fmt: skip
         self._epochs_text = None
         self._found = FoundOffsets(found.source, len(found.offsets), found.journal_frames)
         self._checkpoint_file.found(main, backup, found.unreadable)

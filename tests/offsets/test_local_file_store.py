@@ -213,7 +213,7 @@ def test_a_closed_store_refuses_to_persist_and_can_be_opened_again(tmp_path):
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_a_store_opened_again_goes_on_where_another_owner_has_ended(tmp_path, durability):
+def test_a_store_opened_again_goes_on_where_another_owner_has_ended(tmp_path, durability, caplog):
     """Also when a listener acknowledges after the close, and somebody tries to persist that."""
     store = LocalFileOffsetStore(tmp_path, durability)
     with store:
@@ -225,7 +225,8 @@ def test_a_store_opened_again_goes_on_where_another_owner_has_ended(tmp_path, du
     store.update_offset(QUEUE, 11)
     with pytest.raises(OffsetStoreError, match="not open"):
         store.persist(QUEUE)
-    with store:
+    with caplog.at_level(logging.INFO), store:
+        assert f"offsets that memory had are not used: directory={tmp_path} queues=2" in caplog.text
         assert store.clone_offset_table() == {QUEUE: 500, QUEUES[1]: 3, QUEUES[2]: 10}
         assert store.reset_epoch(QUEUES[1]) == 77
         store.update_offset(QUEUES[2], 12)

@@ -100,8 +100,9 @@ def test_what_a_new_owner_has_written_is_whole_until_the_old_one_notices_it(tmp_
         for offset in range(400, 501):
             second.update_offset(QUEUE, offset)
             second.persist(QUEUE)
+        for offset in range(300, 310):
             if durability != "checkpoint":  # which notices at once
-                first.persist(offset - 100, QUEUES[1])
+                first.persist(offset, QUEUES[1])
         assert first.after_a_kill(tmp_path) == offset_of(first, 500)
         first.now += 1
         with pytest.raises(OffsetStoreLocked, match="this process"):
