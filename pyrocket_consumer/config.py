@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from ssl import SSLContext, create_default_context
@@ -75,7 +75,11 @@ def parse_name_servers(text: NameServers | None) -> tuple[str, ...]:
         text = os.environ.get("NAMESRV_ADDR", "")
         if not text.strip():
             raise ConfigError(_NO_NAME_SERVER)
-    parts = text.replace(",", ";").split(";") if isinstance(text, str) else list(text)
+    parts = [text] if isinstance(text, str) else list(text) if isinstance(text, Iterable) else [text]
+    if not all(isinstance(part, str) for part in parts):
+        raise ConfigError(f"name_server={text!r} is not allowed; it must be 'host:9876', or a list of such texts")
+    if isinstance(text, str):
+        parts = text.replace(",", ";").split(";")
     addresses = tuple(part.strip() for part in parts if part.strip())
     if not addresses:
         raise ConfigError(_NO_NAME_SERVER)
@@ -143,6 +147,26 @@ def check_names(name: str, value: object) -> list[str]:
     return [str(each) for each in names]
 
 
+def check_text(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is None or a text that is not empty."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"{name}={value!r} is not allowed; it must be a text, or left out")
+
+
+def check_queues(name: str, value: object) -> list[MessageQueue]:
+    """Return the queues in an iterable of them.
+
+    Raises:
+        ConfigError: it is none, or has something else in it.
+    """
+    queues = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [None]
+    for queue in queues:
+        if not isinstance(queue, MessageQueue) or [type(part) for part in astuple(queue)] != [str, str, int]:
+            wrong = f" ({queue!r})" if isinstance(value, Iterable) and not isinstance(value, str) else ""
+            raise ConfigError(f"{name}={value!r} is not allowed{wrong}; it must be a list of MessageQueues")
+    return [queue for queue in queues if queue is not None]
+
+
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
@@ -206,6 +230,14 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name_server", parse_name_servers(self.name_server))
+        for name in ("client_ip", "unit_name", "namespace"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not allowed; it must be a text, or left out")
+        for name in ("access_key", "secret_key", "security_token"):  # whose values show nowhere
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(f"{name} is a {type(getattr(self, name)).__name__}; it must be a text, or left out")
+        if not isinstance(self.tls, bool | SSLContext):
+            raise ConfigError(f"tls={self.tls!r} is not allowed; it must be True, False or an ssl.SSLContext")
         if (self.access_key is None) != (self.secret_key is None):
             raise ConfigError("access_key and secret_key go together; one of them is missing")
         for name in ("call_timeout_s", "connect_timeout_s"):
@@ -300,6 +332,8 @@ class ConsumerConfig(ClientConfig):
         except ValueError:
             check_choice("message_model", self.message_model, [model.value for model in MessageModel])
         object.__setattr__(self, "consume_from", check_place("consume_from", self.consume_from))
+        check_bool("orderly", self.orderly)
+        check_bool("auto_commit", self.auto_commit)
         check_int("consume_threads", self.consume_threads, 1, 1000)
         check_int("listener_batch_size", self.listener_batch_size, 1, 1024)
         self._check_per_topic("pull_batch_size", 1, 1024)
@@ -323,6 +357,8 @@ class ConsumerConfig(ClientConfig):
         check_choice("on_unreadable_store", self.on_unreadable_store, ["raise", "backup", "start_over"])
         check_choice("remote_reset", self.remote_reset, ["accept", "refuse"])
         check_range("reset_record_interval_s", self.reset_record_interval_s, 0.05, 86400)
+        if not isinstance(self.offset_store_dir, str | Path | None):
+            raise ConfigError(f"offset_store_dir={self.offset_store_dir!r} is not allowed; it must be a path")
         if self.on_event is not None and not callable(self.on_event):
             raise ConfigError(f"on_event={self.on_event!r} is not callable; pass a function of one ConsumerEvent")
 

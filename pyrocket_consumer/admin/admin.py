@@ -19,7 +19,7 @@ from pyrocket_consumer.admin.reset_result import ResetProgress, ResetResult
 from pyrocket_consumer.admin.topics import OffsetRange
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.places import To
-from pyrocket_consumer.config import ClientConfig, ClientOptions, NameServers, check_range, check_topic
+from pyrocket_consumer.config import ClientConfig, ClientOptions, NameServers, check_bool, check_range, check_topic
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout
 from pyrocket_consumer.model import MessageQueue
 
@@ -76,7 +76,8 @@ class Admin:
         elif options or name_server is not None:
             given = sorted(options) or ["name_server"]
             raise ConfigError(f"config= is the whole configuration; put {given[0]!r} into it, or pass options only")
-        assert isinstance(config, ClientConfig)
+        if not isinstance(config, ClientConfig):
+            raise ConfigError(f"config={config!r} is not allowed; it must be a ClientConfig, or left out")
         check_range("timeout_s", timeout_s, 0.01, 3600)
         self.config = config
         self._timeout_s = timeout_s
@@ -142,8 +143,9 @@ class Admin:
     ) -> None:
         """Make a topic with `queues` queues at every master, and return when every name server shows its route.
 
-        One that exists is changed. `brokers` or `cluster` (names) are for fewer masters. `perm` is what clients may
-        do: "rw", "r" or "w". `attributes` are for brokers from 5.0 on, like {"message.type": "FIFO"}.
+        One that exists is changed. When somebody else changes its queues at the same time, the later one wins, and the
+        other gets an error that says what there is. `brokers` or `cluster` (names) are for fewer masters. `perm` is
+        what clients may do: "rw", "r" or "w". `attributes` are for brokers from 5.0 on, like {"message.type": "FIFO"}.
         """
         self._run(
             topics.create_topic,
@@ -166,6 +168,7 @@ class Admin:
 
     def topics(self, *, include_system: bool = False) -> list[str]:
         """Return the topics there are, sorted; RocketMQ's own, retry and dead-letter topics only if asked for."""
+        check_bool("include_system", include_system)
         return self._run(topics.list_topics, include_system=include_system)
 
     def topic_offsets(self, topic: str) -> dict[MessageQueue, OffsetRange]:
@@ -197,6 +200,7 @@ class Admin:
 
     def groups(self, *, include_system: bool = False) -> list[str]:
         """Return the consumer groups that brokers know, sorted, whether or not anybody is online."""
+        check_bool("include_system", include_system)
         return self._run(groups.list_groups, include_system=include_system)
 
     # --- offsets

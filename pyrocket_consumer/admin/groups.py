@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import Any
 
 from pyrocket_consumer.admin.masters import at_each, masters
-from pyrocket_consumer.admin.topics import delete_topic
+from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.config import check_group
+from pyrocket_consumer.config import check_bool, check_group, check_int
 from pyrocket_consumer.errors import ConfigError, PermissionDenied
 from pyrocket_consumer.model import dlq_topic, retry_topic
 from pyrocket_consumer.wire.bodies import (
@@ -45,22 +45,37 @@ _SYSTEM_PREFIX = "CID_RMQ_SYS_"
 
 _MOST_SHOWN = 20
 
-_SETTINGS = frozenset(each.name for each in fields(SubscriptionGroupConfig)) - {"group_name"}
+_SETTINGS = {each.name: str(each.type) for each in fields(SubscriptionGroupConfig) if each.name != "group_name"}
+"""Name -> its type, as it is written."""
 
 
 async def create_group(cluster: Cluster, name: str, settings: dict[str, Any]) -> None:
     """Make or change a group at every master."""
     group = wrap(cluster.config.namespace, check_group(name))
-    unknown = sorted(set(settings) - _SETTINGS)
+    unknown = sorted(set(settings) - _SETTINGS.keys())
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r} of a group; known settings: {', '.join(sorted(_SETTINGS))}")
+    for setting, value in settings.items():
+        _check_setting(setting, value)
     body = encode_subscription_group(SubscriptionGroupConfig(group_name=group, **settings))
     await at_each(await masters(cluster), lambda address: cluster.call(address, CreateSubscriptionGroupHeader(), body))
+
+
+def _check_setting(name: str, value: object) -> None:
+    kind = _SETTINGS[name]
+    if value is None and "None" in kind:
+        return
+    if "bool" in kind:
+        check_bool(name, value)
+    else:
+        check_int(name, value, 0, MAX_QUEUES if name == "retry_queue_nums" else 2**31 - 1)
 
 
 async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, remove_dead_letters: bool) -> None:
     """Delete a group at every master, and its retry topic. One that does not exist is no error."""
     check_group(name)
+    check_bool("remove_offsets", remove_offsets)
+    check_bool("remove_dead_letters", remove_dead_letters)
     header = DeleteSubscriptionGroupHeader(wrap(cluster.config.namespace, name), remove_offsets)
     await at_each(await masters(cluster), lambda address: cluster.call(address, header))
     await delete_topic(cluster, retry_topic(name))

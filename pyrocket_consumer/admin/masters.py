@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.config import check_names, check_text
 from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
 from pyrocket_consumer.model import MASTER_ID
 from pyrocket_consumer.wire.bodies import ClusterInfo, decode_cluster_info
@@ -29,14 +30,18 @@ async def masters(
         ConfigError: there is no such broker or cluster, or both are given.
         ConnectError: one of them has no master now.
     """
-    info = await cluster_info(cluster)
     if brokers is not None and cluster_name is not None:
         raise ConfigError("brokers and cluster exclude each other; give one of them")
+    check_text("cluster", cluster_name)
+    named = None if brokers is None else check_names("brokers", brokers)
+    if named == []:
+        raise ConfigError(f"brokers={brokers!r} names no broker; leave it out for all")
+    info = await cluster_info(cluster)
     if cluster_name is not None:
         if cluster_name not in info.clusters:
             raise ConfigError(f"there is no cluster {cluster_name!r}; there are {', '.join(sorted(info.clusters))}")
-        brokers = info.clusters[cluster_name]
-    names = sorted(info.brokers) if brokers is None else [brokers] if isinstance(brokers, str) else sorted(brokers)
+        named = list(info.clusters[cluster_name])
+    names = sorted(info.brokers) if named is None else sorted(named)
     unknown = [name for name in names if name not in info.brokers]
     if unknown:
         raise ConfigError(f"there is no broker {unknown[0]!r}; there are {', '.join(sorted(info.brokers))}")

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pyrocket_consumer.admin.reset_result import ResetProgress, ResetResult, columns, queue_name
 from pyrocket_consumer.cluster.members import Member, MemberReply, Reply
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.config import check_range
+from pyrocket_consumer.config import check_bool, check_range
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageModel, MessageQueue
 from pyrocket_consumer.wire.codes import version_name
@@ -206,6 +206,10 @@ class ResetPlan:
         """
         if self._execute is None:
             raise ConfigError("this plan was not made by an Admin; call Admin.plan_reset")
+        if progress is not None and not callable(progress):
+            raise ConfigError(f"progress={progress!r} is not callable; pass a function of one ResetProgress")
+        check_bool("partial", partial)
+        check_bool("unsubscribed", unsubscribed)
         check_range("wait_s", wait_s, 0, 120)
         if self.unsubscribed and not unsubscribed:
             raise ConfigError(

@@ -32,7 +32,15 @@ from pyrocket_consumer.cluster.members import (
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.places import TOOLS_GROUP, To, check_to, first_and_last, nearest_held, offsets_at
 from pyrocket_consumer.cluster.reset_record import ResetRecord
-from pyrocket_consumer.config import Place, check_choice, check_group, check_range, check_topic
+from pyrocket_consumer.config import (
+    Place,
+    check_choice,
+    check_group,
+    check_queues,
+    check_range,
+    check_text,
+    check_topic,
+)
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, MessageModel, MessageQueue, TopicRoute
 from pyrocket_consumer.wire.bodies import decode_java_properties
@@ -69,10 +77,12 @@ async def plan_reset(
     where = check_to(to)
     if model is not None:
         check_choice("model", model, [each.value for each in MessageModel])
+    check_text("member", member)
+    wanted = None if queues is None else check_queues("queues", queues)
     check_range("wait_s", wait_s, 0, 120)
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
     route = await cluster.route(wire_topic, refresh=True)
-    chosen = _chosen(route, unwrap(namespace, topic), wire_topic, where, queues)
+    chosen = _chosen(route, unwrap(namespace, topic), wire_topic, where, wanted)
     brokers = await _brokers(cluster, route)
     usable = {broker.name: broker.address for broker in brokers if not broker.problem}
     found = await group_members(cluster, wire_group, usable)
@@ -181,11 +191,10 @@ def _chosen(
     topic: str,
     wire_topic: str,
     to: Place | Mapping[MessageQueue, int],
-    queues: Iterable[MessageQueue] | None,
+    wanted: Sequence[MessageQueue] | None,
 ) -> list[MessageQueue]:
     """Return the queues to move, as brokers name them."""
     there = route.consume_queues()
-    wanted = None if queues is None else list(queues)
     if isinstance(to, Mapping):
         wanted = list(to) if wanted is None else [queue for queue in wanted if queue in to]
     if wanted is None:
@@ -193,7 +202,7 @@ def _chosen(
     else:
         chosen = []
         for queue in wanted:
-            if not isinstance(queue, MessageQueue) or queue.topic not in (topic, wire_topic):
+            if queue.topic not in (topic, wire_topic):
                 raise ConfigError(f"{queue} is not a queue of topic {topic}")
             chosen.append(MessageQueue(wire_topic, queue.broker_name, queue.queue_id))
         strangers = sorted(set(chosen) - set(there))

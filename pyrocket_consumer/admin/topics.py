@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.namespace import is_system, unwrap, wrap
-from pyrocket_consumer.config import check_int, check_topic
-from pyrocket_consumer.errors import ConfigError, RequestTimeout
+from pyrocket_consumer.config import check_bool, check_int, check_topic
+from pyrocket_consumer.errors import BrokerError, ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.model import DLQ_PREFIX, PERM_READ, PERM_WRITE, RETRY_PREFIX, MessageQueue, TopicRoute
 from pyrocket_consumer.wire.bodies import decode_route, decode_topic_list, decode_topic_stats
 from pyrocket_consumer.wire.codes import ResponseCode, version_name, version_ordinal
@@ -31,6 +31,7 @@ _PERMISSIONS = {"rw": PERM_READ | PERM_WRITE, "r": PERM_READ, "w": PERM_WRITE}
 _FIRST_ATTRIBUTES_VERSION = version_ordinal(5, 0, 0)
 _SYSTEM_PREFIX = "RMQ_SYS_"  # 5.x adds some with every release
 _POLL_S = 0.02
+_CHECK_AFTER_POLLS = 10
 _ROUTED_WITHIN_S = 10.0
 
 
@@ -63,6 +64,7 @@ async def create_topic(
     topic = wrap(cluster.config.namespace, check_topic(name))
     check_int("queues", queues, 1, MAX_QUEUES)
     bits = _perm_bits(perm)
+    check_bool("order", order)
     text = _attributes_text(attributes)
     targets = await masters(cluster, brokers, cluster_name)
     if text:
@@ -81,7 +83,25 @@ async def create_topic(
         }
         return shown.issuperset(targets)
 
-    await _until_routed(cluster, topic, is_there)
+    async def check_ours() -> None:
+        for broker, address in targets.items():
+            count = await _queue_count(cluster, topic, address)
+            if count not in (None, queues):
+                raise RocketError(
+                    f"topic {name!r} has {count} queues at {broker} now, not {queues}: somebody else has changed it at "
+                    "the same time, and theirs was later; agree on a number"
+                )
+
+    await _until_routed(cluster, topic, is_there, check_ours)
+
+
+async def _queue_count(cluster: Cluster, topic: str, address: str) -> int | None:
+    """Return how many queues a broker has, None where that may not be known."""
+    try:
+        answer = await cluster.call(address, GetTopicStatsInfoHeader(topic))
+    except BrokerError:
+        return None
+    return len(decode_topic_stats(answer.body).queues)
 
 
 def _perm_bits(perm: str) -> int:
@@ -93,6 +113,8 @@ def _perm_bits(perm: str) -> int:
 
 def _attributes_text(attributes: Mapping[str, str] | None) -> str:
     """Return `+name=value,…`. Source: AttributeParser."""
+    if not isinstance(attributes, Mapping | None):
+        raise ConfigError(f'attributes={attributes!r} is not allowed; it must be like {{"message.type": "FIFO"}}')
     for name, value in (attributes or {}).items():
         for part in (name, value):
             if not isinstance(part, str) or not part or any(sign in part for sign in "+=,"):
@@ -117,15 +139,27 @@ async def delete_topic(cluster: Cluster, name: str) -> None:
     await _until_routed(cluster, topic, lambda route: route is None)
 
 
-async def _until_routed(cluster: Cluster, topic: str, as_wanted: Callable[[TopicRoute | None], bool]) -> None:
-    """Return when every name server's route is as wanted: brokers tell them at once, but in their own time."""
+async def _until_routed(
+    cluster: Cluster,
+    topic: str,
+    as_wanted: Callable[[TopicRoute | None], bool],
+    check: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Return when every name server's route is as wanted: brokers tell them at once, but in their own time.
+
+    `check` is done now and then while it is not; it raises when it will never be.
+    """
     for address in cluster.name_servers:
+        polls = 0
         try:
             async with asyncio.timeout(_ROUTED_WITHIN_S):
                 while True:
                     if as_wanted(await _route_at(cluster, address, topic)):
                         break
                     await asyncio.sleep(_POLL_S)
+                    polls += 1
+                    if check is not None and polls % _CHECK_AFTER_POLLS == 0:
+                        await check()
         except TimeoutError as error:
             raise RequestTimeout(f"the new route of topic {topic!r}", address, _ROUTED_WITHIN_S) from error
 

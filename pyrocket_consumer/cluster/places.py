@@ -10,7 +10,7 @@ from typing import TypeVar
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.cluster import Cluster
 from pyrocket_consumer.cluster.each import for_each
-from pyrocket_consumer.config import Place, check_place
+from pyrocket_consumer.config import Place, check_place, check_queues
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.reset_plan import MAX_OFFSET
@@ -36,10 +36,11 @@ def check_to(to: object) -> Place | dict[MessageQueue, int]:
     if not isinstance(to, Mapping):
         return check_place("to", to, ", or {queue: offset}")
     if not to:
-        raise ConfigError("to={} names no queue")
+        raise ConfigError("to={} names no queue; give at least one, or a place for all")
     for queue, offset in to.items():
         if not isinstance(queue, MessageQueue):
             raise ConfigError(f"to={{{queue!r}: …}} is not allowed; the keys must be MessageQueues")
+        check_queues("to", [queue])
         if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= MAX_OFFSET:
             raise ConfigError(
                 f"offset {offset!r} of {queue} is not allowed; it must be a whole number from 0 to 2**63 - 2"

@@ -284,7 +284,7 @@ class PushConsumer(_Face):
         Running calls are waited for as at a hand-over, some seconds at most. Within a listener it returns at once, and
         the end waits for the listener.
         """
-        name = wrap(self.config.namespace, topic)
+        name = wrap(self.config.namespace, check_topic(topic))
         self._subscriptions.pop(name, None)
         if self._life.member is not None:
             wait = not self._life.waits_for_caller
@@ -326,7 +326,7 @@ class PushConsumer(_Face):
         """
         member = self._running()
         chosen = _queues(queues)
-        name = wrap(self.config.namespace, topic)
+        name = wrap(self.config.namespace, check_topic(topic))
         return self._run(_reset(member, name, to, chosen), CALL_TIMEOUT_S)
 
     def join(self, timeout_s: float | None = None) -> bool:
@@ -424,7 +424,7 @@ class AsyncPushConsumer(_Face):
 
     async def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`; see `PushConsumer.unsubscribe`."""
-        name = wrap(self.config.namespace, topic)
+        name = wrap(self.config.namespace, check_topic(topic))
         self._subscriptions.pop(name, None)
         if self._life.member is not None:
             await self._run(self._running().unsubscribe(name, wait=not self._life.waits_for_caller))
@@ -449,7 +449,7 @@ class AsyncPushConsumer(_Face):
     ) -> dict[MessageQueue, int]:
         """Consume `topic` from another place; see `PushConsumer.reset_offsets`."""
         chosen = _queues(queues)
-        return await self._run(_reset(self._running(), wrap(self.config.namespace, topic), to, chosen))
+        return await self._run(_reset(self._running(), wrap(self.config.namespace, check_topic(topic)), to, chosen))
 
     async def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the consumer's end, or for `timeout_s`. Returns whether it has ended; see `PushConsumer.join`.

@@ -1,0 +1,127 @@
+"""What is not allowed is an error that names the value and what is, before any broker was asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import datetime
+
+import pytest
+
+from pyrocket_consumer import ConfigError, MessageQueue, RocketError
+from pyrocket_consumer.admin import Admin
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.resetting import fill, queue
+
+NAN = float("nan")
+NO_NAMES = ["", 5, None, b"T", ["T"], {"T": 1}, True, "a b", "ö"]
+NO_BOOLS = ["no", 0, 1, None, NAN, []]
+NO_COUNTS = [0, -1, 1.0, "4", True, NAN, None, [4], 10_001]
+NO_LISTS_OF_NAMES = [5, True, [5], [None], [""], "", b"broker-a", [["broker-a"]], NAN]
+NO_SECONDS = [NAN, float("inf"), -1, "3", True, None, 121]
+NO_QUEUES = [5, "T", [5], ["T"], {"T": 1}, True, [MessageQueue("T", "broker-a", "0")], [MessageQueue("T", 1, 0)]]
+NO_PLACES = [5, None, "yesterday", datetime(2026, 1, 1), NAN, {}, ["earliest"], {"T": 1}, {queue("T", 0): NAN},
+             {queue("T", 0): True}, {queue("T", 0): "1"}, {MessageQueue("T", "broker-a", "0"): 1}]  # fmt: skip
+
+METHODS = {
+    "create_topic": (["T"], {"name": NO_NAMES, "queues": NO_COUNTS, "perm": ["x", 6, None, ["rw"]], "order": NO_BOOLS,
+                             "attributes": [5, "a=b", ["a"], {"a": 1}, {1: "a"}, {"a,b": "c"}],
+                             "brokers": [*NO_LISTS_OF_NAMES, [], "nowhere"],
+                             "cluster": [5, "", True, ["DefaultCluster"], "nowhere"]}),
+    "delete_topic": (["T"], {"name": NO_NAMES}),
+    "topics": ([], {"include_system": NO_BOOLS}),
+    "topic_offsets": (["T"], {"topic": NO_NAMES}),
+    "create_group": (["G"], {"name": [*NO_NAMES, "DEFAULT_CONSUMER"], "consume_enable": NO_BOOLS,
+                             "consume_message_orderly": ["no", 1], "retry_queue_nums": [-1, "1", NAN, True, 1.5],
+                             "retry_max_times": [-1, NAN, "3", True, None, 2**31], "group_name": ["H"],
+                             "consume_timeout_minute": [-1, NAN, True, "5"], "no_such": [1]}),
+    "delete_group": (["G"], {"name": NO_NAMES, "remove_offsets": NO_BOOLS, "remove_dead_letters": NO_BOOLS}),
+    "groups": ([], {"include_system": NO_BOOLS}),
+    "lag": (["G"], {"group": NO_NAMES, "brokers": [*NO_LISTS_OF_NAMES, None]}),
+    "offsets": (["G", "T"], {"group": NO_NAMES, "topic": NO_NAMES, "brokers": [*NO_LISTS_OF_NAMES, None]}),
+    "plan_reset": (["G", "T", "earliest"], {"group": NO_NAMES, "topic": NO_NAMES, "to": NO_PLACES, "queues": NO_QUEUES,
+                                            "model": ["", 5, True, [], "CLUSTERING"], "member": ["", 5, True, ["m"]],
+                                            "wait_s": NO_SECONDS}),
+    "forget_reset": (["G", "T"], {"group": NO_NAMES, "topic": NO_NAMES}),
+}  # fmt: skip
+PLACES = {"name": 0, "group": 0}
+TABLE = [(method, name, values) for method, (_, wrong) in METHODS.items() for name, values in wrong.items()]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("T", queues=2)
+        fill(cluster, "T", 4)
+        cluster.broker("broker-a").create_group("G")
+        cluster.broker("broker-a").commit("G", "T", {0: 1, 1: 1})
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def admin(cluster):
+    with Admin(name_server=cluster.name_server) as admin:
+        yield admin
+
+
+@pytest.mark.parametrize(("method", "name", "values"), TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
+def test_a_wrong_argument_is_named_and_nothing_is_sent(cluster, admin, method, name, values):
+    right, _ = METHODS[method]
+    place = PLACES.get(name, 1 if name == "topic" and len(right) > 1 else 0 if name == "topic" else 2)
+    before = len(cluster.broker("broker-a").requests())
+    for value in values:
+        arguments, options = list(right), {}
+        if name in ("name", "group", "topic", "to"):
+            arguments[place] = value
+        else:
+            options[name] = value
+        with pytest.raises(ConfigError) as raised:
+            getattr(admin, method)(*arguments, **options)
+        assert len(str(raised.value)) > 20, value
+    assert len(cluster.broker("broker-a").requests()) == before
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"partial": "no"}, {"unsubscribed": 1}, {"wait_s": NAN}, {"wait_s": True}, {"progress": 5}], ids=str
+)
+def test_a_plan_is_not_executed_with_wrong_arguments(admin, wrong):
+    plan = admin.plan_reset("G", "T", "earliest", model="clustering")
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))!r} is not"):
+        plan.execute(**wrong)
+    assert {row.committed for row in admin.offsets("G", "T").rows} == {1}
+
+
+@pytest.mark.parametrize("options", [{"name_server": 5}, {"name_server": [5]}, {"config": 5}, {"timeout_s": NAN},
+                                     {"timeout_s": True}, {"namespace": 5}, {"client_ip": 5}, {"tls": "yes"},
+                                     {"access_key": 5, "secret_key": "s"}, {"unit_name": True}], ids=str)  # fmt: skip
+def test_an_admin_is_not_made_with_wrong_options(options):
+    given = {} if "config" in options else {"name_server": "127.0.0.1:9876"}
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Admin(**{**given, **options})
+
+
+def test_who_changes_a_topic_at_the_same_time_is_told_what_there_is():
+    with EmbeddedCluster() as cluster, Admin(name_server=cluster.name_server) as admin:
+        together = threading.Barrier(4)
+        outcomes = {}
+
+        def create(queues):
+            together.wait()
+            began = time.monotonic()
+            try:
+                admin.create_topic("T", queues=queues)
+                outcomes[queues] = None, time.monotonic() - began
+            except RocketError as error:
+                outcomes[queues] = str(error), time.monotonic() - began
+
+        threads = [threading.Thread(target=create, args=(queues,)) for queues in (2, 3, 4, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        there = len(admin.topic_offsets("T"))
+        assert outcomes[there][0] is None, outcomes
+        for queues, (error, took_s) in outcomes.items():
+            told = f"queues at broker-a now, not {queues}: somebody else has changed it"
+            assert error is None or told in error, error
+            assert took_s < 5, outcomes
