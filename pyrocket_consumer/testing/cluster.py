@@ -226,6 +226,7 @@ class EmbeddedCluster:
         """
         if self._thread is not None and self._servers:
             servers = list(self._servers)
+            self.run(_finish_accepting(servers))
             self.call(self.shut)
             self.run(_settle(servers))
         self._end()
@@ -503,6 +504,13 @@ def _broker_names(brokers: int | Sequence[str]) -> list[str]:
     if isinstance(brokers, str) or not brokers or len(set(brokers)) != len(brokers):
         raise ConfigError(f"brokers={brokers!r}; give a number, or different names such as ['broker-a', 'broker-b']")
     return list(brokers)
+
+
+async def _finish_accepting(servers: Sequence[Server]) -> None:
+    for server in servers:
+        server.accept_no_more()
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 async def _settle(servers: Sequence[Server]) -> None:

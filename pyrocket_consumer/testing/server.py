@@ -8,6 +8,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import count
 from typing import Protocol, cast
 
@@ -98,6 +99,12 @@ class Server:
                 lambda: _ServerProtocol(self), self.host, self.port, ssl=self._tls, reuse_address=True, backlog=512
             )
             self._idle_check.start()
+
+    def accept_no_more(self) -> None:
+        """Let those wait who connect from now on. asyncio leaves open what it accepted just before the end."""
+        for listening in self._listener.sockets if self._listener is not None else ():
+            with suppress(NotImplementedError):  # loops of Windows
+                self.clock.loop.remove_reader(listening)
 
     def close(self) -> None:
         """Stop listening and end every connection, as a process that was asked to stop does."""

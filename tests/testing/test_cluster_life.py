@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import struct
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -302,3 +304,25 @@ def test_nothing_is_left_open() -> None:
             client.heartbeat("G", "T")
     after = len(os.listdir("/proc/self/fd")) if before else 0
     assert after <= before + 1
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_who_connects_while_it_closes_leaves_nothing_open(turn: int) -> None:
+    connected, closed = threading.Event(), threading.Event()
+
+    def knock(address: tuple[str, int]) -> None:
+        while not closed.is_set():
+            with socket.socket() as knocking, suppress(OSError):
+                knocking.connect(address)
+                connected.set()
+
+    cluster = EmbeddedCluster()
+    cluster.start()
+    host, _, port = cluster.broker("broker-a").address.rpartition(":")
+    knocking = threading.Thread(target=knock, args=((host, int(port)),))
+    knocking.start()
+    assert connected.wait(30)
+    cluster.close()
+    closed.set()
+    knocking.join()
+    gc.collect()  # what is left open warns, and warnings are errors
