@@ -57,6 +57,7 @@ bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|
 soak: .venv/.test  ## hours of faults: 20 000 simulated worlds, calls interfered with at every step, 100 000 crash points of the offset store
 	$(RUN)/python -m tests.simulation --seeds 0-999
 	$(RUN)/python -m tests.simulation.every_await
+	$(RUN)/python -m tests.simulation.producing --seeds 0-999
 	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/system/test_any_order.py --timeout 20000
 	PYROCKET_TRIALS=15 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
 

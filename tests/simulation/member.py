@@ -30,7 +30,7 @@ SOON = 30
 """Steps of a process within which most calls are done."""
 
 
-class _Io:
+class Io:
     """Stands for the I/O thread: the world's loop is everybody's."""
 
     def __init__(self, world: World) -> None:
@@ -102,7 +102,7 @@ class Member:
         """Start, as the faces of a consumer do."""
         world = self._world
         rng = random.Random(world.random.random())
-        self.cluster = cluster = Cluster(self.config, client_id, io=_Io(world), rng=rng)  # type: ignore[arg-type]
+        self.cluster = cluster = Cluster(self.config, client_id, io=Io(world), rng=rng)  # type: ignore[arg-type]
         commits: Commits = BrokerCommits(cluster, GROUP)
         if self.plan.broadcasting:
             store = LocalFileOffsetStore("/store", disk=self.disk, clock=world.time)

@@ -12,6 +12,11 @@ from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.consumer.process_queue import ProcessQueue, QueueState
 from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.producer import sender
+from pyrocket_consumer.producer.sender import Sender
+from pyrocket_consumer.producer.sending import Sending
+from pyrocket_consumer.wire.codes import ResponseCode
+from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.message import Message
 
 
@@ -134,3 +139,54 @@ MISTAKES: dict[str, Callable[[], None]] = {
         start_not_stored, cancelled_move, chunk_that_keeps_a_failure, commit_after_the_grace, failed_member_stays,
     )
 }  # fmt: skip
+
+
+# --- of producers
+
+
+def attempts_not_told() -> None:
+    """A message that was sent twice looks as if it had been sent once."""
+    right = Sending.results
+
+    def results(self: Sending, queue: MessageQueue, answer: RemotingCommand) -> Any:
+        self.handed = 1
+        return right(self, queue, answer)
+
+    Sending.results = results  # type: ignore[method-assign]
+
+
+def key_ignored() -> None:
+    """Messages with a key go where there is room."""
+    right = Sender.begin
+
+    def begin(self: Sender, sending: Sending) -> None:
+        sending.sharding_key = None
+        right(self, sending)
+
+    Sender.begin = begin  # type: ignore[method-assign]
+
+
+def old_route_kept() -> None:
+    """What says that a queue is not here any more has no route asked for."""
+    sender.asks_for_route = lambda error: False
+
+
+def told_before_it_is_stored() -> None:
+    """A message that was refused as "busy" is taken for stored."""
+    right = Sender._answered
+
+    def answered(self: Sender, sending: Sending, queue: MessageQueue, *rest: Any) -> None:
+        if isinstance(answer := rest[-1], RemotingCommand) and answer.code == ResponseCode.SYSTEM_BUSY:
+            answer.code = ResponseCode.SUCCESS
+            answer.fields.update(queueId=str(queue.queue_id), queueOffset="0", msgId="0" * 32)
+        right(self, sending, queue, *rest)
+
+    Sender._answered = answered  # type: ignore[method-assign]
+
+
+PRODUCER_MISTAKES: dict[str, Callable[[], None]] = {
+    "attempts-not-told": attempts_not_told,
+    "key-ignored": key_ignored,
+    "old-route-kept": old_route_kept,
+    "told-before-it-is-stored": told_before_it_is_stored,
+}

@@ -1,0 +1,412 @@
+"""Run simulated producers at brokers in trouble: python -m tests.simulation.producing --seeds 0-99
+
+Nothing that was acknowledged may be missing, nothing with a key out of its order, nothing without a result, whatever
+brokers do: slow, silent, refusing, restarted, with other queues, in other places. A seed repeats its world exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.config import ProducerConfig
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.producer.sender import Sender
+from pyrocket_consumer.producer.sending import Sending
+from pyrocket_consumer.testing import (
+    EmbeddedBroker,
+    EmbeddedCluster,
+    EmbeddedNode,
+    Exchange,
+    Fault,
+    answer,
+    close_connection,
+    delay,
+    delay_request,
+    drop,
+    drop_answer,
+    duplicate,
+    handle_and_close,
+    now_and_then,
+    reset_connection,
+)
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.message import BatchItem, decode_batch, encode_batch
+from pyrocket_consumer.wire.properties import PropertyName, encode_properties
+from tests.simulation.member import Io
+from tests.simulation.mistakes import PRODUCER_MISTAKES
+from tests.simulation.plans import EPOCH
+from tests.simulation.sent import Given, Sent, Stored, Stream, Waiter
+from tests.simulation.world import START_S, World
+
+TOPIC = "orders"
+
+SENDS = (RequestCode.SEND_MESSAGE_V2, RequestCode.SEND_BATCH_MESSAGE)
+
+REFUSALS = (
+    (ResponseCode.SYSTEM_BUSY, "[TIMEOUT_CLEAN_QUEUE]broker busy, start flow control for a while"),
+    (ResponseCode.SYSTEM_BUSY, "[PCBUSY_CLEAN_QUEUE]broker busy, start flow control for a while"),
+    (ResponseCode.SYSTEM_BUSY, "[REJECTREQUEST]system busy, start flow control for a while"),
+    (ResponseCode.SERVICE_NOT_AVAILABLE, "service not available now. It may be caused by the broker's disk is full"),
+    (ResponseCode.NO_PERMISSION, "the broker[127.0.0.1:10911] sending message is forbidden"),
+    (ResponseCode.TOPIC_NOT_EXIST, "topic[orders] not exist, apply first please!"),
+    (ResponseCode.SYSTEM_ERROR, "request queueId[3] is illegal, TopicConfig [topicName=orders]"),
+    (ResponseCode.INVALID_PARAMETER, "request queueId[3] is illegal, TopicConfig [topicName=orders]"),
+    (ResponseCode.FLOW_CONTROL, "flow control"),
+)
+
+ROUTE_CHANGES = ("restart", "shrink", "grow", "anew", "roles")
+
+TROUBLES = ("slow", "silent", "refusing", "late", "losing", "stammering", "breaking", "cut", "name-server", "gone")
+
+STREAMS = (
+    Stream("free"),
+    Stream("free and waited for", is_waited_for=True),
+    Stream("batches", batch=3),
+    Stream("one-way", is_oneway=True),
+    Stream("key a", sharding_key="a"),
+    Stream("key b", sharding_key="b"),
+    Stream("key c, waited for", sharding_key="c", is_waited_for=True),
+    Stream("key d, batches", sharding_key="d", batch=3),
+    Stream("queue 0 of broker-a", queue=MessageQueue(TOPIC, "broker-a", 0)),
+    Stream("queue 5 of broker-a, waited for", queue=MessageQueue(TOPIC, "broker-a", 5), is_waited_for=True),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a world is made of; times in simulated seconds. Its producer has default options unless told otherwise."""
+
+    faults: tuple[str, ...]
+    brokers: int = 2
+    version: str = "5.5.0"
+    trouble_s: float = 40.0
+    fault_every_s: float = 3.0
+    at_least_every_s: float = 0.0  # so that one is over when the next comes
+    away_s: tuple[float, float] = (0.05, 6.0)  # how long a broker that restarts is away
+    rate: float = 5.0  # of each stream, per second
+    bursts: tuple[int, ...] = (1, 1, 1, 1, 15)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+PLANS = {
+    "routes": Plan(ROUTE_CHANGES, fault_every_s=1.0, at_least_every_s=5.0, away_s=(0.05, 0.9)),
+    "one-broker": Plan(("restart", "shrink", "grow"), brokers=1, at_least_every_s=5.0, away_s=(0.05, 0.9)),
+    "old-broker": Plan(ROUTE_CHANGES, version="4.9.7", fault_every_s=1.0, at_least_every_s=5.0, away_s=(0.05, 0.9)),
+    "brokers": Plan(TROUBLES),
+    "all": Plan((*TROUBLES, *ROUTE_CHANGES), fault_every_s=1.5),
+    "one-in-trouble": Plan((*TROUBLES, *ROUTE_CHANGES), brokers=1),
+    "one-attempt": Plan((*TROUBLES, *ROUTE_CHANGES), options={"send_attempts": 1}),
+    "bursts": Plan(TROUBLES, rate=0.5, bursts=(1, 100)),
+}
+"""Those whose faults are changes of the route only have rules of their own: all recover soon, and nothing fails."""
+
+
+class _Watched:
+    """An exchange with a broker, watched: what it stores is noted. What waits in it ends with its connection."""
+
+    def __init__(self, exchange: Exchange, note: Callable[[RemotingCommand, RemotingCommand], None]) -> None:
+        self._exchange, self._note = exchange, note
+        self.request, self.connection = exchange.request, exchange.connection
+        self.later, self.answer = exchange.later, exchange.answer
+
+    def handle(self, on_answer: Callable[[RemotingCommand], None]) -> None:
+        if not self.connection.open:
+            return  # else a producer could know of no moment from which a message cannot be stored any more
+
+        def noted(answer: RemotingCommand) -> None:
+            self._note(self.request, answer)
+            on_answer(answer)
+
+        self._exchange.handle(noted)
+
+
+class Producing:
+    """A plan on a seed: a producer, brokers with slaves, and what goes wrong."""
+
+    def __init__(self, seed: int, plan: Plan) -> None:
+        self.seed, self.plan = seed, plan
+        self.world = World(seed)
+        self.random = self.world.random
+        self.embedded = EmbeddedCluster(
+            brokers=plan.brokers, slaves=1, version=plan.version, auto_create_topics=False, loop=self.world,
+            first_port=10_000, seed=seed, wall_clock=lambda: EPOCH + self.world.now, record_limit=1,
+        )  # fmt: skip
+        self.sent = Sent()
+        self._numbers = 0
+        self._troubled: dict[EmbeddedNode, Fault] = {}
+        self._is_over = False
+
+    def run(self) -> Sent:
+        """Live through it; returns what happened."""
+        try:
+            return self.world.run_until_complete(self._run())
+        finally:
+            self.world.run_until_complete(self._end())
+            self.world.close()
+
+    async def _run(self) -> Sent:
+        world, sent = self.world, self.sent
+        await self.embedded.open()
+        self.embedded.create_topic(TOPIC, queues=8)
+        for node in self.embedded.nodes:
+            node.on(None, self._meets(node), times=None)
+        producer = world.process("producer")
+        await world.run_as(producer, self._begin())
+        sending = [world.run_as(producer, self._send_all(stream)) for stream in STREAMS]
+        await self._trouble()
+        self._heal()
+        await asyncio.sleep(15)  # what stood still goes on, and addresses that were dead are tried again
+        sent.ended_at = world.now
+        await asyncio.sleep(3)
+        self._is_over = True
+        await asyncio.wait(sending)
+        await world.run_as(producer, self._close())
+        await asyncio.sleep(1)
+        sent.left = world.left_of(producer)
+        for work in sending:
+            work.result()
+        return sent
+
+    # --- the producer
+
+    async def _begin(self) -> None:
+        config = ProducerConfig(name_server=self.embedded.name_server, **self.plan.options)
+        rng = random.Random(self.random.random())
+        self.cluster = Cluster(config, "10.0.0.1@1", io=Io(self.world), rng=rng)  # type: ignore[arg-type]
+        self.cluster.add_producer(config.group)
+        await self.cluster.start_on_loop()
+        self.config = config
+        self.sender = Sender(self.cluster, config, config.group, lambda sending: None, rng)
+
+    async def _close(self) -> None:
+        began = self.world.now
+        while any(given.ended is None for given in self.sent.given):
+            if self.world.now > began + 60:
+                break  # the rules say of which
+            await asyncio.sleep(0.1)
+        self.sent.close_took_s = self.world.now - began
+        self.sender.abandon()
+        await self.cluster.close_on_loop()
+
+    async def _send_all(self, stream: Stream) -> None:
+        while not self._is_over:
+            await asyncio.sleep(self.random.expovariate(self.plan.rate))
+            for _ in range(self.random.choice(self.plan.bursts)):
+                ended = self._give(stream)
+                if stream.is_waited_for:
+                    await ended.wait()
+
+    def _give(self, stream: Stream) -> asyncio.Event:
+        """Hand a message over, or a batch; the event is set when it has its result."""
+        messages = stream.batch or 1
+        given = Given(self._numbers, messages, stream, self.world.now, self.config.send_timeout_s)
+        self._numbers += messages
+        self.sent.given.append(given)
+        ids = tuple(f"{given.number + index:032X}" for index in range(messages))
+        properties = [encode_properties({PropertyName.UNIQUE_KEY: each}) for each in ids]
+        body, ended = b"%d" % given.number, asyncio.Event()
+        if stream.batch:
+            body = encode_batch(
+                BatchItem(b"%d" % (given.number + index), each, 0) for index, each in enumerate(properties)
+            )
+        self.sender.begin(
+            Sending(
+                topic=TOPIC, shown_topic=TOPIC, body=body, properties="" if stream.batch else properties[0],
+                message_ids=ids, waiting=Waiter(given, self.world.time, ended.set), timeout_s=given.timeout_s,
+                born_at_ms=int((EPOCH + self.world.now) * 1000), deadline=self.world.now + given.timeout_s,
+                is_batch=bool(stream.batch), is_oneway=stream.is_oneway, queue=stream.queue,
+                sharding_key=stream.sharding_key, is_waited_for=stream.is_waited_for,
+            )
+        )  # fmt: skip
+        return ended
+
+    # --- the brokers
+
+    def _meets(self, node: EmbeddedBroker) -> Fault:
+        """Return what every request meets at `node`: its trouble of the moment; and what it stores is noted."""
+
+        def note(request: RemotingCommand, answer: RemotingCommand) -> None:
+            if answer.code != ResponseCode.SUCCESS:
+                return
+            bodies = [request.body]
+            if request.code == RequestCode.SEND_BATCH_MESSAGE:
+                bodies = [item.body for item in decode_batch(request.body)]
+            queue = MessageQueue(TOPIC, node.name, int(answer.fields["queueId"]))
+            first = int(answer.fields["queueOffset"])
+            for index, body in enumerate(bodies):
+                self.sent.stored.append((int(body), Stored(self.world.now, (queue, first + index))))
+
+        def meet(exchange: Exchange) -> None:
+            if exchange.request.code in SENDS:
+                exchange = _Watched(exchange, note)
+            fault = self._troubled.get(node)
+            if fault is None:
+                exchange.handle(exchange.answer)
+            else:
+                fault(exchange)
+
+        return meet
+
+    async def _trouble(self) -> None:
+        end = START_S + self.plan.trouble_s
+        while self.world.now < end:
+            pause_s = self.plan.at_least_every_s + self.random.expovariate(1 / self.plan.fault_every_s)
+            await asyncio.sleep(pause_s)
+            await self._fault(self.random.choice(self.plan.faults))
+
+    def _changed(self, what: str) -> None:
+        self.sent.changes.append((self.world.now, what))
+
+    async def _fault(self, kind: str) -> None:
+        rng, embedded = self.random, self.embedded
+        broker = rng.choice(embedded.brokers)
+        if kind == "restart":
+            end = rng.choice((broker.kill, broker.stop))
+            keep_route = rng.random() < 0.5
+            end(keep_route=keep_route)
+            await asyncio.sleep(rng.uniform(*self.plan.away_s))
+            await broker.open()
+            self._changed(f"{broker.name} is back")
+        elif kind == "shrink":
+            # As real brokers do when a topic is changed: what was in the other queues stays there.
+            embedded.create_topic(TOPIC, queues=2, brokers=self._with_topic())
+            self._changed("two queues")
+        elif kind == "grow":
+            embedded.create_topic(TOPIC, queues=8, brokers=self._with_topic())
+            self._changed("eight queues")
+        elif kind == "anew":
+            elsewhere = [rng.choice(embedded.brokers).name]
+            embedded.delete_topic(TOPIC)
+            embedded.create_topic(TOPIC, queues=rng.choice((2, 8)), brokers=elsewhere)
+            self._changed(f"made anew on {elsewhere}")
+        elif kind == "roles":
+            embedded.switch_master(broker.name)
+            self._changed(f"{broker.name} has another master")
+        elif kind == "gone":
+            embedded.delete_topic(TOPIC)
+            await asyncio.sleep(rng.uniform(0, 2))
+            embedded.create_topic(TOPIC, queues=8)
+        elif kind == "cut":
+            self.world.network.cut(lambda end: rng.random() < 0.7)
+        elif kind == "name-server":
+            node = embedded.name_server_node
+            if node.running:
+                node.stop_now()
+                await asyncio.sleep(rng.uniform(0.1, 8))
+                await node.open()
+        else:
+            self._disturb(rng.choice(embedded.nodes), kind, rng.uniform(0.1, 8))
+
+    def _with_topic(self) -> list[str]:
+        """Return the brokers that have the topic."""
+        return [broker.name for broker in self.embedded.brokers if TOPIC in broker.core.state.topics]
+
+    def _disturb(self, node: EmbeddedNode, kind: str, seconds: float) -> None:
+        """Have a broker answer for a while as it should not."""
+        rng = self.random
+        fault: Fault
+        if kind == "slow":
+            fault = rng.choice((delay, delay_request))(rng.choice((0.02, 0.2, 1, 2.9)))
+        elif kind == "silent":
+            fault = rng.choice((drop, drop_answer))
+        elif kind == "refusing":
+            fault = now_and_then(rng.choice((0.1, 0.5, 1)), answer(*rng.choice(REFUSALS)), rng)
+        elif kind == "late":
+            fault = now_and_then(0.3, rng.choice((delay, delay_request))(rng.choice((2.5, 3.5, 10))), rng)
+        elif kind == "losing":
+            fault = now_and_then(0.3, rng.choice((drop, drop_answer)), rng)
+        elif kind == "stammering":
+            fault = duplicate
+        else:
+            assert kind == "breaking"
+            fault = now_and_then(0.2, rng.choice((close_connection, reset_connection, handle_and_close)), rng)
+        self._troubled[node] = fault
+        self.world.call_later(seconds, lambda: self._troubled.get(node) is fault and self._troubled.pop(node))
+
+    def _heal(self) -> None:
+        self._troubled.clear()
+        self.embedded.create_topic(TOPIC, queues=8)
+
+    async def _end(self) -> None:
+        """Have everything end."""
+        self.embedded.shut()
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1)
+        self.world.take_apart()
+        if self.world.surprises:
+            raise AssertionError(f"seed {self.seed}: {self.world.surprises[0]}")
+
+
+def check(sent: Sent, plan: Plan) -> None:
+    """Look for broken rules."""
+    sent.check_errors_are_ours()
+    sent.check_nothing_acknowledged_is_missing()
+    sent.check_order()
+    sent.check_everything_ended()
+    sent.check_copies_are_told(plan.options.get("send_attempts", 3))
+    if set(plan.faults) <= set(ROUTE_CHANGES):
+        sent.check_recovers(allowed_s=2.0)
+        sent.check_only_chosen_queues_fail()
+    sent.check_works_in_the_end(sent.ended_at)
+    sent.check_nothing_is_left(close_s=30)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plan", choices=PLANS, action="append", help="default: each; repeatable")
+    parser.add_argument("--seeds", default="0-19", metavar="FIRST-LAST", help="or one seed")
+    parser.add_argument("--mistake", choices=sorted(PRODUCER_MISTAKES), help="put a mistake in, to see it found")
+    parser.add_argument("--first-wrong", action="store_true", help="go on with the next plan after a wrong world")
+    parser.add_argument("--digest", action="store_true", help="print a digest of each world")
+    parser.add_argument("--log", action="store_true", help="show the producer's log")
+    options = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in an order that depends on it
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
+    logging.basicConfig(level=logging.DEBUG if options.log else logging.CRITICAL + 1)
+    if options.mistake:
+        PRODUCER_MISTAKES[options.mistake]()
+    first, _, last = options.seeds.partition("-")
+    began, wrong, worlds = time.monotonic(), 0, 0
+    for name in options.plan or PLANS:
+        for seed in range(int(first), int(last or first) + 1):
+            worlds += 1
+            if not run(name, seed, options.digest):
+                wrong += 1
+                if options.first_wrong:
+                    break
+        print(f"{name}: {worlds} worlds so far, {wrong} wrong, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{worlds} worlds, {wrong} wrong, {time.monotonic() - began:.0f} s")
+    return 1 if wrong else 0
+
+
+def run(name: str, seed: int, digest: bool) -> bool:
+    """Live through a world, and look whether it is right."""
+    plan = PLANS[name]
+    try:
+        sent = Producing(seed, plan).run()
+        if digest:
+            print(name, seed, sent.digest())
+        check(sent, plan)
+    except AssertionError as error:
+        again = f"python -m tests.simulation.producing --plan {name} --seeds {seed}"
+        print(f"WRONG plan={name} seed={seed}: {error}\n  repeat: {again}", flush=True)
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

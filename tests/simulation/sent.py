@@ -1,0 +1,191 @@
+"""What a simulated producer was given, what brokers stored, and whether it was right."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.producer import SendResult
+from tests.simulation.history import Wrong
+
+GRACE_S = 0.5
+"""How late a message may be told that its time is over."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """Messages that one program sends in one way: in their order, if they have a queue or a key in common."""
+
+    name: str
+    queue: MessageQueue | None = None
+    sharding_key: str | None = None
+    is_waited_for: bool = False  # it sends the next when it has the result
+    batch: int = 0  # messages of each batch; 0 for single ones
+    is_oneway: bool = False
+
+    @property
+    def is_lane(self) -> bool:
+        return self.queue is not None or self.sharding_key is not None
+
+
+@dataclass(eq=False)
+class Given:
+    """A message, or a batch, that a producer was given; and what it said became of it."""
+
+    number: int  # of its first message; those of a batch follow
+    messages: int
+    stream: Stream
+    at: float
+    timeout_s: float
+    ended: float | None = None
+    results: list[SendResult] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return f"message {self.number} ({self.stream.name}, given at {self.at:.3f})"
+
+
+class Waiter:
+    """Notes what became of a message; then calls whoever waits."""
+
+    def __init__(self, given: Given, clock: Callable[[], float], then: Callable[[], None]) -> None:
+        self._given, self._clock, self._then = given, clock, then
+
+    def set_result(self, result: Any) -> None:
+        self._end()
+        if result is not None:
+            self._given.results = result if isinstance(result, list) else [result]
+
+    def set_exception(self, error: BaseException) -> None:
+        self._end()
+        self._given.error = error
+
+    def _end(self) -> None:
+        if self._given.ended is not None:
+            raise Wrong(f"{self._given} has two results")
+        self._given.ended = self._clock()
+        self._then()
+
+
+class Stored(NamedTuple):
+    """A broker stored a message, or a copy."""
+
+    at: float
+    place: tuple[MessageQueue, int]
+
+
+class Sent:
+    """Everything that was sent, and the rules. Times are the world's."""
+
+    def __init__(self) -> None:
+        self.given: list[Given] = []
+        self.stored: list[tuple[int, Stored]] = []  # in the order in which brokers did
+        self.changes: list[tuple[float, str]] = []  # from when on the name servers knew, and what it was
+        self.left: list[str] = []  # of the producer, after its close
+        self.close_took_s = 0.0
+        self.ended_at = 0.0
+
+    def digest(self) -> str:
+        """Return a digest of all that happened, the same for the same seed."""
+        events = [f"{each.number} {each.ended} {each.results} {each.error}" for each in self.given]
+        events += [f"{number} {stored}" for number, stored in self.stored]
+        return hashlib.sha256("\n".join(events).encode()).hexdigest()[:16]
+
+    def _stores(self) -> dict[int, list[Stored]]:
+        found: dict[int, list[Stored]] = defaultdict(list)
+        for number, stored in self.stored:
+            found[number].append(stored)
+        return found
+
+    # --- the rules
+
+    def check_everything_ended(self) -> None:
+        """Each message has its result in time: by itself, or after the one before it in its lane."""
+        lanes: dict[Stream, float] = {}
+        for given in sorted(self.given, key=lambda each: (each.ended or float("inf"), each.number)):
+            if given.ended is None:
+                raise Wrong(f"{given} has no result")
+            since = given.at
+            if given.stream.is_lane:
+                if not given.stream.is_waited_for:
+                    since = max(since, lanes.get(given.stream, 0.0))
+                lanes[given.stream] = given.ended
+            if given.ended > since + given.timeout_s + GRACE_S:
+                raise Wrong(f"{given}: its result came {given.ended - since:.3f} s later, of {given.timeout_s:g} s")
+
+    def check_errors_are_ours(self) -> None:
+        """Who fails says why, in the errors that are documented."""
+        for given in self.given:
+            if given.error is not None and not isinstance(given.error, RocketError):
+                raise Wrong(f"{given}: {given.error!r}") from given.error
+
+    def check_nothing_acknowledged_is_missing(self) -> None:
+        """What a producer was told is stored is stored there."""
+        stores = self._stores()
+        for given in self.given:
+            for index, result in enumerate(given.results):
+                place = (result.queue, result.queue_offset)
+                if place not in [stored.place for stored in stores[given.number + index]]:
+                    raise Wrong(f"{given}: not stored at {place}, as it was told, but {stores[given.number + index]}")
+
+    def check_copies_are_told(self, send_attempts: int) -> None:
+        """Who gets a result knows whether there may be copies; and there are no more than attempts."""
+        stores = self._stores()
+        for given in self.given:
+            copies = max(len(stores[given.number + index]) for index in range(given.messages))
+            if copies > send_attempts:
+                raise Wrong(f"{given}: {copies} copies with send_attempts={send_attempts}")
+            for result in given.results:
+                if not copies <= result.attempts <= send_attempts:
+                    raise Wrong(f"{given}: {copies} copies, and SendResult.attempts={result.attempts}")
+
+    def check_order(self) -> None:
+        """In a lane messages are stored as they were given: A A B may be, B A and A B A not."""
+        stream_of = {given.number + index: given for given in self.given for index in range(given.messages)}
+        latest: dict[Stream, int] = {}
+        for number, stored in self.stored:
+            given = stream_of[number]
+            if not given.stream.is_lane:
+                continue
+            if given.number < latest.get(given.stream, -1):
+                raise Wrong(f"{given} was stored at {stored.at:.3f}, after message {latest[given.stream]}")
+            latest[given.stream] = given.number
+
+    def check_recovers(self, allowed_s: float) -> None:
+        """Soon after the name servers know of a change, messages of each stream are stored again."""
+        stream_of = {given.number + index: given.stream for given in self.given for index in range(given.messages)}
+        stored_at: dict[Stream, list[float]] = defaultdict(list)
+        for number, stored in self.stored:
+            stored_at[stream_of[number]].append(stored.at)
+        for known_at, what in self.changes:
+            for stream, times in stored_at.items():
+                due = [given.at for given in self.given if given.stream is stream and given.at >= known_at - 1]
+                if stream.queue is not None or not due or due[0] > known_at + 1:
+                    continue  # a chosen queue may be gone; or nothing was sent
+                first = min((at for at in times if at >= known_at), default=float("inf"))
+                if first - known_at > allowed_s:
+                    raise Wrong(f"{what} at {known_at:.3f}: {stream.name} was stored {first - known_at:.3f} s later")
+
+    def check_only_chosen_queues_fail(self) -> None:
+        """Where brokers are away for a moment only, what fails are messages for a queue that there is no more."""
+        for given in self.given:
+            if given.error is not None and given.stream.queue is None:
+                raise Wrong(f"{given} failed: {given.error}") from given.error
+
+    def check_works_in_the_end(self, from_s: float) -> None:
+        """After all trouble everything is stored."""
+        for given in self.given:
+            if given.at >= from_s and given.error is not None:
+                raise Wrong(f"{given} failed when all was well: {given.error}") from given.error
+
+    def check_nothing_is_left(self, close_s: float) -> None:
+        """A close ends in time, and leaves neither tasks nor connections."""
+        if self.left:
+            raise Wrong(f"after its close the producer has {Counter(self.left)}")
+        if self.close_took_s > close_s:
+            raise Wrong(f"the close took {self.close_took_s:.3f} s")
