@@ -308,21 +308,23 @@ def test_nothing_is_left_open() -> None:
 
 @pytest.mark.parametrize("turn", range(3))
 def test_who_connects_while_it_closes_leaves_nothing_open(turn: int) -> None:
-    connected, closed = threading.Event(), threading.Event()
+    connected, closed = threading.Semaphore(0), threading.Event()
 
     def knock(address: tuple[str, int]) -> None:
         while not closed.is_set():
             with socket.socket() as knocking, suppress(OSError):
                 knocking.connect(address)
-                connected.set()
+                connected.release()
 
     cluster = EmbeddedCluster()
     cluster.start()
     host, _, port = cluster.broker("broker-a").address.rpartition(":")
-    knocking = threading.Thread(target=knock, args=((host, int(port)),))
-    knocking.start()
-    assert connected.wait(30)
+    threads = [threading.Thread(target=knock, args=((host, int(port)),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert all(connected.acquire(timeout=30) for _ in range(200))
     cluster.close()
     closed.set()
-    knocking.join()
+    for thread in threads:
+        thread.join()
     gc.collect()  # what is left open warns, and warnings are errors
