@@ -764,7 +764,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._ownership = self._taken = None
 
     def _check_open(self) -> None:
-        if not self._is_open:
+        if self._forked or self._ownership is None:  # not through _is_open: each persist comes by here
             self._check_not_forked()
             raise self._not_open()
         if self._taken is not None:
