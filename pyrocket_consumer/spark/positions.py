@@ -63,6 +63,7 @@ _CALLS_TOGETHER = 32  # so many are sent and awaited as one: that takes less tha
 
 _FIRST_AWAY_S = 0.1
 _LONGEST_AWAY_S = 5.0  # between two attempts to reach a broker that is away
+_MADE_LIKE = "TBW102"  # what brokers that make topics on demand make them like
 _DISCOVERY = ""  # among the names of brokers
 _PASSING = (ConnectError, ConnectionLost, RequestTimeout, RouteNotFound)
 
@@ -158,21 +159,34 @@ class Positions:
 
     # --- queues
 
-    def discover(self) -> frozenset[MessageQueue]:
+    def discover(self, *, follows: bool = False) -> frozenset[MessageQueue]:
         """Return the queues there are to read, all of them.
+
+        Where brokers make topics on demand, one of `subscribe` need not be there yet for a query that `follows`.
 
         Raises:
             ConfigError: a queue of `assign` does not exist, or a broker refuses the filter.
             RouteNotFound: a topic of `subscribe` does not exist.
             RocketError: nobody answers, however long asked.
         """
-        return self.cluster.run(self._again(self._discover), None)
+        doubt = self._options.read.doubt()
+        return self.cluster.run(self._again(lambda: self._discover(doubt, follows)), None)
 
-    async def _discover(self) -> frozenset[MessageQueue]:
-        routes = await asyncio.gather(
-            *(self.cluster.route(topic, refresh=True) for topic in await self._topics_named())
+    async def _discover(self, doubt: Patience, follows: bool) -> frozenset[MessageQueue]:
+        named = list(await self._topics_named())
+        outcomes = await asyncio.gather(
+            *(self.cluster.route(topic, refresh=True) for topic in named), return_exceptions=True
         )
-        there = [queue for route in routes for queue in route.consume_queues()]
+        there = list[MessageQueue]()
+        for topic, outcome in zip(named, outcomes, strict=True):
+            if isinstance(outcome, RouteNotFound) and topic in self._options.topics and follows:
+                if doubt.failed() is not None or not await self._makes_topics():
+                    raise outcome
+                log.warning("topic=%s is not there yet; when it is made, it is read from its first message", topic)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                there += outcome.consume_queues()
         if unknown := set(self._options.assigned).difference(there):
             topics = {queue.topic for queue in unknown}
             others = [queue for queue in there if queue.topic in topics]
@@ -181,6 +195,14 @@ class Positions:
         await self._check_filter(queues)
         self._queues, self._discovered_at = queues, time.monotonic()
         return queues
+
+    async def _makes_topics(self) -> bool:
+        """Tell whether some broker makes topics on demand."""
+        try:
+            await self.cluster.route(_MADE_LIKE, refresh=True)
+        except RouteNotFound:
+            return False
+        return True
 
     async def _topics_named(self) -> Collection[str]:
         options = self._options

@@ -215,8 +215,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             RocketError: nobody answers, however long asked.
         """
         if self._initial is None:
-            queues = self._asking.discover()
-            if not queues:
+            queues = self._asking.discover(follows=True)
+            if not queues and self._options.pattern is not None:
                 log.warning("there is no queue yet: no topic matches subscribePattern=%r", self._options.pattern)
             start, at_ms = self._options.start or Named.LATEST, now_ms()
             offsets = self._asking.resolve(start, queues)

@@ -103,7 +103,8 @@ class Topics:
             (config.broker_name, 1, PERM_INHERIT),
             (config.broker_cluster_name, 16, PERM_INHERIT | PERM_READ),
         ):
-            self._topics[name] = TopicConfig(name, queues, queues, perm)
+            if name != DEFAULT_TOPIC or config.auto_create_topic_enable:
+                self._topics[name] = TopicConfig(name, queues, queues, perm)
 
     def __iter__(self) -> Iterator[TopicConfig]:
         return iter(list(self._topics.values()))

@@ -14,7 +14,7 @@ from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.source import RefusedStreamReader
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.spark.asking import Checkpoint, CrashError, data_source, flat, rows, running
+from tests.spark.asking import Checkpoint, CrashError, data_source, flat, read_batch, rows, running
 
 RELEASES = ("4.0", "4.3")
 QUEUES = [MessageQueue("orders", broker, queue_id) for broker in ("broker-a", "broker-b") for queue_id in (0, 1)]
@@ -189,11 +189,28 @@ def test_an_assigned_queue_must_exist(embedded):
     reader.stop()
 
 
-def test_a_topic_must_exist(embedded):
-    reader = data_source(embedded, subscribe="nowhere").streamReader(None)
+def test_a_topic_must_exist():
+    with EmbeddedCluster(auto_create_topics=False) as cluster:
+        options = {"subscribe": "nowhere", "readTimeoutMs": 500, "requestTimeoutMs": 100, "retries": None}
+        reader = data_source(cluster, **options).streamReader(None)
+        with pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"):
+            reader.initialOffset()
+        reader.stop()
+
+
+def test_a_topic_need_not_exist_yet_where_it_is_made_on_demand(embedded, caplog):
+    options = {"subscribe": "orders,later", "requestTimeoutMs": 300, "retries": None}
+    with caplog.at_level(logging.WARNING), running(embedded, **options) as run:
+        assert run.batch() == []
+        assert "topic=later is not there yet" in caplog.text
+        embedded.send("later", count=4)
+        run.reader._asking.forget_discovery()
+        assert {(queue.topic, offset) for queue, offset in run.batch()} == {("later", 0)}
+
+
+def test_a_batch_needs_its_topic_wherever_it_is_made(embedded):
     with pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"):
-        reader.initialOffset()
-    reader.stop()
+        read_batch(embedded, subscribe="nowhere")
 
 
 def test_a_pattern_matches_whole_names_and_no_system_topics(embedded):
