@@ -26,19 +26,19 @@ class Waiting(Protocol):
 
 
 class Told(Generic[K]):
-    """Puts `key` into a queue when its send has ended, with the error if it has failed.
+    """Puts `key` into a queue when its send has ended, with the result, or the error if it has failed.
 
     For callers with thousands of sends under way: it costs a tenth of a future.
     """
 
     __slots__ = ("_done", "_key")
 
-    def __init__(self, done: queue.SimpleQueue[tuple[K, BaseException | None]], key: K) -> None:
+    def __init__(self, done: queue.SimpleQueue[tuple[K, Any]], key: K) -> None:
         self._done = done
         self._key = key
 
     def set_result(self, result: Any) -> None:
-        self._done.put((self._key, None))
+        self._done.put((self._key, result))
 
     def set_exception(self, error: BaseException) -> None:
         self._done.put((self._key, error))

@@ -146,13 +146,17 @@ class SinkOptions:
 
     client: ClientOptions
     topic: str | None = None
-    send_timeout_s: float = 3.0
-    send_retries: int = 2
+    send_timeout_s: float = 120.0
+    send_retries: int = 5
     max_in_flight: int = 256
     max_message_bytes: int = 4 << 20
     accept_degraded: bool = False
     auto_create_topic: bool = False
     dedup_properties: bool = True
+
+    def patience(self, clock: Callable[[], float] = time.monotonic) -> Patience:
+        """Return how long to try again what heals and no send waits for: nobody answers who knows a way."""
+        return Patience(self.send_timeout_s, self.client.retries, clock)
 
 
 class Named(StrEnum):
@@ -284,8 +288,8 @@ def parse_sink(options: Mapping[str, str]) -> SinkOptions:
     return SinkOptions(
         client=_client(given),
         topic=None if topic is None else _named(check_topic, "topic", topic.strip()),
-        send_timeout_s=given.whole("sendTimeoutMs", 3000, 10, 600_000) / 1000,
-        send_retries=given.whole("sendRetries", 2, 1, 99),
+        send_timeout_s=given.whole("sendTimeoutMs", 120_000, 10, 600_000) / 1000,
+        send_retries=given.whole("sendRetries", 5, 1, 99),
         max_in_flight=given.whole("maxInFlight", 256, 1, 1_000_000),
         max_message_bytes=given.whole("maxMessageBytes", 4 << 20, 1, MAX_MESSAGE_BYTES),
         accept_degraded=given.flag("acceptDegraded", False),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import queue
 import time
@@ -20,12 +22,14 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import Row, StructType
 
+from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.config import ClientConfig, ProducerConfig
-from pyrocket_consumer.errors import ConfigError, ConnectError, RequestTimeout, RocketError, RouteNotFound
-from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.errors import ConfigError, PermissionDenied, RequestTimeout, RocketError, RouteNotFound
+from pyrocket_consumer.producer import Producer, SendResult
 from pyrocket_consumer.producer.callbacks import Told
 from pyrocket_consumer.spark import worker
 from pyrocket_consumer.spark.options import DEFAULT_GROUP, SinkOptions
+from pyrocket_consumer.spark.patience import Patience
 from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, RowReader, SinkRow, check_schema
 
@@ -38,14 +42,14 @@ MAX_BYTES_IN_FLIGHT = 32 << 20
 
 _STREAM_QUERY, _STREAM_BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
 _GRACE_S = 30.0  # the I/O thread keeps the deadlines; this long after one we no longer believe that it does
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 @dataclass(frozen=True)
 class Sent(WriterCommitMessage):
-    """What a task tells the driver: so many messages were acknowledged."""
+    """What a task tells the driver: so many messages were acknowledged, and of so many there may be copies."""
 
     rows: int
+    perhaps_copied: int = 0
 
 
 def check_overwrite(overwrite: bool) -> None:
@@ -104,7 +108,7 @@ class BatchWriter(_Sink, DataSourceArrowWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Take note: every message is stored already."""
-        log.debug("wrote rows=%d", _rows(messages))
+        _tell_written("a write", messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Take note; what was sent stays, and this never raises, or Spark would not show why."""
@@ -116,7 +120,7 @@ class _StreamSink(_Sink):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
         """Take note: every message is stored already."""
-        log.debug("batch=%s wrote rows=%d", batchId, _rows(messages))
+        _tell_written(f"batch={batchId}", messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
         """Take note; what was sent stays, and this never raises, or Spark would not show why."""
@@ -139,6 +143,17 @@ class StreamArrowWriter(_StreamSink, DataSourceStreamArrowWriter or DataSourceSt
         """Send a task's rows; return when every one was acknowledged."""
         reader = self._reader(in_query=True)
         return send_all(reader.of_batches(iterator), reader, self._options)
+
+
+def _tell_written(what: str, messages: Sequence[WriterCommitMessage | None]) -> None:
+    log.debug("%s wrote rows=%d", what, _rows(messages))
+    if copied := sum(message.perhaps_copied for message in messages or () if isinstance(message, Sent)):
+        log.warning(
+            "%s sent rows=%d again after no answer came, or a degraded one: of each there may be copies in the topic, "
+            "with the same spark_* properties if dedupProperties is true",
+            what,
+            copied,
+        )
 
 
 def _rows(messages: Sequence[WriterCommitMessage | None]) -> int:
@@ -166,33 +181,51 @@ def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -
         worker.forget(Producer, options)
         producer.close(0)
         raise
-    return Sent(sends.acknowledged)
+    return Sent(sends.acknowledged, sends.perhaps_copied)
 
 
 def _producer(options: SinkOptions) -> Producer:
     """Return this worker's producer for `options`, started.
 
     Raises:
-        ConnectError: no name server answered, as often as it was tried.
+        RocketError: no name server answered in all the time there is, or one refuses us.
     """
     producer = worker.kept(Producer, options, lambda: Producer(config=_config(options)))
-    attempt = 0
+    patience = options.patience()
     while True:
         try:
             producer.start()
             return producer
-        except ConnectError:
-            if attempt >= (5 if options.client.retries is None else options.client.retries):
+        except RocketError as error:
+            heals = not isinstance(error, (ConfigError, PermissionDenied))
+            if not heals or (pause_s := patience.failed()) is None:
                 worker.forget(Producer, options)
                 raise
-        time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
-        attempt += 1
+            if patience.failures == 1:
+                _tell(options, error)
+        time.sleep(pause_s)
+
+
+def _tell(options: SinkOptions, error: RocketError) -> None:
+    log.warning("writing waits, for up to %g s reason=%s", options.send_timeout_s, error)
+
+
+def _any_broker_is_up(options: SinkOptions) -> bool:
+    """Tell whether a name server answers that knows a broker: each has topics of RocketMQ's own."""
+    try:
+        with Admin(config=options.client.config()) as admin:
+            return bool(admin.topics(include_system=True))
+    except RocketError:
+        return False
 
 
 def _config(options: SinkOptions) -> ProducerConfig:
     client = options.client.config()
+    settings = {field.name: getattr(client, field.name) for field in fields(ClientConfig)}
+    # A connection on which two heartbeats are not answered is closed, so that its rows are sent on another one.
+    settings["heartbeat_interval_s"] = min(max(options.client.request_timeout_s, 0.05), client.heartbeat_interval_s)
     return ProducerConfig(
-        **{field.name: getattr(client, field.name) for field in fields(ClientConfig)},
+        **settings,
         group=DEFAULT_GROUP,
         send_timeout_s=options.send_timeout_s,
         send_attempts=options.send_retries + 1,
@@ -213,13 +246,17 @@ class _Sends:
 
     def __init__(self, producer: Producer, options: SinkOptions, reader: RowReader) -> None:
         self._producer = producer
+        self._options = options
         self._max_rows = options.max_in_flight
         self._longest_s = options.send_timeout_s + _GRACE_S
         self._reader = reader
-        self._done: queue.SimpleQueue[tuple[SinkRow, BaseException | None]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[SinkRow, SendResult | BaseException]] = queue.SimpleQueue()
         self._lanes: dict[tuple[str, object], deque[SinkRow]] = {}
         self._rows = self._bytes = 0
-        self.acknowledged = 0
+        self._no_route: dict[str, tuple[float, Patience]] = {}  # since when, and how much longer
+        self._routeless: dict[str, list[SinkRow]] = {}  # by topic, to be handed over again
+        self._retry_at = 0.0
+        self.acknowledged = self.perhaps_copied = 0
 
     def add(self, row: SinkRow) -> None:
         """Send a row, now or when the one before it in its lane is stored; wait for room first."""
@@ -250,20 +287,63 @@ class _Sends:
             raise ConfigError(self._reader.said_of(row.number, error)) from None
 
     def _wait_for_one(self) -> None:
-        try:
-            row, error = self._done.get(timeout=self._longest_s)
-        except queue.Empty as empty:
-            raise RequestTimeout("a send", "the I/O thread", self._longest_s) from empty
-        if error is not None:
-            raise self._failure(row, error) from error
+        row, outcome = self._outcome()
+        if isinstance(outcome, RouteNotFound):
+            self._wait_for_route(row, outcome)
+            return
+        if isinstance(outcome, BaseException):
+            raise self._failure(row, outcome) from outcome
+        self.perhaps_copied += outcome.attempts > 1
         self._rows -= 1
         self._bytes -= len(row.message.body)
         self.acknowledged += 1
+        if self._no_route:
+            self._no_route.pop(row.topic, None)
         if (lane := row.lane) is not None:
             if waiting := self._lanes[lane]:
                 self._hand_over(waiting.popleft())
             else:
                 del self._lanes[lane]
+
+    def _outcome(self) -> tuple[SinkRow, SendResult | BaseException]:
+        """Return what became of a row; rows without a route are handed over again when it is time."""
+        while self._routeless:
+            left_s = self._retry_at - time.monotonic()
+            if left_s <= 0:
+                again, self._routeless = self._routeless, {}
+                for row in itertools.chain(*again.values()):
+                    self._hand_over(row)
+                break
+            with contextlib.suppress(queue.Empty):
+                return self._done.get(timeout=left_s)
+        try:
+            return self._done.get(timeout=self._longest_s)
+        except queue.Empty as empty:
+            raise RequestTimeout("a send", "the I/O thread", self._longest_s) from empty
+
+    def _wait_for_route(self, row: SinkRow, error: RouteNotFound) -> None:
+        """Have a row handed over again, later: a producer does not wait for a topic that no name server knows.
+
+        It does for one that it has seen before. But a task may begin while the brokers restart that have its topic. If
+        others are up, name servers are believed after `requestTimeoutMs`.
+
+        Raises:
+            RocketError: it was waited for long enough.
+        """
+        topic = row.topic
+        if topic not in self._routeless:
+            now = time.monotonic()
+            if topic not in self._no_route:
+                self._no_route[topic] = now, self._options.patience()
+                _tell(self._options, error)
+            since, patience = self._no_route[topic]
+            pause_s = patience.failed()
+            is_late = now - since >= self._options.client.request_timeout_s
+            if pause_s is None or (is_late and _any_broker_is_up(self._options)):
+                raise self._failure(row, error) from error
+            self._retry_at = now + pause_s
+            self._routeless[topic] = []
+        self._routeless[topic].append(row)
 
     def _failure(self, row: SinkRow, error: BaseException) -> RocketError:
         text = self._reader.said_of(row.number, error)

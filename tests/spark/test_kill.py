@@ -1,6 +1,6 @@
 """A streaming query that is killed again and again delivers every message into files exactly once.
 
-One kill and 10 000 messages; `make spark-soak` does twenty and 200 000. PYROCKET_SPARK_KILLS, PYROCKET_SPARK_MESSAGES
+One kill and 10 000 messages; `make spark-soak` does eight and 80 000. PYROCKET_SPARK_KILLS, PYROCKET_SPARK_MESSAGES
 and PYROCKET_SPARK_SEED say otherwise.
 """
 

@@ -48,7 +48,7 @@ def test_defaults_of_a_read():
 
 def test_defaults_of_a_write():
     options = parse_sink(SERVER)
-    assert (options.topic, options.send_timeout_s, options.send_retries, options.max_in_flight) == (None, 3, 2, 256)
+    assert (options.topic, options.send_timeout_s, options.send_retries, options.max_in_flight) == (None, 120, 5, 256)
     assert (options.accept_degraded, options.dedup_properties) == (False, True)
 
 

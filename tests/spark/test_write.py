@@ -102,7 +102,7 @@ def batch(spark: Any, cluster: EmbeddedCluster, sql: str, mode: str = "append", 
         ("SELECT 'x' AS body", {"topic": "orders", "maxInFlight": "0"}, "maxInFlight='0'"),
         ("SELECT 'x' AS body", {"topic": "orders", "sendTimeout": "1"}, "did you mean sendTimeoutMs"),
         ("SELECT cast(null AS string) AS body", {"topic": "orders"}, "row 0 of partition 0: body is null"),
-        ("SELECT 'x' AS body", {"topic": "no-such-topic"}, "autoCreateTopic=true"),
+        ("SELECT 'x' AS body", {"topic": "no-such-topic", "sendTimeoutMs": "500"}, "autoCreateTopic=true"),
         ("SELECT 'x' AS body, 'a\\u0001' AS shardingKey", {"topic": "orders"}, "row 0 of partition 0: shardingKey"),
     ],
 )

@@ -1,0 +1,259 @@
+"""What becomes of rows while brokers restart, refuse, hang up or say nothing: by default, all are written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.spark.options import parse_sink
+from pyrocket_consumer.testing import (
+    EmbeddedCluster,
+    Exchange,
+    Gate,
+    answer,
+    close_connection,
+    delay,
+    drop,
+    handle_and_close,
+    reset_connection,
+)
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.spark.writing import Sink
+
+SEND = RequestCode.SEND_MESSAGE_V2
+ROWS = 1000
+AWAY_S = 1.0  # longer than any attempts that do not wait for the broker
+LANES = {
+    "any queue": ("body string", lambda number: ()),
+    "sharding key": ("body string, shardingKey string", lambda number: (f"key-{number % 10}",)),
+    "queue": ("body string, brokerName string, queueId int", lambda number: ("broker-a", number % 2)),
+}
+
+
+@pytest.fixture
+def embedded() -> Iterator[EmbeddedCluster]:
+    with EmbeddedCluster(auto_create_topics=False) as cluster:
+        cluster.create_topic("orders", queues=2)
+        yield cluster
+
+
+@pytest.fixture
+def sink(embedded: EmbeddedCluster) -> Iterator[Callable[..., Sink]]:
+    """`sink(**options)` makes one with options as a user gives them."""
+    made: list[Sink] = []
+
+    def make(**options: str) -> Sink:
+        made.append(Sink(parse_sink({"nameServer": embedded.name_server, "topic": "orders", **options})))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+class Task(threading.Thread):
+    """A task of Spark that writes ROWS rows, on a thread of its own; `result` says how it ended."""
+
+    def __init__(self, sink: Sink, lanes: str, rows: int = ROWS) -> None:
+        super().__init__()
+        self._sink, self._lanes, self._rows = sink, lanes, rows
+        self._outcome: int | BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        schema, more = LANES[self._lanes]
+        try:
+            self._outcome = self._sink.write(schema, *[(str(number), *more(number)) for number in range(self._rows)])
+        except BaseException as error:
+            self._outcome = error
+
+    def result(self) -> int:
+        self.join(100)
+        assert not self.is_alive(), "the task goes on and on"
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
+def reached(cluster: EmbeddedCluster, row: int) -> threading.Event:
+    """Return an event that comes when a row is about to be stored; it is stored."""
+    came = threading.Event()
+
+    def pass_on(exchange: Exchange) -> None:
+        came.set()
+        exchange.handle(exchange.answer)
+
+    for broker in cluster.brokers:
+        broker.on(SEND, pass_on, times=None, when=lambda command: command.body == str(row).encode())
+    return came
+
+
+def stored(cluster: EmbeddedCluster) -> tuple[dict[object, list[int]], int]:
+    """Return the rows by queue, each where it was stored first, and how many copies there are."""
+    found: dict[object, list[int]] = {}
+    copies = 0
+    for message in cluster.messages("orders"):
+        queue = found.setdefault(message.queue, [])
+        if (row := int(message.body)) in queue:
+            copies += 1
+        else:
+            queue.append(row)
+    return found, copies
+
+
+def check(cluster: EmbeddedCluster, lanes: str, most_copies: int, rows: int = ROWS) -> None:
+    """Check that all rows are there, with few copies, and in order if they have lanes."""
+    by_queue, copies = stored(cluster)
+    assert {row for queue in by_queue.values() for row in queue} == set(range(rows))
+    if lanes != "any queue":
+        for queue in by_queue.values():
+            of_lane = [[row for row in queue if row % 10 == lane] for lane in range(10)]
+            assert of_lane == [sorted(lane) for lane in of_lane]
+    assert copies <= most_copies
+
+
+def stop(broker: Any) -> None:
+    broker.stop()
+
+
+def stop_unnoticed(broker: Any) -> None:
+    broker.stop(keep_route=True)
+
+
+def kill(broker: Any) -> None:
+    broker.kill()
+
+
+def be_silent(broker: Any) -> None:
+    broker.on(None, drop, times=None)
+
+
+def be_busy(broker: Any) -> None:
+    broker.on(SEND, answer(2, "[PCBUSY_CLEAN_QUEUE]broker busy, start flow control for a while"), times=None)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("go_away", [stop, stop_unnoticed, kill, be_busy])
+def test_a_task_outlives_a_broker_that_is_away_for_a_while(embedded, sink, go_away, lanes):
+    broker = embedded.broker("broker-a")
+    came = reached(embedded, ROWS // 2)
+    task = Task(sink(), lanes)
+    assert came.wait(60)
+    go_away(broker)
+    time.sleep(AWAY_S)
+    broker.clear_faults()
+    if not broker.running:
+        broker.start()
+    assert task.result() == ROWS
+    check(embedded, lanes, most_copies=256)  # what was under way when the connection ended
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_task_outlives_a_broker_that_stands_still_for_a_while(embedded, sink, lanes):
+    """It has got everything, and goes on where it stood."""
+    came = reached(embedded, ROWS // 2)
+    task = Task(sink(), lanes)
+    assert came.wait(60)
+    embedded.broker("broker-a").on(None, gate := Gate(), times=None)
+    time.sleep(AWAY_S)
+    gate.open()
+    assert task.result() == ROWS
+    check(embedded, lanes, most_copies=0)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_task_outlives_a_broker_that_is_silent(embedded, sink, lanes, caplog):
+    """What it got meanwhile is lost: it is sent again, on a new connection."""
+    came = reached(embedded, ROWS // 2)
+    task = Task(sink(sendTimeoutMs="60000", requestTimeoutMs="500"), lanes)
+    assert came.wait(60)
+    be_silent(embedded.broker("broker-a"))
+    assert embedded.wait_until(lambda: "connection lost" in caplog.text, 60)
+    embedded.broker("broker-a").clear_faults()
+    assert task.result() == ROWS
+    check(embedded, lanes, most_copies=0)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("away", ["broker", "broker, unnoticed", "name server", "everything"])
+def test_a_task_may_begin_while_a_broker_or_the_name_server_is_away(embedded, sink, away, lanes):
+    broker = embedded.broker("broker-a")
+    if away != "name server":
+        broker.stop(keep_route=away == "broker, unnoticed")
+    if away in ("name server", "everything"):
+        embedded.stop_name_server()
+    task = Task(sink(), lanes, rows=20)
+    time.sleep(AWAY_S)
+    assert task.is_alive()
+    if not broker.running:
+        broker.start()
+    if away in ("name server", "everything"):
+        embedded.start_name_server()
+    assert task.result() == 20
+    check(embedded, lanes, most_copies=0, rows=20)
+
+
+@pytest.mark.parametrize("fault", [drop, answer(2, "busy")])
+def test_a_task_may_begin_while_the_name_server_is_silent_or_busy(embedded, sink, fault):
+    (name_server,) = embedded.name_server_nodes
+    name_server.on(None, fault, times=None)
+    task = Task(sink(requestTimeoutMs="500"), "sharding key", rows=20)
+    time.sleep(AWAY_S)
+    name_server.clear_faults()
+    assert task.result() == 20
+    check(embedded, "sharding key", most_copies=0, rows=20)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("fault", [reset_connection, close_connection, handle_and_close, answer(2, "busy")])
+def test_one_row_in_trouble_costs_no_other_a_copy(embedded, sink, fault, lanes):
+    embedded.broker("broker-a").on(SEND, fault, times=2, when=lambda command: command.body == b"500")
+    assert Task(sink(), lanes).result() == ROWS
+    check(embedded, lanes, most_copies=256)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_slow_broker_takes_all(embedded, sink, lanes):
+    """Rows in order take their turns: together they take longer than one may."""
+    embedded.broker("broker-a").on(SEND, delay(0.05), times=None)
+    assert Task(sink(sendTimeoutMs="2000", requestTimeoutMs="1000"), lanes, rows=200).result() == 200
+    check(embedded, lanes, most_copies=0, rows=200)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("go_away", [stop, stop_unnoticed, kill, be_silent, be_busy])
+def test_a_task_ends_when_the_time_is_over(embedded, sink, go_away, lanes):
+    came = reached(embedded, ROWS // 2)
+    task = Task(sink(sendTimeoutMs="1000", requestTimeoutMs="500"), lanes)
+    assert came.wait(60)
+    go_away(embedded.broker("broker-a"))
+    began = time.monotonic()
+    with pytest.raises(RocketError, match=r"row \d+ of partition 0: .*orders"):
+        task.result()
+    assert time.monotonic() - began < 20
+
+
+def test_a_topic_that_is_not_there_is_told_long_before_the_time_is_over(embedded, sink, caplog):
+    began = time.monotonic()
+    with pytest.raises(RocketError, match="row 0 of partition 0: .*unknown.*autoCreateTopic"):
+        sink(topic="unknown", requestTimeoutMs="500").write("body string", *[("x",)] * 300)
+    assert time.monotonic() - began < 60, "sendTimeoutMs is 120 s"
+    told = [record.getMessage() for record in caplog.records if "writing waits" in record.getMessage()]
+    assert len(told) == 1
+    assert "'unknown'" in told[0]
+
+
+def test_a_topic_may_come_late(embedded, sink, caplog):
+    task = Task(sink(topic="late"), "sharding key", rows=300)
+    assert embedded.wait_until(lambda: "writing waits" in caplog.text, 60)
+    embedded.create_topic("late", queues=1)
+    assert task.result() == 300
+    assert [int(message.body) for message in embedded.messages("late") if int(message.body) % 10 == 7] == [
+        *range(7, 300, 10)
+    ]

@@ -1,0 +1,123 @@
+"""A streaming query from a topic to a topic goes on while brokers are killed, restarted and slow: nothing is lost.
+
+Three troubles and 3 000 messages; `make spark-soak` does twelve and 60 000. PYROCKET_SPARK_TROUBLES,
+PYROCKET_SPARK_MESSAGES and PYROCKET_SPARK_SEED say otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer import Message
+from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster, Exchange, delay, handle_and_close
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import until
+
+SEND = RequestCode.SEND_MESSAGE_V2
+
+TROUBLES = int(os.environ.get("PYROCKET_SPARK_TROUBLES", "3"))
+MESSAGES = int(os.environ.get("PYROCKET_SPARK_MESSAGES", "3000"))
+SEED = int(os.environ.get("PYROCKET_SPARK_SEED", "0")) or random.randrange(1, 1 << 32)
+PATIENCE_S = 120.0  # in which a query goes on after a trouble, on a slow machine
+MARKS = ("spark_query_id", "spark_batch_id", "spark_partition", "spark_row")
+
+
+def killed(broker: EmbeddedBroker, rng: random.Random) -> None:
+    stored = threading.Event()
+
+    def store_and_end(exchange: Exchange) -> None:
+        handle_and_close(exchange)
+        stored.set()
+
+    broker.on(SEND, store_and_end)  # its answer never comes: sent again, the message is there twice
+    stored.wait(5)
+    broker.kill()
+    broker.clear_faults()
+    time.sleep(rng.uniform(0.5, 4))
+    broker.start()
+
+
+def restarted(broker: EmbeddedBroker, rng: random.Random) -> None:
+    broker.stop()
+    time.sleep(rng.uniform(0.5, 4))
+    broker.start()
+
+
+def slow(broker: EmbeddedBroker, rng: random.Random) -> None:
+    broker.on(None, delay(rng.uniform(0.1, 0.5)), times=None)
+    time.sleep(rng.uniform(1, 4))
+    broker.clear_faults()
+
+
+@pytest.mark.timeout(300 + 60 * TROUBLES + MESSAGES // 100)
+def test_nothing_is_lost_on_the_way_from_a_topic_to_a_topic(spark: Any, tmp_path: Path) -> None:
+    rng, began = random.Random(SEED), time.monotonic()
+    most_per_batch = max(50, MESSAGES // (4 * TROUBLES + 4))
+    print(f"seed {SEED}: {MESSAGES} messages, {TROUBLES} troubles, at most {most_per_batch} offsets per batch")
+    with EmbeddedCluster(brokers=2, record_limit=0) as cluster:
+        for topic in ("first", "second"):
+            cluster.create_topic(topic, queues=2)
+        for queue_id in range(2):  # of both brokers in turn
+            cluster.send("first", lambda number: b"%d" % number, count=MESSAGES // 2, queue_id=queue_id)
+
+        def stored() -> int:
+            return sum(broker.max_offset("second", queue_id) for broker in cluster.brokers for queue_id in range(2))
+
+        query = start(spark, cluster, tmp_path, most_per_batch)
+
+        def beyond(count: int) -> None:
+            def goes_on() -> bool:
+                assert query.isActive, f"the query ended by itself: {query.exception()}"
+                return stored() > count
+
+            until(goes_on, f"more than {count} messages written", PATIENCE_S)
+
+        try:
+            for number in range(TROUBLES):
+                beyond(stored())
+                before, trouble, broker = stored(), [killed, restarted, slow][number % 3], rng.choice(cluster.brokers)
+                trouble(broker, rng)
+                print(f"{time.monotonic() - began:6.1f} s  {before} written, then {broker.name} was {trouble.__name__}")
+            assert stored() < MESSAGES, "all was written before the last trouble; the test has shown too little"
+            beyond(MESSAGES - 1)
+            query.processAllAvailable()
+        finally:
+            query.stop()
+        check(cluster.messages("second"), began)
+
+
+def start(spark: Any, cluster: EmbeddedCluster, directory: Path, most_per_batch: int) -> Any:
+    """Start a query that writes each message of `first` to `second`; those of one queue stay in order."""
+    options = {"nameServer": cluster.name_server, "startingOffsets": "earliest", "maxOffsetsPerTrigger": most_per_batch}
+    orders = spark.readStream.format("rocketmq").options(**options).option("subscribe", "first").load()
+    whence = "concat(brokerName, '-', queueId)"
+    rows = orders.selectExpr(f"concat({whence}, ' ', queueOffset) AS body", f"{whence} AS shardingKey")
+    writer = rows.writeStream.format("rocketmq").option("nameServer", cluster.name_server).option("topic", "second")
+    return writer.option("checkpointLocation", str(directory / "checkpoint")).start()
+
+
+def check(written: list[Message], began: float) -> None:
+    """Check that each message is there, that copies tell that they are, and that the first ones are in order."""
+    marks = {message.body: tuple(message.properties[name] for name in MARKS) for message in written}
+    copies = Counter(message.body for message in written)
+    print(f"{time.monotonic() - began:6.1f} s  {len(copies)} different messages, {copies.total()} in all")
+    assert len(copies) == MESSAGES
+    assert len(set(marks.values())) == MESSAGES
+    for message in written:
+        assert tuple(message.properties[name] for name in MARKS) == marks[message.body], "a copy that none can tell"
+    places: dict[str, dict[int, int]] = {}
+    for message in written:
+        queue, offset = message.body.decode().split()
+        of_queue = places.setdefault(queue, {})
+        of_queue[int(offset)] = min(message.stored_at_ms, of_queue.get(int(offset), message.stored_at_ms))
+    for of_queue in places.values():
+        times = [of_queue[offset] for offset in sorted(of_queue)]
+        assert times == sorted(times), "a later one was stored first"

@@ -1,0 +1,82 @@
+"""The sink as Spark's tasks use it, without Spark."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    Row,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
+
+from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.spark import worker
+from pyrocket_consumer.spark.options import SinkOptions
+from pyrocket_consumer.spark.sink import StreamRowWriter, batch_writer
+
+TYPES: dict[str, DataType] = {
+    "string": StringType(),
+    "binary": BinaryType(),
+    "int": IntegerType(),
+    "long": LongType(),
+    "timestamp": TimestampType(),
+    "timestamp_ntz": TimestampNTZType(),
+    "array<string>": ArrayType(StringType()),
+    "map<string,string>": MapType(StringType(), StringType()),
+    "map<string,int>": MapType(StringType(), IntegerType()),
+}
+
+
+def columns(text: str) -> StructType:
+    """Return the schema that `text` describes as Spark's DDL does, which needs a session for it."""
+    named = (column.split() for column in text.split(", "))
+    return StructType([StructField(name, TYPES[kind]) for name, kind in named])
+
+
+class Sink:
+    """A sink with its options; `write` does what Spark does for a batch of one task."""
+
+    def __init__(self, options: SinkOptions) -> None:
+        self.options = options
+
+    def write(self, schema: str, *rows: tuple[Any, ...], kind: Any = batch_writer) -> int:
+        parsed = columns(schema)
+        driver = kind(parsed, self.options)
+        writer = pickle.loads(pickle.dumps(driver))
+        if kind is StreamRowWriter:
+            handed: Any = [Row(*parsed.fieldNames())(*row) for row in rows]
+        else:
+            handed = batches(parsed, rows)
+        sent = pickle.loads(pickle.dumps(writer.write(iter(handed))))
+        driver.commit([sent], *([] if kind is batch_writer else [0]))
+        return int(sent.rows)
+
+    def close(self) -> None:
+        def none() -> Producer:
+            return Producer(name_server="127.0.0.1:1")
+
+        worker.kept(Producer, self.options, none).close()
+        worker.forget(Producer, self.options)
+
+
+def batches(schema: StructType, rows: Any, most: int = 10_000) -> list[pa.RecordBatch]:
+    arrow = to_arrow_schema(schema, timezone="Europe/Berlin")
+    found = []
+    for first in range(0, len(rows), most):
+        values = zip(*rows[first : first + most], strict=True)
+        arrays = [pa.array(column, field.type) for column, field in zip(values, arrow, strict=True)]
+        found.append(pa.RecordBatch.from_arrays(arrays, schema=arrow))
+    return found
