@@ -20,7 +20,7 @@ PERHAPS_PLAIN = "if it speaks without TLS, leave tls out"
 _TRUST = "to trust its authority pass tls=ssl.create_default_context(cafile=...)"
 
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Connections:
 
         Raises:
             ConnectError: nobody answers there, or the address was dropped meanwhile. After a failure the next attempt
-                waits a little, up to 2 s after many.
+                waits a little, up to 1 s after many.
         """
         if (connection := self.peek(address)) is not None:
             return connection

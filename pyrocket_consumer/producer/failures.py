@@ -72,6 +72,11 @@ def asks_for_route(error: Exception) -> bool:
     return verdict(error) is Verdict.AGAIN
 
 
+def is_topic_missing(error: Exception | None) -> bool:
+    """Tell whether the broker says that it has no such topic."""
+    return isinstance(error, BrokerError) and error.code == ResponseCode.TOPIC_NOT_EXIST
+
+
 def is_broker_in_trouble(error: Exception) -> bool:
     """Tell whether the broker is the reason, and not the message, so that the next ones, too, do better elsewhere."""
     return not isinstance(error, BrokerError) or error.code in _IN_TROUBLE

@@ -7,12 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.net.connection import Connection
-from pyrocket_consumer.producer.sending import Sending
-
-LaneKey = tuple[str, MessageQueue | str]
-"""The topic, and the queue or the sharding key."""
+from pyrocket_consumer.producer.sending import LaneKey, Sending
 
 
 @dataclass(slots=True, eq=False)

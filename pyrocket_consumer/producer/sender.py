@@ -14,7 +14,6 @@ from pyrocket_consumer.cluster.answers import refusal
 from pyrocket_consumer.cluster.broker import DEGRADED_CODES, STORED_CODES
 from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.errors import (
-    BrokerError,
     ConnectError,
     ConsumerClosed,
     RequestTimeout,
@@ -23,12 +22,18 @@ from pyrocket_consumer.errors import (
 )
 from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, QueueData, TopicRoute
 from pyrocket_consumer.net.connection import Connection
-from pyrocket_consumer.producer.failures import Verdict, asks_for_route, is_broker_in_trouble, verdict
-from pyrocket_consumer.producer.lane import Held, Lane, LaneKey
+from pyrocket_consumer.producer.failures import (
+    Verdict,
+    asks_for_route,
+    is_broker_in_trouble,
+    is_topic_missing,
+    verdict,
+)
+from pyrocket_consumer.producer.lane import Held, Lane
 from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
-from pyrocket_consumer.producer.sending import Sending
+from pyrocket_consumer.producer.sending import LaneKey, Sending
 from pyrocket_consumer.producer.tally import Tally
-from pyrocket_consumer.wire.codes import ResponseCode, version_name, version_ordinal
+from pyrocket_consumer.wire.codes import version_name, version_ordinal
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.send_template import SendTemplate
 
@@ -90,18 +95,14 @@ class Sender:
     def begin(self, sending: Sending) -> None:
         """Take a message on its way; whoever waits is told the outcome."""
         self._unfinished.add(sending)
-        if (pin := sending.pin) is not None:
-            key = (sending.topic, pin)
+        if (pin := sending.queue or sending.sharding_key) is not None:
+            sending.lane_key = key = (sending.topic, pin)
             if (lane := self._lanes.get(key)) is not None:
                 lane.waiting.append(sending)
                 self._look_at(lane, lane.expiry(sending))
                 return
             self._lanes[key] = Lane(key, self._cluster.loop.time(), current=sending)
         self._start(sending)
-
-    def _lane(self, sending: Sending) -> Lane | None:
-        """Return the lane of a message that is on its way, None if it needs none."""
-        return self._lanes[sending.topic, pin] if (pin := sending.pin) is not None else None
 
     def _start(self, sending: Sending) -> None:
         try:
@@ -193,7 +194,7 @@ class Sender:
         address = self._cluster.address(queue.broker_name, only_this=True)
         if address is None:
             raise _AttemptFailed(ConnectError(queue.broker_name, "it has no master now"))
-        needs_heartbeat = sending.pin is not None and sending.handed > 0
+        needs_heartbeat = sending.lane_key is not None and sending.handed > 0
         connect = self._cluster.member_connection if needs_heartbeat else self._cluster.connection
         timeout_s = self._attempt_timeout_s(sending)
         try:
@@ -256,7 +257,7 @@ class Sender:
                 async with asyncio.timeout(_ROUTE_WAIT_S):
                     await self._cluster.route(topic, after=after)
         except RouteNotFound as error:
-            gone = self._cluster.known_route(topic) is None or sending.topic_is_missing
+            gone = self._cluster.known_route(topic) is None or is_topic_missing(sending.last_error)
             if gone and self._config.auto_create_topic:
                 return await self._queues_to_be(topic, after)
             if gone:
@@ -323,7 +324,7 @@ class Sender:
         if left < 2:
             return remaining
         queues = self._queues.get(sending.topic)
-        if sending.pin is None and queues is not None and queues.broker_count > 1:
+        if sending.lane_key is None and queues is not None and queues.broker_count > 1:
             return min(remaining / 2, call_timeout_s)  # another broker has a chance
         return min(remaining, max(remaining / left, call_timeout_s))
 
@@ -335,8 +336,9 @@ class Sender:
     def _post(self, sending: Sending, queue: MessageQueue, connection: Connection) -> None:
         command = sending.request(self._template(sending, queue))
         heard_bytes, timeout_s = connection.received_bytes, self._attempt_timeout_s(sending)
-        lane, held = self._lane(sending), None
-        if lane is not None:
+        lane, held = None, None
+        if sending.lane_key is not None:
+            lane = self._lanes[sending.lane_key]
             now = self._cluster.loop.time()
             held = Held(connection, heard_bytes, suspect_at=now + timeout_s)
             timeout_s = max(sending.deadline - now, 0) + self._config.call_timeout_s  # then the lane is held no longer
@@ -344,12 +346,10 @@ class Sender:
         def on_answer(answer: RemotingCommand | Exception) -> None:
             if lane is not None:
                 lane.held = None
-            if isinstance(answer, RequestTimeout):
-                self._suspect(connection, heard_bytes, at_once=lane is not None)
             if sending in self._unfinished:
-                self._answered(sending, queue, connection.address, answer)
+                self._answered(sending, queue, connection, heard_bytes, answer)
             elif lane is not None:
-                self._released(lane, answer)
+                self._released(lane, connection, heard_bytes, answer)
 
         connection.send(lambda opaque: connection.encode(command, opaque), on_answer, timeout_s, "SEND_MESSAGE")
         if lane is not None and held is not None:
@@ -374,19 +374,22 @@ class Sender:
         self,
         sending: Sending,
         queue: MessageQueue,
-        address: str,
+        connection: Connection,
+        heard_bytes: int,
         answer: RemotingCommand | Exception,
     ) -> None:
         try:
             if isinstance(answer, RemotingCommand):
                 if answer.code in self._stored_codes:
                     self._failed.answered(queue.broker_name)
-                    if (lane := self._lane(sending)) is not None:
-                        lane.moved_at = self._cluster.loop.time()
+                    if sending.lane_key is not None:
+                        self._lanes[sending.lane_key].moved_at = self._cluster.loop.time()
                     sending.handed += 1
                     self._finish(sending, sending.results(queue, answer))
                     return
-                answer = refusal(answer, address)
+                answer = refusal(answer, connection.address)
+            if isinstance(answer, RequestTimeout):
+                self._suspect(connection, heard_bytes, at_once=sending.lane_key is not None)
             if not isinstance(answer, RocketError):
                 raise answer
             if self._goes_on(sending, queue, answer):
@@ -408,15 +411,14 @@ class Sender:
             self._failed.failed(name, now)
         if asks_for_route(error):
             sending.wants_route_after = now
-            sending.topic_is_missing = isinstance(error, BrokerError) and error.code == ResponseCode.TOPIC_NOT_EXIST
         if (
             became is Verdict.NEVER
             or (became is Verdict.UNKNOWN and sending.handed >= self._config.send_attempts)
             or (became is Verdict.ELSEWHERE and not self._has_another(sending))
             or now >= sending.deadline
         ):
-            if (lane := self._lane(sending)) is not None and became in (Verdict.NEVER, Verdict.ELSEWHERE):
-                lane.moved_at = now
+            if sending.lane_key is not None and became in (Verdict.NEVER, Verdict.ELSEWHERE):
+                self._lanes[sending.lane_key].moved_at = now
             self._fail(sending, error)
             return False
         log.debug("topic=%s an attempt failed, another follows reason=%s", sending.topic, error)
@@ -429,7 +431,7 @@ class Sender:
     def _has_another(self, sending: Sending) -> bool:
         """Tell whether there is a broker that the message may go to and that has not failed it."""
         queues = self._known_queues(sending.topic)
-        return sending.pin is None and queues is not None and queues.take(sending.failed_brokers) is not None
+        return sending.lane_key is None and queues is not None and queues.take(sending.failed_brokers) is not None
 
     def _suspect(self, connection: Connection, heard_bytes: int, *, at_once: bool) -> None:
         """Close a connection that has said nothing for the whole time of a message, and as long again.
@@ -450,10 +452,14 @@ class Sender:
 
     # --- lanes
 
-    def _released(self, lane: Lane, answer: RemotingCommand | Exception) -> None:
+    def _released(
+        self, lane: Lane, connection: Connection, heard_bytes: int, answer: RemotingCommand | Exception
+    ) -> None:
         """Go on in a lane that was held after its message had failed."""
         if isinstance(answer, RemotingCommand):
             lane.moved_at = self._cluster.loop.time()
+        elif isinstance(answer, RequestTimeout):
+            self._suspect(connection, heard_bytes, at_once=True)
         self._start_next(lane)
 
     def _start_next(self, lane: Lane) -> None:
@@ -508,8 +514,10 @@ class Sender:
         """Give whoever waits the outcome: a result, or an exception."""
         if sending in self._unfinished:
             self._unfinished.discard(sending)
-            if (lane := self._lane(sending)) is not None and lane.current is sending and lane.held is None:
-                self._cluster.loop.call_soon(self._start_next, lane)
+            if (key := sending.lane_key) is not None:
+                lane = self._lanes[key]
+                if lane.current is sending and lane.held is None:
+                    self._cluster.loop.call_soon(self._start_next, lane)
             self._on_finished(sending)
             if isinstance(outcome, BaseException):
                 sending.waiting.set_exception(outcome)

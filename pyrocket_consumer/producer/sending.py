@@ -12,6 +12,9 @@ from pyrocket_consumer.wire.command import SendMessageResponseHeader
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.send_template import SendTemplate
 
+LaneKey = tuple[str, MessageQueue | str]
+"""What messages stay in order by: the topic, and the queue or the sharding key."""
+
 _MOST_TOLD = 16
 
 
@@ -39,18 +42,13 @@ class Sending:
     sharding_key: str | None = None
     needs_timer: bool = False
     is_waited_for: bool = True  # by a thread, until its deadline; else its time stands still while its lane moves
+    lane_key: LaneKey | None = None  # set when it is taken on its way; None: it needs not stay in order
     handed: int = 0  # how often to a broker that has stored it, or may have
     pauses: int = 0
     failed_brokers: frozenset[str] = frozenset()  # since the last pause
     wants_route_after: float | None = None  # only a route asked for since then will do
-    topic_is_missing: bool = False  # says the broker that was asked last
     last_error: Exception | None = None
     _failures: dict[str, int] | None = None
-
-    @property
-    def pin(self) -> MessageQueue | str | None:
-        """What it must stay in order with: messages for the same queue or with the same sharding key; None for none."""
-        return self.queue or self.sharding_key
 
     def note(self, failure: str) -> None:
         """Remember why an attempt failed: what happens again and again is told once, and of much the latest."""

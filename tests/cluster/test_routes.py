@@ -78,6 +78,28 @@ def test_callers_at_the_same_time_share_one_request_and_its_failure():
     run(scenario())
 
 
+def test_those_who_want_a_newer_route_one_after_the_other_do_not_ask_one_by_one():
+    async def scenario():
+        name_server = NameServer(T=route_of("T", a={0: "a:1"}))
+        routes, now = Watched(name_server).routes, asyncio.get_running_loop().time
+        await routes.get("T")
+        before = now()
+        name_server.routes["T"] = route_of("T", a={0: "a:2"})
+        for _ in range(20):
+            assert (await routes.get("T", after=before)).brokers[0].addresses == {0: "a:2"}
+        assert len(name_server.asked) == 2
+        began = now()
+        for _ in range(3):  # each saw the route fail after the last question
+            await routes.get("T", after=now())
+        assert now() - began > 0.1
+        assert len(name_server.asked) == 5
+        wanted = now()
+        await asyncio.gather(*(routes.get("T", after=wanted) for _ in range(20)))
+        assert len(name_server.asked) == 6
+
+    run(scenario())
+
+
 def test_a_topic_that_was_not_found_is_asked_for_again():
     async def scenario():
         name_server = NameServer()

@@ -18,7 +18,9 @@ from pyrocket_consumer import (
     RouteNotFound,
     SendError,
 )
+from pyrocket_consumer.cluster.answers import refusal
 from pyrocket_consumer.producer import SendStatus
+from pyrocket_consumer.producer.failures import Verdict, asks_for_route, verdict
 from pyrocket_consumer.testing import (
     answer,
     close_connection,
@@ -30,9 +32,13 @@ from pyrocket_consumer.testing import (
     rewrite,
 )
 from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.real_brokers import wait_until
 
 SEND = RequestCode.SEND_MESSAGE_V2
+QUEUE = "request queueId[7] is illegal, TopicConfig [topicName=orders, readQueueNums=2] Producer: /127.0.0.1:4711"
+SLAVE = "[REJECTREQUEST]system busy, start flow control for a while"
+READ_ONLY = "the broker[127.0.0.1:10911] sending message is forbidden"
 BATCH = RequestCode.SEND_BATCH_MESSAGE
 A, B = MessageQueue("orders", "broker-a", 0), MessageQueue("orders", "broker-b", 0)
 
@@ -42,6 +48,30 @@ def known(producer):
     for _ in range(4):
         producer.send("orders", b"first")
     return producer
+
+
+@pytest.mark.parametrize(
+    ("code", "remark", "meant", "new_route"),
+    [
+        (17, "topic[orders] not exist, apply first please!", Verdict.AGAIN, True),
+        (14, "service not available now.", Verdict.AGAIN, True),  # a slave of 4.9
+        (2, SLAVE, Verdict.AGAIN, True),  # a slave of 5.x
+        (2, "[TIMEOUT_CLEAN_QUEUE]broker busy, start flow control for a while", Verdict.AGAIN, False),
+        (1, QUEUE, Verdict.AGAIN, True),  # 4.9.7, 5.1.4
+        (29, QUEUE, Verdict.AGAIN, True),  # 5.3.3, 5.5.0
+        (29, "The specified topic contains illegal characters", Verdict.NEVER, False),
+        (16, READ_ONLY, Verdict.AGAIN, True),
+        (16, "User:app has no permission to access Topic:orders", Verdict.ELSEWHERE, False),  # ACL 2.0
+        (1, "org.apache.rocketmq.acl.common.AclException: No accessKey is configured", Verdict.ELSEWHERE, False),
+        (1, "[PC_SYNCHRONIZED]broker busy, start flow control for a while", Verdict.AGAIN, True),
+        (1, "UNKNOWN_ERROR", Verdict.UNKNOWN, False),
+        (10, "", Verdict.UNKNOWN, False),  # stored, where that does not count
+        (13, "the message is illegal", Verdict.NEVER, False),
+    ],
+)
+def test_what_brokers_answer_means(code, remark, meant, new_route):
+    error = refusal(RemotingCommand(code, {}, b"", 1, flag=1, remark=remark), "127.0.0.1:10911")
+    assert (verdict(error), asks_for_route(error)) == (meant, new_route)
 
 
 @pytest.mark.parametrize("code", [17, 14, 1, 2, 16, 204, 205, 215, 1500])

@@ -61,6 +61,19 @@ def test_where_a_lane_stands_still_all_that_wait_fail_within_about_one_timeout(e
             future.result(0)
 
 
+def test_lanes_that_stood_still_together_go_on_together(embedded):
+    with Producer(name_server=embedded.name_server, call_timeout_s=0.3) as producer:
+        keys = [f"k{number}" for number in range(20)]
+        for key in keys:
+            producer.send("orders", b"first", sharding_key=key)
+        embedded.broker("broker-a").on(SEND, drop, times=20)
+        lost = [producer.send_async("orders", b"lost", sharding_key=key, timeout_s=0.3) for key in keys]
+        for future in lost:
+            assert isinstance(future.exception(30), SendError)
+        futures = [producer.send_async("orders", b"next", sharding_key=key, timeout_s=20) for key in keys]
+        assert {future.result(30).attempts for future in futures} == {1}
+
+
 def test_a_send_that_waits_in_a_lane_returns_within_its_timeout(embedded, producer):
     gate = Gate()
     embedded.broker("broker-a").on(SEND, gate, times=None)

@@ -288,6 +288,15 @@ def test_queues_added_later_are_used(cluster, topic, producing):
     assert {producer.send(topic, b"x").queue.queue_id for _ in range(3)} == {0, 1, 2}
 
 
+def test_queues_taken_away_later_cost_no_message(cluster, topic, producing):
+    cluster.create_topic(topic, queues=8)
+    producer = producing(cluster)
+    assert {producer.send(topic, b"x").queue.queue_id for _ in range(8)} == set(range(8))
+    cluster.create_topic(topic, queues=2)
+    for pin in ({}, *({"sharding_key": f"o-{number}"} for number in range(8))):
+        assert {producer.send(topic, b"x", **pin).queue.queue_id for _ in range(8)} <= {0, 1}
+
+
 def test_a_message_can_be_sent_to_a_groups_retry_topic(cluster, names, producing):
     group = names.group()
     cluster.broker("broker-a").create_group(group)
