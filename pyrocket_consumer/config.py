@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -288,6 +289,8 @@ class ClientOptions(TypedDict, total=False):
     route_refresh_interval_s: float
 
 
+_STORE_METHODS = [name for name in vars(OffsetStore) if inspect.isfunction(vars(OffsetStore)[name]) and name[0] != "_"]
+
 PerTopic = int | Mapping[str, int]
 """One number for every topic, or a mapping topic -> number (others take the default)."""
 
@@ -357,6 +360,11 @@ class ConsumerConfig(ClientConfig):
         check_choice("on_unreadable_store", self.on_unreadable_store, ["raise", "backup", "start_over"])
         check_choice("remote_reset", self.remote_reset, ["accept", "refuse"])
         check_range("reset_record_interval_s", self.reset_record_interval_s, 0.05, 86400)
+        lacking = [name for name in _STORE_METHODS if not callable(getattr(self.offset_store, name, None))]
+        if self.offset_store is not None and lacking:
+            raise ConfigError(
+                f"offset_store={self.offset_store!r} is not allowed: it has no {', '.join(lacking)}; see OffsetStore"
+            )
         if not isinstance(self.offset_store_dir, str | Path | None):
             raise ConfigError(f"offset_store_dir={self.offset_store_dir!r} is not allowed; it must be a path")
         if self.on_event is not None and not callable(self.on_event):
@@ -366,6 +374,9 @@ class ConsumerConfig(ClientConfig):
         value = getattr(self, name)
         for each in value.values() if isinstance(value, Mapping) else [value]:
             check_int(name, each, low, high)
+        for topic in value if isinstance(value, Mapping) else ():
+            if not isinstance(topic, str):
+                raise ConfigError(f"{name}={value!r} is not allowed; it must be one number, or a number by topic name")
 
     def for_topic(self, name: str, topic: str) -> int:
         """Return option `name` (one of the per-topic ones) as it holds for `topic`."""

@@ -20,7 +20,7 @@ from pyrocket_consumer.cli.arguments import (
     seconds,
     whole,
 )
-from pyrocket_consumer.cli.streams import to_json
+from pyrocket_consumer.cli.streams import Interrupts, to_json
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.model import MessageQueue
 
@@ -52,6 +52,10 @@ _RESET_EXAMPLES = """\
 Plan and result name the commands that undo it. Exit code 3: somebody has not moved, or did not confirm it. To repeat
 a reset is safe.
 """
+_INTERRUPTED = (
+    "stopped in the middle of the reset: what has moved stays moved, and what is recorded will be followed; repeat it, "
+    "which is safe, or undo it"
+)
 _FORGET_EXAMPLES = """\
   pyrocket offsets forget-reset orders-app orders                     # members that are away will not follow it
 """
@@ -254,7 +258,7 @@ def _lag_as_json(found: GroupLag) -> dict[str, Any]:
 def run_reset(options: argparse.Namespace) -> int:
     to, queues = _where(options)
     began = time.monotonic()
-    with _admin(options) as admin:
+    with Interrupts(), _admin(options) as admin:
         plan = admin.plan_reset(
             options.group, options.topic, to, queues,
             model=options.model, member=options.member, wait_s=options.wait / 2,
@@ -271,10 +275,16 @@ def run_reset(options: argparse.Namespace) -> int:
                 print("\nNothing was changed. Add --execute to do it.")
             return 0
         left_s = max(0.0, options.wait - (time.monotonic() - began))
-        result = plan.execute(
-            None if as_json else _print_step,
-            partial=options.partial, unsubscribed=options.unsubscribed, wait_s=left_s,
-        )  # fmt: skip
+        try:
+            result = plan.execute(
+                None if as_json else _print_step,
+                partial=options.partial, unsubscribed=options.unsubscribed, wait_s=left_s,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            print(f"pyrocket: {_INTERRUPTED}", file=sys.stderr)
+            if as_json:
+                _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": None, "stopped_by": "interrupted"})
+            raise
     if as_json:
         _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": _result_as_json(result)})
     else:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from pyrocket_consumer.cli import main, parser
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.testing import EmbeddedCluster, drop
+from pyrocket_consumer.wire.codes import RequestCode
 from tests.admin.foreign import ForeignMember
 from tests.consuming import Events, consuming, until
 from tests.resetting import fill, wait_until_seen, wait_until_stored
@@ -257,3 +263,33 @@ def test_the_command_an_orphaned_store_s_event_names_adopts_it(embedded, tmp_pat
     assert f"its offsets are in {command[4]} now" in capsys.readouterr().out
     after, told = told_while_consuming(client_ip="10.0.0.9")
     assert (after.messages, told) == ([], [])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_a_reset_that_is_interrupted_tells_what_that_means(number, output):
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("T", queues=1)
+        fill(cluster, "T", 5)
+        broker = cluster.broker("broker-a")
+        broker.create_group("G")
+        broker.commit("G", "T", {0: 5})
+        broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop, times=None)
+        command = ["offsets", "reset", "G", "T", "--to", "earliest", "--model", "clustering", "--execute", "-o", output]
+        with subprocess.Popen(
+            [sys.executable, "-m", "pyrocket_consumer.cli", *command, "-n", cluster.name_server],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        ) as process:  # fmt: skip
+            broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET)
+            process.send_signal(number)
+            printed, told = process.communicate(timeout=60)
+        assert (process.returncode, "Traceback" in told) == (1, False)
+        assert "stopped in the middle of the reset: what has moved stays moved" in told
+        undo = "--queue broker-a/0=5 --execute"
+        if output == "json":
+            shown = json.loads(printed)
+            assert (shown["result"], shown["stopped_by"], undo in shown["undo"][0]) == (None, "interrupted", True)
+        else:
+            assert undo in printed

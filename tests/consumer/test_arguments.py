@@ -1,0 +1,79 @@
+"""What a consumer is told wrongly is an error that names the value and what is allowed; never one from within."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer import ConfigError, ConsumeResult, MessageQueue, PushConsumer
+from pyrocket_consumer.consumer import AsyncPushConsumer
+from tests.consuming import consuming
+
+NAN = float("nan")
+OPTIONS = {
+    "orderly": ["no", 1, None],
+    "auto_commit": ["no", 0, None],
+    "message_model": ["CLUSTERING", 5, None, []],
+    "consume_from": ["yesterday", 5, None, NAN],
+    "consume_threads": [0, True, "4", 1.0, NAN, None],
+    "listener_batch_size": [0, True, "4", NAN],
+    "pull_batch_size": [0, True, "4", NAN, [32], {"T": "4"}, {"T": NAN}, {5: 4}],
+    "max_cached_messages": [True, {"T": True}, None],
+    "max_span": [NAN, True, 65536],
+    "commit_interval_s": [NAN, True, "5", 0, float("inf")],
+    "max_reconsume_times": [NAN, True, -1, "16"],
+    "shutdown_timeout_s": [NAN, True, None, -1],
+    "allocation": ["other", 5, None, []],
+    "durability": ["no", 5, None, []],
+    "offset_store_dir": [5, True, b"x", []],
+    "offset_store": [5, "store", object()],
+    "on_event": [5, "print"],
+    "name_server": [5, [5], "nowhere"],
+    "namespace": [5, True],
+    "instance_name": [5, "", None],
+    "tls": ["yes", 1, None],
+    "call_timeout_s": [NAN, True, "3", None],
+}
+
+
+def listen(message):
+    return ConsumeResult.SUCCESS
+
+
+@pytest.mark.parametrize("kind", [PushConsumer, AsyncPushConsumer])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_that_is_not_allowed_is_named(kind, name):
+    for value in OPTIONS[name]:
+        with pytest.raises(ConfigError, match=name):
+            kind("G", **{"name_server": "127.0.0.1:9876", name: value})
+
+
+CALLS = {
+    "subscribe": [("T!", listen), (5, listen), (["T"], listen), ("T", 5), ("T", listen, 5), ("T", listen, ["paid"]),
+                  ("T", listen, True)],
+    "unsubscribe": [("T!",), (5,), (["T"],), (None,)],
+    "pause": [("T",), (5,), ([5],), ({"T": 1},)],
+    "resume": [("T",), (5,), ([5],)],
+    "reset_offsets": [(5, "first"), (["T"], "first"), ("T", 5), ("T", NAN), ("T", "first", "T"), ("T", "first", [5]),
+                      ("T", {MessageQueue("T", "broker-a", "0"): 1})],
+    "join": [(NAN,), (True,), ("3",), (-1,)],
+    "close": [(NAN,), (True,), ("3",), (-1,)],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def consumer():
+    from pyrocket_consumer.testing import EmbeddedCluster
+
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("T", queues=1)
+        with consuming(cluster, "T", "G") as (consumer, _):
+            yield consumer
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_call_that_is_not_allowed_changes_nothing(consumer, method):
+    for arguments in CALLS[method]:
+        with pytest.raises(ConfigError) as raised:
+            getattr(consumer, method)(*arguments)
+        assert len(str(raised.value)) > 20, arguments
+    assert consumer.state.value == "running"
