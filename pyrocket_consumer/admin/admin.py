@@ -113,6 +113,10 @@ class Admin:
             if self._cluster is not None:
                 self._cluster.close()
 
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self._cluster is not None:
+            self._cluster.unclosed(self)
+
     def __enter__(self) -> Self:
         self.start()
         return self

@@ -8,6 +8,8 @@ import logging
 import os
 import random
 import ssl
+import sys
+import warnings
 from collections.abc import Awaitable, Callable, Collection, Container, Coroutine
 from enum import Enum
 from functools import partial
@@ -157,6 +159,18 @@ class Cluster:
             self.state = ClusterState.CLOSED
         if self._owns_io:
             self._io.stop(timeout_s)
+
+    def unclosed(self, owner: object, close: Callable[[], object] | None = None) -> None:
+        """Warn that `owner`, which is about to be collected, was not closed, and have it closed in the background.
+
+        For finalizers. `close` (the cluster's own, by default) must not need `owner`. Nothing happens at the end of the
+        process, which has waited for producers, and ends the rest.
+        """
+        if sys.is_finalizing() or self._forked():
+            return
+        if self.state is ClusterState.RUNNING and self._io is not None:
+            self._io.in_background(close or self.close)
+            warnings.warn(f"unclosed {owner!r}; call close(), or use `with`", ResourceWarning, 3, source=owner)
 
     async def close_on_loop(self) -> None:
         """Do what `close` does, on the I/O loop; for one that is not a thread of its own."""

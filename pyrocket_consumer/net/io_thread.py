@@ -63,6 +63,14 @@ class IoThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
+    def in_background(self, function: Callable[[], object]) -> None:
+        """Have `function` called on a thread of its own. Takes no lock and does not wait: finalizers may call it."""
+        thread = threading.Thread(target=function, name="pyrocket-closing", daemon=True)
+        try:
+            self.loop.call_soon_threadsafe(thread.start)
+        except RuntimeError:
+            pass  # the loop is closed
+
     @property
     def is_running(self) -> bool:
         """Whether the thread was started and has not ended."""

@@ -71,7 +71,10 @@ class CallbackThread:
 
     def _run(self) -> None:
         while (function := self._calls.get()) is not None:
-            _call(function)
+            try:
+                _call(function)
+            except BaseException:  # SystemExit is no wish of a thread that belongs to all callbacks
+                log.exception("a callback wants to exit, and cannot from there; the next one follows")
 
     def catch_up(self, timeout_s: float) -> None:
         """Wait until what was to be called so far has run, for up to `timeout_s`."""

@@ -44,6 +44,8 @@ from pyrocket_consumer.wire.properties import PropertyName, encode_properties
 log = logging.getLogger("pyrocket_consumer.producer")
 
 T = TypeVar("T")
+EndOfKind = Callable[[float], object]
+"""Ends what a kind of producer does besides sending, within so many seconds."""
 
 _LONGEST_TIMEOUT_S = 3600
 _GRACE_S = 5.0  # the I/O thread keeps the deadlines; this long after one we no longer believe that it does
@@ -62,10 +64,15 @@ class ProducerState(Enum):
 class _Running:
     """What a producer has while it runs: its cluster, and the way of its messages to the I/O thread."""
 
-    def __init__(self, cluster: Cluster, config: ProducerConfig, group: str, callbacks: CallbackThread) -> None:
+    def __init__(
+        self, cluster: Cluster, config: ProducerConfig, group: str, callbacks: CallbackThread, end: EndOfKind
+    ) -> None:
         self.cluster = cluster
         self._config = config
         self._callbacks = callbacks
+        self._group = group
+        self._end = end
+        self.ids = new_ids(config)
         self.outbox = Outbox(config.max_in_flight_messages, config.max_in_flight_bytes, self._wake)
         self._sender = Sender(cluster, config, group, self.outbox.finished)
 
@@ -118,10 +125,35 @@ class _Running:
             f" reason={ended.reason}" if ended.failed else "",
         )
 
-    async def abandon(self) -> int:
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait until what is on its way has its results, then disconnect; see `Producer.close`."""
+        self.outbox.close()
+        try:
+            self._end(_CLOSE_STEP_S if timeout_s is None else timeout_s)
+            if not self.outbox.wait_until_empty(timeout_s):
+                abandoned = self.cluster.run(self._abandon(), _CLOSE_STEP_S)
+                log.error("group=%s closed with %d sends on their way", self._config.group, abandoned)
+            self.cluster.run(self._leave(), _CLOSE_STEP_S)
+        except RocketError as error:
+            log.warning("group=%s closed without taking leave reason=%s", self._config.group, error)
+        finally:
+            at_exit.remove(self)
+            self.cluster.close()
+            self._callbacks.stop(_CLOSE_STEP_S if timeout_s is None else timeout_s)
+
+    async def _abandon(self) -> int:
         """Give up what is on its way, and return how many requests that were."""
         self._drain()
         return self._sender.abandon()
+
+    async def _leave(self) -> None:
+        self.cluster.remove_producer(self._group)
+        await self.cluster.unregister(producer_group=self._group)
+
+
+def new_ids(config: ProducerConfig) -> UniqueIds:
+    """Return what makes ids of messages in this process, and never in one forked from it."""
+    return UniqueIds((config.client_ip or local_ip()).strip("[]"), os.getpid())
 
 
 def _nothing() -> None:
@@ -197,7 +229,6 @@ class Producer:
         self._running: _Running | None = None
         self._callbacks = CallbackThread()
         self._topics: dict[str, str] = {}
-        self._ids = UniqueIds((config.client_ip or local_ip()).strip("[]"), os.getpid())
 
     # --- life
 
@@ -225,15 +256,16 @@ class Producer:
                 raise ConsumerClosed("the producer is closed; make a new one")
             cluster = Cluster(self.config, make_client_id(self.config))
             cluster.add_producer(self._group)
-            self._prepare(cluster)
+            end = self._prepare(cluster)
             cluster.start()
-            self._running = _Running(cluster, self.config, self._group, self._callbacks)
+            self._running = _Running(cluster, self.config, self._group, self._callbacks, end)
             self._pid = os.getpid()
             self._state = ProducerState.RUNNING
             at_exit.add(self._running)
 
-    def _prepare(self, cluster: Cluster) -> None:
-        """Get a new cluster ready to answer what brokers ask of this kind of producer."""
+    def _prepare(self, cluster: Cluster) -> EndOfKind:
+        """Get a new cluster ready to answer what brokers ask of this kind of producer; return what ends that."""
+        return lambda timeout_s: None
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every message handed over before has its result; the producer goes on.
@@ -276,22 +308,12 @@ class Producer:
             self._state = ProducerState.CLOSED
         if running is None or forked:
             return
-        at_exit.remove(running)
-        running.outbox.close()
-        try:
-            if not running.outbox.wait_until_empty(timeout_s):
-                abandoned = running.cluster.run(running.abandon(), _CLOSE_STEP_S)
-                log.error("group=%s closed with %d sends on their way", self.group, abandoned)
-            running.cluster.run(self._leave(running.cluster), _CLOSE_STEP_S)
-        except RocketError as error:
-            log.warning("group=%s closed without taking leave reason=%s", self.group, error)
-        finally:
-            running.cluster.close()
-            self._callbacks.stop(_CLOSE_STEP_S if timeout_s is None else timeout_s)
+        running.close(timeout_s)
 
-    async def _leave(self, cluster: Cluster) -> None:
-        cluster.remove_producer(self._group)
-        await cluster.unregister(producer_group=self._group)
+    def __del__(self) -> None:
+        running: _Running | None = getattr(self, "_running", None)
+        if running is not None:
+            running.cluster.unclosed(self, running.close)
 
     def __enter__(self) -> Self:
         self.start()
@@ -540,7 +562,7 @@ class Producer:
     ) -> tuple[str, str]:
         """Return a new message id, and all properties as they travel, the id among them."""
         properties = message.travelling_properties()
-        message_id = properties[PropertyName.UNIQUE_KEY] = self._ids.next()
+        message_id = properties[PropertyName.UNIQUE_KEY] = self._next_id()
         if sharding_key is not None:
             properties[PropertyName.SHARDING_KEY] = sharding_key
         if more:
@@ -548,6 +570,10 @@ class Producer:
         text = encode_properties(properties)
         check_properties_size(text)
         return message_id, text
+
+    def _next_id(self) -> str:
+        running = self._running
+        return (new_ids(self.config) if running is None else running.ids).next()  # before the start none is kept
 
     def _topic(self, topic: str) -> str:
         """Return the name brokers know; names seen before are not checked again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -12,9 +13,9 @@ from typing import Unpack
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions
 from pyrocket_consumer.errors import ConfigError, RocketError
-from pyrocket_consumer.producer.callbacks import SendFuture
+from pyrocket_consumer.producer.callbacks import CallbackThread, SendFuture
 from pyrocket_consumer.producer.outgoing import OutgoingMessage
-from pyrocket_consumer.producer.producer import Producer, wait_for
+from pyrocket_consumer.producer.producer import EndOfKind, Producer, wait_for
 from pyrocket_consumer.producer.result import SendResult
 from pyrocket_consumer.wire.codes import RequestCode, SysFlag
 from pyrocket_consumer.wire.command import CheckTransactionStateHeader, EndTransactionHeader
@@ -24,6 +25,8 @@ from pyrocket_consumer.wire.message import Message, decode_messages
 from pyrocket_consumer.wire.properties import PropertyName
 
 log = logging.getLogger("pyrocket_consumer.producer")
+
+_MOST_CHECKS, _MOST_BYTES = 1000, 64 << 20  # that wait; brokers ask for the others again
 
 
 class TransactionState(Enum):
@@ -39,10 +42,122 @@ class TransactionState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransactionResult:
-    """Where the broker keeps the message (`sent`), and what became of the transaction."""
+    """Where the broker keeps the message (`sent`), and what became of the transaction.
+
+    `decided` is what the application said, and `state` what the broker has taken. When it refused that, or did not
+    answer, `state` is UNKNOWN and `not_told` says why: it asks `check` then, if it still has the message.
+    """
 
     sent: SendResult
     state: TransactionState
+    decided: TransactionState
+    not_told: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a broker asks for, and where it is to be told."""
+
+    header: CheckTransactionStateHeader
+    message: Message
+    address: str
+
+    @property
+    def size(self) -> int:
+        return len(self.message.body)
+
+
+class _Transactions:
+    """What a producer does about transactions while it runs. Does not hold the producer, which may be dropped."""
+
+    def __init__(
+        self, cluster: Cluster, group: str, call_timeout_s: float, check: Callable[[Message], TransactionState]
+    ) -> None:
+        self._cluster = cluster
+        self._group = group
+        self._call_timeout_s = call_timeout_s
+        self._check = check
+        self._thread = CallbackThread("pyrocket-checks")
+        self._lock = threading.Lock()
+        self._asked: dict[str, _Asked] = {}  # by message id
+        self._bytes = 0
+        self._is_full = self._is_closed = False
+        cluster.on_request(RequestCode.CHECK_TRANSACTION_STATE, self._on_check)
+
+    async def _on_check(self, request: RemotingCommand, address: str) -> None:
+        header = CheckTransactionStateHeader.from_fields(request.fields)
+        for message in decode_messages(request.body):
+            asked = _Asked(header, message, address)
+            with self._lock:
+                before = self._asked.get(message.message_id)
+                if self._is_closed or (before is None and not self._has_room(asked.size)):
+                    return
+                self._asked[message.message_id] = asked
+                self._bytes += asked.size - (before.size if before else 0)
+            if before is None:
+                self._thread.call(partial(self._look, message))
+
+    def _has_room(self, size: int) -> bool:
+        was_full = self._is_full
+        self._is_full = len(self._asked) >= _MOST_CHECKS or (bool(self._asked) and self._bytes + size > _MOST_BYTES)
+        if self._is_full and not was_full:
+            log.warning(
+                "group=%s %d transactions wait for check, which is slower than brokers ask; they ask for others later",
+                self._group,
+                len(self._asked),
+            )
+        return not self._is_full
+
+    def _look(self, message: Message) -> None:
+        """Find out what became of a transaction, and tell the broker that asked last."""
+        state = TransactionState.UNKNOWN
+        try:
+            if not self._is_closed:
+                state = _checked(self._check(message), message.message_id)
+        except BaseException:  # SystemExit, too, is no wish of the thread that asks
+            log.exception(
+                "group=%s message=%s: check failed; the broker asks again later", self._group, message.message_id
+            )
+        with self._lock:  # each time it asks, the broker stores the message anew: an older place is not the message's
+            asked = self._asked.pop(message.message_id)
+            self._bytes -= asked.size
+        header = EndTransactionHeader(
+            producer_group=self._group,
+            tran_state_table_offset=asked.header.tran_state_table_offset,
+            commit_log_offset=asked.header.commit_log_offset,
+            commit_or_rollback=state.value,
+            from_transaction_check=True,
+            msg_id=asked.header.msg_id or message.message_id,
+            transaction_id=asked.header.transaction_id,
+            topic=message.queue.topic,
+            broker_name=asked.header.broker_name,
+        )
+        self.end(header, state, asked.address)
+
+    def end(self, header: EndTransactionHeader, state: TransactionState, address: str | None) -> str | None:
+        """Tell the broker how a transaction ended; return why it has not taken it. It asks then, if it can."""
+        if state is TransactionState.UNKNOWN:  # a broker does not even answer that
+            return None
+        try:
+            if address is None:
+                raise RocketError(f"{header.broker_name} has no master now")
+            self._cluster.run(self._cluster.call(address, header), self._call_timeout_s + 1)
+        except RocketError as error:
+            log.warning(
+                "group=%s message=%s: the broker has not taken %s, and will ask if it can reason=%s",
+                self._group,
+                header.msg_id,
+                state.name,
+                error,
+            )
+            return str(error)
+        return None
+
+    def close(self, timeout_s: float) -> None:
+        """Begin no more checks, and wait up to `timeout_s` for one that runs."""
+        with self._lock:
+            self._is_closed = True
+        self._thread.stop(timeout_s)
 
 
 class TransactionProducer(Producer):
@@ -56,7 +171,8 @@ class TransactionProducer(Producer):
 
     The broker keeps a message back until it hears how the transaction ended. When it does not hear it, it asks a
     running producer of the group, maybe of another process: `check(message)` must find out, by `message.message_id`
-    for example. It runs on a thread of the producer, one message at a time; when it raises, the broker asks again.
+    for example. It runs on a thread of its own, one message at a time; when it raises, the broker asks again. What the
+    broker asks about again meanwhile waits once, and `close()` waits for the one that runs, not for others.
 
     Brokers ask producers that are connected to them. A producer is to those of the topics it has sent to, and to those
     of `topics` from the start.
@@ -107,13 +223,9 @@ class TransactionProducer(Producer):
             self.close()
             raise
 
-    def _prepare(self, cluster: Cluster) -> None:
-        async def on_check(request: RemotingCommand, address: str) -> None:
-            header = CheckTransactionStateHeader.from_fields(request.fields)
-            for message in decode_messages(request.body):
-                self._callbacks.call(partial(self._answer, cluster, header, message, address))
-
-        cluster.on_request(RequestCode.CHECK_TRANSACTION_STATE, on_check)
+    def _prepare(self, cluster: Cluster) -> EndOfKind:
+        self._transactions = _Transactions(cluster, self._group, self.config.call_timeout_s, self._check)
+        return self._transactions.close
 
     def send_in_transaction(
         self,
@@ -127,6 +239,7 @@ class TransactionProducer(Producer):
         `run` carries out the application's transaction; `sent.message_id` is what `check` will know it by. UNKNOWN, or
         anything that is not a TransactionState, leaves the decision to `check`. When `run` raises, that is raised
         here, and the decision is left to `check` as well: the transaction may have been committed before.
+        `TransactionResult.state` is UNKNOWN as well when the broker did not take the decision.
 
         Raises:
             SendError: not stored, and `run` was not called. For the rest as `send`.
@@ -155,49 +268,8 @@ class TransactionProducer(Producer):
             topic=sending.topic,
             broker_name=sent.queue.broker_name,
         )
-        self._end(cluster, address, header, state)
-        return TransactionResult(sent, state)
-
-    def _answer(self, cluster: Cluster, asked: CheckTransactionStateHeader, message: Message, address: str) -> None:
-        """Find out what became of a transaction, and tell the broker that asked."""
-        try:
-            state = _checked(self._check(message), message.message_id)
-        except Exception:
-            log.exception(
-                "group=%s message=%s: check failed; the broker asks again later", self.group, message.message_id
-            )
-            return
-        header = EndTransactionHeader(
-            producer_group=self._group,
-            tran_state_table_offset=asked.tran_state_table_offset,
-            commit_log_offset=asked.commit_log_offset,
-            commit_or_rollback=state.value,
-            from_transaction_check=True,
-            msg_id=asked.msg_id or message.message_id,
-            transaction_id=asked.transaction_id,
-            topic=message.queue.topic,
-            broker_name=asked.broker_name,
-        )
-        self._end(cluster, address, header, state)
-
-    def _end(
-        self, cluster: Cluster, address: str | None, header: EndTransactionHeader, state: TransactionState
-    ) -> None:
-        """Tell the broker how a transaction ended. When it does not hear it, it asks."""
-        if state is TransactionState.UNKNOWN:  # a broker does not even answer that
-            return
-        try:
-            if address is None:
-                raise RocketError(f"{header.broker_name} has no master now")
-            cluster.run(cluster.call(address, header), self.config.call_timeout_s + 1)
-        except RocketError as error:
-            log.warning(
-                "group=%s message=%s: %s was not told to the broker, which will ask reason=%s",
-                self.group,
-                header.msg_id,
-                state.name,
-                error,
-            )
+        reason = self._transactions.end(header, state, address)
+        return TransactionResult(sent, TransactionState.UNKNOWN if reason else state, state, reason)
 
 
 def _checked(state: object, message_id: str) -> TransactionState:

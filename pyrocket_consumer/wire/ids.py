@@ -6,7 +6,7 @@ Source: MessageDecoder, MessageClientIDSetter.
 from __future__ import annotations
 
 import ipaddress
-import random
+import secrets
 import struct
 import threading
 import time
@@ -75,10 +75,13 @@ class UniqueIds:
     def __init__(
         self, ip: str, pid: int, process_value: int | None = None, clock: Callable[[], float] = time.time
     ) -> None:
-        """Make ids for the process `pid` at address `ip`; `clock` gives seconds since the epoch."""
+        """Make ids for the process `pid` at address `ip`; `clock` gives seconds since the epoch.
+
+        To be made in the process that makes the ids: a fork copies the process value and the counter.
+        """
         self._ip = ipaddress.ip_address(ip).packed
         self._pid = pid & 0xFFFF
-        self._process_value = random.getrandbits(32) if process_value is None else process_value & 0xFFFFFFFF
+        self._process_value = secrets.randbits(32) if process_value is None else process_value & 0xFFFFFFFF
         self._clock = clock
         self._lock = threading.Lock()
         self._counter = 0

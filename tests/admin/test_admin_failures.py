@@ -175,3 +175,9 @@ def test_an_admin_that_could_not_start_can_try_again(embedded):
     embedded.start_name_server()
     assert admin.topics() == []
     admin.close()
+
+
+def test_an_admin_that_nobody_closes_is_told_and_leaves_nothing(embedded):
+    with pytest.warns(ResourceWarning, match=r"unclosed <pyrocket_consumer.*Admin.*call close\(\)"):
+        Admin(name_server=embedded.name_server).topics()
+    embedded.wait_until(lambda: not any(node.connections for node in (*embedded.nodes, *embedded.name_server_nodes)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import queue
@@ -35,6 +36,83 @@ def gate(embedded):
     embedded.broker("broker-a").on(SEND, gate, times=None)
     yield gate
     gate.open()
+
+
+# --- ids
+
+FORKS = """
+import os, random, sys
+from pyrocket_consumer import ConnectError, Producer
+random.seed(42)
+producer = Producer(name_server=sys.argv[1])
+try:
+    Producer(name_server="127.0.0.1:1").send("orders", b"x")
+except ConnectError:
+    pass
+children = []
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        for _ in range(2):
+            os.write(1, producer.send("orders", b"x").message_id.encode() + b"\\n")
+        producer.close()
+        os._exit(0)
+    children.append(child)
+assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+"""
+
+
+def makers(program: str, name_server: str) -> list[str]:
+    """Return the parts of ids that a process has for itself, each as often as there are messages: address aside."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, name_server], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return [message_id[8:20] for message_id in done.stdout.split()]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_processes_forked_before_the_start_make_ids_of_their_own(embedded):
+    found = makers(FORKS, embedded.name_server)
+    assert len(found) == 6
+    assert len({maker[4:] for maker in found}) >= 3  # those of a first message may differ from the next one's
+
+
+def test_programs_that_seed_random_alike_make_ids_of_their_own(embedded):
+    """In containers they have the same process id, too."""
+    program = "import random, sys; random.seed(42); from pyrocket_consumer import Producer\n"
+    program += "with Producer(name_server=sys.argv[1]) as producer: print(producer.send('orders', b'x').message_id)"
+    (one,), (other,) = makers(program, embedded.name_server), makers(program, embedded.name_server)
+    assert one[4:] != other[4:]
+
+
+# --- not closed
+
+
+def test_thirty_producers_that_nobody_closes_leave_nothing_and_send_what_they_have(embedded):
+    with pytest.warns(ResourceWarning, match=r"unclosed <pyrocket_consumer.*Producer.*call close\(\)") as warned:
+        futures = [Producer(name_server=embedded.name_server).send_async("orders", b"x") for _ in range(30)]
+    assert len(warned) == 30
+    assert {future.result(30).message_id for future in futures} == {m.message_id for m in embedded.messages("orders")}
+    embedded.wait_until(lambda: not producer_threads() and not embedded.broker("broker-a").connections)
+
+
+def test_a_producer_that_is_dropped_while_messages_wait_sends_them(embedded, gate):
+    with pytest.warns(ResourceWarning):
+        futures = [Producer(name_server=embedded.name_server).send_async("orders", b"x") for _ in range(2)]
+    gate.open()
+    assert [future.result(30).attempts for future in futures] == [1, 1]
+    embedded.wait_until(lambda: not producer_threads())
+
+
+def test_closed_and_never_started_producers_are_dropped_without_a_word(embedded, recwarn):
+    with Producer(name_server=embedded.name_server) as producer:
+        producer.send("orders", b"x")
+    Producer(name_server=embedded.name_server).close()
+    Producer(name_server=embedded.name_server)
+    del producer
+    gc.collect()
+    assert [str(each.message) for each in recwarn if each.category is ResourceWarning] == []
 
 
 # --- start and close
@@ -294,6 +372,19 @@ def test_a_callback_that_raises_harms_nobody(embedded, producing, caplog):
     assert seen.get(timeout=30) is future
     assert "a callback failed" in caplog.text
     producer.send("orders", b"x")
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_a_callback_that_wants_to_exit_does_not_end_the_callbacks_of_others(embedded, producing, caplog, error):
+    def leave(future):
+        raise error
+
+    producer, seen = producing(embedded), queue.SimpleQueue()
+    producer.send_async("orders", b"x").add_done_callback(leave)
+    for number in range(3):
+        producer.send_async("orders", b"x").add_done_callback(lambda future, number=number: seen.put(number))
+    assert [seen.get(timeout=30) for _ in range(3)] == [0, 1, 2]
+    assert caplog.text.count("a callback wants to exit") == 1
 
 
 def test_a_callback_added_when_all_is_over_still_runs(embedded):

@@ -128,9 +128,99 @@ def test_a_decision_that_does_not_reach_the_broker_is_asked_for(quick, producing
     check = Check(TransactionState.COMMIT)
     producer = producing(quick, TransactionProducer, group="payments", check=check, call_timeout_s=1)
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, drop)
-    assert producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), commit).state is TransactionState.COMMIT
+    result = producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), commit)
+    assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
+    assert "was not answered" in result.not_told
     check.wait_for(1)
     quick.wait_until(lambda: quick.messages("orders") != [])
+
+
+def test_a_decision_that_the_broker_refuses_is_not_returned_as_taken(quick, producing, caplog):
+    producer = producing(quick, TransactionProducer, group="payments", check=Check())
+    quick.broker("broker-a").on(RequestCode.END_TRANSACTION, answer(1, "Find prepared transaction message failed"))
+    result = producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), commit)
+    assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
+    assert "Find prepared transaction message failed" in result.not_told
+    assert "has not taken COMMIT" in caplog.text
+
+
+class SlowCheck:
+    """A check that waits until it may answer."""
+
+    def __init__(self):
+        self.began, self.may_answer = threading.Event(), threading.Event()
+        self.asked = []
+
+    def __call__(self, message):
+        self.asked.append(message.message_id)
+        self.began.set()
+        self.may_answer.wait(60)
+        return TransactionState.COMMIT
+
+
+@pytest.fixture
+def slow_check():
+    check = SlowCheck()
+    yield check
+    check.may_answer.set()
+
+
+def undecided(producer):
+    return producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), lambda sent: TransactionState.UNKNOWN)
+
+
+def test_a_slow_check_holds_up_no_callbacks(quick, producing, slow_check):
+    producer = producing(quick, TransactionProducer, group="payments", check=slow_check)
+    undecided(producer)
+    assert slow_check.began.wait(30)
+    called = threading.Event()
+    producer.send_async("orders", b"y").add_done_callback(lambda future: called.set())
+    assert called.wait(30)
+
+
+def test_what_a_broker_asks_again_meanwhile_is_checked_once(slow_check, producing):
+    with EmbeddedCluster(settings={**QUICK_CHECKS, "transactionCheckMax": "3"}) as cluster:
+        cluster.create_topic("orders", queues=1)
+        producer = producing(cluster, TransactionProducer, group="payments", check=slow_check)
+        undecided(producer)
+        cluster.wait_until(lambda: cluster.messages("TRANS_CHECK_MAX_TIME_TOPIC") != [])  # asked three times
+        slow_check.may_answer.set()
+        cluster.wait_until(lambda: cluster.messages("orders") != [])
+        producer.close()
+        assert len(slow_check.asked) == 1
+
+
+def test_no_check_begins_after_close(quick, slow_check):
+    producer = TransactionProducer("payments", check=slow_check, name_server=quick.name_server)
+    for _ in range(5):
+        undecided(producer)
+    assert slow_check.began.wait(30)
+    closing = threading.Thread(target=producer.close)
+    closing.start()
+    quick.wait_until(lambda: producer.state.value == "closed")
+    slow_check.may_answer.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert len(slow_check.asked) == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+def test_a_check_that_wants_to_exit_is_asked_again(quick, producing, error):
+    def check(message):
+        asked.append(message)
+        if len(asked) == 1:
+            raise error
+        return TransactionState.COMMIT
+
+    asked = []
+    undecided(producing(quick, TransactionProducer, group="payments", check=check))
+    quick.wait_until(lambda: quick.messages("orders") != [])
+
+
+def test_a_dropped_producer_checks_nothing_any_more(quick):
+    with pytest.warns(ResourceWarning, match="TransactionProducer"):
+        TransactionProducer("payments", check=never, topics=["orders"], name_server=quick.name_server).start()
+    quick.wait_until(lambda: not quick.broker("broker-a").connections)
 
 
 def test_another_producer_of_the_group_answers_for_one_that_is_gone(quick, producing):
