@@ -160,12 +160,13 @@ def check_queues(name: str, value: object) -> list[MessageQueue]:
     Raises:
         ConfigError: it is none, or has something else in it.
     """
-    queues = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [None]
+    queues: list[Any] = list(value) if isinstance(value, Iterable) else [value]
     for queue in queues:
         if not isinstance(queue, MessageQueue) or [type(part) for part in astuple(queue)] != [str, str, int]:
-            wrong = f" ({queue!r})" if isinstance(value, Iterable) and not isinstance(value, str) else ""
-            raise ConfigError(f"{name}={value!r} is not allowed{wrong}; it must be a list of MessageQueues")
-    return [queue for queue in queues if queue is not None]
+            raise ConfigError(
+                f"{name}={value!r:.80} is not allowed; pass a list of MessageQueues, for example of some in progress()"
+            )
+    return queues
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -12,11 +12,17 @@ from typing import Any, Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.cluster.places import To, check_to, first_and_last, nearest_held, offsets_at
-from pyrocket_consumer.config import ConsumerConfig, ConsumerOptions, NameServers, check_range, check_topic
+from pyrocket_consumer.config import (
+    ConsumerConfig,
+    ConsumerOptions,
+    NameServers,
+    check_queues,
+    check_range,
+    check_topic,
+)
 from pyrocket_consumer.consumer.assignments import QueueProgress
 from pyrocket_consumer.consumer.consume import AsyncWorkers, Outcome, ThreadWorkers, Workers
 from pyrocket_consumer.consumer.end import End, Terminated, terminate, told_of_sigterm
-from pyrocket_consumer.consumer.events import shown
 from pyrocket_consumer.consumer.life import LAST_CALLS_S, Life
 from pyrocket_consumer.consumer.listener import Listener, MessageListener
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
@@ -522,15 +528,7 @@ async def _at_least(work: Coroutine[Any, Any, object]) -> None:
 
 def _queues(given: object) -> list[MessageQueue] | None:
     """Return the queues named, None for all."""
-    if given is None:
-        return None
-    if isinstance(given, Iterable):
-        queues = list(given)
-        if all(isinstance(queue, MessageQueue) for queue in queues):
-            return queues
-    raise ConfigError(
-        f"queues={shown(given)} is not allowed; pass a list of MessageQueues, for example of some in progress()"
-    )
+    return None if given is None else check_queues("queues", given)
 
 
 async def _on_loop(work: Callable[..., T], *arguments: Any) -> T:
