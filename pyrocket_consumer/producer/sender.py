@@ -91,6 +91,12 @@ class Sender:
         self._unfinished: set[Sending] = set()
         self._lanes: dict[LaneKey, Lane] = {}
         self._suspected: set[Connection] = set()
+        cluster.keep_brokers(self._owes_answers)
+
+    def _owes_answers(self, broker_name: str) -> bool:
+        address = self._cluster.address(broker_name, only_this=True)
+        connection = self._cluster.peek_member(address) if address is not None else None
+        return connection is not None and connection.waiting > 0
 
     def begin(self, sending: Sending) -> None:
         """Take a message on its way; whoever waits is told the outcome."""

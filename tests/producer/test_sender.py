@@ -12,7 +12,7 @@ import pytest
 
 from pyrocket_consumer import MessageQueue, RouteNotFound, SendError
 from pyrocket_consumer.producer import OutgoingMessage, Producer, TransactionProducer, TransactionState
-from pyrocket_consumer.testing import EmbeddedCluster, answer, drop, drop_answer, handle_and_close
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop, drop_answer, handle_and_close
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.real_brokers import wait_until
 
@@ -151,6 +151,26 @@ def test_a_deleted_topic_is_told_at_once():
             with pytest.raises((SendError, RouteNotFound), match="no route for topic 'orders'"):
                 producer.send("orders", b"x", timeout_s=30, **pin)
         assert time.monotonic() - started < 10
+
+
+def test_a_broker_that_no_route_names_any_more_may_answer_yet():
+    """Name servers may lose sight of a broker that is up; what it was sent is not sent again elsewhere."""
+    with (
+        EmbeddedCluster(brokers=2) as embedded,
+        Producer(name_server=embedded.name_server, route_refresh_interval_s=0.05) as producer,
+    ):
+        embedded.create_topic("orders", queues=2)
+        lost, gate = embedded.broker("broker-a"), Gate(answers=True)
+        lost.on(SEND, gate, times=None, when=lambda request: request.body == b"held")
+        held = [producer.send_async("orders", b"held", timeout_s=60, **pin) for pin in ({"queue": A}, {}, {}, {}, {})]
+        gate.wait_held(2)
+        embedded.call(lambda: embedded.unregister(lost))
+        wait_until(
+            lambda: {producer.send("orders", b"x").queue.broker_name for _ in range(8)} == {"broker-b"}, "a new route"
+        )
+        gate.open()
+        assert {future.result(30).attempts for future in held} == {1}
+        assert stored(embedded).count(b"held") == 5
 
 
 # --- a broker is away
