@@ -61,7 +61,7 @@ soak: .venv/.test  ## hours of faults: 20 000 simulated worlds, calls interfered
 	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/system/test_any_order.py --timeout 20000
 	PYROCKET_TRIALS=15 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
 
-spark-soak: java .venv/.test  ## streaming queries: one killed eight times, one whose brokers are killed, restarted and slow; nothing is lost
+spark-soak: java .venv/.test  ## streaming queries: one killed eight times, one that writes, beside brokers in trouble; nothing is lost
 	PYROCKET_SPARK_KILLS=8 PYROCKET_SPARK_MESSAGES=80000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_kill.py
 	PYROCKET_SPARK_TROUBLES=12 PYROCKET_SPARK_MESSAGES=60000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_trouble.py
 

@@ -1,7 +1,8 @@
 """A streaming query that is killed again and again delivers every message into files exactly once.
 
-One kill and 10 000 messages; `make spark-soak` does eight and 80 000. PYROCKET_SPARK_KILLS, PYROCKET_SPARK_MESSAGES
-and PYROCKET_SPARK_SEED say otherwise.
+Of its two brokers one is restarted, killed, slow and silent meanwhile; the query itself must not end of that. One kill
+and 10 000 messages; `make spark-soak` does eight and 80 000. PYROCKET_SPARK_KILLS, PYROCKET_SPARK_MESSAGES and
+PYROCKET_SPARK_SEED say otherwise.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster, delay, drop
 from tests.consuming import until
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +69,35 @@ def delivered(directory: Path) -> int:
     return sum(pq.ParquetFile(path).metadata.num_rows for path in files(directory))
 
 
+@contextmanager
+def trouble(broker: EmbeddedBroker, rng: random.Random) -> Iterator[list[str]]:
+    """Let `broker` be away, slow and silent in turns, until the end, when it is well; yield what it went through."""
+    ended, past = threading.Event(), list[str]()
+
+    def go_on() -> None:
+        while not ended.wait(rng.uniform(0.5, 3)):
+            kind = rng.choice(("restarted", "killed", "slow", "silent"))
+            if kind == "restarted":
+                broker.stop()
+            elif kind == "killed":
+                broker.kill(keep_route=True)
+            else:
+                broker.on(None, delay(0.3) if kind == "slow" else drop, times=None)
+            past.append(kind)
+            ended.wait(rng.uniform(1, 6))
+            broker.clear_faults()
+            if kind in ("restarted", "killed"):
+                broker.start()
+
+    thread = threading.Thread(target=go_on, name="trouble")
+    thread.start()
+    try:
+        yield past
+    finally:
+        ended.set()
+        thread.join()
+
+
 def settings(environment: dict[str, str], directory: Path) -> dict[str, str]:
     """Have the program's Spark be a small one: its settings come from a file, as an administrator gives them."""
     from tests.spark.conftest import SETTINGS
@@ -84,8 +117,11 @@ def test_every_message_is_in_the_files_exactly_once_whenever_the_query_is_killed
     environment = settings(spark_environment, tmp_path)
     most_per_batch = max(50, MESSAGES // (5 * KILLS + 5))
     print(f"seed {SEED}: {MESSAGES} messages, {KILLS} kills, at most {most_per_batch} offsets per batch")
-    with EmbeddedCluster(record_limit=0) as cluster:
-        cluster.create_topic("orders", queues=4)
+    with (
+        EmbeddedCluster(brokers=2, record_limit=0) as cluster,
+        trouble(cluster.broker("broker-b"), random.Random(SEED + 1)) as past,
+    ):
+        cluster.create_topic("orders", queues=2)
         cluster.send("orders", lambda number: b"%d" % number, count=MESSAGES)
         for number in range(KILLS):
             before = planned(tmp_path)
@@ -116,6 +152,7 @@ def test_every_message_is_in_the_files_exactly_once_whenever_the_query_is_killed
             life.kill()
     bodies = Counter(int(body) for path in files(tmp_path) for body in bodies_of(path))
     print(f"{time.monotonic() - began:6.1f} s  {len(bodies)} different messages, {bodies.total()} in all")
+    print(f"one broker was {Counter(past)}")
     assert bodies.keys() == set(range(MESSAGES))
     assert bodies.total() == MESSAGES
     assert killed_at < MESSAGES, "every message was there before the last kill; the test has shown too little"
