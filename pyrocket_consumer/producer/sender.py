@@ -147,7 +147,8 @@ class Sender:
                         self._post(sending, queue, connection)
                     return
         except TimeoutError as error:
-            sending.note(f"gave up after {sending.timeout_s:g} s")
+            why = "" if sending.attempts else ": neither a route nor a connection was to be had"
+            sending.note(f"gave up after {sending.timeout_s:g} s{why}")
             self._fail(sending, sending.last_error or error)
         except RocketError as error:
             if isinstance(error, RouteNotFound) and not sending.attempts:
@@ -471,7 +472,10 @@ class Sender:
     def _start_next(self, lane: Lane) -> None:
         sending = lane.next(self._unfinished)
         if sending is not None:
-            self._start(sending)
+            if sending.deadline <= self._cluster.loop.time():
+                self._waited_in_vain(sending)
+            else:
+                self._start(sending)
             return
         if lane.timer is not None:
             lane.timer.cancel()
@@ -489,8 +493,7 @@ class Sender:
         lane.timer = None
         now, held, current = self._cluster.loop.time(), lane.held, lane.current
         for sending in lane.expired(now):
-            sending.note(f"waited {sending.timeout_s:g} s for messages before it in the same queue")
-            self._fail(sending, None)
+            self._waited_in_vain(sending)
         times = [lane.expiry(sending) for sending in lane.waiting]
         if held is not None and current is not None and current in self._unfinished:
             if now >= current.deadline:
@@ -506,6 +509,10 @@ class Sender:
                 times += (held.suspect_at, current.deadline)
         if times:
             self._look_at(lane, min(times))
+
+    def _waited_in_vain(self, sending: Sending) -> None:
+        sending.note(f"waited {sending.timeout_s:g} s for messages before it in the same queue")
+        self._fail(sending, None)
 
     # --- ends
 

@@ -56,9 +56,16 @@ def test_where_a_lane_stands_still_all_that_wait_fail_within_about_one_timeout(e
     futures = [producer.send_async("orders", b"%d" % number, queue=A, timeout_s=1) for number in range(50)]
     producer.flush()
     assert time.monotonic() - started < 10
-    for future in futures:
-        with pytest.raises(SendError):
-            future.result(0)
+    reasons = [str(future.exception(0)) for future in futures]
+    assert "not answered by" in reasons[0]
+    assert all("waited 1 s for messages before it" in reason for reason in reasons[1:])
+
+
+def test_without_a_connection_the_error_says_so(embedded, producer):
+    """Nobody accepts, nobody refuses: as a host that drops what comes."""
+    embedded.name_server_node.on(None, drop, times=None)
+    with pytest.raises(SendError, match="gave up after 0.5 s: neither a route nor a connection was to be had"):
+        producer.send("unknown", b"x", sharding_key="key", timeout_s=0.5)
 
 
 def test_lanes_that_stood_still_together_go_on_together(embedded):
