@@ -5,8 +5,19 @@ from __future__ import annotations
 from enum import Enum
 
 from pyrocket_consumer.cluster.broker import DEGRADED_CODES
-from pyrocket_consumer.errors import BrokerError, ConnectError, ConnectionLost, PermissionDenied, RequestTimeout
+from pyrocket_consumer.errors import (
+    BrokerError,
+    ConnectError,
+    ConnectionLost,
+    PermissionDenied,
+    RequestTimeout,
+    RocketError,
+)
 from pyrocket_consumer.wire.codes import ResponseCode
+
+
+class NoQueue(RocketError):
+    """The route has no queue that will do, and none is known to come back."""
 
 
 class Verdict(Enum):

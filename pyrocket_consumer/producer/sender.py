@@ -23,6 +23,7 @@ from pyrocket_consumer.errors import (
 from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, QueueData, TopicRoute
 from pyrocket_consumer.net.connection import Connection
 from pyrocket_consumer.producer.failures import (
+    NoQueue,
     Verdict,
     asks_for_route,
     is_broker_in_trouble,
@@ -180,7 +181,7 @@ class Sender:
                     sending.wants_route_after = self._cluster.loop.time()
                     continue
                 if queue is None:
-                    why = RocketError(_why_no_queue(sending, queues.route))
+                    why = NoQueue(_why_no_queue(sending, queues.route))
                     if not self._may_come(sending, queues.route):
                         raise why
                     self._note_failure(sending, str(why), why)

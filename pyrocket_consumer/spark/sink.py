@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import queue
 import time
 import uuid
@@ -25,8 +26,10 @@ from pyspark.sql.types import Row, StructType
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.config import ClientConfig, ProducerConfig
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, RequestTimeout, RocketError, RouteNotFound
+from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer import Producer, SendResult
 from pyrocket_consumer.producer.callbacks import Told
+from pyrocket_consumer.producer.failures import NoQueue
 from pyrocket_consumer.spark import worker
 from pyrocket_consumer.spark.options import DEFAULT_GROUP, SinkOptions
 from pyrocket_consumer.spark.patience import Patience
@@ -206,7 +209,7 @@ def _producer(options: SinkOptions) -> Producer:
         time.sleep(pause_s)
 
 
-def _tell(options: SinkOptions, error: RocketError) -> None:
+def _tell(options: SinkOptions, error: BaseException) -> None:
     log.warning("writing waits, for up to %g s reason=%s", options.send_timeout_s, error)
 
 
@@ -237,6 +240,9 @@ def _config(options: SinkOptions) -> ProducerConfig:
     )
 
 
+_Place = tuple[str, MessageQueue | None]  # a topic, and the queue in it if a row names one
+
+
 class _Sends:
     """The sends of one task: at most `max_in_flight` rows are unacknowledged.
 
@@ -253,8 +259,8 @@ class _Sends:
         self._done: queue.SimpleQueue[tuple[SinkRow, SendResult | BaseException]] = queue.SimpleQueue()
         self._lanes: dict[tuple[str, object], deque[SinkRow]] = {}
         self._rows = self._bytes = 0
-        self._no_route: dict[str, tuple[float, Patience]] = {}  # since when, and how much longer
-        self._routeless: dict[str, list[SinkRow]] = {}  # by topic, to be handed over again
+        self._no_route: dict[_Place, tuple[float, Patience]] = {}  # since when, and how much longer
+        self._routeless: dict[_Place, list[SinkRow]] = {}  # to be handed over again
         self._retry_at = 0.0
         self.acknowledged = self.perhaps_copied = 0
 
@@ -288,17 +294,17 @@ class _Sends:
 
     def _wait_for_one(self) -> None:
         row, outcome = self._outcome()
-        if isinstance(outcome, RouteNotFound):
+        if isinstance(outcome, BaseException):
+            if not isinstance(outcome, RouteNotFound) and not isinstance(outcome.__cause__, NoQueue):
+                raise self._failure(row, outcome) from outcome
             self._wait_for_route(row, outcome)
             return
-        if isinstance(outcome, BaseException):
-            raise self._failure(row, outcome) from outcome
         self.perhaps_copied += outcome.attempts > 1
         self._rows -= 1
         self._bytes -= len(row.message.body)
         self.acknowledged += 1
         if self._no_route:
-            self._no_route.pop(row.topic, None)
+            self._no_route.pop((row.topic, row.queue), None)
         if (lane := row.lane) is not None:
             if waiting := self._lanes[lane]:
                 self._hand_over(waiting.popleft())
@@ -321,29 +327,29 @@ class _Sends:
         except queue.Empty as empty:
             raise RequestTimeout("a send", "the I/O thread", self._longest_s) from empty
 
-    def _wait_for_route(self, row: SinkRow, error: RouteNotFound) -> None:
-        """Have a row handed over again, later: a producer does not wait for a topic that no name server knows.
+    def _wait_for_route(self, row: SinkRow, error: BaseException) -> None:
+        """Have a row handed over again, later: a producer does not wait for a topic or queue that is in no route.
 
-        It does for one that it has seen before. But a task may begin while the brokers restart that have its topic. If
-        others are up, name servers are believed after `requestTimeoutMs`.
+        It does for one that it has seen before. But a task may begin while the brokers restart that have it. If others
+        are up, name servers are believed after `requestTimeoutMs`.
 
         Raises:
             RocketError: it was waited for long enough.
         """
-        topic = row.topic
-        if topic not in self._routeless:
+        place = row.topic, row.queue
+        if place not in self._routeless:
             now = time.monotonic()
-            if topic not in self._no_route:
-                self._no_route[topic] = now, self._options.patience()
+            if place not in self._no_route:
+                self._no_route[place] = now, self._options.patience()
                 _tell(self._options, error)
-            since, patience = self._no_route[topic]
+            since, patience = self._no_route[place]
             pause_s = patience.failed()
             is_late = now - since >= self._options.client.request_timeout_s
             if pause_s is None or (is_late and _any_broker_is_up(self._options)):
                 raise self._failure(row, error) from error
-            self._retry_at = now + pause_s
-            self._routeless[topic] = []
-        self._routeless[topic].append(row)
+            self._retry_at = min(now + pause_s, self._retry_at if self._routeless else math.inf)
+            self._routeless[place] = []
+        self._routeless[place].append(row)
 
     def _failure(self, row: SinkRow, error: BaseException) -> RocketError:
         text = self._reader.said_of(row.number, error)

@@ -441,7 +441,7 @@ def test_a_body_may_be_larger_where_that_is_wanted(embedded, topic, sinks):
 def test_a_row_that_cannot_be_a_message_is_named(embedded, topic, sinks, kind, schema, row, reason):
     good = ("good", *[None] * (len(row) - 1))
     with pytest.raises(RocketError, match=rf"row 2 of partition 0: .*{reason}"):
-        sinks(topic=topic).write(schema, good, good, row, kind=kind)
+        sinks(topic=topic, send_timeout_s=1.0).write(schema, good, good, row, kind=kind)
 
 
 def test_a_null_topic_is_named(embedded, topic, sinks):

@@ -199,6 +199,36 @@ def test_a_task_may_begin_while_a_broker_or_the_name_server_is_away(embedded, si
     check(embedded, lanes, most_copies=0, rows=20)
 
 
+def test_a_task_may_begin_while_the_broker_of_its_queue_is_away_and_another_is_up():
+    topic = "orders"
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic(topic, queues=2)
+        cluster.broker("broker-b").stop()
+        sink = Sink(parse_sink({"nameServer": cluster.name_server, "topic": topic}))
+        rows = [(str(number), f"broker-{'ab'[number % 2]}", 1) for number in range(300)]
+        outcome: list[int] = []
+        task = threading.Thread(
+            target=lambda: outcome.append(sink.write("body string, brokerName string, queueId int", *rows))
+        )
+        task.start()
+        time.sleep(AWAY_S)
+        cluster.broker("broker-b").start()
+        task.join(60)
+        sink.close()
+        assert outcome == [300]
+        found = {broker.name: [int(message.body) for message in broker.messages(topic)] for broker in cluster.brokers}
+        assert found == {"broker-a": [*range(0, 300, 2)], "broker-b": [*range(1, 300, 2)]}
+
+
+def test_a_queue_that_is_not_there_is_told_long_before_the_time_is_over(embedded, sink):
+    began = time.monotonic()
+    schema = "body string, brokerName string, queueId int"
+    rows = [("x", "broker-a", 0)] * 200 + [("x", "broker-z", 0)] * 20 + [("x", "broker-a", 0)] * 200
+    with pytest.raises(RocketError, match="row 200 of partition 0: .*broker-z/0 is not a queue that can be written"):
+        sink(requestTimeoutMs="500").write(schema, *rows)
+    assert time.monotonic() - began < 60, "sendTimeoutMs is 120 s"
+
+
 @pytest.mark.parametrize("fault", [drop, answer(2, "busy")])
 def test_a_task_may_begin_while_the_name_server_is_silent_or_busy(embedded, sink, fault):
     (name_server,) = embedded.name_server_nodes
