@@ -23,10 +23,10 @@ class Beside(Generic[T]):
         self._grace_s = grace_s
         self._under_way: dict[str, asyncio.Task[tuple[T, float]]] = {}
         self._late: set[str] = set()
-        self._last: dict[str, T] = {}
+        self._began = False
 
     async def answers(self, questions: Mapping[str, Callable[[], Coroutine[Any, Any, T]]]) -> dict[str, T]:
-        """Return the answers to `questions`, by name; of one that is late its last answer, if there is one.
+        """Return the answers that have come, by name: to `questions`, or late ones to the same questions before.
 
         An error that a question raises is raised here, when its turn comes.
         """
@@ -37,18 +37,20 @@ class Beside(Generic[T]):
                 if name not in self._late:
                     fresh.append(self._under_way[name])
         await self._wait(fresh)
+        answers: dict[str, T] = {}
         for name, task in list(self._under_way.items()):
             if not task.done():
                 self._late.add(name)
                 continue
             del self._under_way[name]
-            self._last[name], took_s = task.result()
+            answers[name], took_s = task.result()
             if took_s <= self._grace_s:
                 self._late.discard(name)
-        return {name: self._last[name] for name in questions if name in self._last}
+        return answers
 
     async def _wait(self, fresh: list[asyncio.Task[tuple[T, float]]]) -> None:
-        if fresh and not self._last:
+        if fresh and not self._began:
+            self._began = True
             await asyncio.wait(fresh)
         elif fresh:
             _, rest = await asyncio.wait(fresh, return_when=asyncio.FIRST_COMPLETED)

@@ -118,6 +118,7 @@ class Positions:
         self._knows_queues = True
         self._gone: frozenset[MessageQueue] = frozenset()
         self._beside = Beside[_Spans | None]()
+        self._last: dict[str, _Spans | None] = {}  # answers, by broker
         self._away: dict[str, _Away] = {}
         self._accepted: set[str] = set()  # brokers that accept the SQL filter
         self._told_of_waiting: set[str] = set()
@@ -225,20 +226,23 @@ class Positions:
         A topic that has no route any more has no queues: whether it was deleted or its brokers are away, who knows.
         """
         known = list(filter(self.selects, known))
-        found: frozenset[MessageQueue]
+        topics = {queue.topic for queue in known}
+        found, gone = frozenset[MessageQueue](), frozenset[MessageQueue]()
         try:
-            found = await self._find_what_is_there({queue.topic for queue in known})
+            found = await self._find_what_is_there(topics)
+            if missing := frozenset(known) - found:
+                gone = await self._on_brokers_up(missing)
+            if gone:  # or their broker has only just come back
+                found = await self._find_what_is_there(topics)
             self._knows_queues = True
         except _PASSING as error:
             log.log(
                 logging.WARNING if self._knows_queues else logging.DEBUG, "queues stay as they are known: %s", error
             )
             self._knows_queues = False
-            found = self._queues or frozenset(known)
+            found, gone = self._queues or frozenset(known), frozenset()
         await self._check_filter(found)
-        missing = [queue for queue in known if queue not in found]
-        self._gone = await self._on_brokers_up(missing) if missing else frozenset()
-        self._queues, self._discovered_at = found, time.monotonic()
+        self._queues, self._gone, self._discovered_at = found, gone - found, time.monotonic()
 
     async def _find_what_is_there(self, known_topics: Iterable[str]) -> frozenset[MessageQueue]:
         topics = {*await self._topics_named(), *known_topics}
@@ -391,12 +395,14 @@ class Positions:
             if broker not in self._away or now >= self._away[broker].until:
                 questions[broker] = partial(self._spans, broker, each, known)
         answers = await self._beside.answers(questions)
-        found = {broker: spans for broker, spans in answers.items() if spans is not None}
+        self._last |= answers
+        found = {broker: spans for broker in questions if (spans := self._last.get(broker)) is not None}
         begins: dict[MessageQueue, int] = {}
         ends: dict[MessageQueue, int] = {}
-        for spans in found.values():
+        for broker, spans in found.items():
             begins.update(spans.begins)
-            ends.update(spans.ends)
+            for queue, end in spans.ends.items():  # of one that is late, the last answer: more may be known since
+                ends[queue] = end if broker in answers else max(end, known.get(queue, 0))
         return Look(
             begins=begins,
             ends=ends,

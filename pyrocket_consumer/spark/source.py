@@ -359,9 +359,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _seen_ms(self, at: SourceOffset, look: Look) -> dict[tuple[str, str], int]:
         """Return since when nothing was read: since brokers were asked, but where one of the queues did not answer."""
         found = {
-            (queue.topic, queue.broker_name): look.asked_ms[queue.broker_name]
-            for queue in look.ends
-            if queue.broker_name in look.asked_ms
+            (queue.topic, queue.broker_name): look.asked_ms[queue.broker_name] for queue in look.ends
         }
         for queue in look.away:
             found.pop((queue.topic, queue.broker_name), None)
