@@ -22,6 +22,8 @@ class CheckpointFile:
         self._disk = disk
         self._names = names
         self._directory = names.directory
+        self._main = os.path.join(names.directory, MAIN_FILE)
+        self._backup = os.path.join(names.directory, BACKUP_FILE)
         self._main_is_good = False
         self._unreadable: list[str] = []
         self.main: FileIdentity = (0, 0)
@@ -35,14 +37,14 @@ class CheckpointFile:
 
     def is_there(self) -> bool:
         """Tell whether the file is, if there is to be one; if not, the next one replaces none."""
-        if self._main_is_good and not self._disk.exists(os.path.join(self._directory, MAIN_FILE)):
+        if self._main_is_good and not self._disk.exists(self._main):
             self._main_is_good = False
             return False
         return True
 
     def replace(self, text: bytes, before_renames: Callable[[], None]) -> None:
         """Write, sync, rename, sync the directory. `before_renames` is called when the old file is about to go."""
-        disk, main = self._disk, os.path.join(self._directory, MAIN_FILE)
+        disk, main = self._disk, self._main
         new = main + ".new"
         write_file(disk, new, text)
         before_renames()
@@ -57,11 +59,14 @@ class CheckpointFile:
 
     def _rotate(self, main: str) -> None:
         """Make the present file the backup, without a moment in which there is neither."""
-        backup = os.path.join(self._directory, BACKUP_FILE)
+        backup = self._backup
         new = backup + ".new"
         try:
-            self._disk.remove(new)
-            self._disk.link(main, new)
+            try:
+                self._disk.link(main, new)
+            except FileExistsError:  # a crash has left it
+                self._disk.remove(new)
+                self._disk.link(main, new)
             self._disk.replace(new, backup)
         except OSError:  # no hard links on this file system, for example
             self._disk.replace(main, backup)

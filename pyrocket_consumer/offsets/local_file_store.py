@@ -164,6 +164,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._templates: list[bytes] = []  # by pair: what an entry of offsets.json is made from
         self._epochs_text: bytes | None = None
         self._unsure = False  # what was found may be in the system's cache only: a killed process did not sync it
+        self._journal_is_left = False  # there is one, of a mode that has journals
         self._behind = False  # offsets.json lacks something that the journal, or a backup, holds
         self._checkpoint_at = 0.0
         _stores.add(self)
@@ -578,10 +579,11 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._behind = self._unsure = False
         self._checkpoint_at = self._clock()
         try:
-            if self._durability == "checkpoint":
-                self._disk.remove(os.path.join(self._directory, JOURNAL_FILE))  # an earlier mode's; its frames are in
-            else:
+            if self._durability != "checkpoint":
                 journal.begin(self._checkpoint_file.main, self._checkpoint_file.backup)
+            elif self._journal_is_left:
+                self._disk.remove(os.path.join(self._directory, JOURNAL_FILE))  # its frames are in
+                self._journal_is_left = False
         except OSError as error:
             self._note_unwritable(error)  # durable all the same: until it works, every persist is a checkpoint
         else:
@@ -693,6 +695,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._epochs_text = None
         self._found = FoundOffsets(found.source, len(found.offsets), found.journal_frames)
         self._checkpoint_file.found(main, backup, found.unreadable)
+        self._journal_is_left = journal is not None
         self._unsure = found.source != "new"
         self._behind = bool(found.journal_frames) or found.source == "backup"
         self._checkpoint_at = self._clock()
