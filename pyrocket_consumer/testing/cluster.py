@@ -226,8 +226,7 @@ class EmbeddedCluster:
         """
         if self._thread is not None and self._servers:
             servers = list(self._servers)
-            self.run(_finish_accepting(servers))
-            self.call(self.shut)
+            self.end(servers, self.shut)
             self.run(_settle(servers))
         self._end()
         if self._failures:
@@ -261,6 +260,16 @@ class EmbeddedCluster:
     def call(self, action: Callable[[], _T]) -> _T:
         """Run `action` on the cluster's thread and return its result."""
         return self._running().call(action)
+
+    def end(self, servers: Sequence[Server], close: Callable[[], None]) -> None:
+        """Run `close`, which closes `servers`, on the cluster's thread; who is connecting meanwhile is connected first.
+
+        On that thread itself nothing can be waited for: asyncio leaves open what it has accepted just before.
+        """
+        running = self._running()
+        if not running.is_here:
+            running.run(_finish_accepting(servers))
+        running.call(close)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the cluster's loop and return its result; not from that loop."""

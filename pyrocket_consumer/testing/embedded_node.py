@@ -111,7 +111,7 @@ class EmbeddedNameServer(EmbeddedNode):
 
     def stop(self) -> None:
         """Stop it; its routes are gone, its settings stay."""
-        self.cluster.call(self.stop_now)
+        self.cluster.end([self._server], self.stop_now)
 
     def stop_now(self) -> None:
         """Do what `stop` does, from the cluster's own loop."""
@@ -160,7 +160,7 @@ class EmbeddedBroker(EmbeddedNode):
 
         `keep_route`: name servers do not notice, and go on naming it.
         """
-        self.cluster.call(lambda: self.stop_now(keep_route=keep_route))
+        self.cluster.end([self._server], lambda: self.stop_now(keep_route=keep_route))
 
     def stop_now(self, *, keep_route: bool = False) -> None:
         """Do what `stop` does, from the cluster's own loop."""
@@ -174,7 +174,7 @@ class EmbeddedBroker(EmbeddedNode):
             self._server.abort()
             self._ended(lose_unflushed=lose_commits, keep_route=keep_route)
 
-        self.cluster.call(kill)
+        self.cluster.end([self._server], kill)
 
     def _ended(self, *, lose_unflushed: bool, keep_route: bool) -> None:
         if self.core.running:

@@ -31,7 +31,7 @@ class LoopThread:
         try:
             self.loop.run_forever()
         finally:  # here, and not by whoever stops us: a loop may be running on that thread
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.run_until_complete(_finish())
             self.loop.close()
 
     def stop(self) -> None:
@@ -43,9 +43,14 @@ class LoopThread:
         elif self._owned and not self.loop.is_closed():
             self.loop.close()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the loop runs on this thread, so that what is called here runs there."""
+        return not self._owned or threading.current_thread() is self._thread
+
     def call(self, action: Callable[[], _T]) -> _T:
         """Run `action` on the loop's thread and return its result, from any thread."""
-        if not self._owned or threading.current_thread() is self._thread:
+        if self.is_here:
             return action()
         if self._thread is None:
             raise RuntimeError("the embedded cluster was closed; make a new one")
@@ -66,6 +71,16 @@ class LoopThread:
             coroutine.close()
             raise RuntimeError("this call waits for the loop that runs on this thread; await open() instead")
         return _result(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+
+async def _finish() -> None:
+    """End what a loop still does when it is stopped, above all TLS handshakes of clients that say nothing."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await asyncio.sleep(0)  # their sockets are closed in the next round
 
 
 def _result(future: concurrent.futures.Future[_T]) -> _T:

@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -306,25 +307,45 @@ def test_nothing_is_left_open() -> None:
     assert after <= before + 1
 
 
+def _stop_name_server(cluster: EmbeddedCluster) -> None:
+    for _ in range(3):
+        cluster.stop_name_server()
+        cluster.start_name_server()
+
+
+def _stop_broker(cluster: EmbeddedCluster) -> None:
+    for _ in range(3):
+        cluster.broker("broker-a").restart()
+
+
+def _kill_broker(cluster: EmbeddedCluster) -> None:
+    for _ in range(3):
+        cluster.broker("broker-a").kill()
+        cluster.broker("broker-a").start()
+
+
 @pytest.mark.parametrize("turn", range(3))
-def test_who_connects_while_it_closes_leaves_nothing_open(turn: int) -> None:
+@pytest.mark.parametrize("end", [EmbeddedCluster.close, _stop_name_server, _stop_broker, _kill_broker])
+def test_who_connects_while_it_closes_leaves_nothing_open(end: Callable[[EmbeddedCluster], None], turn: int) -> None:
     connected, closed = threading.Semaphore(0), threading.Event()
 
-    def knock(address: tuple[str, int]) -> None:
+    def knock(address: str) -> None:
+        host, _, port = address.rpartition(":")
         while not closed.is_set():
             with socket.socket() as knocking, suppress(OSError):
-                knocking.connect(address)
+                knocking.connect((host, int(port)))
                 connected.release()
 
-    cluster = EmbeddedCluster()
-    cluster.start()
-    host, _, port = cluster.broker("broker-a").address.rpartition(":")
-    threads = [threading.Thread(target=knock, args=((host, int(port)),)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert all(connected.acquire(timeout=30) for _ in range(200))
-    cluster.close()
-    closed.set()
-    for thread in threads:
-        thread.join()
+    with EmbeddedCluster() as cluster:
+        node = cluster.name_server_node if end is _stop_name_server else cluster.broker("broker-a")
+        threads = [threading.Thread(target=knock, args=(node.address,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert all(connected.acquire(timeout=30) for _ in range(200))
+            end(cluster)
+        finally:
+            closed.set()
+            for thread in threads:
+                thread.join()
     gc.collect()  # what is left open warns, and warnings are errors
