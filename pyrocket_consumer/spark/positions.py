@@ -68,6 +68,10 @@ _DISCOVERY = ""  # among the names of brokers
 _PASSING = (ConnectError, ConnectionLost, RequestTimeout, RouteNotFound)
 
 
+class _NoSuchTopic(RouteNotFound):
+    """Brokers are up, and for a while none of them has had the topic."""
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """What the brokers said at one moment.
@@ -180,9 +184,11 @@ class Positions:
         )
         there = list[MessageQueue]()
         for topic, outcome in zip(named, outcomes, strict=True):
-            if isinstance(outcome, RouteNotFound) and topic in self._options.topics and follows:
-                if doubt.failed() is not None or not await self._makes_topics():
+            if isinstance(outcome, RouteNotFound):
+                if doubt.failed() is not None:
                     raise outcome
+                if not (follows and topic in self._options.topics and await self._makes_topics()):
+                    raise _NoSuchTopic(topic, outcome.name_servers) if await self._brokers_up() else outcome
                 log.warning("topic=%s is not there yet; when it is made, it is read from its first message", topic)
             elif isinstance(outcome, BaseException):
                 raise outcome
@@ -452,12 +458,15 @@ class Positions:
 
     async def _on_brokers_up(self, missing: Iterable[MessageQueue]) -> frozenset[MessageQueue]:
         """Return those of `missing` whose broker is up: it would have them if they were there."""
+        up = await self._brokers_up()
+        return frozenset(queue for queue in missing if queue.broker_name in up)
+
+    async def _brokers_up(self) -> Collection[str]:
         try:
-            up = (await cluster_info(self.cluster)).brokers
+            return (await cluster_info(self.cluster)).brokers
         except RocketError as error:
             log.debug("brokers could not be listed reason=%s", error)
-            return frozenset()
-        return frozenset(queue for queue in missing if queue.broker_name in up)
+            return ()
 
     def forget_discovery(self) -> None:
         """Have the next look find queues anew, and try every broker."""
@@ -474,7 +483,8 @@ class Positions:
             try:
                 return await call()
             except (*_PASSING, BrokerError) as error:
-                if (isinstance(error, BrokerError) and not error.retryable) or (pause_s := patience.failed()) is None:
+                lasts = isinstance(error, _NoSuchTopic) or (isinstance(error, BrokerError) and not error.retryable)
+                if lasts or (pause_s := patience.failed()) is None:
                     raise
                 self._tell_of_waiting(error, patience)
             await asyncio.sleep(pause_s)

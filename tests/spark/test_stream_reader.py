@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -189,10 +190,11 @@ def test_an_assigned_queue_must_exist(embedded):
     reader.stop()
 
 
+@pytest.mark.timeout(60)
 def test_a_topic_must_exist():
+    """A broker that starts may have none for a moment; after that, nobody waits for a name that is mistyped."""
     with EmbeddedCluster(auto_create_topics=False) as cluster:
-        options = {"subscribe": "nowhere", "readTimeoutMs": 500, "requestTimeoutMs": 100, "retries": None}
-        reader = data_source(cluster, **options).streamReader(None)
+        reader = data_source(cluster, subscribe="nowhere", requestTimeoutMs=300, retries=None).streamReader(None)
         with pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"):
             reader.initialOffset()
         reader.stop()
@@ -208,6 +210,22 @@ def test_a_topic_need_not_exist_yet_where_it_is_made_on_demand(embedded, caplog)
         assert {(queue.topic, offset) for queue, offset in run.batch()} == {("later", 0)}
 
 
+@pytest.mark.timeout(60)
+def test_a_topic_is_waited_for_while_no_broker_is_there():
+    with EmbeddedCluster(auto_create_topics=False) as cluster:
+        cluster.create_topic("orders", queues=1)
+        cluster.broker("broker-a").stop()
+        reader = data_source(cluster, subscribe="orders", requestTimeoutMs=300, retries=None).streamReader(None)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(reader.initialOffset)
+            cluster.name_server_nodes[0].wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, count=8)
+            assert not first.done()
+            cluster.broker("broker-a").start()
+            assert "orders" in str(first.result(30))
+        reader.stop()
+
+
+@pytest.mark.timeout(60)
 def test_a_batch_needs_its_topic_wherever_it_is_made(embedded):
     with pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"):
         read_batch(embedded, subscribe="nowhere")
