@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -20,7 +21,7 @@ from pyrocket_consumer.admin.topics import OffsetRange
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.places import To
 from pyrocket_consumer.config import ClientConfig, ClientOptions, NameServers, check_bool, check_range, check_topic
-from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout
+from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ConsumerClosed, RequestTimeout
 from pyrocket_consumer.model import MessageQueue
 
 _SLOW_TIMEOUT_S = 180.0  # members are asked, a few at a time, and a silent one costs 10 s
@@ -39,9 +40,9 @@ class Admin:
     Each call ends within `timeout_s`. Calls may come from any thread, and can be repeated: what is done already is no
     error.
 
-    Every method may raise ConnectError when a name server or broker cannot be reached, BrokerError when one refuses
-    (PermissionDenied: see the access key), RequestTimeout when one does not answer, ConfigError when an argument is
-    not allowed, and ConsumerClosed after `close()` or a fork.
+    Every method may raise ConnectError when a name server or broker cannot be reached, ConnectionLost when one goes
+    away meanwhile, BrokerError when one refuses (PermissionDenied: see the access key), RequestTimeout when one does
+    not answer, ConfigError when an argument is not allowed, and ConsumerClosed after `close()` or a fork.
     """
 
     def __init__(
@@ -297,6 +298,10 @@ class Admin:
                 if progress is not None:
                     progress(step)
             return future.result(0)
+        except (ConnectError, ConnectionLost, CancelledError) as error:
+            if self._closed:
+                raise ConsumerClosed("this admin was closed while the reset ran") from error
+            raise
         except (TimeoutError, Empty) as error:
             raise RequestTimeout("the reset", f"group {plan.group}", _SLOW_TIMEOUT_S) from error
         finally:

@@ -25,6 +25,7 @@ from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import (
     BrokerError,
     ConnectError,
+    ConnectionLost,
     ConsumerClosed,
     RequestTimeout,
     RocketError,
@@ -205,9 +206,15 @@ class Cluster:
         Raises:
             RuntimeError: called on the I/O thread itself; await the coroutine there.
             RequestTimeout: not done within `timeout_s`.
-            ConsumerClosed: the cluster is not running, or belongs to the process this one was forked from.
+            ConsumerClosed: the cluster is not running, is closed meanwhile, or belongs to the process this one was
+                forked from.
         """
-        return self._usable_io(coroutine).run(coroutine, timeout_s)
+        try:
+            return self._usable_io(coroutine).run(coroutine, timeout_s)
+        except (ConnectError, ConnectionLost) as error:
+            if self.state is ClusterState.CLOSED:
+                raise ConsumerClosed("the client was closed while the call waited") from error
+            raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start `coroutine` on the I/O thread and return at once; the future gets its result.

@@ -69,6 +69,11 @@ class CallbackThread:
         if stopped:
             _call(function)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return self._thread is threading.current_thread()
+
     def _run(self) -> None:
         while (function := self._calls.get()) is not None:
             try:
@@ -78,7 +83,7 @@ class CallbackThread:
 
     def catch_up(self, timeout_s: float) -> None:
         """Wait until what was to be called so far has run, for up to `timeout_s`."""
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and not self.is_current:
             done = threading.Event()
             self.call(done.set)
             done.wait(max(timeout_s, 0))
@@ -90,7 +95,7 @@ class CallbackThread:
                 self._stopped = True
                 self._calls.put(None)
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and not self.is_current:
             thread.join(timeout_s)
 
 

@@ -35,6 +35,7 @@ class Lane:
     waiting: deque[Sending] = field(default_factory=deque)
     current: Sending | None = None
     held: Held | None = None
+    is_unsure: bool = False  # what became of a message before is not known
     timer: TimerHandle | None = None
 
     def expiry(self, sending: Sending) -> float:

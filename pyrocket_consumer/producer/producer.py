@@ -228,6 +228,7 @@ class Producer:
         self._pid: int | None = None
         self._running: _Running | None = None
         self._callbacks = CallbackThread()
+        self._over = threading.Event()  # the first close has ended
         self._topics: dict[str, str] = {}
 
     # --- life
@@ -299,16 +300,29 @@ class Producer:
     def close(self, timeout_s: float | None = None) -> None:
         """Take no more messages, wait until those on their way have their results, and disconnect.
 
-        Every message has a deadline of its own, so this ends; after `timeout_s` the rest gets SendError. A second
-        close does nothing, and neither does one in a process forked after the start.
+        Every message has a deadline of its own, so this ends; after `timeout_s` the rest gets SendError. Whoever closes
+        a second time waits for the same end, except in a callback. In a process forked after the start it does nothing.
+
+        Raises:
+            ConfigError: `timeout_s` is not None, nor 0 to 3600 seconds. The producer goes on.
         """
+        if timeout_s is not None:
+            check_range("timeout_s", timeout_s, 0, _LONGEST_TIMEOUT_S)
         forked = self._pid is not None and self._pid != os.getpid()
         with contextlib.nullcontext() if forked else self._life:  # after a fork its owner may be in the parent
+            is_first = self._state is not ProducerState.CLOSED
             running, self._running = self._running, None
             self._state = ProducerState.CLOSED
-        if running is None or forked:
+        if forked:
             return
-        running.close(timeout_s)
+        if is_first:
+            try:
+                if running is not None:
+                    running.close(timeout_s)
+            finally:
+                self._over.set()
+        elif not self._callbacks.is_current:
+            self._over.wait(None if timeout_s is None else timeout_s + _CLOSE_STEP_S)
 
     def __del__(self) -> None:
         running: _Running | None = getattr(self, "_running", None)

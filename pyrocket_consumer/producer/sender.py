@@ -46,6 +46,7 @@ _AUTO_CREATE_QUEUES = 4
 _FIRST_TIMER_VERSION = version_ordinal(5, 0, 0)
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 0.5
+_SILENT = "it said nothing while messages waited for answers"
 _ROUTE_WAIT_S = 0.5  # for a newer route, when one is known: name servers may be away
 
 
@@ -202,7 +203,8 @@ class Sender:
         address = self._cluster.address(queue.broker_name, only_this=True)
         if address is None:
             raise _AttemptFailed(ConnectError(queue.broker_name, "it has no master now"))
-        needs_heartbeat = sending.lane_key is not None and sending.handed > 0
+        lane = self._lanes[sending.lane_key] if sending.lane_key is not None else None
+        needs_heartbeat = lane is not None and (sending.handed > 0 or lane.is_unsure)
         connect = self._cluster.member_connection if needs_heartbeat else self._cluster.connection
         timeout_s = self._attempt_timeout_s(sending)
         try:
@@ -354,10 +356,13 @@ class Sender:
         def on_answer(answer: RemotingCommand | Exception) -> None:
             if lane is not None:
                 lane.held = None
+            if lane is not None and isinstance(answer, RequestTimeout):
+                # With its connection the request goes, and the next message cannot overtake it.
+                connection.close("a message that must not be overtaken had no answer")
             if sending in self._unfinished:
                 self._answered(sending, queue, connection, heard_bytes, answer)
             elif lane is not None:
-                self._released(lane, connection, heard_bytes, answer)
+                self._released(lane, answer)
 
         connection.send(lambda opaque: connection.encode(command, opaque), on_answer, timeout_s, "SEND_MESSAGE")
         if lane is not None and held is not None:
@@ -391,13 +396,14 @@ class Sender:
                 if answer.code in self._stored_codes:
                     self._failed.answered(queue.broker_name)
                     if sending.lane_key is not None:
-                        self._lanes[sending.lane_key].moved_at = self._cluster.loop.time()
+                        lane = self._lanes[sending.lane_key]
+                        lane.moved_at, lane.is_unsure = self._cluster.loop.time(), False
                     sending.handed += 1
                     self._finish(sending, sending.results(queue, answer))
                     return
                 answer = refusal(answer, connection.address)
-            if isinstance(answer, RequestTimeout):
-                self._suspect(connection, heard_bytes, at_once=sending.lane_key is not None)
+            if isinstance(answer, RequestTimeout) and sending.lane_key is None:
+                self._suspect(connection, heard_bytes)
             if not isinstance(answer, RocketError):
                 raise answer
             if self._goes_on(sending, queue, answer):
@@ -441,33 +447,29 @@ class Sender:
         queues = self._known_queues(sending.topic)
         return sending.lane_key is None and queues is not None and queues.take(sending.failed_brokers) is not None
 
-    def _suspect(self, connection: Connection, heard_bytes: int, *, at_once: bool) -> None:
-        """Close a connection that has said nothing for the whole time of a message, and as long again.
+    def _suspect(self, connection: Connection, heard_bytes: int) -> None:
+        """Close a connection that has said nothing for the whole time of a message, if it goes on so as long again.
 
-        What has become of a peer that fell silent is learned only by a new connection. Lanes have waited as long again.
+        What has become of a peer that fell silent is learned only by a new connection.
         """
 
         def judge() -> None:
             self._suspected.discard(connection)
             if connection.received_bytes == heard_bytes:
-                connection.close("it said nothing while messages waited for answers")
+                connection.close(_SILENT)
 
-        if at_once:
-            judge()
-        elif connection not in self._suspected:
+        if connection not in self._suspected:
             self._suspected.add(connection)
             self._cluster.loop.call_later(self._config.call_timeout_s, judge)
 
     # --- lanes
 
-    def _released(
-        self, lane: Lane, connection: Connection, heard_bytes: int, answer: RemotingCommand | Exception
-    ) -> None:
+    def _released(self, lane: Lane, answer: RemotingCommand | Exception) -> None:
         """Go on in a lane that was held after its message had failed."""
         if isinstance(answer, RemotingCommand):
             lane.moved_at = self._cluster.loop.time()
-        elif isinstance(answer, RequestTimeout):
-            self._suspect(connection, heard_bytes, at_once=True)
+        else:
+            lane.is_unsure = True
         self._start_next(lane)
 
     def _start_next(self, lane: Lane) -> None:
@@ -504,7 +506,7 @@ class Sender:
             else:
                 if now >= held.suspect_at:
                     if held.connection.received_bytes == held.heard_bytes:
-                        self._suspect(held.connection, held.heard_bytes, at_once=True)
+                        held.connection.close(_SILENT)
                     held.heard_bytes = held.connection.received_bytes
                     held.suspect_at = now + self._attempt_timeout_s(current)
                 times += (held.suspect_at, current.deadline)

@@ -139,6 +139,27 @@ def test_a_connection_that_says_nothing_is_closed_and_the_message_tried_again(em
         assert stored(embedded) == [b"x"]
 
 
+@pinned
+def test_where_an_answer_does_not_come_the_connection_ends_before_the_next_is_sent(embedded, pin):
+    """Although it says other things: what it still carries could be stored after the next message."""
+    broker, began = embedded.broker("broker-a"), time.monotonic()
+
+    def goes_with_its_connection(exchange):
+        exchange.later(4, lambda: exchange.handle(exchange.answer) if exchange.connection.open else None)
+
+    with Producer(name_server=embedded.name_server, call_timeout_s=0.5) as producer:
+        producer.send("orders", b"first", **pin)
+        broker.on(SEND, goes_with_its_connection, when=lambda request: request.body == b"1")
+        first = producer.send_async("orders", b"1", timeout_s=1, **pin)
+        second = producer.send_async("orders", b"2", timeout_s=20, **pin)
+        while not second.done():
+            assert producer.send("orders", b"first", sharding_key="another", timeout_s=20)
+        assert second.result(0)
+    assert isinstance(first.exception(0), SendError)
+    wait_until(lambda: time.monotonic() > began + 5, "the first would have been handled")
+    assert stored(embedded) == [b"2"]
+
+
 def test_lanes_do_not_wait_for_each_other(embedded, producer):
     gate = Gate()
     embedded.broker("broker-a").on(SEND, gate, times=None, when=lambda request: request.body == b"held")

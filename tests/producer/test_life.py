@@ -15,7 +15,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from pyrocket_consumer import ConnectError, ConsumerClosed, MessageQueue, SendError
+from pyrocket_consumer import ConfigError, ConnectError, ConsumerClosed, MessageQueue, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, drop
 from pyrocket_consumer.wire.codes import RequestCode
@@ -168,6 +168,31 @@ def test_a_closed_producer_refuses(embedded):
     ):
         with pytest.raises(ConsumerClosed, match="the producer is closed; make a new one"):
             refused()
+
+
+def test_whoever_closes_a_second_time_waits_for_the_same_end(embedded, gate):
+    producer = Producer(name_server=embedded.name_server)
+    future = producer.send_async("orders", b"x", timeout_s=60)
+    gate.wait_held()
+    closing = [threading.Thread(target=producer.close) for _ in range(2)]
+    closing[0].start()
+    embedded.wait_until(lambda: producer.state is ProducerState.CLOSED)
+    closing[1].start()
+    closing[1].join(0.5)
+    assert closing[1].is_alive()
+    gate.open()
+    closing[1].join(30)
+    assert not closing[1].is_alive()
+    assert future.done()
+    assert producer_threads() == []
+
+
+@pytest.mark.parametrize("timeout_s", [-1, 3601, float("nan"), "soon", True])
+def test_a_close_with_a_wrong_time_is_refused_and_the_producer_goes_on(embedded, timeout_s):
+    with Producer(name_server=embedded.name_server) as producer:
+        with pytest.raises(ConfigError, match="timeout_s=.* is not allowed; it must be a number from 0 to 3600"):
+            producer.close(timeout_s=timeout_s)
+        assert producer.send("orders", b"x")
 
 
 def test_one_that_never_started_can_be_closed():
