@@ -58,7 +58,7 @@ soak: .venv/.test  ## hours of faults: 20 000 simulated worlds, calls interfered
 	$(RUN)/python -m tests.simulation --seeds 0-999
 	$(RUN)/python -m tests.simulation.every_await
 	$(RUN)/python -m tests.simulation.producing --seeds 0-999
-	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/system/test_any_order.py --timeout 20000
+	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/system/test_any_order.py tests/system/test_any_order_of_sending.py --timeout 20000
 	PYROCKET_TRIALS=15 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
 
 spark-soak: java .venv/.test  ## streaming queries: one killed eight times, one that writes, beside brokers in trouble; nothing is lost
