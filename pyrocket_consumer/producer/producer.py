@@ -229,6 +229,7 @@ class Producer:
         self._running: _Running | None = None
         self._callbacks = CallbackThread()
         self._over = threading.Event()  # the first close has ended
+        self._closed_by: threading.Thread | None = None
         self._topics: dict[str, str] = {}
 
     # --- life
@@ -301,7 +302,8 @@ class Producer:
         """Take no more messages, wait until those on their way have their results, and disconnect.
 
         Every message has a deadline of its own, so this ends; after `timeout_s` the rest gets SendError. Whoever closes
-        a second time waits for the same end, except in a callback. In a process forked after the start it does nothing.
+        a second time waits for the same end, except in a callback, or in a signal's handler that interrupts the first.
+        In a process forked after the start it does nothing.
 
         Raises:
             ConfigError: `timeout_s` is not None, nor 0 to 3600 seconds. The producer goes on.
@@ -310,7 +312,8 @@ class Producer:
             check_range("timeout_s", timeout_s, 0, _LONGEST_TIMEOUT_S)
         forked = self._pid is not None and self._pid != os.getpid()
         with contextlib.nullcontext() if forked else self._life:  # after a fork its owner may be in the parent
-            is_first = self._state is not ProducerState.CLOSED
+            if is_first := self._closed_by is None:
+                self._closed_by = threading.current_thread()
             running, self._running = self._running, None
             self._state = ProducerState.CLOSED
         if forked:
@@ -321,7 +324,7 @@ class Producer:
                     running.close(timeout_s)
             finally:
                 self._over.set()
-        elif not self._callbacks.is_current:
+        elif not self._callbacks.is_current and self._closed_by is not threading.current_thread():  # a signal's handler
             self._over.wait(None if timeout_s is None else timeout_s + _CLOSE_STEP_S)
 
     def __del__(self) -> None:

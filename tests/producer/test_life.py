@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -418,6 +419,24 @@ def test_a_callback_added_when_all_is_over_still_runs(embedded):
     seen = []
     future.add_done_callback(seen.append)
     assert seen == [future]
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such signals")
+def test_a_signal_that_closes_once_more_while_close_waits_returns_at_once(embedded, gate):
+    producer = Producer(name_server=embedded.name_server, send_timeout_s=60)
+    future = producer.send_async("orders", b"x")
+
+    def close_again(number, frame):
+        producer.close()
+        gate.open()
+
+    before = signal.signal(signal.SIGALRM, close_again)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        producer.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert future.result(0).attempts == 1
 
 
 def test_a_callback_may_close_the_producer(embedded):
