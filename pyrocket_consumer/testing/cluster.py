@@ -221,9 +221,13 @@ class EmbeddedCluster:
     def close(self) -> None:
         """Stop all nodes. The cluster cannot be started again; a single node can, with its own stop() and start().
 
+        In a process forked from the one that started it, it does nothing: the cluster is not there.
+
         Raises:
             RuntimeError: a node failed at a request (a defect of the embedded cluster); the text has the traceback.
         """
+        if self._thread is not None and self._thread.is_forked:
+            return
         if self._thread is not None and self._servers:
             servers = list(self._servers)
             self.end(servers, self.shut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -20,6 +21,12 @@ class LoopThread:
         self._owned = loop is None
         self.loop = loop if loop is not None else asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a process forked from the one whose thread it is: it does not run here."""
+        return self._pid != os.getpid()
 
     def start(self) -> None:
         if self._owned:
@@ -52,8 +59,7 @@ class LoopThread:
         """Run `action` on the loop's thread and return its result, from any thread."""
         if self.is_here:
             return action()
-        if self._thread is None:
-            raise RuntimeError("the embedded cluster was closed; make a new one")
+        self._check_running()
         result: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -67,10 +73,23 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the loop and return its result; not from the loop's own thread."""
-        if self._thread is None or threading.current_thread() is self._thread:
+        try:
+            if self.is_here:
+                raise RuntimeError("this call waits for the loop that runs on this thread; await open() instead")
+            self._check_running()
+        except RuntimeError:
             coroutine.close()
-            raise RuntimeError("this call waits for the loop that runs on this thread; await open() instead")
+            raise
         return _result(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+    def _check_running(self) -> None:
+        if self._thread is None:
+            raise RuntimeError("the embedded cluster was closed; make a new one")
+        if self.is_forked:
+            raise RuntimeError(
+                "the embedded cluster runs in the process that started it, and this one was forked from that: here its "
+                "name_server and addresses can be used, by clients made here"
+            )
 
 
 async def _finish() -> None:

@@ -10,9 +10,10 @@ import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.net.forks import close_in_children
 from pyrocket_consumer.testing.clock import Clock, Timer
 from pyrocket_consumer.testing.connection import Connection
 from pyrocket_consumer.testing.faults import Faults
@@ -71,18 +72,24 @@ class Server:
         self._idle_timeout_s = idle_timeout_s
         self._idle_check = Timer(clock, lambda: max(idle_timeout_s / 8, 0.05), self._close_idle)
         self._protocols: dict[_ServerProtocol, None] = {}
+        self._opening = asyncio.Lock()
         self._listener: asyncio.Server | None = None
         self.host, self.port = host, port
         self._reserved: socket.socket | None = None
         if not simulated:
-            self._reserved = socket.socket()
-            try:
-                self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self._reserved.bind((host, port))
-            except OSError:
-                self._reserved.close()
-                raise
+            self._reserved = self._bound()
             self.port = self._reserved.getsockname()[1]
+
+    def _bound(self) -> socket.socket:
+        bound = socket.socket()
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((self.host, self.port))
+        except OSError:
+            bound.close()
+            raise
+        close_in_children(bound)  # whose copies would listen on when this server does not any more
+        return bound
 
     @property
     def address(self) -> str:
@@ -94,11 +101,15 @@ class Server:
 
     async def open(self) -> None:
         """Listen."""
-        if self._listener is None:
-            self._listener = await self.clock.loop.create_server(
-                lambda: _ServerProtocol(self), self.host, self.port, ssl=self._tls, reuse_address=True, backlog=512
-            )
-            self._idle_check.start()
+        async with self._opening:
+            if self._listener is None:
+                place: dict[str, Any] = {"host": self.host, "port": self.port}
+                if self._reserved is not None:
+                    place = {"sock": self._bound()}
+                self._listener = await self.clock.loop.create_server(
+                    lambda: _ServerProtocol(self), **place, ssl=self._tls, backlog=512
+                )
+                self._idle_check.start()
 
     def accept_no_more(self) -> None:
         """Let those wait who connect from now on. asyncio leaves open what it accepted just before the end."""
@@ -234,7 +245,12 @@ class _ServerProtocol(asyncio.BufferedProtocol):
         address = f"{peer[0]}:{peer[1]}"
         self.connection = Connection(address, self._server.clock.loop, self._write, self._close)
         self.last_active_s = self._server.clock.monotonic_s()
+        close_in_children(self)  # whose copies would keep it open
         self._server.connected(self)
+
+    def fileno(self) -> int:
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        return -1 if sock is None else int(sock.fileno())
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._frames.space()

@@ -7,6 +7,8 @@ import gc
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -322,6 +324,65 @@ def _kill_broker(cluster: EmbeddedCluster) -> None:
     for _ in range(3):
         cluster.broker("broker-a").kill()
         cluster.broker("broker-a").start()
+
+
+_OF_FORKS = """
+import os, socket, sys
+from pyrocket_consumer.testing import EmbeddedCluster
+with EmbeddedCluster() as cluster:
+    broker = cluster.broker("broker-a")
+    host, _, port = broker.address.rpartition(":")
+    client = socket.create_connection((host, int(port)), timeout=30)
+    cluster.wait_until(lambda: broker.connections)
+    until, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        try:
+            cluster.send("T", b"from the child")
+        except RuntimeError as error:
+            print(error)
+        cluster.close()
+        socket.create_connection((host, int(port)), timeout=30).close()
+        sys.stdout.flush()
+        os.read(until, 1)
+        os._exit(0)
+    cluster.wait_until(lambda: len(broker.connections) > 1)
+    getattr(broker, sys.argv[1])()
+    try:
+        assert client.recv(1) == b""
+    except ConnectionResetError:
+        pass
+    try:
+        socket.create_connection((host, int(port)), timeout=30)
+    except ConnectionRefusedError:
+        pass
+    else:
+        raise AssertionError("somebody listens")
+    broker.start()
+    socket.create_connection((host, int(port)), timeout=30).close()
+    os.close(end)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_forked_child_does_not_listen_in_its_parent_s_place(end: str) -> None:
+    """As `multiprocessing` forks them: a broker that stops while there are children has stopped, and starts again."""
+    done = subprocess.run(
+        [sys.executable, "-c", _OF_FORKS, end], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "runs in the process that started it" in done.stdout
+
+
+def test_what_is_closed_says_so() -> None:
+    with EmbeddedCluster() as cluster:
+        broker = cluster.broker("broker-a")
+    for action in (broker.stop, broker.kill, broker.start, broker.restart, lambda: broker.messages("T")):
+        with pytest.raises(RuntimeError, match="was closed; make a new one"):
+            action()
 
 
 @pytest.mark.parametrize("turn", range(3))
