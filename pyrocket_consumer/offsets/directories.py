@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError
+from pyrocket_consumer.offsets.disk import LocalDisk
 from pyrocket_consumer.offsets.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, Recovered, recover
 
 BASE_VARIABLE = "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR"
@@ -50,9 +51,7 @@ def read_store(directory: str | os.PathLike[str]) -> Recovered:
 
     def read(name: str) -> bytes | None:
         try:
-            return Path(directory, name).read_bytes()
-        except FileNotFoundError:
-            return None
+            return LocalDisk().read(os.path.join(directory, name))
         except OSError as error:
             raise OffsetStoreError(f"cannot read {Path(directory, name)}: {error.strerror or error}") from error
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
 import weakref
 from typing import Protocol
@@ -53,10 +54,10 @@ class Disk(Protocol):
         """Create the directory and those above it, where missing."""
 
     def read(self, path: str) -> bytes | None:
-        """Return what the file holds, None when there is no such file."""
+        """Return what the file holds, None when there is no such file. Never waits: a pipe, a device is an error."""
 
     def open(self, path: str, *, create: bool) -> DiskFile:
-        """Open a file for writing: an existing one as it is, or with `create` an empty one in its place."""
+        """Open a file for writing: an existing one as it is, or with `create` a new one in its place."""
 
     def link(self, source: str, target: str) -> None:
         """Give the file a second name; `target` must not exist."""
@@ -206,14 +207,25 @@ class LocalDisk:
 
     def read(self, path: str) -> bytes | None:
         try:
-            with open(path, "rb") as file:
-                return file.read()
+            fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
             return None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EISDIR, "it is not a regular file", path)
+        with open(fd, "rb") as file:
+            return file.read()
 
     def open(self, path: str, *, create: bool) -> DiskFile:
-        flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | (os.O_CREAT | os.O_TRUNC if create else 0)
-        return _LocalFile(os.open(path, flags, 0o666))
+        flags = os.O_RDWR | getattr(os, "O_BINARY", 0)
+        if not create:
+            return _LocalFile(os.open(path, flags))
+        flags |= os.O_CREAT | os.O_EXCL
+        try:
+            return _LocalFile(os.open(path, flags, 0o666))
+        except FileExistsError:  # what a crash has left, or somebody's link: what that leads to is not ours to write
+            os.remove(path)
+            return _LocalFile(os.open(path, flags, 0o666))
 
     def link(self, source: str, target: str) -> None:
         os.link(source, target)

@@ -58,6 +58,7 @@ _LOOK_S = 1.0
 _SLOTS_LOOKED_AT = 16
 _SLOT_IS_BEHIND_S = 10.0
 _NO_LOCKS = "this file system lacks what a store needs, locks above all: use a local one, or mount it with locks"
+_NO_FILE = "something else is where a file should be: move it away"
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "raise the quota",
@@ -74,6 +75,9 @@ _REMEDIES = {
     errno.ENFILE: "raise the system's limit on open files",
     errno.ENAMETOOLONG: "use shorter names",
     errno.ESTALE: "mount it again",
+    errno.EISDIR: _NO_FILE,
+    errno.ENXIO: _NO_FILE,
+    errno.ELOOP: _NO_FILE,
     errno.ENOTDIR: "a file is where a directory should be: move it away",
     errno.EEXIST: "a file is where a directory should be: move it away",
 }

@@ -118,12 +118,14 @@ class Ownership:
             self._tell(replace(self._owner, closes_by=time.time() + seconds))
 
     def _tell(self, owner: Owner) -> None:
+        path = os.path.join(self._directory, OWNER_FILE)
         try:
-            file = self._disk.open(os.path.join(self._directory, OWNER_FILE), create=True)
+            file = self._disk.open(path + ".new", create=True)
             try:
                 file.write_at(json.dumps(asdict(owner)).encode(), 0)
             finally:
                 file.close()
+            self._disk.replace(path + ".new", path)
         except OSError:
             pass  # full disk: only what another is told of this owner is poorer
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 
 from pyrocket_consumer import PushConsumer
-from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError, OffsetStoreUnwritable
+from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError, OffsetStoreLocked, OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.directories import read_store
@@ -253,3 +256,47 @@ def test_h13_an_empty_main_file_is_never_copied_over_a_good_backup():
         store.load()
         assert store.clone_offset_table().keys() == EXPECTED.keys()
         assert store.read_offset(QUEUES[0]) >= 130
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.parametrize("name", ["offsets.json", "offsets.json.bak", "offsets.journal"])
+def test_what_is_no_file_is_an_error_and_nothing_that_is_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OffsetStoreError, match=rf"{name} in .*not a regular file; something else is .*move it away"):
+        LocalFileOffsetStore(tmp_path).load()
+    with pytest.raises(OffsetStoreError, match="not a regular file"):
+        read_store(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+def test_an_owner_s_pipe_does_not_hold_up_who_is_refused(tmp_path):
+    with LocalFileOffsetStore(tmp_path) as first:
+        (tmp_path / "offsets.owner").unlink()
+        os.mkfifo(tmp_path / "offsets.owner")
+        with pytest.raises(OffsetStoreLocked, match="in use by another process"):
+            LocalFileOffsetStore(tmp_path).load()
+        first.update_offset(QUEUES[0], 1)
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+@pytest.mark.parametrize("name", ["offsets.json.new", "offsets.json.bak.new", "offsets.journal.new", "offsets.owner"])
+def test_nothing_is_written_through_a_link(tmp_path, name, link):
+    """Neither what somebody has linked to there nor, where it is a file of the store itself, that one."""
+    directory = tmp_path / "store"
+    with LocalFileOffsetStore(directory) as store:
+        store.update_offset(QUEUES[0], 1)
+        store.persist_all()
+    other = tmp_path / "other"
+    other.write_bytes(b"of somebody else")
+    for target in (other, directory / "offsets.journal"):
+        (directory / name).unlink(missing_ok=True)
+        link(target, directory / name)
+        with LocalFileOffsetStore(directory) as store:
+            store.update_offset(QUEUES[0], store.read_offset(QUEUES[0]) + 1)
+            store.persist_all()
+            killed = tmp_path / f"killed-{target.name}"
+            shutil.copytree(directory, killed)
+        with LocalFileOffsetStore(killed) as found, LocalFileOffsetStore(directory) as store:
+            assert found.clone_offset_table() == store.clone_offset_table()
+    assert found.clone_offset_table() == {QUEUES[0]: 3}
+    assert other.read_bytes() == b"of somebody else"
