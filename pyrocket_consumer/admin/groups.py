@@ -7,13 +7,21 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from pyrocket_consumer.admin.masters import at_each, masters
+from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
 from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.config import check_bool, check_group, check_int
-from pyrocket_consumer.errors import ConfigError, PermissionDenied
-from pyrocket_consumer.model import dlq_topic, retry_topic
+from pyrocket_consumer.errors import (
+    ConfigError,
+    ConnectError,
+    ConnectionLost,
+    PermissionDenied,
+    RequestTimeout,
+    RocketError,
+)
+from pyrocket_consumer.model import MASTER_ID, dlq_topic, retry_topic
 from pyrocket_consumer.wire.bodies import (
     SubscriptionGroupConfig,
     decode_subscription_groups,
@@ -83,11 +91,9 @@ async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, rem
         await delete_topic(cluster, dlq_topic(name))
 
 
-async def list_groups(
-    cluster: Cluster, *, include_system: bool, brokers: Mapping[str, str] | None = None
-) -> list[str]:
-    """Return the groups that any master knows, or any of `brokers` (name -> address), sorted."""
-    asked = await masters(cluster) if brokers is None else brokers
+async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
+    """Return the groups that any master knows, sorted."""
+    asked = await masters(cluster)
     answers = await at_each(asked, lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader()))
     found = {name for answer in answers.values() for name in decode_subscription_groups(answer.body)}
     if include_system:
@@ -103,13 +109,39 @@ async def list_groups(
 
 
 async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError when brokers know no such group. Where an account may not ask, they will say so themselves."""
-    try:
-        known = await list_groups(cluster, include_system=True, brokers=brokers)
-    except PermissionDenied:
+    """Raise ConfigError when brokers know no such group. Where an account may not ask, they will say so themselves.
+
+    Raises:
+        ConnectError, ConnectionLost, RequestTimeout: none of those that answer knows it, and another does not answer.
+    """
+    asked: Mapping[str, str | None]
+    if brokers is None:
+        info = await cluster_info(cluster)
+        asked = {name: data.addresses.get(MASTER_ID) for name, data in info.brokers.items()}
+    else:
+        asked = brokers
+    known: set[str] = set()
+    forbidden: list[str] = []
+    silent: list[RocketError] = []
+
+    async def ask(name: str) -> None:
+        address = asked[name]
+        try:
+            if address is None:
+                raise ConnectError(f"broker {name}", "the name server knows no master of it")
+            answer = await cluster.call(address, GetAllSubscriptionGroupsHeader())
+            known.update(decode_subscription_groups(answer.body))
+        except PermissionDenied:
+            forbidden.append(name)
+        except (ConnectError, ConnectionLost, RequestTimeout) as error:
+            silent.append(error)
+
+    await for_each(sorted(asked), ask)
+    if forbidden or wrap(cluster.config.namespace, group) in known:
         return
-    if wrap(cluster.config.namespace, group) not in known:
-        nearest = difflib.get_close_matches(group, known, max(1, len(known)), cutoff=0.0)
-        shown = ", ".join(nearest[:_MOST_SHOWN]) or "none"
-        more = f" and {len(nearest) - _MOST_SHOWN} more" if len(nearest) > _MOST_SHOWN else ""
-        raise ConfigError(f"no broker knows group {group!r}; check its name (known: {shown}{more})")
+    if silent:
+        raise silent[0]
+    nearest = difflib.get_close_matches(group, sorted(known), max(1, len(known)), cutoff=0.0)
+    shown = ", ".join(nearest[:_MOST_SHOWN]) or "none"
+    more = f" and {len(nearest) - _MOST_SHOWN} more" if len(nearest) > _MOST_SHOWN else ""
+    raise ConfigError(f"no broker knows group {group!r}; check its name (known: {shown}{more})")

@@ -48,10 +48,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         with Interrupts() as interrupts:
             _send(options, interrupts, sent)
+        # Flushed here: where it cannot be written, how many there are is told beside.
+        print(_as_json(options, sent, None) if options.output == "json" else _text(options, sent), flush=True)
     except BaseException as error:
         _tell_stopped(options, sent, error)
         raise
-    print(_as_json(options, sent, None) if options.output == "json" else _text(options, sent))
     return 0
 
 

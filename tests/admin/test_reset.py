@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pyrocket_consumer import BrokerError, ConfigError, MessageQueue, RocketError, RouteNotFound
+from pyrocket_consumer import BrokerError, ConfigError, ConnectionLost, MessageQueue, RocketError, RouteNotFound
 from pyrocket_consumer.admin import Admin, ResetState
-from pyrocket_consumer.testing import EmbeddedCluster, answer
+from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.reset_plan import RecordArea, name_of, record_areas
 from tests.admin.foreign import ForeignMember
@@ -272,6 +272,27 @@ def test_a_broker_known_to_be_away_is_in_the_plan(embedded, admin, stores):
         with pytest.raises(RocketError, match="nothing was moved"):
             plan.execute()
         assert not plan.execute(partial=True).unmoved
+
+
+@pytest.mark.cluster(brokers=2)
+def test_partial_resets_a_group_that_is_offline_beside_a_broker_that_does_not_answer(embedded, admin):
+    fill(embedded, "T", 20)
+    admin.create_group("G")
+    embedded.broker("broker-a").commit("G", "T", {0: 5, 1: 5})
+    embedded.broker("broker-b").on(None, close_connection, times=None)
+    plan = admin.plan_reset("G", "T", "earliest")
+    assert [problem.split(":")[0] for problem in plan.problems] == ["broker-b"]
+    with pytest.raises(RocketError, match="nothing was moved"):
+        plan.execute()
+    assert not plan.execute(partial=True).unmoved
+    assert embedded.committed("G", "T", "broker-a") == {0: 0, 1: 0}
+
+
+@pytest.mark.cluster(brokers=2)
+def test_a_group_may_be_known_to_a_broker_that_does_not_answer(embedded, admin):
+    embedded.broker("broker-b").on(None, close_connection, times=None)
+    with pytest.raises(ConnectionLost):  # and not that no broker knows it
+        admin.plan_reset("nosuch", "T", "earliest")
 
 
 # --- members that cannot be reached

@@ -186,6 +186,32 @@ def test_a_reader_that_leaves(orders):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_a_count_that_cannot_be_written_is_told_beside(orders, output):
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command(orders, "-o", output, "a"), stdout=full, stderr=subprocess.PIPE, timeout=60, env=ENVIRONMENT
+        )
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines() == [
+        "pyrocket: stopped, 1 message sent to orders; the last was argument 1",
+        "pyrocket: standard output or input: No space left on device",
+    ]
+
+
+def test_a_reader_that_leaves_before_the_count(orders):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            command(orders, "a"), stdout=writer, stderr=subprocess.PIPE, timeout=60, env=ENVIRONMENT
+        )
+    finally:
+        os.close(writer)
+    told = b"pyrocket: stopped, 1 message sent to orders; the last was argument 1\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 def test_a_line_that_is_too_long_is_named_and_not_kept_whole(orders):
     with Running(orders) as running:
         running.write(b"a\n" + b"x" * (4 * 1024 * 1024 + 2), 1)
