@@ -76,7 +76,6 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "use shorter names",
     errno.ESTALE: "mount it again",
     errno.EISDIR: _NO_FILE,
-    errno.ENXIO: _NO_FILE,
     errno.ELOOP: _NO_FILE,
     errno.ENOTDIR: "a file is where a directory should be: move it away",
     errno.EEXIST: "a file is where a directory should be: move it away",
