@@ -292,16 +292,17 @@ class EmbeddedCluster:
     @property
     def name_server(self) -> str:
         """The address to give to clients; several are joined by ";"."""
-        return ";".join(name_server.address for name_server, _ in self._name_servers)
+        return ";".join(name_server.address for name_server in self.name_server_nodes)
 
     @property
     def name_server_node(self) -> EmbeddedNameServer:
         """The (first) name server, for faults and its record."""
-        return self._name_servers[0][0]
+        return self.name_server_nodes[0]
 
     @property
     def name_server_nodes(self) -> list[EmbeddedNameServer]:
         """All name servers, for faults and their records."""
+        self._running()
         return [name_server for name_server, _ in self._name_servers]
 
     def broker(self, name: str) -> EmbeddedBroker:
@@ -344,6 +345,8 @@ class EmbeddedCluster:
         return self.call(lambda: self._switch_master(name))
 
     def _switch_master(self, name: str) -> EmbeddedBroker:
+        if not self._slaves:
+            raise ConfigError(f"{name} has no slave that could be its master; make the cluster with slaves=1")
         old, new = self.broker(name), sorted(self._brokers[name], key=lambda broker: broker.broker_id)[1]
         for broker in (old, new):
             self.unregister(broker)

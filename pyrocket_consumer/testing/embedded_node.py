@@ -51,6 +51,9 @@ class EmbeddedNode:
         With code None every request counts: `on(None, delay(0.5), times=None)` is a slow node, `on(None, drop,
         times=None)` one that is silent. With `when`, only requests for which it is true count. Faults apply in the
         order they were given.
+
+        Raises:
+            ConfigError: one of these is none, `times=0` for example.
         """
         self._server.faults.add(code, fault, times, when)
 

@@ -6,8 +6,10 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from inspect import iscoroutine
+from typing import Protocol, cast
 
+from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.testing.connection import Connection
 from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
 
@@ -30,6 +32,20 @@ class Exchange(Protocol):
 
 Fault = Callable[[Exchange], None]
 """Decides about one request. Those below are for use as they are; write others where a test needs them."""
+
+
+def meet(fault: Fault, exchange: Exchange) -> None:
+    """Let an exchange meet its fault.
+
+    Raises:
+        ConfigError: it only made something, and did nothing: `delay` was given where `delay(1)` is the fault.
+    """
+    made = cast(Callable[[Exchange], object], fault)(exchange)
+    if iscoroutine(made):
+        made.close()
+        raise ConfigError(f"{fault!r} returns a coroutine; give a function that is not async")
+    if callable(made):
+        raise ConfigError(f"{fault!r} makes a fault and is none itself; call it first: delay(1), Gate(), answer(2)")
 
 
 def drop(exchange: Exchange) -> None:
@@ -184,6 +200,14 @@ class Faults:
     def add(
         self, code: int | None, fault: Fault, times: int | None, when: Callable[[RemotingCommand], bool] | None
     ) -> None:
+        if code is not None and not isinstance(code, int):
+            raise ConfigError(f"code={code!r} is not allowed; give a RequestCode, or None for every request")
+        if not callable(fault):
+            raise ConfigError(f"{fault!r} is not a fault; give one of pyrocket_consumer.testing, or a function")
+        if times is not None and (type(times) is not int or times < 1):
+            raise ConfigError(f"times={times!r} is not allowed; give 1 or more, or None for always")
+        if when is not None and not callable(when):
+            raise ConfigError(f"when={when!r} is not a condition; give a function of the request")
         with self._lock:
             self._rules.append(_Rule(code, fault, times, when))
 

@@ -16,7 +16,7 @@ from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.net.forks import close_in_children
 from pyrocket_consumer.testing.clock import Clock, Timer
 from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.faults import Faults
+from pyrocket_consumer.testing.faults import Faults, meet
 from pyrocket_consumer.testing.recording import Changes, Recorded, RequestLog
 from pyrocket_consumer.wire.frame import FrameBuffer, RemotingCommand
 
@@ -173,7 +173,7 @@ class Server:
         try:
             fault = self.faults.take(command)
             if fault is not None:
-                fault(_SocketExchange(self, connection, command))
+                meet(fault, _SocketExchange(self, connection, command))
         except Exception as error:  # the test's own fault or condition: it fails when the cluster is closed
             self.on_failure(self.address, error)
             connection.close(True)

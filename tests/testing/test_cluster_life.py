@@ -289,8 +289,16 @@ def test_wrong_options_name_the_remedy() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             EmbeddedCluster(**options)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="call start"):
-        EmbeddedCluster().create_topic("T")
+    for use in (
+        lambda cluster: cluster.create_topic("T"),
+        lambda cluster: cluster.name_server,
+        lambda cluster: cluster.name_server_node,
+        lambda cluster: cluster.stop_name_server(),
+    ):
+        with pytest.raises(RuntimeError, match="call start"):
+            use(EmbeddedCluster())
+    with EmbeddedCluster() as cluster, pytest.raises(ConfigError, match="broker-a has no slave .*slaves=1"):
+        cluster.switch_master("broker-a")
 
 
 def test_waiting_ends_with_an_error() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
+from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.testing import (
     EmbeddedCluster,
+    Exchange,
     Gate,
     answer,
     close_connection,
@@ -220,3 +223,47 @@ def test_recording_is_bounded_and_can_be_left_out() -> None:
                 client.commit("G", "T", 0, offset)
             offsets = [each.command.fields["commitOffset"] for each in broker.requests(COMMIT)]
             assert offsets == ["2", "3", "4"][3 - limit :]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"code": "PULL_MESSAGE"}, "code='PULL_MESSAGE' is not allowed; give a RequestCode"),
+        ({"fault": None}, "None is not a fault"),
+        ({"times": 0}, "times=0 is not allowed; give 1 or more, or None"),
+        ({"times": True}, "times=True is not allowed"),
+        ({"when": "always"}, "when='always' is not a condition"),
+    ],
+)
+def test_what_is_no_fault_is_refused(options: dict[str, object], text: str) -> None:
+    given: dict[str, Any] = {"code": MAX, "fault": drop, **options}
+    with talking() as (broker, client):
+        with pytest.raises(ConfigError, match=text):
+            broker.on(given.pop("code"), given.pop("fault"), **given)
+        assert client.call(MAX, QUEUE).code == 0
+
+
+@pytest.mark.parametrize("maker", [delay, answer, Gate, now_and_then])
+def test_a_fault_that_is_not_made_yet_loses_no_request_silently(maker: Any) -> None:
+    cluster = EmbeddedCluster()
+    cluster.start()
+    cluster.broker("broker-a").on(MAX, maker)
+    with RawClient(cluster.broker("broker-a").address) as client:
+        client.post(MAX, QUEUE)
+        client.wait_closed()
+    with pytest.raises(RuntimeError, match="makes a fault and is none itself; call it first|missing 1 required"):
+        cluster.close()
+
+
+def test_a_fault_that_would_have_to_be_awaited_is_refused() -> None:
+    async def later(exchange: Exchange) -> None:
+        raise AssertionError
+
+    cluster = EmbeddedCluster()
+    cluster.start()
+    cluster.broker("broker-a").on(MAX, later)  # type: ignore[arg-type]
+    with RawClient(cluster.broker("broker-a").address) as client:
+        client.post(MAX, QUEUE)
+        client.wait_closed()
+    with pytest.raises(RuntimeError, match="returns a coroutine; give a function that is not async"):
+        cluster.close()
