@@ -21,7 +21,7 @@ from pyrocket_consumer.admin.topics import OffsetRange
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.places import To
 from pyrocket_consumer.config import ClientConfig, ClientOptions, NameServers, check_bool, check_range, check_topic
-from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ConsumerClosed, RequestTimeout
+from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 
 _SLOW_TIMEOUT_S = 180.0  # members are asked, a few at a time, and a silent one costs 10 s
@@ -298,8 +298,8 @@ class Admin:
                 if progress is not None:
                     progress(step)
             return future.result(0)
-        except (ConnectError, ConnectionLost, CancelledError) as error:
-            if self._closed:
+        except (RocketError, CancelledError) as error:
+            if self._closed and not isinstance(error, ConsumerClosed):
                 raise ConsumerClosed("this admin was closed while the reset ran") from error
             raise
         except (TimeoutError, Empty) as error:

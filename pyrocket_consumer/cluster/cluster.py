@@ -25,7 +25,6 @@ from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import (
     BrokerError,
     ConnectError,
-    ConnectionLost,
     ConsumerClosed,
     RequestTimeout,
     RocketError,
@@ -121,6 +120,9 @@ class Cluster:
         self._pid = os.getpid()
         try:
             self._io.run(self.start_on_loop(), timeout_s)
+        except RequestTimeout as error:
+            self.close()
+            raise ConnectError(str(self._name_servers), f"no answer within {timeout_s:g} s") from error
         except BaseException:
             self.close()
             raise
@@ -211,8 +213,8 @@ class Cluster:
         """
         try:
             return self._usable_io(coroutine).run(coroutine, timeout_s)
-        except (ConnectError, ConnectionLost) as error:
-            if self.state is ClusterState.CLOSED:
+        except RocketError as error:  # whatever was made of a connection that was lost by that
+            if self.state is ClusterState.CLOSED and not isinstance(error, ConsumerClosed):
                 raise ConsumerClosed("the client was closed while the call waited") from error
             raise
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Container
 from typing import Protocol
 
-from pyrocket_consumer.errors import BrokerError, ConnectError, ConnectionLost, RocketError
+from pyrocket_consumer.errors import BrokerError, ConnectError, ConnectionLost, RequestTimeout, RocketError
 from pyrocket_consumer.wire.codes import ResponseCode
 from pyrocket_consumer.wire.command import GetRouteInfoHeader, Header
 from pyrocket_consumer.wire.frame import RemotingCommand
@@ -67,6 +67,9 @@ class NameServers:
                 raise
         except ConnectionLost as error:
             text = "it closes the connection at the first request; if it speaks TLS only, pass tls=True"
+            raise ConnectError(error.address, text) from error
+        except RequestTimeout as error:
+            text = f"no answer within {error.timeout_s:.3g} s: it is busy or not well, or something else listens there"
             raise ConnectError(error.address, text) from error
 
     async def ask(

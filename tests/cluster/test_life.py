@@ -53,7 +53,7 @@ def test_a_name_server_that_does_not_answer_is_an_error_within_the_deadline(embe
     embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop, times=None)
     client = Cluster(ClientConfig(name_server=embedded.name_server, call_timeout_s=0.2), "me")
     began = time.monotonic()
-    with pytest.raises(RequestTimeout, match=embedded.name_server):
+    with pytest.raises(ConnectError, match=f"{embedded.name_server}: no answer within"):
         client.start()
     assert time.monotonic() - began < 20
 
@@ -67,7 +67,7 @@ def test_a_brokers_address_is_not_taken_for_a_name_servers(embedded):
 def test_start_fails_within_its_own_deadline(embedded):
     embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop, times=None)
     client = Cluster(ClientConfig(name_server=embedded.name_server, call_timeout_s=60), "me")
-    with pytest.raises(RequestTimeout):
+    with pytest.raises(ConnectError, match="no answer within 0.2 s"):
         client.start(timeout_s=0.2)
     assert client.state is ClusterState.CLOSED
 

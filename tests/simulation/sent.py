@@ -160,11 +160,19 @@ class Sent:
         """Soon after the name servers know of a change, messages of each stream are stored again."""
         stream_of = {given.number + index: given.stream for given in self.given for index in range(given.messages)}
         stored_at: dict[Stream, list[float]] = defaultdict(list)
+        first_at: dict[int, float] = {}
         for number, stored in self.stored:
             stored_at[stream_of[number]].append(stored.at)
+            first_at.setdefault(number, stored.at)
         for known_at, what in self.changes:
             for stream, times in stored_at.items():
-                due = [given.at for given in self.given if given.stream is stream and given.at >= known_at - 1]
+                due = [
+                    given.at
+                    for given in self.given
+                    if given.stream is stream
+                    and given.at >= known_at - 1
+                    and first_at.get(given.number, known_at) >= known_at  # else it was stored before the change
+                ]
                 if stream.queue is not None or not due or due[0] > known_at + 1:
                     continue  # a chosen queue may be gone; or nothing was sent
                 first = min((at for at in times if at >= known_at), default=float("inf"))
