@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
+from pyrocket_consumer.net.outcome import Outcome
 
 T = TypeVar("T")
 
@@ -66,10 +67,7 @@ class IoThread:
     def in_background(self, function: Callable[[], object]) -> None:
         """Have `function` called on a thread of its own. Takes no lock and does not wait: finalizers may call it."""
         thread = threading.Thread(target=function, name="pyrocket-closing", daemon=True)
-        try:
-            self.loop.call_soon_threadsafe(thread.start)
-        except RuntimeError:
-            pass  # the loop is closed
+        self._soon(thread.start)
 
     @property
     def is_running(self) -> bool:
@@ -92,21 +90,44 @@ class IoThread:
         if self.is_current:
             coroutine.close()
             raise RuntimeError("a blocking call on the I/O thread would stop all network work; await it instead")
+        outcome, tasks = Outcome[T](), list[asyncio.Task[T]]()
+
+        def begin() -> None:
+            task = self.loop.create_task(coroutine)
+            tasks.append(task)
+            task.add_done_callback(partial(_tell, outcome))
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
         try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            self.loop.call_soon_threadsafe(begin)
         except RuntimeError:
             coroutine.close()
             raise ConsumerClosed("the client is closed; make a new one") from None
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError as error:
-            if future.done() and not future.cancelled():
-                raise  # the coroutine's own TimeoutError
-            future.cancel()
-            name = getattr(coroutine, "__qualname__", "call")
-            raise RequestTimeout(name, "the I/O thread", timeout_s or 0) from error
-        except concurrent.futures.CancelledError:
-            raise ConsumerClosed("the client was closed while the call waited") from None
+            is_told = outcome.wait(timeout_s)
         except BaseException:
-            future.cancel()
+            self._soon(cancel)
             raise
+        if not is_told:
+            self._soon(cancel)
+            name = getattr(coroutine, "__qualname__", "call")
+            raise RequestTimeout(name, "the I/O thread", timeout_s or 0)
+        return outcome.result()
+
+    def _soon(self, function: Callable[[], object]) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            pass  # the loop is closed
+
+
+def _tell(outcome: Outcome[T], task: asyncio.Task[T]) -> None:
+    if task.cancelled():
+        outcome.set_exception(ConsumerClosed("the client was closed while the call waited"))
+    elif (error := task.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from datetime import datetime
 from enum import Enum
 from functools import partial
@@ -20,6 +19,7 @@ from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.net.outcome import Outcome
 from pyrocket_consumer.producer import at_exit
 from pyrocket_consumer.producer.batch import BatchMessage, cut
 from pyrocket_consumer.producer.callbacks import CallbackThread, SendFuture, Waiting
@@ -77,7 +77,8 @@ class _Running:
         self._sender = Sender(cluster, config, group, self.outbox.finished)
 
     def _wake(self) -> None:
-        self.cluster.loop.call_soon_threadsafe(self._drain)
+        with contextlib.suppress(RuntimeError):  # closed this very moment: what was put has been given up
+            self.cluster.loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
         for sending in self.outbox.take_all():
@@ -130,7 +131,13 @@ class _Running:
         self.outbox.close()
         try:
             self._end(_CLOSE_STEP_S if timeout_s is None else timeout_s)
-            if not self.outbox.wait_until_empty(timeout_s):
+            self.outbox.wait_until_empty(timeout_s)
+        finally:  # after an interrupt, too
+            self._disconnect(timeout_s)
+
+    def _disconnect(self, timeout_s: float | None) -> None:
+        try:
+            if self.outbox.messages:
                 abandoned = self.cluster.run(self._abandon(), _CLOSE_STEP_S)
                 log.error("group=%s closed with %d sends on their way", self._config.group, abandoned)
             self.cluster.run(self._leave(), _CLOSE_STEP_S)
@@ -301,9 +308,9 @@ class Producer:
     def close(self, timeout_s: float | None = None) -> None:
         """Take no more messages, wait until those on their way have their results, and disconnect.
 
-        Every message has a deadline of its own, so this ends; after `timeout_s` the rest gets SendError. Whoever closes
-        a second time waits for the same end, except in a callback, or in a signal's handler that interrupts the first.
-        In a process forked after the start it does nothing.
+        Every message has a deadline of its own, so this ends; after `timeout_s`, or an interrupt (Ctrl-C), the rest
+        gets SendError. Whoever closes a second time waits for the same end, except in a callback, or in a signal's
+        handler that interrupts the first. In a process forked after the start it does nothing.
 
         Raises:
             ConfigError: `timeout_s` is not None, nor 0 to 3600 seconds. The producer goes on.
@@ -378,10 +385,10 @@ class Producer:
             ConsumerClosed: the producer is closed, or was started in the process this one was forked from.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
-        more, future = check_delivery(delay_level, deliver_at), SendFuture[SendResult](self._callbacks)
-        sending = self._sending(topic, message, future, queue, sharding_key, timeout_s, more)
+        more, outcome = check_delivery(delay_level, deliver_at), Outcome[SendResult]()
+        sending = self._sending(topic, message, outcome, queue, sharding_key, timeout_s, more)
         self._hand_over(sending)
-        return wait_for(future, sending.timeout_s)
+        return wait_for(outcome, sending.timeout_s)
 
     def send_async(
         self,
@@ -468,11 +475,11 @@ class Producer:
             ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`; nothing was sent.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
-        more, future = check_delivery(delay_level, deliver_at), SendFuture[None](self._callbacks)
-        sending = self._sending(topic, message, future, queue, sharding_key, timeout_s, more)
+        more, outcome = check_delivery(delay_level, deliver_at), Outcome[None]()
+        sending = self._sending(topic, message, outcome, queue, sharding_key, timeout_s, more)
         sending.is_oneway = True
         self._hand_over(sending)
-        wait_for(future, sending.timeout_s)
+        wait_for(outcome, sending.timeout_s)
 
     def send_batch(
         self,
@@ -502,14 +509,14 @@ class Producer:
         ready = [self._batch_message(topic, each, sharding_key) for each in messages]
         results: list[SendResult] = []
         for part in list(cut(ready, self.config.max_message_bytes)):
-            timeout, future = self._timeout_s(timeout_s), SendFuture[list[SendResult]](self._callbacks)
+            timeout, outcome = self._timeout_s(timeout_s), Outcome[list[SendResult]]()
             sending = Sending(
                 topic=name,
                 shown_topic=topic,
                 body=encode_batch(item for item, _ in part),
                 properties="",
                 message_ids=tuple(message_id for _, message_id in part),
-                waiting=future,
+                waiting=outcome,
                 timeout_s=timeout,
                 born_at_ms=time.time_ns() // 1_000_000,
                 is_batch=True,
@@ -518,7 +525,7 @@ class Producer:
             )
             try:
                 self._hand_over(sending)
-                stored = wait_for(future, timeout)
+                stored = wait_for(outcome, timeout)
             except SendError as error:
                 raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
             except RocketError as error:
@@ -647,11 +654,8 @@ class Producer:
             )
 
 
-def wait_for(future: Future[T], timeout_s: float) -> T:
+def wait_for(outcome: Outcome[T], timeout_s: float) -> T:
     """Return a send's result; the I/O thread keeps the deadline, and this only notices if it does not."""
-    try:
-        return future.result(timeout_s + _GRACE_S)
-    except TimeoutError as error:
-        if future.done():
-            raise
-        raise RequestTimeout("a send", "the I/O thread", timeout_s + _GRACE_S) from error
+    if not outcome.wait(timeout_s + _GRACE_S):
+        raise RequestTimeout("a send", "the I/O thread", timeout_s + _GRACE_S)
+    return outcome.result()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from pyrocket_consumer.net.outcome import Outcome
 from pyrocket_consumer.producer.callbacks import Waiting
 from pyrocket_consumer.producer.sending import Sending
 
@@ -28,27 +29,34 @@ class Tally:
     def __init__(self, sendings: Collection[Sending]) -> None:
         self.messages = sum(len(sending.message_ids) for sending in sendings)
         self.longest_timeout_s = max((sending.timeout_s for sending in sendings), default=0.0)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: list[Outcome[None]] = []
         self._ended = Ended(0, 0, self.messages, None)
         for sending in sendings:
             sending.waiting = _Counted(sending.waiting, self, len(sending.message_ids))
 
     def wait(self, timeout_s: float) -> Ended:
         """Wait until each message has its result, for up to `timeout_s`; return how they have ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._ended.unanswered, max(timeout_s, 0))
+        all_ended = Outcome[None]()
+        with self._lock:
+            if not self._ended.unanswered:
+                return self._ended
+            self._waiting.append(all_ended)
+        all_ended.wait(timeout_s)
+        with self._lock:
             return self._ended
 
     def end(self, messages: int, error: BaseException | None) -> None:
         """Count messages that have their result now."""
-        with self._changed:
+        with self._lock:
             sent, failed, unanswered, reason = self._ended
             if error is None:
                 self._ended = Ended(sent + messages, failed, unanswered - messages, reason)
             else:
                 self._ended = Ended(sent, failed + messages, unanswered - messages, reason or error)
             if not self._ended.unanswered:
-                self._changed.notify_all()
+                for all_ended in self._waiting:
+                    all_ended.set_result(None)
 
 
 class _Counted:

@@ -13,7 +13,8 @@ from typing import Unpack
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions
 from pyrocket_consumer.errors import ConfigError, RocketError
-from pyrocket_consumer.producer.callbacks import CallbackThread, SendFuture
+from pyrocket_consumer.net.outcome import Outcome
+from pyrocket_consumer.producer.callbacks import CallbackThread
 from pyrocket_consumer.producer.outgoing import OutgoingMessage
 from pyrocket_consumer.producer.producer import EndOfKind, Producer, wait_for
 from pyrocket_consumer.producer.result import SendResult
@@ -249,10 +250,10 @@ class TransactionProducer(Producer):
         if not callable(run):
             raise ConfigError(f"run={run!r} is not callable; pass a function of one SendResult")
         half = {PropertyName.TRANSACTION_PREPARED: "true", PropertyName.PRODUCER_GROUP: self._group}
-        future, flag = SendFuture[SendResult](self._callbacks), int(SysFlag.TRANSACTION_PREPARED)
-        sending = self._sending(message.topic, message, future, None, None, timeout_s, half, flag)
+        outcome, flag = Outcome[SendResult](), int(SysFlag.TRANSACTION_PREPARED)
+        sending = self._sending(message.topic, message, outcome, None, None, timeout_s, half, flag)
         self._hand_over(sending)
-        sent = wait_for(future, sending.timeout_s)
+        sent = wait_for(outcome, sending.timeout_s)
         state = _checked(run(sent), sent.message_id)
         cluster = self._usable().cluster
         _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)
