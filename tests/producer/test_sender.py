@@ -113,6 +113,14 @@ def test_a_topic_made_anew_on_another_broker_is_found_there(pin):
             assert stored(embedded) == bodies
 
 
+def test_all_keys_of_a_topic_made_anew_on_another_broker_are_found_there():
+    with producing(brokers=2, auto_create_topics=False) as (embedded, producer):
+        embedded.delete_topic("orders")
+        embedded.create_topic("orders", queues=2, brokers=["broker-b"])
+        sent = [producer.send_async("orders", b"x", sharding_key=f"key-{number}") for number in range(8)]
+        assert {future.result(20).queue.broker_name for future in sent} == {"broker-b"}
+
+
 @by_release
 def test_batches_one_way_messages_and_transactions_follow_the_route_too(version):
     with EmbeddedCluster(slaves=1, version=version) as embedded:
