@@ -43,13 +43,14 @@ if TYPE_CHECKING:
         Suspend,
         sql,
     )
-    from pyrocket_consumer.producer import Producer, SendResult
+    from pyrocket_consumer.producer import AsyncProducer, Producer, SendResult
     from pyrocket_consumer.wire.message import Message
 
 __version__ = "0.1.0"
 
 _HOMES = {  # imported when first used, so that the import is quick
     "Admin": "pyrocket_consumer.admin",
+    "AsyncProducer": "pyrocket_consumer.producer",
     "AsyncPushConsumer": "pyrocket_consumer.consumer",
     "ConsumeContext": "pyrocket_consumer.consumer",
     "ConsumeResult": "pyrocket_consumer.consumer",
@@ -68,6 +69,7 @@ _HOMES = {  # imported when first used, so that the import is quick
 
 __all__ = [
     "Admin",
+    "AsyncProducer",
     "AsyncPushConsumer",
     "BrokerError",
     "ConfigError",

@@ -13,6 +13,7 @@ import pytest
 
 from pyrocket_consumer import (
     Admin,
+    AsyncProducer,
     AsyncPushConsumer,
     ConfigError,
     ConsumerConfig,
@@ -79,6 +80,7 @@ def test_editors_and_type_checkers_know_each_option_with_its_type(config, option
         (PushConsumer, ConsumerOptions),
         (AsyncPushConsumer, ConsumerOptions),
         (Producer, ProducerOptions),
+        (AsyncProducer, ProducerOptions),
         (TransactionProducer, ProducerOptions),
         (Admin, ClientOptions),
     ],

@@ -15,7 +15,7 @@ OPTIONS = """
     import ssl
     from datetime import datetime, timezone
     from pyrocket_consumer import (
-        Admin, AsyncPushConsumer, ConsumerConfig, ConsumerEvent, MessageModel, Producer, PushConsumer
+        Admin, AsyncProducer, AsyncPushConsumer, ConsumerConfig, ConsumerEvent, MessageModel, Producer, PushConsumer
     )
     from pyrocket_consumer.consumer.allocation import in_machine_rooms
     from pyrocket_consumer.offsets import MemoryOffsetStore
@@ -31,6 +31,7 @@ OPTIONS = """
     PushConsumer(config=ConsumerConfig(group="g", orderly=True, allocation="circle"))
     AsyncPushConsumer("g", orderly=True, auto_commit=False)
     Producer("g", name_server="127.0.0.1:9876", compression="zstd", access_key="a", secret_key="b")
+    AsyncProducer("g", name_server="127.0.0.1:9876", compression="zstd", access_key="a", secret_key="b")
     TransactionProducer("g", check=lambda message: TransactionState.COMMIT, send_attempts=1)
     Admin(name_server="127.0.0.1:9876", timeout_s=5, call_timeout_s=1, tls=True)
 
@@ -47,6 +48,7 @@ OPTIONS = """
     AsyncPushConsumer("g", orderly="yes")  # E: arg-type
     Producer("g", send_timeout="3")  # E: call-arg
     Producer("g", compression="gzip")  # E: arg-type
+    AsyncProducer("g", compression="gzip")  # E: arg-type
     Producer("g", consume_threads=3)  # E: call-arg
     TransactionProducer("g", check=lambda message: TransactionState.COMMIT, send_attempts="1")  # E: arg-type
     Admin(consume_threads=3)  # E: call-arg

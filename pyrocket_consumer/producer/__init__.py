@@ -1,5 +1,6 @@
 """Sending messages."""
 
+from pyrocket_consumer.producer.async_producer import AsyncProducer
 from pyrocket_consumer.producer.outgoing import RESERVED_PROPERTIES, OutgoingMessage
 from pyrocket_consumer.producer.producer import Producer, ProducerState
 from pyrocket_consumer.producer.result import SendResult, SendStatus
@@ -7,6 +8,7 @@ from pyrocket_consumer.producer.transactions import TransactionProducer, Transac
 
 __all__ = [
     "RESERVED_PROPERTIES",
+    "AsyncProducer",
     "OutgoingMessage",
     "Producer",
     "ProducerState",

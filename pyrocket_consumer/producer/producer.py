@@ -500,32 +500,13 @@ class Producer:
             SendError: `stored` tells how many messages, from the first on, are stored. For the rest as `send`.
             ConfigError: as for `send`; also for a batch to a %RETRY% topic, which brokers refuse. Nothing was sent.
         """
-        if not isinstance(messages, Iterable) or isinstance(messages, (str, bytes, bytearray, memoryview)):
-            raise ConfigError(f"messages must be a list of messages, not {type(messages).__name__}; for one use send")
-        name = self._topic(topic)
-        if name.startswith(RETRY_PREFIX):
-            raise ConfigError(f"topic {name!r} takes no batches; send its messages one by one")
-        pin = self._pin(name, queue, sharding_key)
-        ready = [self._batch_message(topic, each, sharding_key) for each in messages]
         results: list[SendResult] = []
-        for part in list(cut(ready, self.config.max_message_bytes)):
-            timeout, outcome = self._timeout_s(timeout_s), Outcome[list[SendResult]]()
-            sending = Sending(
-                topic=name,
-                shown_topic=topic,
-                body=encode_batch(item for item, _ in part),
-                properties="",
-                message_ids=tuple(message_id for _, message_id in part),
-                waiting=outcome,
-                timeout_s=timeout,
-                born_at_ms=time.time_ns() // 1_000_000,
-                is_batch=True,
-                queue=pin,
-                sharding_key=sharding_key,
-            )
+        for part in self._batch_parts(topic, messages, queue, sharding_key):
+            outcome = Outcome[list[SendResult]]()
+            sending = self._batch_sending(topic, part, outcome, queue, sharding_key, timeout_s)
             try:
                 self._hand_over(sending)
-                stored = wait_for(outcome, timeout)
+                stored = wait_for(outcome, sending.timeout_s)
             except SendError as error:
                 raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
             except RocketError as error:
@@ -534,6 +515,47 @@ class Producer:
                 raise SendError(topic, (str(error),), len(results)) from error
             results += stored
         return results
+
+    def _batch_parts(
+        self,
+        topic: str,
+        messages: Iterable[bytes | OutgoingMessage],
+        queue: MessageQueue | None,
+        sharding_key: str | None,
+    ) -> list[Sequence[BatchMessage]]:
+        """Return the messages of each request."""
+        if not isinstance(messages, Iterable) or isinstance(messages, (str, bytes, bytearray, memoryview)):
+            raise ConfigError(f"messages must be a list of messages, not {type(messages).__name__}; for one use send")
+        name = self._topic(topic)
+        if name.startswith(RETRY_PREFIX):
+            raise ConfigError(f"topic {name!r} takes no batches; send its messages one by one")
+        self._pin(name, queue, sharding_key)
+        ready = [self._batch_message(topic, each, sharding_key) for each in messages]
+        return list(cut(ready, self.config.max_message_bytes))
+
+    def _batch_sending(
+        self,
+        topic: str,
+        part: Sequence[BatchMessage],
+        waiting: Waiting,
+        queue: MessageQueue | None,
+        sharding_key: str | None,
+        timeout_s: float | None,
+    ) -> Sending:
+        name = self._topic(topic)
+        return Sending(
+            topic=name,
+            shown_topic=topic,
+            body=encode_batch(item for item, _ in part),
+            properties="",
+            message_ids=tuple(message_id for _, message_id in part),
+            waiting=waiting,
+            timeout_s=self._timeout_s(timeout_s),
+            born_at_ms=time.time_ns() // 1_000_000,
+            is_batch=True,
+            queue=self._pin(name, queue, sharding_key),
+            sharding_key=sharding_key,
+        )
 
     def _batch_message(self, topic: str, message: bytes | OutgoingMessage, sharding_key: str | None) -> BatchMessage:
         if not isinstance(message, OutgoingMessage):
@@ -640,18 +662,23 @@ class Producer:
         running.cluster.check_usable()
         return running
 
-    def _hand_over(self, sending: Sending) -> None:
+    def _hand_over(self, sending: Sending, waited_s: float = 0.0) -> None:
         running = self._usable()
-        sending.deadline = running.cluster.loop.time() + sending.timeout_s
+        sending.deadline = running.cluster.loop.time() + sending.timeout_s - waited_s
         if not running.outbox.put(sending, sending.timeout_s):
-            raise SendError(
-                sending.shown_topic,
-                (
-                    f"no room within {sending.timeout_s:g} s: all the time there were on their way "
-                    f"max_in_flight_messages={self.config.max_in_flight_messages} "
-                    f"or max_in_flight_bytes={self.config.max_in_flight_bytes}",
-                ),
-            )
+            raise no_room(sending, self.config)
+
+
+def no_room(sending: Sending, config: ProducerConfig) -> SendError:
+    """Return the error of a message that could not be handed over in its time."""
+    return SendError(
+        sending.shown_topic,
+        (
+            f"no room within {sending.timeout_s:g} s: all the time there were on their way "
+            f"max_in_flight_messages={config.max_in_flight_messages} "
+            f"or max_in_flight_bytes={config.max_in_flight_bytes}",
+        ),
+    )
 
 
 def wait_for(outcome: Outcome[T], timeout_s: float) -> T:

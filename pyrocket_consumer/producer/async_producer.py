@@ -1,0 +1,389 @@
+"""Sending from asyncio: a coroutine per message, and a loop that is never held up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
+from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.producer.outgoing import OutgoingMessage, check_delivery
+from pyrocket_consumer.producer.producer import Producer, ProducerState, no_room
+from pyrocket_consumer.producer.result import SendResult
+from pyrocket_consumer.producer.sending import Sending
+
+_LONGEST_TIMEOUT_S = 3600
+
+
+class _Waiting:
+    """Passes the outcome of a send from the I/O thread to the loop."""
+
+    __slots__ = ("_outcomes", "began", "future", "size", "timer")
+
+    def __init__(self, outcomes: _Outcomes, future: asyncio.Future[Any]) -> None:
+        self.future = future
+        self.size = 0
+        self.began = 0.0
+        self.timer: asyncio.TimerHandle | None = None  # while it waits for room
+        self._outcomes = outcomes
+
+    def set_result(self, result: Any) -> None:
+        self._outcomes.put(self, result, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._outcomes.put(self, None, error)
+
+
+class _Outcomes:
+    """What came of sends, on its way to the loop: however many there are, the loop is woken once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, producer: AsyncProducer) -> None:
+        self._loop = loop
+        self._producer = weakref.ref(producer)
+        self._came: deque[tuple[_Waiting, Any, BaseException | None]] = deque()
+        self._is_woken = False
+
+    def put(self, waiting: _Waiting, result: Any, error: BaseException | None) -> None:
+        self._came.append((waiting, result, error))
+        if not self._is_woken:
+            self._is_woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._pass_on)
+            except RuntimeError:
+                pass  # the loop is closed, and nobody waits any more
+
+    def _pass_on(self) -> None:
+        self._is_woken = False
+        producer = self._producer()
+        while self._came:
+            waiting, result, error = self._came.popleft()
+            if producer is not None:
+                producer._ended(waiting)
+            _tell(waiting.future, result, error)
+
+
+class AsyncProducer:
+    """`Producer` for asyncio: each send is a coroutine, and none of them holds up the loop.
+
+    async with AsyncProducer(name_server="127.0.0.1:9876") as producer:
+        sent = await producer.send("orders", b"...", tags="paid", keys=["o-1"])
+        await asyncio.gather(*(producer.send("orders", body) for body in bodies))
+
+    Messages go out in the order in which their coroutines begin; for the rest it is as with `Producer`. It starts with
+    the first message, or with `start()`, and belongs to the loop on which it was used first.
+
+    A `send` that is cancelled while it waits for room (`max_in_flight_messages`) sends nothing. A message that is on
+    its way cannot be taken back: it is stored or not, and nobody is told.
+    """
+
+    def __init__(
+        self,
+        group: str = "DEFAULT_PRODUCER",
+        *,
+        name_server: NameServers | None = None,
+        config: ProducerConfig | None = None,
+        **options: Unpack[ProducerOptions],
+    ) -> None:
+        """Check the options, those of `Producer`; nothing is connected before the first message, or `start()`.
+
+        Args:
+            group ("DEFAULT_PRODUCER"; 1–120 of a-zA-Z0-9_-%|): the producer group
+            config (–; a ProducerConfig): all options in one, instead of single ones
+
+        Raises:
+            ConfigError: an option is unknown, its value is not allowed, or its package is not installed.
+        """
+        self._producer = Producer(group, name_server=name_server, config=config, **options)
+        self.config = self._producer.config
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Future[None] | None = None
+        self._queue: dict[Sending, _Waiting] = {}  # waits for room, or for the start
+        self._unfinished: dict[_Waiting, None] = {}
+        self._messages = self._bytes = 0  # on their way
+        self._is_closed = False
+
+    # --- life
+
+    @property
+    def state(self) -> ProducerState:
+        """Where the producer is in its life."""
+        return ProducerState.CLOSED if self._is_closed else self._producer.state
+
+    @property
+    def group(self) -> str:
+        """The producer group."""
+        return self._producer.group
+
+    async def start(self) -> None:
+        """Connect to a name server; see `Producer.start`. Cancelled, it closes the producer.
+
+        Raises:
+            ConnectError: no name server answers. The producer can be started again.
+            ConsumerClosed: it was closed.
+        """
+        self._check_usable()
+        try:
+            await asyncio.shield(self._start())
+        except asyncio.CancelledError:
+            self._close_in_background()
+            raise
+
+    def _start(self) -> asyncio.Future[None]:
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(asyncio.to_thread(self._producer.start))
+            self._starting.add_done_callback(self._started)
+        return self._starting
+
+    def _started(self, starting: asyncio.Future[None]) -> None:
+        error = None if starting.cancelled() else starting.exception()
+        if error is not None or starting.cancelled():
+            self._starting = None
+            self._fail_queued(error or ConsumerClosed("the producer was closed while it started"))
+        else:
+            self._advance()
+
+    async def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until every message given before has its result; see `Producer.flush`.
+
+        Raises:
+            RequestTimeout: some have no result within `timeout_s` (seconds, 0.001 to 3600). They are on their way.
+        """
+        if timeout_s is not None:
+            check_range("timeout_s", timeout_s, 0.001, _LONGEST_TIMEOUT_S)
+        self._check_loop()
+        pending = [waiting.future for waiting in self._unfinished]
+        left = (await asyncio.wait(pending, timeout=timeout_s))[1] if pending else ()
+        if left:
+            what = f"a flush ({len(left)} of {len(pending)} sends are on their way)"
+            raise RequestTimeout(what, "the brokers", timeout_s or 0)
+
+    async def close(self, timeout_s: float | None = None) -> None:
+        """Take no more messages, wait until those given have their results, and disconnect.
+
+        Every message has a deadline of its own, so this ends; after `timeout_s` (seconds, 0 to 3600) the rest fails.
+        Cancelled, it waits no longer: what has no result fails, and the producer closes in the background.
+        """
+        if timeout_s is not None:
+            check_range("timeout_s", timeout_s, 0, _LONGEST_TIMEOUT_S)
+        self._check_loop()
+        loop, self._is_closed = asyncio.get_running_loop(), True
+        until = None if timeout_s is None else loop.time() + timeout_s
+        try:
+            if self._starting is not None:
+                await asyncio.wait([self._starting], timeout=timeout_s)
+            pending = [waiting.future for waiting in self._unfinished]
+            if pending:
+                await asyncio.wait(pending, timeout=None if until is None else max(until - loop.time(), 0))
+            self._fail_queued(ConsumerClosed("the producer was closed"))
+            left_s = None if until is None else min(max(until - loop.time(), 0), _LONGEST_TIMEOUT_S)
+            await asyncio.to_thread(self._producer.close, left_s)
+        except asyncio.CancelledError:
+            self._close_in_background()
+            raise
+
+    def _close_in_background(self) -> None:
+        self._is_closed = True
+        self._fail_queued(ConsumerClosed("the producer was closed"))
+        threading.Thread(target=self._producer.close, args=(0,), name="pyrocket-closing", daemon=True).start()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # --- sending
+
+    async def send(
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tags: str | None = None,
+        keys: Sequence[str] | str = (),
+        properties: Mapping[str, str] | None = None,
+        queue: MessageQueue | None = None,
+        sharding_key: str | None = None,
+        delay_level: int = 0,
+        deliver_at: datetime | None = None,
+        flag: int = 0,
+        timeout_s: float | None = None,
+    ) -> SendResult:
+        """Store a message, and return where it is stored; see `Producer.send`.
+
+        One that waits for others with its `queue` or `sharding_key` is given up as with `Producer.send_async`: a burst
+        may take its time. `asyncio.timeout` bounds the call, and not the message.
+
+        Raises:
+            ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `Producer.send`.
+        """
+        message = OutgoingMessage(body, tags, keys, properties, flag)
+        waiting, more = self._waiting(), check_delivery(delay_level, deliver_at)
+        sending = self._producer._sending(topic, message, waiting, queue, sharding_key, timeout_s, more)
+        sent: SendResult = await self._sent(sending, waiting)
+        return sent
+
+    async def send_oneway(
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tags: str | None = None,
+        keys: Sequence[str] | str = (),
+        properties: Mapping[str, str] | None = None,
+        queue: MessageQueue | None = None,
+        sharding_key: str | None = None,
+        delay_level: int = 0,
+        deliver_at: datetime | None = None,
+        flag: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Send a message without asking whether it was stored; see `Producer.send_oneway`.
+
+        Raises:
+            ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`; nothing was sent.
+        """
+        message = OutgoingMessage(body, tags, keys, properties, flag)
+        waiting, more = self._waiting(), check_delivery(delay_level, deliver_at)
+        sending = self._producer._sending(topic, message, waiting, queue, sharding_key, timeout_s, more)
+        sending.is_oneway = True
+        await self._sent(sending, waiting)
+
+    async def send_batch(
+        self,
+        topic: str,
+        messages: Iterable[bytes | OutgoingMessage],
+        *,
+        queue: MessageQueue | None = None,
+        sharding_key: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[SendResult]:
+        """Store many messages with few requests, and return where each is stored; see `Producer.send_batch`.
+
+        Raises:
+            SendError: `stored` tells how many messages, from the first on, are stored. For the rest as `send`.
+            ConfigError: as for `Producer.send_batch`. Nothing was sent.
+        """
+        parts = self._producer._batch_parts(topic, messages, queue, sharding_key)
+        results: list[SendResult] = []
+        for part in parts:
+            waiting = self._waiting()
+            sending = self._producer._batch_sending(topic, part, waiting, queue, sharding_key, timeout_s)
+            try:
+                results += await self._sent(sending, waiting)
+            except SendError as error:
+                raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
+            except RocketError as error:
+                if not results:
+                    raise
+                raise SendError(topic, (str(error),), len(results)) from error
+        return results
+
+    def _waiting(self) -> _Waiting:
+        self._check_usable()
+        assert self._loop is not None
+        return _Waiting(self._outcomes, self._loop.create_future())
+
+    async def _sent(self, sending: Sending, waiting: _Waiting) -> Any:
+        """Hand a message over as soon as there is room, in its turn; return what became of it."""
+        assert self._loop is not None
+        sending.is_waited_for = False
+        waiting.size = len(sending.body)
+        self._unfinished[waiting] = None
+        if self._queue or self._producer.state is not ProducerState.RUNNING or not self._has_room(waiting.size):
+            self._queue[sending] = waiting
+            waiting.began = self._loop.time()
+            waiting.timer = self._loop.call_later(sending.timeout_s, self._no_room, sending)
+            if self._producer.state is not ProducerState.RUNNING:
+                self._start()
+        else:
+            self._put(sending, waiting)
+        try:
+            return await waiting.future
+        finally:
+            if self._queue.pop(sending, None) is not None:  # cancelled before it was sent
+                self._forget(waiting)
+
+    def _has_room(self, size: int) -> bool:
+        # The same rule as the outbox has, whose room is never less: what has ended there is passed on here.
+        config = self.config
+        return not self._messages or (
+            self._messages < config.max_in_flight_messages and self._bytes + size <= config.max_in_flight_bytes
+        )
+
+    def _put(self, sending: Sending, waiting: _Waiting) -> None:
+        waited_s = 0.0
+        if waiting.timer is not None:
+            assert self._loop is not None
+            waited_s = self._loop.time() - waiting.began
+        try:
+            self._producer._hand_over(sending, waited_s)
+        except RocketError as error:
+            self._forget(waiting)
+            _tell(waiting.future, None, error)
+        else:
+            self._messages += 1
+            self._bytes += waiting.size
+
+    def _advance(self) -> None:
+        """Send what waits, as far as there is room."""
+        while self._queue:
+            sending, waiting = next(iter(self._queue.items()))
+            if not self._has_room(waiting.size):
+                return
+            del self._queue[sending]
+            self._put(sending, waiting)
+
+    def _ended(self, waiting: _Waiting) -> None:
+        self._messages -= 1
+        self._bytes -= waiting.size
+        self._forget(waiting)
+        self._advance()
+
+    def _no_room(self, sending: Sending) -> None:
+        waiting = self._queue.pop(sending)
+        self._forget(waiting)
+        _tell(waiting.future, None, no_room(sending, self.config))
+
+    def _fail_queued(self, error: BaseException) -> None:
+        queued, self._queue = self._queue, {}
+        for waiting in queued.values():
+            self._forget(waiting)
+            _tell(waiting.future, None, error)
+
+    def _forget(self, waiting: _Waiting) -> None:
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+        self._unfinished.pop(waiting, None)
+
+    def _check_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._outcomes = _Outcomes(loop, self)
+        elif self._loop is not loop:
+            raise ConfigError("this AsyncProducer was used on another event loop; make one on each")
+
+    def _check_usable(self) -> None:
+        self._check_loop()
+        if self._is_closed:
+            raise ConsumerClosed("the producer is closed; make a new one")
+
+
+def _tell(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return  # cancelled
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,305 @@
+"""Sending from asyncio: nothing holds up the loop, the order stays, and what is cancelled is cleaned up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from pyrocket_consumer import (
+    AsyncProducer,
+    ConfigError,
+    ConnectError,
+    ConsumerClosed,
+    MessageQueue,
+    RequestTimeout,
+    RouteNotFound,
+    SendError,
+)
+from pyrocket_consumer.producer import OutgoingMessage, ProducerState
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.real_brokers import wait_until
+
+SEND = RequestCode.SEND_MESSAGE_V2
+
+pytestmark = [pytest.mark.cluster(brokers=1), pytest.mark.timeout(120)]
+
+
+def producer_threads():
+    return [each for each in threading.enumerate() if each.name.startswith("pyrocket-io")]
+
+
+def bodies(cluster):
+    return [message.body for message in cluster.messages("orders")]
+
+
+class LongestStop:
+    """Measures for how long the loop was held up at most."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    async def __aenter__(self):
+        self._task = asyncio.create_task(self._measure())
+        return self
+
+    async def _measure(self):
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.005)
+            self.seconds = max(self.seconds, time.monotonic() - before)
+
+    async def __aexit__(self, *_):
+        self._task.cancel()
+
+
+@pytest.fixture
+def gate(embedded):
+    """Sends wait here until it opens."""
+    gate = Gate()
+    embedded.broker("broker-a").on(SEND, gate, times=None)
+    yield gate
+    gate.open()
+
+
+def test_a_message_is_stored_where_the_result_says(cluster, topic):
+    cluster.create_topic(topic, queues=2)
+
+    async def program():
+        async with AsyncProducer(name_server=cluster.name_server) as producer:
+            queue = MessageQueue(topic, "broker-a", 1)
+            one = await producer.send(topic, b"one", tags="t", keys=["k"], properties={"a": "b"}, flag=3, queue=queue)
+            batch = await producer.send_batch(topic, [b"two", OutgoingMessage(b"three", tags="u")], sharding_key="s")
+            await producer.send_oneway(topic, b"four")
+            await producer.flush()
+            return one, batch
+
+    one, batch = asyncio.run(program())
+    stored = {message.body: message for message in until_count(cluster, topic, 4)}
+    found = stored[b"one"]
+    assert (found.tags, found.keys, found.property("a"), found.flag, found.queue) == ("t", ("k",), "b", 3, one.queue)
+    assert (found.message_id, found.queue_offset) == (one.message_id, one.queue_offset)
+    assert [stored[body].message_id for body in (b"two", b"three")] == [each.message_id for each in batch]
+
+
+def until_count(cluster, topic, count):
+    wait_until(lambda: len(cluster.messages(topic)) >= count, f"{count} messages")
+    return cluster.messages(topic)
+
+
+@pytest.fixture
+def topic(names):
+    return names.topic()
+
+
+def test_ten_thousand_sends_at_once_do_not_hold_up_the_loop(embedded):
+    """More than there is room for: `Producer.send_async` would stop the loop until there is."""
+
+    async def program():
+        async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
+            await producer.send("orders", b"first")
+            async with LongestStop() as stop:
+                sends = [asyncio.create_task(producer.send("orders", b"%d" % each)) for each in range(10_000)]
+                results = await asyncio.gather(*sends)
+            return stop.seconds, {result.message_id for result in results}
+
+    longest_s, ids = asyncio.run(program())
+    assert len(ids) == 10_000
+    assert len(embedded.messages("orders")) == 10_001
+    assert longest_s < 2  # creating and beginning 10,000 tasks is one stop of some 0.3 s, here
+
+
+def test_a_full_producer_leaves_the_loop_alone(embedded, gate):
+    async def program():
+        producer = AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=2, send_timeout_s=1)
+        async with producer:
+            async with LongestStop() as stop:
+                outcomes = await asyncio.gather(
+                    *(producer.send("orders", b"x") for _ in range(5)), return_exceptions=True
+                )
+            gate.open()
+        return stop.seconds, outcomes
+
+    longest_s, outcomes = asyncio.run(program())
+    assert [type(outcome) for outcome in outcomes] == [SendError] * 5
+    assert sum("no room within 1 s" in str(outcome) for outcome in outcomes) >= 2
+    assert longest_s < 0.9
+
+
+@pytest.mark.parametrize("started", [True, False], ids=["started", "by the first message"])
+def test_coroutines_with_one_key_are_stored_in_the_order_in_which_they_begin(embedded, started):
+    async def program():
+        producer = AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=7)
+        if started:
+            await producer.start()
+        tasks = []
+        for number in range(300):
+            tasks.append(asyncio.create_task(producer.send("orders", b"%03d" % number, sharding_key="k")))
+            if number % 40 == 0:
+                await asyncio.sleep(0.002)
+        await asyncio.gather(*tasks)
+        await producer.close()
+
+    asyncio.run(program())
+    assert bodies(embedded) == [b"%03d" % number for number in range(300)]
+
+
+def test_what_is_cancelled_while_it_waits_for_room_is_not_sent(embedded, gate):
+    async def program():
+        async with AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=1) as producer:
+            under_way = asyncio.create_task(producer.send("orders", b"under way"))
+            waits = asyncio.create_task(producer.send("orders", b"cancelled"))
+            last = asyncio.create_task(producer.send("orders", b"last"))
+            await asyncio.to_thread(embedded.broker("broker-a").wait_for, SEND)
+            under_way.cancel()
+            waits.cancel()
+            assert await asyncio.gather(under_way, waits, return_exceptions=True) != []
+            gate.open()
+            await last
+
+    asyncio.run(program())
+    assert sorted(bodies(embedded)) == [b"last", b"under way"]
+
+
+def test_errors_are_those_of_a_producer(embedded):
+    async def program():
+        async with AsyncProducer(name_server=embedded.name_server) as producer:
+            for error, call in [
+                (ConfigError, producer.send("orders", "text")),
+                (ConfigError, producer.send("orders", b"x", timeout_s=-1)),
+                (ConfigError, producer.send_batch("orders", b"x")),
+                (ConfigError, producer.send_oneway("orders", b"")),
+            ]:
+                with pytest.raises(error):
+                    await call
+            embedded.broker("broker-a").on(SEND, answer(13, "illegal"))
+            with pytest.raises(SendError, match="illegal"):
+                await producer.send("orders", b"x")
+            with pytest.raises(ConfigError, match="timeout_s"):
+                await producer.flush(0)
+            with pytest.raises(ConfigError, match="timeout_s"):
+                await producer.close(-1)
+        with pytest.raises(ConsumerClosed):
+            await producer.send("orders", b"x")
+        with pytest.raises(ConsumerClosed):
+            await producer.start()
+        assert producer.state is ProducerState.CLOSED
+
+    asyncio.run(program())
+    with EmbeddedCluster(auto_create_topics=False) as cluster:
+
+        async def nowhere():
+            async with AsyncProducer(name_server=cluster.name_server) as producer:
+                with pytest.raises(RouteNotFound):
+                    await producer.send("nowhere", b"x")
+
+        asyncio.run(nowhere())
+
+
+def test_a_name_server_that_is_away_is_told_to_every_send_and_may_come_later(embedded):
+    async def program():
+        producer = AsyncProducer(name_server=embedded.name_server)
+        embedded.stop_name_server()
+        with pytest.raises(ConnectError):
+            await producer.start()
+        outcomes = await asyncio.gather(*(producer.send("orders", b"x") for _ in range(3)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [ConnectError] * 3
+        embedded.start_name_server()
+        await producer.send("orders", b"x")
+        await producer.close()
+
+    asyncio.run(program())
+    assert bodies(embedded) == [b"x"]
+
+
+def test_a_flush_waits_for_what_was_given_and_tells_what_it_does_not_get(embedded, gate):
+    async def program():
+        async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
+            await producer.flush()
+            sends = [asyncio.create_task(producer.send("orders", b"x")) for _ in range(3)]
+            await asyncio.sleep(0)
+            with pytest.raises(RequestTimeout, match="3 of 3"):
+                await producer.flush(0.2)
+            gate.open()
+            await producer.flush()
+            assert all(send.done() for send in sends) or await asyncio.gather(*sends)
+
+    asyncio.run(program())
+
+
+def test_it_belongs_to_one_loop(embedded):
+    producer = AsyncProducer(name_server=embedded.name_server)
+
+    async def send():
+        await producer.send("orders", b"x")
+
+    async def rest():
+        await send()
+        other = await asyncio.to_thread(lambda: asyncio.run(outcome(send())))
+        await producer.close()
+        return other
+
+    async def outcome(call):
+        try:
+            await call
+        except ConfigError as error:
+            return str(error)
+
+    assert "another event loop" in asyncio.run(rest())
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_cancelled_at_every_step_it_leaves_nothing_behind(embedded, step):
+    """Cancelled while it starts, sends, flushes or closes: no thread is left, no task, and the loop ends."""
+
+    async def program():
+        async with AsyncProducer(name_server=embedded.name_server) as producer:
+            await producer.send("orders", b"x")
+            await asyncio.gather(*(producer.send("orders", b"x") for _ in range(50)))
+            await producer.flush()
+
+    async def cancelled():
+        task = asyncio.create_task(program())
+        for _ in range(step * 3):
+            await asyncio.sleep(0)
+        await asyncio.sleep(step * 0.004)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    embedded.wait_until(lambda: not producer_threads())
+    embedded.wait_until(lambda: not embedded.broker("broker-a").connections)
+
+
+def test_close_cancelled_in_the_middle_gives_up_what_has_no_answer(embedded):
+    embedded.broker("broker-a").on(SEND, drop, times=None)
+
+    async def program():
+        producer = AsyncProducer(name_server=embedded.name_server, send_timeout_s=60)
+        await producer.start()
+        send = asyncio.create_task(producer.send("orders", b"x"))
+        await asyncio.to_thread(embedded.broker("broker-a").wait_for, SEND)
+        closing = asyncio.create_task(producer.close())
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        with pytest.raises((SendError, ConsumerClosed), match="closed"):
+            await asyncio.wait_for(send, 30)
+
+    asyncio.run(program())
+    embedded.wait_until(lambda: not producer_threads())
+
+
+def test_one_that_is_dropped_is_told_and_ends(embedded):
+    async def program():
+        await AsyncProducer(name_server=embedded.name_server).send("orders", b"x")
+
+    with pytest.warns(ResourceWarning, match="unclosed"):
+        asyncio.run(program())
+    gc.collect()
+    embedded.wait_until(lambda: not producer_threads())
