@@ -107,13 +107,22 @@ class Sent:
     def check_everything_ended(self) -> None:
         """Each message has its result in time: by itself, or after the one before it in its lane."""
         lanes: dict[Stream, float] = {}
+        stores = self._stores()
+        late = [  # what was stored after it had failed: its answer moves the lane
+            (given.stream, stored.at)
+            for given in self.given
+            if given.error is not None and given.stream.is_lane
+            for stored in stores[given.number]
+            if given.ended is not None and stored.at > given.ended
+        ]
         for given in sorted(self.given, key=lambda each: (each.ended or float("inf"), each.number)):
             if given.ended is None:
                 raise Wrong(f"{given} has no result")
             since = given.at
             if given.stream.is_lane:
                 if not given.stream.is_waited_for:
-                    since = max(since, lanes.get(given.stream, 0.0))
+                    moved = [at for stream, at in late if stream is given.stream and at <= given.ended]
+                    since = max(since, lanes.get(given.stream, 0.0), *moved)
                 lanes[given.stream] = given.ended
             if given.ended > since + given.timeout_s + GRACE_S:
                 raise Wrong(f"{given}: its result came {given.ended - since:.3f} s later, of {given.timeout_s:g} s")
