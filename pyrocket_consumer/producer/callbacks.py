@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
+from pyrocket_consumer.net.outcome import Outcome
+
 log = logging.getLogger("pyrocket_consumer.producer")
 
 T = TypeVar("T")
@@ -112,7 +114,44 @@ class SendFuture(Future[T]):
     def __init__(self, callbacks: CallbackThread) -> None:
         super().__init__()
         self._callback_thread = callbacks
+        self._waiting: list[Outcome[None]] = []
+        self._is_told = False
         self.set_running_or_notify_cancel()  # a message handed over cannot be taken back
+
+    def set_result(self, result: T) -> None:
+        """Take the result."""
+        super().set_result(result)
+        self._tell()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Take the reason why there is none."""
+        super().set_exception(exception)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._is_told = True
+        for told in tuple(self._waiting):
+            told.set_result(None)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the result, or raise why there is none; TimeoutError when it is not there within `timeout` seconds."""
+        self._wait(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return why there is no result, or None; TimeoutError when that is not known within `timeout` seconds."""
+        self._wait(timeout)
+        return super().exception(0)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Wait as one who may be interrupted, which Future does not withstand; see `Outcome`."""
+        if self._is_told:
+            return
+        told = Outcome[None]()
+        self._waiting.append(told)
+        if not self._is_told and not told.wait(timeout_s):
+            self._waiting.remove(told)
+            raise TimeoutError
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
         """Have `fn(future)` called on the callback thread when the result is there."""

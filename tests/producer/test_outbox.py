@@ -29,11 +29,12 @@ producer.send("orders", b"first")
 does = {
     "send": lambda: producer.send("orders", b"x"),
     "send_async": lambda: producer.send_async("orders", b"x"),
+    "result": lambda: producer.send_async("orders", b"x").result(30),
     "flush": producer.flush,
 }[sys.argv[2]]
 rng = random.Random(1)
 signal.signal(signal.SIGALRM, signal.default_int_handler)
-for _ in range(400):
+for _ in range(400 if sys.argv[2] != "result" else 1000):
     try:
         signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00002, 0.001))
         for _ in range(200):
@@ -49,7 +50,7 @@ print("closed")
 """
 
 
-@pytest.mark.parametrize("call", ["send", "send_async", "flush"])
+@pytest.mark.parametrize("call", ["send", "send_async", "result", "flush"])
 def test_a_call_may_be_interrupted_at_any_moment_and_the_producer_works_on(embedded, call):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERRUPTED, embedded.name_server, call],
