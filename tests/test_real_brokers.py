@@ -116,6 +116,7 @@ def test_routes_say_where_a_topic_can_be_read_and_written(real_cluster, names):
     topic = names.topic()
     real_cluster.create_topic(topic, read_queues=3, write_queues=2)
     assert {each.queue.queue_id for each in real_cluster.send(topic, lambda number: b"%d" % number, count=6)} == {0, 1}
+    wait_until(lambda: len(real_cluster.messages(topic)) == 6, "the broker shows what it has stored")
     assert sorted(each.body for each in real_cluster.messages(topic)) == [b"0", b"1", b"2", b"3", b"4", b"5"]
     real_cluster.delete_topic(topic)
     with pytest.raises(AssertionError):

@@ -8,7 +8,14 @@ import random
 from collections.abc import Container
 from typing import Protocol
 
-from pyrocket_consumer.errors import BrokerError, ConnectError, ConnectionLost, RequestTimeout, RocketError
+from pyrocket_consumer.errors import (
+    BrokerError,
+    ConnectError,
+    ConnectionLost,
+    PermissionDenied,
+    RequestTimeout,
+    RocketError,
+)
 from pyrocket_consumer.wire.codes import ResponseCode
 from pyrocket_consumer.wire.command import GetRouteInfoHeader, Header
 from pyrocket_consumer.wire.frame import RemotingCommand
@@ -64,7 +71,9 @@ class NameServers:
             if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
                 raise ConnectError(error.address, "it answers as a broker does, not as a name server") from error
             if error.code != ResponseCode.TOPIC_NOT_EXIST:
-                raise
+                if isinstance(error, PermissionDenied):
+                    raise
+                raise ConnectError(error.address, f"it refuses the first request: {error}") from error
         except ConnectionLost as error:
             text = "it closes the connection at the first request; if it speaks TLS only, pass tls=True"
             raise ConnectError(error.address, text) from error

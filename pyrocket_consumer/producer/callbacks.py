@@ -151,7 +151,8 @@ class SendFuture(Future[T]):
         self._waiting.append(told)
         if not self._is_told and not told.wait(timeout_s):
             self._waiting.remove(told)
-            raise TimeoutError
+            if not self.done():  # else it was done just before it is told, as callbacks see it
+                raise TimeoutError
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
         """Have `fn(future)` called on the callback thread when the result is there."""

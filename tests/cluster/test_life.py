@@ -17,7 +17,7 @@ from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import ConnectError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.net.io_thread import IoThread
-from pyrocket_consumer.testing import EmbeddedCluster, drop
+from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.cluster.conftest import Told, consumer_of
 from tests.consuming import until
@@ -56,6 +56,13 @@ def test_a_name_server_that_does_not_answer_is_an_error_within_the_deadline(embe
     with pytest.raises(ConnectError, match=f"{embedded.name_server}: no answer within"):
         client.start()
     assert time.monotonic() - began < 20
+
+
+def test_a_name_server_that_refuses_the_first_request_is_told_as_one_that_does_not_answer(embedded):
+    embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, answer(1, "not now"), times=None)
+    client = Cluster(ClientConfig(name_server=embedded.name_server), "me")
+    with pytest.raises(ConnectError, match=f"{embedded.name_server}: it refuses the first request: .*not now"):
+        client.start()
 
 
 def test_a_brokers_address_is_not_taken_for_a_name_servers(embedded):

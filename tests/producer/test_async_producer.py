@@ -115,7 +115,7 @@ def test_ten_thousand_sends_at_once_do_not_hold_up_the_loop(embedded):
 
 def test_a_full_producer_leaves_the_loop_alone(embedded, gate):
     async def program():
-        producer = AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=2, send_timeout_s=1)
+        producer = AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=2)
         async with producer:
             async with LongestStop() as stop:
                 outcomes = await asyncio.gather(
@@ -126,8 +126,8 @@ def test_a_full_producer_leaves_the_loop_alone(embedded, gate):
 
     longest_s, outcomes = asyncio.run(program())
     assert [type(outcome) for outcome in outcomes] == [SendError] * 5
-    assert sum("no room within 1 s" in str(outcome) for outcome in outcomes) >= 2
-    assert longest_s < 0.9
+    assert sum("no room within 3 s" in str(outcome) for outcome in outcomes) >= 2
+    assert longest_s < 2  # it would be 3 s with `Producer.send_async`
 
 
 @pytest.mark.parametrize("started", [True, False], ids=["started", "by the first message"])

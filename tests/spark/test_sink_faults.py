@@ -260,7 +260,7 @@ def test_a_slow_broker_takes_all(embedded, sink, lanes):
 @pytest.mark.parametrize("go_away", [stop, stop_unnoticed, kill, be_silent, be_busy])
 def test_a_task_ends_when_the_time_is_over(embedded, sink, go_away, lanes):
     came = reached(embedded, ROWS // 2)
-    task = Task(sink(sendTimeoutMs="1000", requestTimeoutMs="500"), lanes)
+    task = Task(sink(sendTimeoutMs="1000", requestTimeoutMs="500"), lanes, rows=20_000)  # more than it has time for
     assert came.wait(60)
     go_away(embedded.broker("broker-a"))
     began = time.monotonic()

@@ -351,7 +351,7 @@ with EmbeddedCluster() as cluster:
         except RuntimeError as error:
             print(error)
         cluster.close()
-        socket.create_connection((host, int(port)), timeout=30).close()
+        shown = socket.create_connection((host, int(port)), timeout=30)  # open for as long as it is looked for
         sys.stdout.flush()
         os.read(until, 1)
         os._exit(0)
