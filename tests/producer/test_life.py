@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 
 import pytest
 
@@ -437,6 +437,14 @@ def test_a_signal_that_closes_once_more_while_close_waits_returns_at_once(embedd
     finally:
         signal.signal(signal.SIGALRM, before)
     assert future.result(0).attempts == 1
+
+
+def test_whoever_hears_that_a_future_is_done_has_its_result_at_once(embedded, gate):
+    with Producer(name_server=embedded.name_server) as producer:
+        future, results = producer.send_async("orders", b"x"), queue.SimpleQueue()
+        Future.add_done_callback(future, lambda done: results.put(done.result(0)))  # the first that is told
+        gate.open()
+        assert results.get(timeout=30) == future.result(30)
 
 
 def test_a_callback_may_close_the_producer(embedded):
