@@ -23,6 +23,7 @@ from pyrocket_consumer.cluster.places import To
 from pyrocket_consumer.config import ClientConfig, ClientOptions, NameServers, check_bool, check_range, check_topic
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.net.forks import renew_locks_in_children
 
 _SLOW_TIMEOUT_S = 180.0  # members are asked, a few at a time, and a silent one costs 10 s
 
@@ -82,8 +83,10 @@ class Admin:
         check_range("timeout_s", timeout_s, 0.01, 3600)
         self.config = config
         self._timeout_s = timeout_s
-        self._life = threading.Lock()
+        self.renew_locks()
+        renew_locks_in_children(self)
         self._cluster: Cluster | None = None
+        self._opening: Cluster | None = None
         self._closed = False
         self._seen: dict[str, frozenset[MessageQueue]] = {}  # by topic; confined to the I/O thread
 
@@ -94,25 +97,44 @@ class Admin:
 
         Raises:
             ConnectError: no name server answers. It can be started again.
+            ConsumerClosed: it was closed, maybe meanwhile.
         """
         self._started()
 
+    def renew_locks(self) -> None:
+        """Have locks that nobody holds, in a process that was forked."""
+        # A signal's handler may come in the middle, on the same thread: they let it in, and who was first looks again.
+        self._starting = threading.RLock()  # one start at a time
+        self._life = threading.RLock()  # held for a few steps, and never while anything is waited for
+
     def _started(self) -> Cluster:
-        with self._life:
-            if self._closed:
-                raise ConsumerClosed("this admin is closed; make a new one")
+        with self._starting:
+            self._check_open()
             if self._cluster is None:
-                cluster = Cluster(self.config, make_client_id(self.config))
+                self._opening = cluster = Cluster(self.config, make_client_id(self.config))
                 cluster.start()
-                self._cluster = cluster
+                with self._life:
+                    self._opening = None
+                    if self._cluster is None and not self._closed:
+                        self._cluster = cluster
+                if self._cluster is not cluster:
+                    cluster.close()
+            self._check_open()
+            assert self._cluster is not None
             return self._cluster
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConsumerClosed("this admin is closed; make a new one")
 
     def close(self) -> None:
         """Disconnect. A second close does nothing."""
         with self._life:
             self._closed = True
-            if self._cluster is not None:
-                self._cluster.close()
+            clusters = self._cluster, self._opening
+        for cluster in clusters:
+            if cluster is not None:
+                cluster.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self._cluster is not None:

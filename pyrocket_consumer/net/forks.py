@@ -1,4 +1,5 @@
-"""What a forked child must not keep: a connection lives, and with it a membership, while any process has it open."""
+"""What a forked child must not keep: sockets, for a membership lives while any process has its connection open; and
+locks, for whoever held one in the parent does not run here, and would never give it back."""
 
 from __future__ import annotations
 
@@ -14,6 +15,14 @@ class HasSocket(Protocol):
         """Return the socket's descriptor, -1 if it is closed."""
 
 
+class HasLocks(Protocol):
+    """Something that threads of the parent may be in the middle of."""
+
+    def renew_locks(self) -> None:
+        """Have new locks, which nobody holds."""
+
+
+_with_locks: weakref.WeakSet[HasLocks] = weakref.WeakSet()
 _of_this_process: weakref.WeakSet[HasSocket] = weakref.WeakSet()
 
 
@@ -22,7 +31,14 @@ def close_in_children(connection: HasSocket) -> None:
     _of_this_process.add(connection)
 
 
+def renew_locks_in_children(owner: HasLocks) -> None:
+    """Have children that are forked from now on begin with locks of `owner` that nobody holds."""
+    _with_locks.add(owner)
+
+
 def _after_fork_in_child() -> None:
+    for owner in list(_with_locks):
+        owner.renew_locks()
     connections = list(_of_this_process)
     _of_this_process.clear()
     descriptors = [descriptor for connection in connections if (descriptor := connection.fileno()) >= 0]

@@ -19,6 +19,7 @@ from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.net.forks import renew_locks_in_children
 from pyrocket_consumer.net.outcome import Outcome
 from pyrocket_consumer.producer import at_exit
 from pyrocket_consumer.producer.batch import BatchMessage, cut
@@ -230,10 +231,12 @@ class Producer:
         compress(b"-", config.compression)  # a missing package is told here
         self.config = config
         self._group = wrap(config.namespace, config.group)
-        self._life = threading.RLock()  # start and close, one at a time; never held while a message is sent
+        self.renew_locks()
+        renew_locks_in_children(self)
         self._state = ProducerState.CREATED
         self._pid: int | None = None
         self._running: _Running | None = None
+        self._opening: Cluster | None = None
         self._callbacks = CallbackThread()
         self._over = threading.Event()  # the first close has ended
         self._closed_by: threading.Thread | None = None
@@ -256,21 +259,36 @@ class Producer:
 
         Raises:
             ConnectError: no name server answers. The producer can be started again.
-            ConsumerClosed: it was closed.
+            ConsumerClosed: it was closed, maybe meanwhile.
         """
-        with self._life:
-            if self._state is ProducerState.RUNNING:
+        with self._starting:
+            self._check_open()
+            if self._running is not None:
                 return
-            if self._state is ProducerState.CLOSED:
-                raise ConsumerClosed("the producer is closed; make a new one")
             cluster = Cluster(self.config, make_client_id(self.config))
             cluster.add_producer(self._group)
             end = self._prepare(cluster)
+            self._opening = cluster
             cluster.start()
-            self._running = _Running(cluster, self.config, self._group, self._callbacks, end)
-            self._pid = os.getpid()
-            self._state = ProducerState.RUNNING
-            at_exit.add(self._running)
+            running = _Running(cluster, self.config, self._group, self._callbacks, end)
+            with self._life:
+                self._opening = None
+                if is_wanted := self._state is ProducerState.CREATED:
+                    self._running, self._pid, self._state = running, os.getpid(), ProducerState.RUNNING
+                    at_exit.add(running)
+            if not is_wanted:
+                cluster.close()
+                self._check_open()
+
+    def _check_open(self) -> None:
+        if self._state is ProducerState.CLOSED:
+            raise ConsumerClosed("the producer is closed; make a new one")
+
+    def renew_locks(self) -> None:
+        """Have locks that nobody holds, in a process that was forked."""
+        # A signal's handler may come in the middle, on the same thread: they let it in, and who was first looks again.
+        self._starting = threading.RLock()  # one start at a time
+        self._life = threading.RLock()  # held for a few steps, and never while anything is waited for
 
     def _prepare(self, cluster: Cluster) -> EndOfKind:
         """Get a new cluster ready to answer what brokers ask of this kind of producer; return what ends that."""
@@ -322,11 +340,13 @@ class Producer:
             if is_first := self._closed_by is None:
                 self._closed_by = threading.current_thread()
             running, self._running = self._running, None
-            self._state = ProducerState.CLOSED
+            opening, self._state = self._opening, ProducerState.CLOSED
         if forked:
             return
         if is_first:
             try:
+                if opening is not None:
+                    opening.close()  # the start ends
                 if running is not None:
                     running.close(timeout_s)
             finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -19,6 +21,7 @@ from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.interrupting import a_signal_once_held, a_start_that_waits, child_that, exit_code
 
 
 @pytest.fixture
@@ -181,3 +184,44 @@ def test_an_admin_that_nobody_closes_is_told_and_leaves_nothing(embedded):
     with pytest.warns(ResourceWarning, match=r"unclosed <pyrocket_consumer.*Admin.*call close\(\)"):
         Admin(name_server=embedded.name_server).topics()
     embedded.wait_until(lambda: not any(node.connections for node in (*embedded.nodes, *embedded.name_server_nodes)))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
+@pytest.mark.parametrize("in_the_handler", ["close", "call"])
+def test_a_signal_s_handler_may_use_an_admin_that_is_about_to_start(embedded, in_the_handler):
+    admin, seen = Admin(name_server=embedded.name_server, call_timeout_s=20), []
+    with a_start_that_waits(embedded) as gate:
+
+        def handle():
+            if in_the_handler == "close":
+                admin.close()
+            else:
+                gate.open()
+                seen.append(admin.topics())
+
+        with a_signal_once_held(gate, handle):
+            if in_the_handler == "close":
+                with pytest.raises(ConsumerClosed):
+                    admin.topics()
+            else:
+                seen.append(admin.topics())
+    assert seen == ([] if in_the_handler == "close" else [[], []])
+    admin.close()
+    embedded.wait_until(lambda: not [each for each in threading.enumerate() if each.name == "pyrocket-io"])
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_while_another_thread_starts_can_close_and_call(embedded):
+    admin = Admin(name_server=embedded.name_server, call_timeout_s=60)
+    with a_start_that_waits(embedded) as gate:
+        starting = threading.Thread(target=admin.start)
+        starting.start()
+        gate.wait_held(1)
+        children = [child_that(admin.close), child_that(admin.topics)]
+    starting.join()
+    assert [exit_code(child) for child in children] == [0, 0]
+    assert admin.topics() == []
+    admin.close()

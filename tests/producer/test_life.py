@@ -20,6 +20,7 @@ from pyrocket_consumer import ConfigError, ConnectError, ConsumerClosed, Message
 from pyrocket_consumer.producer import Producer, ProducerState
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, drop
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.interrupting import a_signal_once_held, a_start_that_waits, child_that, exit_code
 
 SEND = RequestCode.SEND_MESSAGE_V2
 
@@ -445,6 +446,77 @@ def test_whoever_hears_that_a_future_is_done_has_its_result_at_once(embedded, ga
         Future.add_done_callback(future, lambda done: results.put(done.result(0)))  # the first that is told
         gate.open()
         assert results.get(timeout=30) == future.result(30)
+
+
+# --- in the middle of a start
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
+def test_a_signal_that_closes_while_it_starts_ends_the_start(embedded):
+    producer = Producer(name_server=embedded.name_server, call_timeout_s=30)
+    with (
+        a_start_that_waits(embedded) as gate,
+        a_signal_once_held(gate, producer.close),
+        pytest.raises(ConsumerClosed),
+    ):
+        producer.start()
+    assert producer.state is ProducerState.CLOSED
+    embedded.wait_until(lambda: not producer_threads())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
+def test_a_signal_that_sends_while_it_starts_leaves_one_producer(embedded):
+    producer, sent = Producer(name_server=embedded.name_server, call_timeout_s=30), []
+    with a_start_that_waits(embedded) as gate:
+
+        def handle():
+            gate.open()
+            sent.append(producer.send("orders", b"handler"))
+
+        with a_signal_once_held(gate, handle):
+            producer.start()
+    producer.send("orders", b"main")
+    assert len(sent) == 1
+    embedded.wait_until(lambda: len(producer_threads()) == 1)
+    producer.close()
+    embedded.wait_until(lambda: not producer_threads())
+
+
+def test_close_does_not_wait_for_the_start_of_another_thread(embedded):
+    producer, ended = Producer(name_server=embedded.name_server, call_timeout_s=60), queue.SimpleQueue()
+
+    def start():
+        try:
+            producer.start()
+        except ConsumerClosed as error:
+            ended.put(error)
+
+    with a_start_that_waits(embedded) as gate:
+        threading.Thread(target=start).start()
+        gate.wait_held(1)
+        producer.close(timeout_s=0.1)
+        assert isinstance(ended.get(timeout=20), ConsumerClosed)
+        embedded.wait_until(lambda: not producer_threads())
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_while_another_thread_starts_can_close_and_send(embedded):
+    producer = Producer(name_server=embedded.name_server, call_timeout_s=60)
+    with a_start_that_waits(embedded) as gate:
+        starting = threading.Thread(target=producer.start)
+        starting.start()
+        gate.wait_held(1)
+        closes = child_that(producer.close)
+        sends = child_that(lambda: producer.send("orders", b"child"))
+    starting.join()
+    assert (exit_code(closes), exit_code(sends)) == (0, 0)
+    producer.send("orders", b"parent")
+    producer.close()
+    assert sorted(message.body for message in embedded.messages("orders")) == [b"child", b"parent"]
 
 
 def test_a_callback_may_close_the_producer(embedded):
