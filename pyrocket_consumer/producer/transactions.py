@@ -135,6 +135,10 @@ class _Transactions:
         )
         self.end(header, state, asked.address)
 
+    def address(self, broker_name: str) -> str | None:
+        """Return where the broker that keeps a message is, None if it has no master."""
+        return self._cluster.address(broker_name, only_this=True)
+
     def end(self, header: EndTransactionHeader, state: TransactionState, address: str | None) -> str | None:
         """Tell the broker how a transaction ended; return why it has not taken it. It asks then, if it can."""
         if state is TransactionState.UNKNOWN:  # a broker does not even answer that
@@ -240,7 +244,8 @@ class TransactionProducer(Producer):
         `run` carries out the application's transaction; `sent.message_id` is what `check` will know it by. UNKNOWN, or
         anything that is not a TransactionState, leaves the decision to `check`. When `run` raises, that is raised
         here, and the decision is left to `check` as well: the transaction may have been committed before.
-        `TransactionResult.state` is UNKNOWN as well when the broker did not take the decision.
+        `TransactionResult.state` is UNKNOWN as well when the broker did not take the decision, or the producer was
+        closed while `run` ran.
 
         Raises:
             SendError: not stored, and `run` was not called. For the rest as `send`.
@@ -255,9 +260,7 @@ class TransactionProducer(Producer):
         self._hand_over(sending)
         sent = wait_for(outcome, sending.timeout_s)
         state = _checked(run(sent), sent.message_id)
-        cluster = self._usable().cluster
         _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)
-        address = cluster.address(sent.queue.broker_name, only_this=True)
         header = EndTransactionHeader(
             producer_group=self._group,
             tran_state_table_offset=sent.queue_offset,
@@ -269,7 +272,7 @@ class TransactionProducer(Producer):
             topic=sending.topic,
             broker_name=sent.queue.broker_name,
         )
-        reason = self._transactions.end(header, state, address)
+        reason = self._transactions.end(header, state, self._transactions.address(sent.queue.broker_name))
         return TransactionResult(sent, TransactionState.UNKNOWN if reason else state, state, reason)
 
 

@@ -256,3 +256,17 @@ def test_a_topic_to_know_must_exist(quick):
     with pytest.raises(RouteNotFound):
         producer.start()
     assert producer.state.value == "closed"
+
+
+def test_a_producer_that_is_closed_while_the_transaction_runs_tells_what_was_decided(embedded):
+    """The message is stored and the transaction carried out: an error would have both done once more."""
+    producer = TransactionProducer("payments", check=never, name_server=embedded.name_server)
+
+    def run(sent):
+        producer.close()
+        return TransactionState.COMMIT
+
+    result = producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), run)
+    assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
+    assert result.not_told is not None
+    assert "closed" in result.not_told
