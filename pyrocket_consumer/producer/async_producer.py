@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, ParamSpec, Self, Unpack
 
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
-from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
+from pyrocket_consumer.errors import ConfigError, ConnectError, ConsumerClosed, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer.outgoing import OutgoingMessage, check_delivery
 from pyrocket_consumer.producer.producer import Producer, ProducerState, no_room
 from pyrocket_consumer.producer.result import SendResult
 from pyrocket_consumer.producer.sending import Sending
+
+P = ParamSpec("P")
 
 _LONGEST_TIMEOUT_S = 3600
 
@@ -137,7 +140,7 @@ class AsyncProducer:
 
     def _start(self) -> asyncio.Future[None]:
         if self._starting is None:
-            self._starting = asyncio.ensure_future(asyncio.to_thread(self._producer.start))
+            self._starting = _on_a_thread(self._producer.start)
             self._starting.add_done_callback(self._started)
         return self._starting
 
@@ -158,10 +161,14 @@ class AsyncProducer:
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0.001, _LONGEST_TIMEOUT_S)
         self._check_loop()
-        pending = [waiting.future for waiting in self._unfinished]
-        left = (await asyncio.wait(pending, timeout=timeout_s))[1] if pending else ()
-        if left:
-            what = f"a flush ({len(left)} of {len(pending)} sends are on their way)"
+        given = pending = list(self._unfinished)
+        until = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        while pending and (until is None or asyncio.get_running_loop().time() < until):
+            left_s = None if until is None else until - asyncio.get_running_loop().time()
+            await asyncio.wait([waiting.future for waiting in pending], timeout=left_s)
+            pending = [waiting for waiting in pending if waiting in self._unfinished]
+        if pending:
+            what = f"a flush ({len(pending)} of {len(given)} sends are on their way)"
             raise RequestTimeout(what, "the brokers", timeout_s or 0)
 
     async def close(self, timeout_s: float | None = None) -> None:
@@ -183,7 +190,7 @@ class AsyncProducer:
                 await asyncio.wait(pending, timeout=None if until is None else max(until - loop.time(), 0))
             self._fail_queued(ConsumerClosed("the producer was closed"))
             left_s = None if until is None else min(max(until - loop.time(), 0), _LONGEST_TIMEOUT_S)
-            await asyncio.to_thread(self._producer.close, left_s)
+            await _on_a_thread(self._producer.close, left_s)
         except asyncio.CancelledError:
             self._close_in_background()
             raise
@@ -300,19 +307,23 @@ class AsyncProducer:
         sending.is_waited_for = False
         waiting.size = len(sending.body)
         self._unfinished[waiting] = None
-        if self._queue or self._producer.state is not ProducerState.RUNNING or not self._has_room(waiting.size):
-            self._queue[sending] = waiting
-            waiting.began = self._loop.time()
-            waiting.timer = self._loop.call_later(sending.timeout_s, self._no_room, sending)
-            if self._producer.state is not ProducerState.RUNNING:
-                self._start()
-        else:
-            self._put(sending, waiting)
         try:
+            if self._queue or self._producer.state is not ProducerState.RUNNING or not self._has_room(waiting.size):
+                self._queue[sending] = waiting
+                waiting.began = self._loop.time()
+                waiting.timer = self._loop.call_later(sending.timeout_s, self._too_late, sending)
+                if self._producer.state is not ProducerState.RUNNING:
+                    self._start()
+            else:
+                self._put(sending, waiting)
             return await waiting.future
         finally:
             if self._queue.pop(sending, None) is not None:  # cancelled before it was sent
                 self._forget(waiting)
+                self._advance()
+            elif waiting.future.cancelled() and waiting in self._unfinished:
+                waiting.future = self._loop.create_future()  # nobody is told, but a flush waits for it
+                waiting.future.add_done_callback(asyncio.Future.exception)
 
     def _has_room(self, size: int) -> bool:
         # The same rule as the outbox has, whose room is never less: what has ended there is passed on here.
@@ -337,7 +348,7 @@ class AsyncProducer:
 
     def _advance(self) -> None:
         """Send what waits, as far as there is room."""
-        while self._queue:
+        while self._queue and self._producer.state is ProducerState.RUNNING:
             sending, waiting = next(iter(self._queue.items()))
             if not self._has_room(waiting.size):
                 return
@@ -350,10 +361,16 @@ class AsyncProducer:
         self._forget(waiting)
         self._advance()
 
-    def _no_room(self, sending: Sending) -> None:
+    def _too_late(self, sending: Sending) -> None:
         waiting = self._queue.pop(sending)
         self._forget(waiting)
-        _tell(waiting.future, None, no_room(sending, self.config))
+        error: RocketError = no_room(sending, self.config)
+        if self._producer.state is ProducerState.CREATED:
+            error = ConnectError(
+                ";".join(self.config.name_servers), f"no answer within {sending.timeout_s:g} s; nothing was sent"
+            )
+        _tell(waiting.future, None, error)
+        self._advance()  # one behind it may be smaller
 
     def _fail_queued(self, error: BaseException) -> None:
         queued, self._queue = self._queue, {}
@@ -378,6 +395,24 @@ class AsyncProducer:
         self._check_loop()
         if self._is_closed:
             raise ConsumerClosed("the producer is closed; make a new one")
+
+
+def _on_a_thread(work: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> asyncio.Future[None]:
+    """Have `work` done on a thread of its own. Those of the loop's executor may all be waiting for a send."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def run() -> None:
+        failure = None
+        try:
+            work(*arguments, **named)
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+            loop.call_soon_threadsafe(_tell, done, None, failure)
+
+    threading.Thread(target=run, name="pyrocket-life", daemon=True).start()
+    return done
 
 
 def _tell(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import threading
 import time
@@ -22,6 +23,7 @@ from pyrocket_consumer import (
 from pyrocket_consumer.producer import OutgoingMessage, ProducerState
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.interrupting import a_start_that_waits
 from tests.real_brokers import wait_until
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -303,3 +305,79 @@ def test_one_that_is_dropped_is_told_and_ends(embedded):
         asyncio.run(program())
     gc.collect()
     embedded.wait_until(lambda: not producer_threads())
+
+
+def test_it_needs_no_thread_of_the_loop_s_executor(embedded):
+    """All of them wait for a send: the producer starts, and closes, nevertheless."""
+
+    async def program():
+        loop, release = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
+        producer = AsyncProducer(name_server=embedded.name_server)
+
+        def send():
+            sent = asyncio.run_coroutine_threadsafe(producer.send("orders", b"x"), loop).result(20)
+            release.wait(20)
+            return sent
+
+        working = asyncio.ensure_future(asyncio.to_thread(send))
+        while not bodies(embedded):
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(producer.close(), 15)
+        release.set()
+        return await working
+
+    assert asyncio.run(program()).attempts == 1
+
+
+@pytest.mark.parametrize("first_ends", ["cancelled", "too late"])
+def test_what_waits_behind_one_that_is_too_large_goes_on_when_that_ends(embedded, gate, first_ends):
+    async def program():
+        options = {"max_in_flight_bytes": 1000, "compress_above_bytes": 100_000, "send_timeout_s": 60}
+        async with AsyncProducer(name_server=embedded.name_server, **options) as producer:
+            under_way = asyncio.create_task(producer.send("orders", b"a" * 900))
+            await asyncio.sleep(0)
+            timeout_s = 0.2 if first_ends == "too late" else 60
+            large = asyncio.create_task(producer.send("orders", b"b" * 500, timeout_s=timeout_s))
+            small = asyncio.create_task(producer.send("orders", b"c" * 50))
+            await asyncio.sleep(0)
+            if first_ends == "cancelled":
+                large.cancel()
+            await asyncio.wait([large])
+            await asyncio.to_thread(gate.wait_held, 2)
+            assert not under_way.done()
+            gate.open()
+            await asyncio.gather(under_way, small)
+            return large.cancelled() or str(large.exception())
+
+    assert asyncio.run(program()) is True or first_ends == "too late"
+    assert sorted(len(body) for body in bodies(embedded)) == [50, 900]
+
+
+def test_a_flush_waits_for_what_was_cancelled_on_its_way(embedded, gate):
+    async def program():
+        async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
+            send = asyncio.create_task(producer.send("orders", b"x"))
+            await asyncio.to_thread(gate.wait_held, 1)
+            send.cancel()
+            await asyncio.wait([send])
+            with pytest.raises(RequestTimeout, match="1 of 1"):
+                await producer.flush(0.1)
+            gate.open()
+            await producer.flush()
+            return bodies(embedded)
+
+    assert asyncio.run(program()) == [b"x"]
+
+
+def test_while_no_name_server_answers_sends_say_so_and_close_keeps_its_time(embedded):
+    async def program():
+        producer = AsyncProducer(name_server=embedded.name_server, call_timeout_s=60)
+        with a_start_that_waits(embedded):
+            with pytest.raises(ConnectError, match=r"no answer within 0\.2 s; nothing was sent"):
+                await producer.send("orders", b"x", timeout_s=0.2)
+            await asyncio.wait_for(producer.close(timeout_s=0.1), 20)
+
+    asyncio.run(program())
+    embedded.wait_until(lambda: not producer_threads())
+    assert bodies(embedded) == []
