@@ -185,10 +185,13 @@ class Positions:
         there = list[MessageQueue]()
         for topic, outcome in zip(named, outcomes, strict=True):
             if isinstance(outcome, RouteNotFound):
+                if not await self._brokers_up():
+                    doubt.renew()  # one that starts may have no topics for a moment, however long it was away
+                    raise outcome
                 if doubt.failed() is not None:
                     raise outcome
                 if not (follows and topic in self._options.topics and await self._makes_topics()):
-                    raise _NoSuchTopic(topic, outcome.name_servers) if await self._brokers_up() else outcome
+                    raise _NoSuchTopic(topic, outcome.name_servers)
                 log.warning("topic=%s is not there yet; when it is made, it is read from its first message", topic)
             elif isinstance(outcome, BaseException):
                 raise outcome

@@ -446,7 +446,7 @@ def what_cannot_be_read_moves_nothing(
                 raise AssertionError(f"{body!r}, which cannot be read, ended the consumer") from None
             told = consumer.events.wait_for("offset-reset", number)
             assert "cannot be read, nothing moved" in told.text
-        assert consumer.seen.bodies == numbered(5 + len(bodies))
+        assert sorted(consumer.seen.bodies) == sorted(numbered(5 + len(bodies)))
 
 
 UNREADABLE = [b"{", b'{"offsetTable":7}', b'{"offsetTable":[[1]]}', b"\xff\xfe"]

@@ -90,7 +90,7 @@ def last_is_the_end(cluster: Any, names: Any, member: Kind) -> None:
         consumer.seen.wait(lambda seen: b"m5" in seen.bodies)
         zero_rule = getattr(cluster, "version", "5") < "5"
         expected = numbered(6) if zero_rule else numbered(1, 5)
-        assert consumer.seen.bodies == expected, f"consumed {len(consumer.seen.bodies)} of 6 messages"
+        assert sorted(consumer.seen.bodies) == expected, f"consumed {len(consumer.seen.bodies)} of 6 messages"
 
 
 def test_h22_last_means_the_end_of_young_topics_too(cluster, names):

@@ -13,7 +13,7 @@ from pyrocket_consumer.errors import ConfigError, RouteNotFound
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.source import RefusedStreamReader
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.spark.asking import Checkpoint, CrashError, data_source, flat, read_batch, rows, running
 
@@ -212,17 +212,25 @@ def test_a_topic_need_not_exist_yet_where_it_is_made_on_demand(embedded, caplog)
 
 @pytest.mark.timeout(60)
 def test_a_topic_is_waited_for_while_no_broker_is_there():
-    with EmbeddedCluster(auto_create_topics=False) as cluster:
+    """Also when its broker comes between the two questions for the topic and for the brokers."""
+    gate = Gate()
+    with EmbeddedCluster(auto_create_topics=False) as cluster, ThreadPoolExecutor(1) as pool:
+        names = cluster.name_server_nodes[0]
         cluster.create_topic("orders", queues=1)
         cluster.broker("broker-a").stop()
         reader = data_source(cluster, subscribe="orders", requestTimeoutMs=300, retries=None).streamReader(None)
-        with ThreadPoolExecutor(1) as pool:
+        try:
             first = pool.submit(reader.initialOffset)
-            cluster.name_server_nodes[0].wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, count=8)
+            names.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, count=8)
             assert not first.done()
+            names.on(RequestCode.GET_BROKER_CLUSTER_INFO, gate)
+            gate.wait_held()
             cluster.broker("broker-a").start()
+            gate.open()
             assert "orders" in str(first.result(30))
-        reader.stop()
+        finally:
+            gate.open()
+            reader.stop()
 
 
 @pytest.mark.timeout(60)
