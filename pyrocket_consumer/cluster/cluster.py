@@ -224,7 +224,7 @@ class Cluster:
         Raises:
             ConsumerClosed: as for `run`.
         """
-        return asyncio.run_coroutine_threadsafe(coroutine, self._usable_io(coroutine).loop)
+        return self._usable_io(coroutine).submit(coroutine)
 
     def _usable_io(self, coroutine: Coroutine[Any, Any, T]) -> IoThread:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.group import Group
@@ -32,11 +33,11 @@ class Corrections:
 
     def moved(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
         """A pull at `asked` was answered with another place. The puller waits until that is decided."""
-        self._group.beside(self._follow(puller, asked, answer), f"following the broker on {puller.queue}")
+        self._group.beside(partial(self._follow, puller, asked, answer), f"following the broker on {puller.queue}")
 
     def met_late(self, queue: MessageQueue, answer: PullAnswer) -> None:
         """A pull that was given up has brought a reset: it is the only copy."""
-        self._group.beside(self._resets.met_mark(queue, answer, None), f"resetting {queue}")
+        self._group.beside(partial(self._resets.met_mark, queue, answer, None), f"resetting {queue}")
 
     def reset_waits(self, queue: MessageQueue) -> None:
         """The broker ignores commits of `queue`, because it has a reset for the next pull."""

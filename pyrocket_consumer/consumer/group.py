@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from pyrocket_consumer.cluster import Cluster
@@ -101,12 +101,12 @@ class Group:
 
     # --- work
 
-    def beside(self, work: Coroutine[Any, Any, object], what: str) -> None:
+    def beside(self, work: Callable[[], Awaitable[object]], what: str) -> None:
         """Begin a step that nobody waits for: that it could not be done is told."""
 
         async def told() -> None:
             try:
-                await work
+                await work()
             except RocketError as error:
                 self.trouble(EventKind.BROKER_UNREACHABLE, f"{what}: {error}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from pyrocket_consumer.consumer.group import Group
@@ -83,7 +84,8 @@ class QueueLocks:
             return
         for window in windows:
             if window.queue not in granted:
-                group.beside(lost(window), f"losing {window.queue}")  # it may wait for its turn; other locks may not
+                # it may wait for its turn; other locks may not
+                group.beside(partial(lost, window), f"losing {window.queue}")
             elif not window.dropped:
                 window.locked_until = asked_at + VALID_S
                 confirmed(window)

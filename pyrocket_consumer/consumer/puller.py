@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 from pyrocket_consumer.cluster.answers import refusal
@@ -203,7 +204,7 @@ class Puller:
             connection = self._host.connection_to(self.queue.broker_name, broker_id)
             if connection is None:
                 self.window.settle(expected)
-                self._await(self._host.connect_to(self.queue.broker_name, broker_id))
+                self._await(partial(self._host.connect_to, self.queue.broker_name, broker_id))
                 return
             self._master_next = False
             self._ask(connection, offset, expected, subscription)
@@ -389,10 +390,10 @@ class Puller:
         self._tell(error)
         self._abandon()
         if answer.code in _NEEDS_HEARTBEAT:
-            self._await(self._host.known_again(self.queue))
+            self._await(partial(self._host.known_again, self.queue))
         elif answer.code in _NEEDS_ROUTE:
             self._pause(self._retry_delay_s)
-            self._await(self._host.refresh_route(self.queue))
+            self._await(partial(self._host.refresh_route, self.queue))
         elif answer.code == ResponseCode.FLOW_CONTROL:
             self._pause(0.02)
         else:
@@ -419,13 +420,13 @@ class Puller:
         self._retry = None
         self.pull()
 
-    def _await(self, work: Awaitable[None]) -> None:
+    def _await(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do something that takes a while, then go on pulling."""
         self._waits = True
 
         async def wait() -> None:
             try:
-                await work
+                await work()
             except RocketError as error:
                 self._waits = False
                 self._failed(error)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from pyrocket_consumer.consumer.allocation import allocate, strategy_of
 from pyrocket_consumer.consumer.assignments import Assignments
@@ -172,7 +173,7 @@ class Rebalance:
     def _give_up(self, queue: MessageQueue) -> None:
         self._coming.pop(queue, None)  # one that begins finds that it is not wanted; but it may just have begun
         if self._assignments.get(queue) is not None:
-            self._group.beside(self._assignments.end(queue, "revoked"), f"giving up {queue}")
+            self._group.beside(partial(self._assignments.end, queue, "revoked"), f"giving up {queue}")
 
     def _begin(self, queue: MessageQueue) -> None:
         places = self._places.setdefault(queue.broker_name, asyncio.Semaphore(BEGIN_AT_ONCE))

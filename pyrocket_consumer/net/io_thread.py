@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -22,6 +23,8 @@ class IoThread:
         self._on_end = on_end
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._handed_over: dict[Coroutine[Any, Any, Any], Callable[[], object]] = {}
+        """What may not have begun yet, each with how to tell that it never will."""
 
     def start(self) -> None:
         """Start the thread; once only."""
@@ -33,14 +36,26 @@ class IoThread:
             while not self._runs_to_its_end():
                 pass
         finally:
-            tasks = asyncio.all_tasks(self.loop)
+            self._end_tasks()
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self._end_tasks()  # those that have begun meanwhile
+            self.loop.close()  # threads of its executor end by themselves; one that hangs in a name's resolution, later
+            for coroutine in list(self._handed_over):
+                self._refuse(coroutine)
+            self._on_end()
+
+    def _end_tasks(self) -> None:
+        while tasks := asyncio.all_tasks(self.loop):
             for task in tasks:
                 task.cancel()
-            if tasks:
-                self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.close()  # threads of its executor end by themselves; one that hangs in a name's resolution, later
-            self._on_end()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+    def _refuse(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Tell who waits for `coroutine` that it will not begin."""
+        tell = self._handed_over.pop(coroutine, None)
+        if tell is not None:
+            coroutine.close()
+            tell()
 
     def _runs_to_its_end(self) -> bool:
         """Run the loop. False: a task raised what asyncio lets through; that task has ended, the others go on."""
@@ -93,6 +108,7 @@ class IoThread:
         outcome, tasks = Outcome[T](), list[asyncio.Task[T]]()
 
         def begin() -> None:
+            self._handed_over.pop(coroutine, None)
             task = self.loop.create_task(coroutine)
             tasks.append(task)
             task.add_done_callback(partial(_tell, outcome))
@@ -101,10 +117,11 @@ class IoThread:
             for task in tasks:
                 task.cancel()
 
+        self._handed_over[coroutine] = lambda: outcome.set_exception(_closed_meanwhile())
         try:
             self.loop.call_soon_threadsafe(begin)
         except RuntimeError:
-            coroutine.close()
+            self._refuse(coroutine)
             raise ConsumerClosed("the client is closed; make a new one") from None
         try:
             is_told = outcome.wait(timeout_s)
@@ -117,6 +134,25 @@ class IoThread:
             raise RequestTimeout(name, "the I/O thread", timeout_s or 0)
         return outcome.result()
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start `coroutine` on the I/O thread and return at once; the future gets its result.
+
+        It is cancelled if the thread ends before.
+
+        Raises:
+            ConsumerClosed: the thread has ended.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:
+            coroutine.close()
+            raise ConsumerClosed("the client is closed; make a new one") from None
+        self._handed_over[coroutine] = future.cancel
+        future.add_done_callback(lambda done: self._handed_over.pop(coroutine, None))
+        if self.loop.is_closed():  # before it was noted
+            self._refuse(coroutine)
+        return future
+
     def _soon(self, function: Callable[[], object]) -> None:
         try:
             self.loop.call_soon_threadsafe(function)
@@ -126,8 +162,12 @@ class IoThread:
 
 def _tell(outcome: Outcome[T], task: asyncio.Task[T]) -> None:
     if task.cancelled():
-        outcome.set_exception(ConsumerClosed("the client was closed while the call waited"))
+        outcome.set_exception(_closed_meanwhile())
     elif (error := task.exception()) is not None:
         outcome.set_exception(error)
     else:
         outcome.set_result(task.result())
+
+
+def _closed_meanwhile() -> ConsumerClosed:
+    return ConsumerClosed("the client was closed while the call waited")

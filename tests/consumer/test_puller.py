@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -542,6 +543,22 @@ def test_what_a_refusal_asks_for_is_done_first(code, remedy):
         assert pulling.host.refreshed == ([remedy] if remedy else [])
 
     run(scenario())
+
+
+@pytest.mark.parametrize("code", [24, 17])
+def test_a_member_that_ends_at_a_refusal_leaves_no_work_that_nobody_awaits(code, recwarn):
+    async def scenario():
+        pulling = Pulling()
+        (await pulling.asked()).answer(answer(code, 0))
+        pulling.puller.stop()
+        for task in pulling.host.tasks:
+            task.cancel()
+        await asyncio.gather(*pulling.host.tasks, return_exceptions=True)
+        assert pulling.host.refreshed == []
+
+    run(scenario())
+    gc.collect()
+    assert [str(each.message) for each in recwarn] == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+from concurrent.futures import CancelledError
 
 import pytest
 
@@ -176,3 +177,41 @@ def test_threads_started_and_stopped_leave_nothing_behind():
 
 def open_files() -> int:
     return len(os.listdir("/dev/fd"))
+
+
+@pytest.mark.parametrize("way", ["run", "submit"])
+def test_work_that_comes_while_it_ends_is_refused_and_nobody_waits_for_it(io, way):
+    """Without a deadline, too: it is handed over in the last moment, when work under way is being cancelled."""
+    begun, ending, handed_over, told = (threading.Event() for _ in range(4))
+
+    async def hold():
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ending.set()
+            handed_over.wait(30)
+
+    def hand_over():
+        ending.wait(30)
+        work = asyncio.sleep(3600)
+        with pytest.raises((ConsumerClosed, CancelledError)):
+            if way == "run":
+                io.run(work, None)
+            else:
+                io.submit(work).result()
+        told.set()
+
+    asyncio.run_coroutine_threadsafe(hold(), io.loop)
+    begun.wait(30)
+    threads = [threading.Thread(target=work, daemon=True) for work in (hand_over, io.stop)]
+    for thread in threads:
+        thread.start()
+    ending.wait(30)
+    time.sleep(0.2)  # it is handed over, or else it comes a moment later and is refused as well
+    handed_over.set()
+    assert told.wait(30)
+    for thread in threads:
+        thread.join(30)
+    with pytest.raises(ConsumerClosed):
+        io.submit(asyncio.sleep(0))
