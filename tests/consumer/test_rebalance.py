@@ -98,7 +98,7 @@ class Group:
         raise AssertionError(what) from error
 
     def beside(self, work, what):
-        self.tasks.begin(work, what)
+        self.tasks.begin(work(), what)
 
     # the cluster
 
