@@ -64,6 +64,7 @@ _ARGUMENT = re.compile(rf"(?<![\w'\"])({'|'.join(_AS_WRITTEN)})(?![\w'\"])")  # 
 _OF_SPARK = frozenset({"path", "paths", "checkpointlocation", "queryname", "outputmode", "numpartitions"})
 _MOST = 2**63 - 1
 _MOST_INT = 2**31 - 1
+_WHOLE = re.compile(r"\s*[+-]?[0-9]{1,30}\s*")
 _DURATION = re.compile(r"(\d+)\s*([a-z]*)")
 _UNITS_S = {
     **dict.fromkeys(("", "ms", "millisecond", "milliseconds"), 0.001),
@@ -475,7 +476,7 @@ def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -
                 put((name, broker, None), queues, True)
                 continue
             for queue_id, offset in queues.items():
-                if not (queue_id.isascii() and queue_id.isdigit()):
+                if not re.fullmatch("0|[1-9][0-9]{0,9}", queue_id):
                     raise ConfigError(f"option {option}: {queue_id!r} of {topic}/{broker} is no queue id; {allowed}")
                 put((name, broker, int(queue_id)), offset, False)
     return GivenOffsets(option, places)
@@ -483,7 +484,7 @@ def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -
 
 def _timestamp_ms(option: str, text: str) -> int:
     allowed = "give ISO 8601 with a zone, like 2024-05-01T12:00:00+02:00, or milliseconds since 1970"
-    if re.fullmatch(r"\s*[+-]?\d+\s*", text):
+    if _WHOLE.fullmatch(text):
         at_ms = int(text)
     else:
         try:
@@ -507,7 +508,9 @@ def _json_object(option: str, text: str, allowed: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text, object_pairs_hook=without_twins)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits is a ValueError of its own
         raise ConfigError(f"option {option}={text!r} is no JSON: {error}; {allowed}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"option {option}={text!r} is no JSON object; {allowed}")
@@ -562,7 +565,7 @@ class _Given:
         text = self.text(name)
         if text is None:
             return default
-        value = int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", text) else None
+        value = int(text) if _WHOLE.fullmatch(text) else None
         if value is None or not low <= value <= high:
             span = f"of at least {low}" if high >= _MOST_INT else f"from {low} to {high}"
             raise ConfigError(f"option {name}={text!r} is not allowed; give a whole number {span}")

@@ -149,8 +149,9 @@ class RowReader:
 
     def __init__(self, schema: StructType, options: SinkOptions, partition: int, marks: Mapping[str, str]) -> None:
         names = schema.fieldNames()
-        self._columns = {name: names.index(name) for name in WRITE_COLUMNS if name in names}
         self._topic = options.topic
+        unused = {"topic"} if options.topic is not None else set[str]()
+        self._columns = {name: names.index(name) for name in WRITE_COLUMNS if name in names and name not in unused}
         self._partition = partition
         self._marks = dict(marks)
         self._told: set[str] = set()
@@ -161,7 +162,7 @@ class RowReader:
         for whole in batches:
             for first in range(0, whole.num_rows, _PART_ROWS):
                 batch = whole.slice(first, _PART_ROWS)
-                columns = {name: _values(name, batch.column(index)) for name, index in self._columns.items()}
+                columns = {name: self._values(name, batch.column(index)) for name, index in self._columns.items()}
                 yield from self._rows(columns, batch.num_rows)
 
     def of_rows(self, rows: Iterable[Row]) -> Iterator[SinkRow]:
@@ -170,6 +171,27 @@ class RowReader:
         while part := list(islice(rows, _PART_ROWS)):
             values = list(zip(*part, strict=True))
             yield from self._rows({name: values[index] for name, index in self._columns.items()}, len(part))
+
+    def _values(self, name: str, column: pa.Array) -> list[Any]:
+        """Return a column's values.
+
+        Raises:
+            ConfigError: one is nothing that Python can hold; the text names its row.
+        """
+        try:
+            return _values(name, column)
+        except (ValueError, OverflowError):
+            for index in range(len(column)):
+                try:
+                    _values(name, column.slice(index, 1))
+                except UnicodeDecodeError as error:
+                    what = f"is not text in UTF-8: {error.object!r:.100}; decode it, or put it into the body"
+                except (ValueError, OverflowError) as error:
+                    what = f"is not a time in the years 1 to 9999 ({error}); filter such rows out before writing"
+                else:
+                    continue
+                raise ConfigError(f"{self.place(self._number + index)}: column {name!r} {what}") from None
+            raise
 
     def _rows(self, columns: Mapping[str, Sequence[Any]], count: int) -> Iterator[SinkRow]:
         def values(name: str) -> Iterable[Any]:

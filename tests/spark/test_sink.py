@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
@@ -447,6 +449,47 @@ def test_a_row_that_cannot_be_a_message_is_named(embedded, topic, sinks, kind, s
 def test_a_null_topic_is_named(embedded, topic, sinks):
     with pytest.raises(ConfigError, match="row 1 of partition 0: topic is null"):
         sinks().write("body string, topic string", ("x", topic), ("x", None))
+
+
+NOT_TEXT = b"\xff-"  # Spark's text may be any bytes: CAST(X'ff2d' AS STRING)
+
+
+def text(*values: bytes) -> pa.Array:
+    return pa.Array.from_buffers(pa.string(), len(values), pa.array(values, pa.binary()).buffers())
+
+
+@pytest.mark.parametrize(
+    ("schema", "column", "reason"),
+    [
+        ("tags string", text(b"-", NOT_TEXT), r"column 'tags' is not text in UTF-8: b'\xff-'"),
+        ("shardingKey string", text(b"-", NOT_TEXT), "column 'shardingKey' is not text"),
+        ("keys string", text(b"-", NOT_TEXT), "column 'keys' is not text"),
+        ("keys array<string>", pa.ListArray.from_arrays([0, 0, 1], text(NOT_TEXT)), "column 'keys' is not text"),
+        (
+            "properties map<string,string>",
+            pa.MapArray.from_arrays([0, 0, 1], text(b"name"), text(NOT_TEXT)),
+            "column 'properties' is not text",
+        ),
+        ("deliverAt timestamp", pa.array([0, 2**58], pa.timestamp("us", "UTC")), "column 'deliverAt' is not a time"),
+        ("deliverAt timestamp", pa.array([0, -(2**58)], pa.timestamp("us", "UTC")), "column 'deliverAt' is not a time"),
+    ],
+)
+def test_a_value_that_python_cannot_hold_is_named(topic, sinks, schema, column, reason):
+    writer = batch_writer(columns(f"body string, {schema}"), sinks(topic=topic).options)
+    names = ["body", schema.split()[0]]
+    first, second = (
+        pa.RecordBatch.from_arrays([pa.array(["x"] * len(part)), part], names=names)
+        for part in (column.slice(0, 1), column)
+    )
+    with pytest.raises(ConfigError, match=f"row 2 of partition 0: {re.escape(reason)}"):
+        writer.write(iter([first, second]))
+
+
+def test_a_topic_column_that_is_not_used_may_hold_anything(embedded, topic, sinks):
+    sink = sinks(topic=topic)
+    batch = pa.RecordBatch.from_arrays([text(NOT_TEXT), text(NOT_TEXT)], names=["body", "topic"])
+    assert batch_writer(columns("body string, topic string"), sink.options).write(iter([batch])).rows == 1
+    assert [message.body for message in embedded.messages(topic)] == [NOT_TEXT]
 
 
 def test_secrets_are_in_no_text(sinks):
