@@ -136,6 +136,7 @@ class Sender:
                 while sending in self._unfinished:
                     if queue is None:
                         queue = await self._next_queue(sending)
+                        continue  # unless it was given up meanwhile
                     try:
                         connection = await self._connection_for(sending, queue)
                         if sending.is_oneway:

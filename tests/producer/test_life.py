@@ -232,6 +232,29 @@ def test_closing_gives_up_what_takes_too_long(embedded, gate):
             future.result(0)
 
 
+@pytest.mark.parametrize("others", [{}, {"sharding_key": "k"}, {"queue": MessageQueue("later", "broker-a", 0)}])
+def test_what_was_given_up_is_no_surprise_when_its_route_comes_after_all(embedded, caplog, others):
+    embedded.create_topic("later", queues=1)
+    route, leave = Gate(answers=True), Gate()
+    embedded.broker("broker-a").on(RequestCode.UNREGISTER_CLIENT, leave)
+    producer = Producer(name_server=embedded.name_server, send_timeout_s=30)
+    producer.send("orders", b"x")
+    embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, route, times=None)
+    future = producer.send_async("later", b"x", **others)
+    route.wait_held(1)
+    closing = threading.Thread(target=producer.close, args=(0,))
+    closing.start()
+    leave.wait_held(1)
+    with pytest.raises(SendError, match="closed before an answer came"):
+        future.result(0)
+    route.open()
+    leave.open()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert [record.exc_info for record in caplog.records if record.exc_info] == []
+    assert embedded.messages("later") == []
+
+
 def test_a_producer_tells_brokers_its_group_and_takes_leave(embedded):
     broker = embedded.broker("broker-a")
     with Producer("payments", name_server=embedded.name_server) as producer:
