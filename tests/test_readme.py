@@ -67,12 +67,17 @@ def takes_sigterm(process: subprocess.Popen[str]) -> bool:
 def test_a_python_block_runs(block, orders, tmp_path):
     endless = "consumer.join()" in block
     process = run(block, orders, tmp_path)
-    if endless:
-        assert process.stdout is not None
-        assert "b'an order'" in process.stdout.readline(), process.stderr.read()
-        until(lambda: takes_sigterm(process), "join has begun")
-        process.send_signal(signal.SIGTERM)
-    printed, errors = process.communicate(timeout=60)
+    try:
+        if endless:
+            assert process.stdout is not None
+            assert "b'an order'" in process.stdout.readline()
+            until(lambda: takes_sigterm(process), "join has begun")
+            process.send_signal(signal.SIGTERM)
+        printed, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
     assert (process.returncode, errors) == (0, "")
     if "print(" in block:
         assert endless or printed

@@ -146,7 +146,8 @@ class NaiveMember:
             for window in self.windows.values():
                 window.dropped = True
         self.persist_all()
-        self.leave()
+        with self._rebalancing:  # no heartbeat is on its way, and none follows
+            self.leave()
         self._end()
 
     def kill(self) -> None:
@@ -242,7 +243,11 @@ class NaiveMember:
             if wire is None or wire.lost:
                 wire = Wire(address, self.on_request, self.options["call_timeout_s"])
                 if address not in self.options["name_server"].split(";"):
-                    self.heartbeat(wire)
+                    try:
+                        self.heartbeat(wire)
+                    except BaseException:  # a broker counts each connection that has joined
+                        wire.close()
+                        raise
                 self._wires[address] = wire
             return wire
 
@@ -357,6 +362,8 @@ class NaiveMember:
     def rebalance(self) -> None:
         """Give up what is not ours and begin what is."""
         with self._rebalancing:
+            if self.closing.is_set():
+                return
             for topic in {*self.subscriptions, *(queue.topic for queue in list(self.windows))}:
                 try:
                     mine = self.allocate(topic) if topic in self.subscriptions else []
@@ -753,6 +760,11 @@ class NaiveMember:
             self.rebalance()
             if time.monotonic() > beat_at:
                 beat_at = time.monotonic() + interval_s
-                for wire in self.broker_wires():
-                    with contextlib.suppress(OSError):
-                        self.heartbeat(wire)
+                self.beat()
+
+    def beat(self) -> None:
+        """Tell every broker that we are still there, unless we have left."""
+        with self._rebalancing:
+            for wire in self.broker_wires() if not self.closing.is_set() else ():
+                with contextlib.suppress(OSError):
+                    self.heartbeat(wire)

@@ -176,7 +176,7 @@ def a_reset_is_durable_before_the_next_pull(cluster: Any, names: Any, member: Ki
     broker = cluster.broker("broker-a")
     options = {"message_model": "broadcasting", "offset_store_dir": stores}
     with member(cluster, topic, group, **options) as consumer:  # so that the file has 10
-        consumer.seen.wait_for(10)
+        until(lambda: consumer.stored() == {place: 10}, "consumed")
     broker.on(RequestCode.PULL_MESSAGE, held, times=None, when=of(topic, queueOffset=4))
     fields = {"nextBeginOffset": "4", "minOffset": "0", "maxOffset": "10", "suggestWhichBrokerId": "0"}
     broker.on(RequestCode.PULL_MESSAGE, answer(21, "OFFSET_RESET", fields), when=of(topic, queueOffset=10))

@@ -14,7 +14,18 @@ from pyrocket_consumer.wire.codes import CLIENT_VERSION, PullFlag, RequestCode
 from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.connection import Wire
-from tests.hazards.members import Held, Kind, Queues, committed_values, filled, of, ours, settle, tell_members
+from tests.hazards.members import (
+    Held,
+    Kind,
+    Queues,
+    committed_values,
+    filled,
+    give_time_to,
+    of,
+    ours,
+    settle,
+    tell_members,
+)
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
 from tests.resetting import fill, queue
@@ -270,7 +281,10 @@ def other_topics_go_on(cluster: Any, names: Any, member: Kind, patience_s: float
         broker.on(COMMIT, gate, times=None, when=of(topic))
         try:
             tell_members(broker, group, {queue(topic, 0): 2})
-            settle()
+            until(
+                lambda: (0, 2) in committed_values(broker, topic) or getattr(consumer, "paused", False),
+                "the reset has begun",
+            )
             fill(cluster, other, 5)
             try:
                 others.wait_for(5, patience_s)
@@ -301,7 +315,7 @@ def paused_stays_paused(cluster: Any, names: Any, member: Kind) -> None:
         consumer.pause()
         tell_members(broker, group, {queue(topic, 0): 2})
         consumer.events.wait_for("offset-reset")
-        settle()
+        give_time_to(lambda: len(consumer.seen.bodies) > 10, member)
         more = len(consumer.seen.bodies) - 10
         assert not more, f"{more} messages were consumed although the consumer was paused"
         consumer.resume()
@@ -346,9 +360,12 @@ def one_pull_loop_is_left(cluster: Any, names: Any, member: Kind) -> None:
         for number in range(4):
             cluster.send(topic, b"after-%d" % number, queue_id=number % 2)
         consumer.seen.wait_for(9)
-        settle()
-        twice = [body for body, times in Counter(consumer.seen.bodies).items() if times > 1 and b"after" in body]
-        assert not twice, f"{len(twice)} messages were consumed twice: two pull loops are at work"
+
+        def twice() -> list[bytes]:
+            return [body for body, times in Counter(consumer.seen.bodies).items() if times > 1 and b"after" in body]
+
+        give_time_to(twice, member)
+        assert not twice(), f"{len(twice())} messages were consumed twice: two pull loops are at work"
         until(lambda: broker.held_pulls(topic) == 2, "one pull for each queue")
 
 
@@ -438,7 +455,11 @@ def what_cannot_be_read_moves_nothing(
         consumer.seen.wait_for(5)
         for number, body in enumerate(bodies, 1):
             tell_in_these_words(broker, group, topic, body)
-            settle()
+            until(
+                lambda number=number: len(consumer.events.of("offset-reset")) == number
+                or (member is EndsAtWhatItCannotRead and consumer.closed.is_set()),
+                "it has been read",
+            )
             fill(cluster, topic, 1, start=4 + number)
             try:
                 consumer.seen.wait_for(5 + number, patience_s)

@@ -17,7 +17,7 @@ from pyrocket_consumer import Message, MessageQueue, Suspend
 from pyrocket_consumer.testing import Gate
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.members import Kind, filled, of, ours, settle
+from tests.hazards.members import Kind, filled, give_time_to, of, ours, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import queue
 from tests.testing.raw_client import RawClient
@@ -59,13 +59,21 @@ def closing_finishes_what_runs(cluster: Any, names: Any, member: Kind) -> None:
     topic, group = filled(cluster, names, queues=1, messages=20)
     broker = cluster.broker("broker-a")
 
+    release = threading.Event()
+
     def listener(message: Message) -> None:
-        time.sleep(0.3)
+        release.wait(WAIT_S)
 
     options = {"consume_threads": 20, "shutdown_timeout_s": 20.0, "commit_interval_s": 60.0}
     with member(cluster, topic, group, listener, **options) as consumer:
-        consumer.seen.wait_for(20)
-        consumer.close()
+        closer = threading.Thread(target=consumer.close)
+        try:
+            consumer.seen.wait_for(20)
+            closer.start()
+            give_time_to(lambda: sent_back(broker, group) == 20, member)
+        finally:
+            release.set()
+        closer.join(WAIT_S)
     assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} messages were sent back, and will come twice"
     assert cluster.committed(group, topic) == {0: 20}, "what runs was not waited for"
 

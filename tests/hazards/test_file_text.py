@@ -13,7 +13,7 @@ import pytest
 
 from pyrocket_consumer import MessageQueue, OffsetStoreCorrupt
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore
-from tests.consuming import consuming
+from tests.consuming import consuming, until
 from tests.real_brokers import JavaOffsetStore
 
 TOPIC, BROKER = "orders", "broker-a"
@@ -219,9 +219,10 @@ def a_consumer_goes_on(embedded: Any, names: Any, tmp_path: Path, name: str, mak
     options: dict[str, Any] = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "client_ip": IP}
     if make_store is not None:
         options |= {"offset_store": make_store(directory)}
-    with consuming(embedded, topic, group, consume_from="last", **options) as (_, seen):
+    with consuming(embedded, topic, group, consume_from="last", **options) as (consumer, seen):
         embedded.send(topic, b"now", count=3)
         seen.wait(lambda seen: seen.bodies.count(b"now") == 3)
+        until(lambda: not any(each.unfinished for each in consumer.progress().values()), "those before are consumed")
         places = dict.fromkeys(range(3), 0)
         for message in seen.messages:
             places[message.queue.queue_id] += message.body == b"-"

@@ -166,6 +166,8 @@ def two_resets_are_one_replay(cluster: Any, names: Any, member: Kind) -> None:
         for _ in range(2):
             tell_members(broker, group, {place: 0})
             threading.Event().wait(0.1)
+        if member is not WaitsBeforeItResets:  # which begins when both have come
+            consumer.events.wait_for("offset-reset", 2)
         until(lambda: consumer.stored() == {place: 0}, "reset")
         until(lambda: broker.held_pulls(topic) == 0, "what was pulled before is answered")
         settle()

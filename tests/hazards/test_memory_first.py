@@ -49,7 +49,7 @@ def a_queue_that_comes_back_goes_on(cluster: Any, names: Any, member: Kind, stor
             cluster.call(lambda: cluster.register(broker))
             until(lambda: place in consumer.held(), "the queue is back")
             cluster.send(topic, b"late", count=5, broker_name="broker-b")
-            consumer.seen.wait(lambda seen: b"late" in seen.bodies)
+            consumer.seen.wait(lambda seen: seen.bodies.count(b"late") == 5)
             give_time_to(lambda: consumer.seen.bodies.count(b"early") > 20, member)
         times = Counter(consumer.seen.bodies)
         assert times[b"early"] == 20, f"{times[b'early'] - 20} messages were consumed again"

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.wire.bodies import decode_heartbeat
 from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consuming import Seen
 from tests.hazards.members import Kind, filled, of, ours
-from tests.hazards.naive import NaiveMember
+from tests.hazards.naive import NaiveMember, Window
 
 CLUSTER = {"auto_create_topics": False}
 
@@ -36,8 +38,21 @@ class CountsNanoseconds(NaiveMember):
 class BeatsAfterwards(NaiveMember):
     """The queues are pulled with a version that the broker hears of at the next heartbeat."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._pulled: set[MessageQueue] = set()
+
     def queues_changed(self) -> None:
         self.sub_version = max(self.sub_version + 1, int(time.time() * 1000))
+
+    def pull(self, window: Window) -> RemotingCommand:
+        answer = super().pull(window)
+        self._pulled.add(window.queue)
+        return answer
+
+    def beat(self) -> None:
+        if self._pulled.issuperset(self.windows):
+            super().beat()
 
 
 def versions(broker: Any, group: str, topic: str) -> list[tuple[float, int]]:

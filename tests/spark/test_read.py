@@ -51,6 +51,8 @@ def embedded(module_cluster):
     yield module_cluster
     for node in (*module_cluster.nodes, *module_cluster.name_server_nodes):
         node.clear_faults()
+        if not node.running:  # a test has failed
+            node.start()
 
 
 @pytest.fixture
@@ -324,7 +326,7 @@ def test_messages_behind_the_end_of_the_queue_are_lost_after_asking_again(embedd
     embedded.send(topic, count=50, queue_id=0)
     soon = {"request_timeout_s": 0.3}
     with pytest.raises(DataLoss, match="from 10 up to 80, available 0 up to 50; offsets 50 up to 80 are gone"):
-        offsets(embedded, wanted(topic, 10, 80), **soon)
+        offsets(embedded, wanted(topic, 10, 80), request_timeout_s=1.0)  # time for several questions
     assert [offset for _, offset, _ in pulls(broker)].count(50) >= 3
     assert offsets(embedded, wanted(topic, 10, 80), fail_on_data_loss=False, **soon) == list(range(10, 50))
     with pytest.raises(DataLoss, match="offsets 70 up to 80 are gone"):
@@ -411,7 +413,7 @@ def test_trouble_that_lasts_longer_than_a_task_has_patience_fails_it(embedded, b
     embedded.send(topic, count=40, queue_id=0)
     broker.on(PULL, answer(ResponseCode.SYSTEM_BUSY, "busy"), times=None)
     with pytest.raises(ReadFailed, match=r"failed after \d tries: .*busy"):
-        offsets(embedded, wanted(topic, 0, 40), retries=None, read_timeout_s=0.5)
+        offsets(embedded, wanted(topic, 0, 40), retries=None, read_timeout_s=1.0)
     assert len(pulls(broker)) >= 3
 
 

@@ -171,7 +171,7 @@ def test_a_task_outlives_a_broker_that_stands_still_for_a_while(embedded, sink, 
 def test_a_task_outlives_a_broker_that_is_silent(embedded, sink, lanes, caplog):
     """What it got meanwhile is lost: it is sent again, on a new connection."""
     came = reached(embedded, ROWS // 2)
-    task = Task(sink(sendTimeoutMs="60000", requestTimeoutMs="500"), lanes)
+    task = Task(sink(sendTimeoutMs="60000", requestTimeoutMs="1500"), lanes)
     assert came.wait(60)
     be_silent(embedded.broker("broker-a"))
     assert embedded.wait_until(lambda: "connection lost" in caplog.text, 60)
@@ -233,7 +233,7 @@ def test_a_queue_that_is_not_there_is_told_long_before_the_time_is_over(embedded
 def test_a_task_may_begin_while_the_name_server_is_silent_or_busy(embedded, sink, fault):
     (name_server,) = embedded.name_server_nodes
     name_server.on(None, fault, times=None)
-    task = Task(sink(requestTimeoutMs="500"), "sharding key", rows=20)
+    task = Task(sink(requestTimeoutMs="1500"), "sharding key", rows=20)
     time.sleep(AWAY_S)
     name_server.clear_faults()
     assert task.result() == 20
@@ -252,7 +252,7 @@ def test_one_row_in_trouble_costs_no_other_a_copy(embedded, sink, fault, lanes):
 def test_a_slow_broker_takes_all(embedded, sink, lanes):
     """Rows in order take their turns: together they take longer than one may."""
     embedded.broker("broker-a").on(SEND, delay(0.05), times=None)
-    assert Task(sink(sendTimeoutMs="2000", requestTimeoutMs="1000"), lanes, rows=200).result() == 200
+    assert Task(sink(sendTimeoutMs="4000", requestTimeoutMs="3500"), lanes, rows=200).result() == 200
     check(embedded, lanes, most_copies=0, rows=200)
 
 

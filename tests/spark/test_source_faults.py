@@ -151,7 +151,7 @@ def test_silent_name_servers_hold_up_nobody(embedded):
         for number in range(1, 6):
             embedded.send("orders", count=1, broker_name="broker-a")
             assert sum(positions.look(known).ends.values()) == 20 + number
-            assert name_server.requests()
+            name_server.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC)
         assert time.monotonic() < ends_at
     finally:
         positions.close()
@@ -315,7 +315,7 @@ def test_a_checkpoint_that_does_not_say_when_it_was_written_goes_on_at_the_begin
 
 def test_a_queue_that_was_made_anew_and_grows_beyond_the_old_place_while_that_is_looked_into(embedded):
     broker = embedded.broker("broker-a")
-    with running(embedded, **SHRUNK | {"requestTimeoutMs": 2000}) as run:
+    with running(embedded, **SHRUNK | {"requestTimeoutMs": 20_000}) as run:
         run.batch()
         made_anew(embedded, 8)
         run.reader._asking.forget_discovery()
@@ -613,7 +613,7 @@ def test_of_many_queues_only_those_are_asked_again_that_were_refused(embedded):
     embedded.send("many", count=200)
     broker = embedded.broker("broker-a")
     broker.on(MIN, answer(ResponseCode.SYSTEM_BUSY), times=3)
-    assert len(read_batch(embedded, subscribe="many")) == 200
+    assert len(read_batch(embedded, subscribe="many", **BY_DEFAULT)) == 200
     assert (len(broker.requests(MIN)), len(broker.requests(MAX))) == (103, 100)
 
 

@@ -20,6 +20,8 @@ class Child:
     def __init__(self, *arguments: str) -> None:
         self.lines: list[str] = []
         self._changed = threading.Condition()
+        self._open = 2
+        """Of the outputs, those that may bring more."""
         self.process = subprocess.Popen(
             [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -37,10 +39,13 @@ class Child:
                 with self._changed:
                     lines.append(line.rstrip("\n"))
                     self._changed.notify_all()
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
 
     def wait(self, reached: Callable[[list[str]], bool], timeout_s: float = WAIT_S) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: reached(self.lines) or self.process.poll() is not None, timeout_s):
+            if not self._changed.wait_for(lambda: reached(self.lines) or not self._open, timeout_s):
                 raise AssertionError(f"printed so far: {self.lines[-10:]} {self.errors[-10:]}")
         assert reached(self.lines), (self.lines[-10:], self.errors[-20:])
 
