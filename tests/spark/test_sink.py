@@ -377,9 +377,9 @@ def test_after_a_failed_task_the_next_one_starts_afresh(embedded, topic, sinks):
 def test_a_task_keeps_its_connections_for_the_next(embedded, topic, sinks):
     sink = sinks(topic=topic)
     sink.write("body string", *[("x",)] * 4)
-    before = [broker.connections for broker in embedded.brokers]
+    before = {each for broker in embedded.brokers for each in broker.connections}
     sink.write("body string", *[("x",)] * 4)
-    assert [broker.connections for broker in embedded.brokers] == before
+    assert {each for broker in embedded.brokers for each in broker.connections} <= before
 
 
 def test_without_rows_nothing_is_connected(sinks):
@@ -443,7 +443,7 @@ def test_a_body_may_be_larger_where_that_is_wanted(embedded, topic, sinks):
 def test_a_row_that_cannot_be_a_message_is_named(embedded, topic, sinks, kind, schema, row, reason):
     good = ("good", *[None] * (len(row) - 1))
     with pytest.raises(RocketError, match=rf"row 2 of partition 0: .*{reason}"):
-        sinks(topic=topic, send_timeout_s=1.0).write(schema, good, good, row, kind=kind)
+        sinks(topic=topic, send_timeout_s=3.0).write(schema, good, good, row, kind=kind)
 
 
 def test_a_null_topic_is_named(embedded, topic, sinks):

@@ -225,7 +225,7 @@ def test_a_queue_that_is_not_there_is_told_long_before_the_time_is_over(embedded
     schema = "body string, brokerName string, queueId int"
     rows = [("x", "broker-a", 0)] * 200 + [("x", "broker-z", 0)] * 20 + [("x", "broker-a", 0)] * 200
     with pytest.raises(RocketError, match="row 200 of partition 0: .*broker-z/0 is not a queue that can be written"):
-        sink(requestTimeoutMs="500").write(schema, *rows)
+        sink(requestTimeoutMs="2000").write(schema, *rows)
     assert time.monotonic() - began < 60, "sendTimeoutMs is 120 s"
 
 
@@ -260,8 +260,12 @@ def test_a_slow_broker_takes_all(embedded, sink, lanes):
 @pytest.mark.parametrize("go_away", [stop, stop_unnoticed, kill, be_silent, be_busy])
 def test_a_task_ends_when_the_time_is_over(embedded, sink, go_away, lanes):
     came = reached(embedded, ROWS // 2)
-    task = Task(sink(sendTimeoutMs="1000", requestTimeoutMs="500"), lanes, rows=20_000)  # more than it has time for
-    assert came.wait(60)
+    for _ in range(5):  # a busy machine may stand still for the second that a row has
+        task = Task(sink(sendTimeoutMs="1000", requestTimeoutMs="500"), lanes, rows=20_000)  # more than it has time for
+        embedded.wait_until(lambda task=task: came.is_set() or not task.is_alive(), 60)
+        if came.is_set():
+            break
+    assert came.is_set()
     go_away(embedded.broker("broker-a"))
     began = time.monotonic()
     with pytest.raises(RocketError, match=r"row \d+ of partition 0: .*orders"):
@@ -272,7 +276,7 @@ def test_a_task_ends_when_the_time_is_over(embedded, sink, go_away, lanes):
 def test_a_topic_that_is_not_there_is_told_long_before_the_time_is_over(embedded, sink, caplog):
     began = time.monotonic()
     with pytest.raises(RocketError, match="row 0 of partition 0: .*unknown.*autoCreateTopic"):
-        sink(topic="unknown", requestTimeoutMs="500").write("body string", *[("x",)] * 300)
+        sink(topic="unknown", requestTimeoutMs="2000").write("body string", *[("x",)] * 300)
     assert time.monotonic() - began < 60, "sendTimeoutMs is 120 s"
     told = [record.getMessage() for record in caplog.records if "writing waits" in record.getMessage()]
     assert len(told) == 1

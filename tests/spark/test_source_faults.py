@@ -195,7 +195,7 @@ def test_a_broker_that_starts_answers_0_for_a_while_and_nothing_goes_back(embedd
 
 
 def test_a_queue_that_ends_too_early_for_long_is_data_loss(embedded):
-    with running(embedded, requestTimeoutMs=300, **FROM_FIRST) as run:
+    with running(embedded, requestTimeoutMs=1000, **FROM_FIRST) as run:
         run.batch()
         embedded.broker("broker-a").truncate("orders", 0, 4)
         with pytest.raises(
@@ -204,7 +204,7 @@ def test_a_queue_that_ends_too_early_for_long_is_data_loss(embedded):
             run.batch()
 
 
-SHRUNK = {"requestTimeoutMs": 300, "failOnDataLoss": False, **FROM_FIRST}
+SHRUNK = {"requestTimeoutMs": 1000, "failOnDataLoss": False, **FROM_FIRST}
 
 
 def test_without_that_failing_a_queue_that_lost_its_tail_goes_on_at_its_new_end(embedded, caplog):
@@ -346,7 +346,7 @@ def test_a_topic_that_is_deleted_after_it_was_read_keeps_its_place(embedded, cap
 
 
 def test_a_topic_that_is_deleted_with_unread_messages_is_data_loss(embedded):
-    with running(embedded, requestTimeoutMs=300, maxOffsetsPerTrigger=4, **FROM_FIRST) as run:
+    with running(embedded, requestTimeoutMs=1000, maxOffsetsPerTrigger=4, **FROM_FIRST) as run:
         run.batch()
         embedded.delete_topic("orders")
         run.reader._asking.forget_discovery()
@@ -355,7 +355,7 @@ def test_a_topic_that_is_deleted_with_unread_messages_is_data_loss(embedded):
 
 
 def test_a_topic_that_is_made_anew_is_data_loss_and_never_read_as_if_it_were_the_old(embedded):
-    with running(embedded, requestTimeoutMs=300, **FROM_FIRST) as run:
+    with running(embedded, requestTimeoutMs=1000, **FROM_FIRST) as run:
         run.batch()
         embedded.delete_topic("orders")
         embedded.create_topic("orders", queues=1)
