@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import chain
 
 from pyrocket_consumer.admin.groups import check_group_exists
-from pyrocket_consumer.admin.masters import at_each, cluster_info
+from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.admin.topics import list_topics
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.each import for_each
@@ -18,16 +18,9 @@ from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.places import committed_offsets, first_and_last
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.config import check_group, check_names, check_topic
-from pyrocket_consumer.errors import (
-    ConnectError,
-    ConnectionLost,
-    PermissionDenied,
-    RequestTimeout,
-    RocketError,
-    RouteNotFound,
-)
+from pyrocket_consumer.errors import ConnectError, ConsumerClosed, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
-from pyrocket_consumer.wire.bodies import decode_consume_stats
+from pyrocket_consumer.wire.bodies import QueueConsumeStats, decode_consume_stats
 from pyrocket_consumer.wire.command import GetConsumeStatsHeader
 
 _ROUTES_AT_ONCE = 100
@@ -67,8 +60,8 @@ class GroupLag:
     group keep their offsets themselves: of those only the last reset is known, where it led. `not_known` says of what
     nothing is known at all; it is empty when there is nothing of the kind.
 
-    `missing` are the brokers whose queues have no rows, with the reason: one that does not answer, that has no master
-    now, or that no name server knows (any more), as far as it is known that there is one.
+    `missing` are the brokers whose queues have no rows, with the reason: one that does not answer (every question),
+    that refuses, that has no master now, or that no name server knows (any more), as far as it is known that there is one.
     """
 
     group: str
@@ -102,6 +95,8 @@ class GroupLag:
 class _Survey:
     """The brokers that answer, address by name, and what is missing: brokers, with the reason, and queues.
 
+    A broker that does not answer a question is missing from then on, and so is what it has told before.
+
     `seen` remembers, from one call to the next, where the queues of a topic were: a name server forgets a broker that
     was stopped, and then nobody else tells that there is more to consume.
     """
@@ -111,10 +106,10 @@ class _Survey:
         self.missing: dict[str, str] = {}
         self._registered: set[str] = set()
         self._seen = seen
-        self._without: set[MessageQueue] = set()
+        self._known: set[MessageQueue] = set()
 
-    async def take(self, cluster: Cluster, group: str, expected: Collection[str]) -> None:
-        """Find out which brokers answer.
+    async def take(self, cluster: Cluster, group: str, expected: Collection[str]) -> GroupMembers:
+        """Find out which brokers answer, and return who is online in the group there.
 
         Raises:
             RocketError: none does.
@@ -122,22 +117,30 @@ class _Survey:
         info = await cluster_info(cluster)
         self._registered = set(info.brokers)
         failures: dict[str, RocketError] = {}
-
-        async def ask(name: str) -> None:
+        for name in sorted({*info.brokers, *expected}):
             address = info.brokers[name].addresses.get(MASTER_ID) if name in info.brokers else None
-            try:
-                if address is None:
-                    what = "knows no master of it now" if name in info.brokers else "does not know it"
-                    raise ConnectError(f"broker {name}", f"the name server {what}")
-                await group_members(cluster, group, {name: address})
+            if address is None:
+                what = "knows no master of it now" if name in info.brokers else "does not know it"
+                failures[name] = ConnectError(f"broker {name}", f"the name server {what}")
+            else:
                 self.brokers[name] = address
-            except (ConnectError, ConnectionLost, RequestTimeout) as error:
-                failures[name] = error
+        found = await group_members(cluster, group, self.brokers, failures)
+        self.lose(failures)
+        return found
 
-        await for_each(sorted({*info.brokers, *expected}), ask)
+    def lose(self, failures: Mapping[str, RocketError]) -> None:
+        """Go on without the brokers that did not answer a question, for these reasons.
+
+        Raises:
+            RocketError: no broker is left, or it is we who are closed.
+        """
+        for name, error in sorted(failures.items()):
+            if isinstance(error, ConsumerClosed):
+                raise error
+            self.brokers.pop(name, None)
+            self.missing[name] = str(error)
         if failures and not self.brokers:
-            raise next(iter(failures.values()))
-        self.missing = {name: str(error) for name, error in sorted(failures.items())}
+            raise failures[min(failures)]
 
     async def queues(self, cluster: Cluster, topics: Collection[str]) -> dict[str, list[MessageQueue]]:
         """Return the queues of each topic that can be asked about; of one that does not exist none."""
@@ -147,15 +150,19 @@ class _Survey:
                 queue for queue in self._seen.get(topic, frozenset()) if queue.broker_name not in self._registered
             }
             self._seen[topic] = frozenset({*queues, *gone})
-            self._without |= {queue for queue in self._seen[topic] if queue.broker_name not in self.brokers}
+            self._known |= self._seen[topic]
         return {
             topic: [queue for queue in queues if queue.broker_name in self.brokers] for topic, queues in routed.items()
         }
 
-    def told(self, namespace: str | None) -> dict[str, str]:
-        """Return the brokers that are missing, with the reason and how many queues they are known to have."""
-        told = dict(self.missing)
-        counts = Counter((queue.broker_name, unwrap(namespace, queue.topic)) for queue in self._without)
+    def told(self, namespace: str | None, concerned: Collection[str] | None) -> dict[str, str]:
+        """Return the brokers that are missing, with the reason and how many queues they are known to have.
+
+        Those that are not `concerned` do not matter, if that is given.
+        """
+        told = {name: self.missing[name] for name in sorted(self.missing) if concerned is None or name in concerned}
+        without = (queue for queue in self._known if queue.broker_name not in self.brokers)
+        counts = Counter((queue.broker_name, unwrap(namespace, queue.topic)) for queue in without)
         for name in sorted({broker for broker, _ in counts}):
             had = ", ".join(f"{count} of {topic}" for (owner, topic), count in sorted(counts.items()) if owner == name)
             told[name] = f"{told.get(name, 'the name server does not know it any more')}; queues not shown: {had}"
@@ -178,11 +185,10 @@ async def group_lag(
         check_topic(topic)
         await cluster.route(wrap(namespace, topic), refresh=True)
     survey = _Survey(seen)
-    await survey.take(cluster, wire_group, expected)
-    if topic is not None:  # other brokers do not matter
+    found = await survey.take(cluster, wire_group, expected)
+    concerned: set[str] | None = None
+    if topic is not None:
         concerned = {queue.broker_name for queue in await _queues(cluster, wrap(namespace, topic))} | {*expected}
-        survey.missing = {name: reason for name, reason in survey.missing.items() if name in concerned}
-    found = await group_members(cluster, wire_group, survey.brokers)
     if not found.members:
         await check_group_exists(cluster, group, survey.brokers)
     unreached: dict[str, str] = {}
@@ -205,9 +211,10 @@ async def group_lag(
             _outward(namespace, row.queue), row.committed, row.min, row.max, row.member, row.consumed_at,
         )
         for row in sorted(rows, key=lambda row: (row.member or "", row.queue))
+        if row.queue.broker_name in survey.brokers
     )  # fmt: skip
     members = tuple(member.client_id for member in found.members)
-    return GroupLag(group, model, members, outward, unreached, not_known, survey.told(namespace))
+    return GroupLag(group, model, members, outward, unreached, not_known, survey.told(namespace, concerned))
 
 
 def _outward(namespace: str | None, queue: MessageQueue) -> MessageQueue:
@@ -221,10 +228,18 @@ async def _of_brokers(
 
     A broker tells only of topics in which the group has committed something there.
     """
-    answers = await at_each(survey.brokers, lambda address: cluster.call(address, GetConsumeStatsHeader(group, topic)))
-    stats = {
-        queue: facts for answer in answers.values() for queue, facts in decode_consume_stats(answer.body).queues.items()
-    }
+    failures: dict[str, RocketError] = {}
+    stats: dict[MessageQueue, QueueConsumeStats] = {}
+
+    async def ask(name: str) -> None:
+        try:
+            answer = await cluster.call(survey.brokers[name], GetConsumeStatsHeader(group, topic))
+            stats.update(decode_consume_stats(answer.body).queues)
+        except RocketError as error:
+            failures[name] = error
+
+    await for_each(sorted(survey.brokers), ask)
+    survey.lose(failures)
     topics = {topic} if topic else {queue.topic for queue in stats} | {*subscribed, retry_topic(group)}
     there = await survey.queues(cluster, topics)
     offsets: dict[MessageQueue, int | None] = {
@@ -232,8 +247,11 @@ async def _of_brokers(
     }
     # Brokers report 0 for what was never committed, too.
     unsure = [queue for queue in {*offsets, *chain.from_iterable(there.values())} if not offsets.get(queue)]
-    offsets |= await committed_offsets(cluster, group, unsure)
-    ends = await first_and_last(cluster, offsets)  # asked after what is committed, which moves on
+    offsets |= await committed_offsets(cluster, group, unsure, failures)
+    survey.lose(failures)
+    asked = [queue for queue in offsets if queue.broker_name in survey.brokers]
+    ends = await first_and_last(cluster, asked, failures)  # asked after what is committed, which moves on
+    survey.lose(failures)
     rows = [
         QueueLag(queue, offsets[queue], low, high, None, _time(stats[queue].last_timestamp) if queue in stats else None)
         for queue, (low, high) in ends.items()
@@ -262,20 +280,27 @@ async def _recorded(
         names = await list_topics(cluster, include_system=False) if topic is None else []
     except PermissionDenied:
         names = []
+    failures: dict[str, RocketError] = {}
     targets: dict[MessageQueue, int] = {}
     without: list[MessageQueue] = []
     wanted = [topic] if topic is not None else [wrap(namespace, each) for each in names]
     for name, queues in (await survey.queues(cluster, wanted)).items():
         found: dict[MessageQueue, int] = {}
-        for broker_name in sorted({queue.broker_name for queue in queues}):
+        for broker_name in sorted({queue.broker_name for queue in queues} - failures.keys()):
             record = ResetRecord(cluster, group, name, broker_name)
-            if await record.head():
-                resets = await record.read(queue.queue_id for queue in queues if queue.broker_name == broker_name)
-                found |= {MessageQueue(name, broker_name, number): each.target for number, each in resets.items()}
+            try:
+                if await record.head():
+                    resets = await record.read(queue.queue_id for queue in queues if queue.broker_name == broker_name)
+                    found |= {MessageQueue(name, broker_name, number): each.target for number, each in resets.items()}
+            except RocketError as error:
+                failures[broker_name] = error
         targets |= found
         without += [queue for queue in queues if found and queue not in found]
-    ends = await first_and_last(cluster, targets)
-    return [QueueLag(queue, targets[queue], *its_ends, OFFLINE) for queue, its_ends in ends.items()], without
+    survey.lose(failures)
+    ends = await first_and_last(cluster, [queue for queue in targets if queue.broker_name in survey.brokers], failures)
+    survey.lose(failures)
+    rows = [QueueLag(queue, targets[queue], *its_ends, OFFLINE) for queue, its_ends in ends.items()]
+    return rows, [queue for queue in without if queue.broker_name in survey.brokers]
 
 
 def _time(at_ms: int) -> datetime | None:
@@ -310,6 +335,9 @@ async def _ends(
     """Return min and max of those queues that exist: members remember topics that were deleted since."""
     asked = list(queues)
     there = await survey.queues(cluster, {queue.topic for queue in asked})
-    return await first_and_last(
-        cluster, [queue for queue in asked if there[queue.topic] and queue.broker_name in survey.brokers]
+    failures: dict[str, RocketError] = {}
+    ends = await first_and_last(
+        cluster, [queue for queue in asked if there[queue.topic] and queue.broker_name in survey.brokers], failures
     )
+    survey.lose(failures)
+    return ends

@@ -69,14 +69,27 @@ class GroupMembers:
     topics: frozenset[str] = frozenset()
 
 
-async def group_members(cluster: Cluster, group: str, brokers: Mapping[str, str]) -> GroupMembers:
-    """Return who is online in `group` at these masters (broker name -> address)."""
+async def group_members(
+    cluster: Cluster, group: str, brokers: Mapping[str, str], failures: dict[str, RocketError] | None = None
+) -> GroupMembers:
+    """Return who is online in `group` at these masters (broker name -> address).
+
+    With `failures` a broker that does not tell is no error: they get the reason, by broker name.
+    """
     connections: dict[str, list[tuple[str, str, int]]] = {}
     counts: dict[str, int] = {}
     models: set[str] = set()
     topics: set[str] = set()
 
     async def ask(broker_name: str) -> None:
+        try:
+            await take(broker_name)
+        except RocketError as error:
+            if failures is None:
+                raise
+            failures[broker_name] = error
+
+    async def take(broker_name: str) -> None:
         accept = (ResponseCode.SUCCESS, ResponseCode.CONSUMER_NOT_ONLINE)
         try:
             answer = await cluster.call(

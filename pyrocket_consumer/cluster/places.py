@@ -21,6 +21,8 @@ To = str | datetime | Mapping[MessageQueue, int]
 TOOLS_GROUP = "TOOLS_CONSUMER"
 """Every broker has it: for those who look at messages without being members of a group."""
 
+_FIRST, _LAST = "the first offsets are", "the last offsets are"
+
 _QUEUES_AT_ONCE = 200
 """Of one broker; so many answers are waited for together."""
 
@@ -59,9 +61,9 @@ async def offsets_at(
         RocketError: brokers did not answer; the text names each, and why.
     """
     if place == "first":
-        return await _asked(cluster, queues, Broker.min_offsets, "the first offsets are")
+        return await _asked(cluster, queues, Broker.min_offsets, _FIRST)
     if place == "last":
-        return await _asked(cluster, queues, Broker.max_offsets, "the last offsets are")
+        return await _asked(cluster, queues, Broker.max_offsets, _LAST)
     at_ms = int(place.timestamp() * 1000)
 
     async def search(broker: Broker, queue: MessageQueue) -> int | RocketError:
@@ -82,22 +84,29 @@ async def offsets_at(
     return await _asked(cluster, queues, ask, f"the offsets at {place.isoformat()} are")
 
 
-async def first_and_last(cluster: Cluster, queues: Collection[MessageQueue]) -> dict[MessageQueue, tuple[int, int]]:
+async def first_and_last(
+    cluster: Cluster, queues: Collection[MessageQueue], failures: dict[str, RocketError] | None = None
+) -> dict[MessageQueue, tuple[int, int]]:
     """Return the offsets of the oldest and of the next message of each queue.
+
+    With `failures` a broker that does not tell is no error: they get the reason, by broker name.
 
     Raises:
         RocketError: as `offsets_at`.
     """
     first, last = await asyncio.gather(
-        offsets_at(cluster, "first", queues, groups=()), offsets_at(cluster, "last", queues, groups=())
+        _asked(cluster, queues, Broker.min_offsets, _FIRST, failures),
+        _asked(cluster, queues, Broker.max_offsets, _LAST, failures),
     )
-    return {queue: (first[queue], last[queue]) for queue in queues}
+    return {queue: (first[queue], last[queue]) for queue in queues if queue in first and queue in last}
 
 
 async def committed_offsets(
-    cluster: Cluster, group: str, queues: Iterable[MessageQueue]
+    cluster: Cluster, group: str, queues: Iterable[MessageQueue], failures: dict[str, RocketError] | None = None
 ) -> dict[MessageQueue, int | None]:
     """Return what `group` has committed for each queue, None for nothing, as far as brokers tell that from 0.
+
+    With `failures` a broker that does not tell is no error: they get the reason, by broker name.
 
     Raises:
         RocketError: as `offsets_at`.
@@ -106,7 +115,7 @@ async def committed_offsets(
     async def ask(broker: Broker, some: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError | None]:
         return await broker.query_offsets(group, some)
 
-    return await _asked(cluster, queues, ask, "the committed offsets are")
+    return await _asked(cluster, queues, ask, "the committed offsets are", failures)
 
 
 def nearest_held(offset: int, first: int, last: int) -> int:
@@ -119,6 +128,7 @@ async def _asked(
     queues: Iterable[MessageQueue],
     ask: Callable[[Broker, Collection[MessageQueue]], Awaitable[Mapping[MessageQueue, V | RocketError]]],
     what: str,
+    failures: dict[str, RocketError] | None = None,
 ) -> dict[MessageQueue, V]:
     """Return what `ask` gives for the queues of each broker; `what` is not known where it gives an error."""
     by_broker: dict[str, list[MessageQueue]] = {}
@@ -141,7 +151,9 @@ async def _asked(
         return found
 
     answers = await asyncio.gather(*map(of, by_broker))
-    if failed:
+    if failures is not None:
+        failures.update(failed)
+    elif failed:
         reasons = "; ".join(f"{name}: {error}" for name, error in sorted(failed.items()))
         raise RocketError(f"{what} not known of {len(failed)} of {len(by_broker)} brokers: {reasons}") from next(
             iter(failed.values())

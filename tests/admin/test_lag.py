@@ -9,8 +9,9 @@ import pytest
 
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
-from pyrocket_consumer.errors import ConnectError
-from pyrocket_consumer.testing import EmbeddedCluster, delay
+from pyrocket_consumer.errors import BrokerError, ConnectError
+from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, delay, drop
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
 from tests.resetting import fill, queue, reset, wait_until_seen
@@ -179,6 +180,62 @@ def test_when_no_broker_answers_it_is_an_error(pair):
         pair.broker(name).stop(keep_route=True)
     with Admin(name_server=pair.name_server) as admin, pytest.raises(ConnectError):
         admin.lag("G")
+
+
+CALLS = {
+    "lag": Admin.lag,
+    "offsets": lambda admin, group: admin.offsets(group, "T"),
+}
+WAYS = {"connection": close_connection, "silence": drop, "refusal": answer(ResponseCode.SYSTEM_ERROR, "no")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "code",
+    [RequestCode.GET_CONSUMER_CONNECTION_LIST, RequestCode.GET_CONSUME_STATS, RequestCode.QUERY_CONSUMER_OFFSET,
+     RequestCode.GET_MIN_OFFSET, RequestCode.GET_MAX_OFFSET],
+    ids=lambda code: code.name,
+)  # fmt: skip
+def test_what_a_broker_answers_in_part_is_missing_and_the_others_are_shown(pair, code, call, way):
+    pair.broker("broker-b").commit("G", "T", {0: 0})  # what is committed is not sure, then, and asked for
+    pair.broker("broker-b").on(code, WAYS[way], times=None)
+    with Admin(name_server=pair.name_server, call_timeout_s=0.5) as admin:
+        found = CALLS[call](admin, "G")
+        assert [(row.queue, row.lag) for row in found.rows] == [(queue("T", 0), 0)]
+        assert (list(found.missing), found.is_complete) == (["broker-b"], False)
+        pair.broker("broker-b").clear_faults()
+        found = CALLS[call](admin, "G")
+        assert (found.total, found.is_complete) == (5, True)
+
+
+@pytest.mark.parametrize("code", [RequestCode.GET_CONSUME_STATS, RequestCode.GET_MAX_OFFSET], ids=lambda code: code.name)
+def test_when_no_broker_answers_a_later_question_it_is_an_error(pair, code):
+    for broker in pair.brokers:
+        broker.on(code, answer(ResponseCode.SYSTEM_ERROR, "out of order"), times=None)
+    with Admin(name_server=pair.name_server) as admin, pytest.raises(BrokerError, match="out of order"):
+        admin.lag("G")
+
+
+def test_the_queues_of_a_broker_that_tells_no_ends_are_missing_of_broadcasting_members(pair, tmp_path):
+    with consuming(pair, "T", "B", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        with Admin(name_server=pair.name_server) as admin:
+            until(lambda: len(admin.lag("B").rows) == 2, "it tells of both")
+            pair.broker("broker-b").on(RequestCode.GET_MIN_OFFSET, close_connection, times=None)
+            found = admin.lag("B")
+            assert [row.queue for row in found.rows] == [queue("T", 0)]
+            assert (list(found.missing), found.unreached) == (["broker-b"], {})
+    until(lambda: pair.members("B") == pair.members("B", "broker-b") == [], "it has left")
+    with Admin(name_server=pair.name_server) as admin:
+        pair.broker("broker-b").clear_faults()
+        admin.plan_reset("B", "T", "earliest", model="broadcasting").execute()
+        assert [row.queue for row in admin.lag("B").rows] == [queue("T", 0), queue("T", 0, "broker-b")]
+        for code in (RequestCode.GET_MIN_OFFSET, RequestCode.QUERY_CONSUMER_OFFSET):
+            pair.broker("broker-b").on(code, close_connection, times=None)
+            found = admin.lag("B")
+            assert [row.queue for row in found.rows] == [queue("T", 0)]
+            assert list(found.missing) == ["broker-b"]
 
 
 def test_a_broadcasting_member_is_shown_without_the_broker_that_is_away(pair, tmp_path):
