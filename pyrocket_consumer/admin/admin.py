@@ -236,9 +236,9 @@ class Admin:
         """Return where a group is in every queue of its topics, and how far behind.
 
         A clustering group's offsets are the brokers'. Of a broadcasting group each member that is online is asked for
-        its own; those that do not answer are in `unreached`. Brokers that do not answer every question, that
-        refuse, or have no master, are in `missing`. Name servers forget brokers that were stopped: of those `missing` has the ones in `brokers` (names
-        that must be there), and those whose queues this Admin has seen before.
+        its own; those that do not answer are in `unreached`. Brokers that do not answer every question, that refuse, or
+        have no master, are in `missing`. Name servers forget brokers that were stopped: of those `missing` has the ones
+        in `brokers` (names that must be there), and those whose queues this Admin has seen before.
 
         Raises:
             ConfigError: no broker knows the group.

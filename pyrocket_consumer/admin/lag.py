@@ -61,7 +61,8 @@ class GroupLag:
     nothing is known at all; it is empty when there is nothing of the kind.
 
     `missing` are the brokers whose queues have no rows, with the reason: one that does not answer (every question),
-    that refuses, that has no master now, or that no name server knows (any more), as far as it is known that there is one.
+    that refuses, that has no master now, or that no name server knows (any more), as far as it is known that there is
+    one.
     """
 
     group: str

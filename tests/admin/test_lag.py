@@ -209,7 +209,7 @@ def test_what_a_broker_answers_in_part_is_missing_and_the_others_are_shown(pair,
         assert (found.total, found.is_complete) == (5, True)
 
 
-@pytest.mark.parametrize("code", [RequestCode.GET_CONSUME_STATS, RequestCode.GET_MAX_OFFSET], ids=lambda code: code.name)
+@pytest.mark.parametrize("code", [RequestCode.GET_CONSUME_STATS, RequestCode.GET_MAX_OFFSET])
 def test_when_no_broker_answers_a_later_question_it_is_an_error(pair, code):
     for broker in pair.brokers:
         broker.on(code, answer(ResponseCode.SYSTEM_ERROR, "out of order"), times=None)
