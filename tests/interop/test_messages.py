@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pyrocket_consumer import MessageQueue, Producer, sql
+from pyrocket_consumer import Message, MessageQueue, Producer, sql
 from tests.consuming import consuming, until
 
 TEXT = "ключ 値 ☃ 😀 é&=%+"
@@ -15,6 +15,11 @@ LARGE = bytes(range(256)) * 40
 COMPRESSED = 0x1
 COMPRESSION = {"zlib": 0x300, "lz4": 0x100, "zstd": 0x200}
 """sysFlag: that a body is compressed, and how."""
+
+
+def place(message: Message) -> int:
+    """In its queue; in what order several threads get messages is chance."""
+    return message.queue_offset
 
 
 @pytest.fixture
@@ -29,7 +34,7 @@ def test_what_a_java_message_carries(real_cluster, java, topic, group, one_queue
         (sent,) = producer.send(topic, LARGE[:3000], tags="paid", keys=["k1", "ключ"], properties=properties)
         producer.send(topic, TEXT.encode())
         seen.wait_for(2)
-    full, plain = seen.messages
+    full, plain = sorted(seen.messages, key=place)
     assert (full.topic, full.queue, full.queue_offset) == (topic, one_queue, 0)
     assert (full.body, full.tags, full.keys) == (LARGE[:3000], "paid", ("k1", "ключ"))
     assert properties.items() <= full.properties.items()
@@ -57,12 +62,13 @@ def test_a_java_batch(real_cluster, java, topic, group, one_queue):
     with consuming(real_cluster, topic, group) as (_, seen), java.producer(real_cluster.name_server) as producer:
         (sent,) = producer.send(topic, b"one of a batch", count=5, batch=True, tags="paid", properties={"a": TEXT})
         seen.wait(lambda seen: len(seen.messages) == 5)
-    assert [message.queue_offset for message in seen.messages] == list(range(5))
-    assert {(message.body, message.tags, message.property("a")) for message in seen.messages} == {
+    messages = sorted(seen.messages, key=place)
+    assert [message.queue_offset for message in messages] == list(range(5))
+    assert {(message.body, message.tags, message.property("a")) for message in messages} == {
         (b"one of a batch", "paid", TEXT)
     }
-    assert len({message.offset_message_id for message in seen.messages}) == 5
-    assert [message.offset_message_id for message in seen.messages] == sent["offsetMessageId"].split(",")
+    assert len({message.offset_message_id for message in messages}) == 5
+    assert [message.offset_message_id for message in messages] == sent["offsetMessageId"].split(",")
 
 
 @pytest.mark.differs("inner batches")
@@ -94,9 +100,9 @@ def test_messages_that_come_later(real_cluster, java, topic, group, names, one_q
         producer.send(topic, b"ours", delay_level=1, tags="paid")
         expected = {b"java", b"ours"}
         if not real_cluster.version.startswith("4."):
-            later = datetime.now(UTC) + timedelta(seconds=1.5)
-            java_producer.send(topic, b"java, at a time", deliver_at_ms=int(later.timestamp() * 1000), tags="paid")
-            producer.send(topic, b"ours, at a time", deliver_at=later, tags="paid")
+            later_ms = int((datetime.now(UTC) + timedelta(seconds=2)).timestamp() * 1000)
+            java_producer.send(topic, b"java, at a time", deliver_at_ms=later_ms, tags="paid")
+            producer.send(topic, b"ours, at a time", deliver_at=datetime.now(UTC) + timedelta(seconds=2), tags="paid")
             expected |= {b"java, at a time", b"ours, at a time"}
         seen.wait_for(len(expected))
         javas_seen = java_member.wait_for_messages(len(expected))
