@@ -38,19 +38,21 @@ def test_a_machine_that_has_slept_does_not_believe_in_its_locks_any_more():
             await member.start()
             return member
 
-        member = cluster.run(begin(), 30)
-        embedded.send("orders", b"before")
-        seen.wait_for(1)
-        slept_s = VALID_S + 1
-        embedded.send("orders", b"after")
-        time.sleep(0.5)  # for what must not come
-        assert seen.bodies == [b"before"]
-        slept_s = 0.0  # the lock is confirmed again
-        embedded.send("orders", b"later")
-        seen.wait_for(3)
-        assert seen.bodies == [b"before", b"after", b"later"]
-        cluster.run(member.close(5), 30)
-        cluster.close()
+        try:
+            member = cluster.run(begin(), 30)
+            embedded.send("orders", b"before")
+            seen.wait_for(1)
+            slept_s = VALID_S + 1
+            embedded.send("orders", b"after")
+            time.sleep(0.5)  # for what must not come
+            assert seen.bodies == [b"before"]
+            slept_s = 0.0  # the lock is confirmed again
+            embedded.send("orders", b"later")
+            seen.wait_for(3)
+            assert seen.bodies == [b"before", b"after", b"later"]
+            cluster.run(member.close(5), 30)
+        finally:
+            cluster.close()
 
 
 def test_the_clock_of_locks_never_lags_behind_the_other():

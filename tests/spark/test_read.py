@@ -324,9 +324,9 @@ def place(next_offset, low, high, suggested=0):
 
 def test_messages_behind_the_end_of_the_queue_are_lost_after_asking_again(embedded, broker, topic):
     embedded.send(topic, count=50, queue_id=0)
-    soon = {"request_timeout_s": 0.3}
+    soon = {"request_timeout_s": 0.3, "retries": 20}
     with pytest.raises(DataLoss, match="from 10 up to 80, available 0 up to 50; offsets 50 up to 80 are gone"):
-        offsets(embedded, wanted(topic, 10, 80), request_timeout_s=1.0)  # time for several questions
+        offsets(embedded, wanted(topic, 10, 80), request_timeout_s=1.0, retries=20)  # time for several questions
     assert [offset for _, offset, _ in pulls(broker)].count(50) >= 3
     assert offsets(embedded, wanted(topic, 10, 80), fail_on_data_loss=False, **soon) == list(range(10, 50))
     with pytest.raises(DataLoss, match="offsets 70 up to 80 are gone"):
@@ -349,7 +349,7 @@ def test_messages_that_are_just_being_deleted_are_lost(embedded, broker, topic):
 def test_a_deleted_topic_is_lost(embedded, broker, topic, caplog):
     embedded.send(topic, count=10, queue_id=0)
     embedded.delete_topic(topic)
-    soon = {"request_timeout_s": 0.3}
+    soon = {"request_timeout_s": 0.3, "retries": 20}
     with pytest.raises(DataLoss, match="the queue is gone"):
         offsets(embedded, wanted(topic, 0, 10), **soon)
     assert offsets(embedded, wanted(topic, 0, 10), fail_on_data_loss=False, **soon) == []
