@@ -12,17 +12,32 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from pyrocket_consumer.admin import groups, topics
+from pyrocket_consumer.admin.groups import check_settings
 from pyrocket_consumer.admin.lag import GroupLag, group_lag
+from pyrocket_consumer.admin.masters import check_targets
 from pyrocket_consumer.admin.reset import execute, forget_reset
 from pyrocket_consumer.admin.reset_plan import ResetPlan
 from pyrocket_consumer.admin.reset_planning import plan_reset
 from pyrocket_consumer.admin.reset_result import ResetProgress, ResetResult
-from pyrocket_consumer.admin.topics import OffsetRange
+from pyrocket_consumer.admin.topics import MAX_QUEUES, OffsetRange, check_attributes, check_perm
 from pyrocket_consumer.cluster import Cluster, make_client_id
-from pyrocket_consumer.cluster.places import To
-from pyrocket_consumer.config import ClientConfig, ClientOptions, NameServers, check_bool, check_range, check_topic
+from pyrocket_consumer.cluster.places import To, check_to
+from pyrocket_consumer.config import (
+    ClientConfig,
+    ClientOptions,
+    NameServers,
+    check_bool,
+    check_choice,
+    check_group,
+    check_int,
+    check_names,
+    check_queues,
+    check_range,
+    check_text,
+    check_topic,
+)
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
-from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.model import MessageModel, MessageQueue
 from pyrocket_consumer.net.forks import renew_locks_in_children
 
 _SLOW_TIMEOUT_S = 180.0  # members are asked, a few at a time, and a silent one costs 10 s
@@ -174,14 +189,20 @@ class Admin:
         other gets an error that says what there is. `brokers` or `cluster` (names) are for fewer masters. `perm` is
         what clients may do: "rw", "r" or "w". `attributes` are for brokers from 5.0 on, like {"message.type": "FIFO"}.
         """
+        check_topic(name)
+        check_int("queues", queues, 1, MAX_QUEUES)
+        check_perm(perm)
+        check_bool("order", order)
+        check_attributes(attributes)
+        named = check_targets(brokers, cluster)
         self._run(
             topics.create_topic,
             name,
             queues=queues,
             perm=perm,
             order=order,
-            attributes=attributes,
-            brokers=brokers,
+            attributes=attributes or {},
+            brokers=named,
             cluster_name=cluster,
         )
 
@@ -191,6 +212,7 @@ class Admin:
         Brokers before 5.0 keep the groups' offsets: a topic made anew under this name starts at 0, so that those groups
         would be ahead of it.
         """
+        check_topic(name)
         self._run(topics.delete_topic, name)
 
     def topics(self, *, include_system: bool = False) -> list[str]:
@@ -204,6 +226,7 @@ class Admin:
         Raises:
             RouteNotFound: there is no such topic.
         """
+        check_topic(topic)
         return self._run(topics.topic_offsets, topic)
 
     # --- groups
@@ -214,6 +237,8 @@ class Admin:
         `settings` are RocketMQ's own, in snake_case: `consume_enable`, `consume_broadcast_enable`, `retry_max_times`,
         `retry_queue_nums` and so on; those left out take the broker's defaults, also in a group that exists.
         """
+        check_group(name)
+        check_settings(settings)
         self._run(groups.create_group, name, settings)
 
     def delete_group(self, name: str, *, remove_offsets: bool = True, remove_dead_letters: bool = False) -> None:
@@ -223,6 +248,9 @@ class Admin:
         the group back. So do brokers 5.5.0 when offsets are kept and groups are created on demand: what is left then
         is a group with default settings.
         """
+        check_group(name)
+        check_bool("remove_offsets", remove_offsets)
+        check_bool("remove_dead_letters", remove_dead_letters)
         self._run(groups.delete_group, name, remove_offsets=remove_offsets, remove_dead_letters=remove_dead_letters)
 
     def groups(self, *, include_system: bool = False) -> list[str]:
@@ -257,8 +285,10 @@ class Admin:
         return self._lag(group, topic, brokers)
 
     def _lag(self, group: str, topic: str | None, brokers: Iterable[str]) -> GroupLag:
+        check_group(group)
+        expected = check_names("brokers", brokers)
         cluster = self._started()
-        return cluster.run(group_lag(cluster, group, topic, brokers, self._seen), _SLOW_TIMEOUT_S)
+        return cluster.run(group_lag(cluster, group, topic, expected, self._seen), _SLOW_TIMEOUT_S)
 
     def plan_reset(
         self,
@@ -287,8 +317,16 @@ class Admin:
             RouteNotFound: there is no such topic.
             ConfigError: there is no such group, queue or member online, or `to` is none of these.
         """
+        check_group(group)
+        check_topic(topic)
+        where = check_to(to)
+        wanted = None if queues is None else check_queues("queues", queues)
+        if model is not None:
+            check_choice("model", model, [each.value for each in MessageModel])
+        check_text("member", member)
+        check_range("wait_s", wait_s, 0, 120)
         cluster = self._started()
-        plan = cluster.run(plan_reset(cluster, group, topic, to, queues, model, member, wait_s), _SLOW_TIMEOUT_S)
+        plan = cluster.run(plan_reset(cluster, group, topic, where, wanted, model, member, wait_s), _SLOW_TIMEOUT_S)
         return replace(plan, _execute=self._execute)
 
     def forget_reset(self, group: str, topic: str) -> None:
@@ -300,6 +338,8 @@ class Admin:
             RouteNotFound: there is no such topic.
             ConfigError: no broker knows the group.
         """
+        check_group(group)
+        check_topic(topic)
         self._run(forget_reset, group, topic)
 
     def _execute(

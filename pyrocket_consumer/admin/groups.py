@@ -12,7 +12,7 @@ from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.config import check_bool, check_group, check_int
+from pyrocket_consumer.config import check_bool, check_int
 from pyrocket_consumer.errors import (
     ConfigError,
     ConnectError,
@@ -59,14 +59,18 @@ _SETTINGS = {each.name: str(each.type) for each in fields(SubscriptionGroupConfi
 
 async def create_group(cluster: Cluster, name: str, settings: dict[str, Any]) -> None:
     """Make or change a group at every master."""
-    group = wrap(cluster.config.namespace, check_group(name))
+    group = wrap(cluster.config.namespace, name)
+    body = encode_subscription_group(SubscriptionGroupConfig(group_name=group, **settings))
+    await at_each(await masters(cluster), lambda address: cluster.call(address, CreateSubscriptionGroupHeader(), body))
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless groups have these settings, and they may be these."""
     unknown = sorted(set(settings) - _SETTINGS.keys())
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r} of a group; known settings: {', '.join(sorted(_SETTINGS))}")
     for setting, value in settings.items():
         _check_setting(setting, value)
-    body = encode_subscription_group(SubscriptionGroupConfig(group_name=group, **settings))
-    await at_each(await masters(cluster), lambda address: cluster.call(address, CreateSubscriptionGroupHeader(), body))
 
 
 def _check_setting(name: str, value: object) -> None:
@@ -81,9 +85,6 @@ def _check_setting(name: str, value: object) -> None:
 
 async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, remove_dead_letters: bool) -> None:
     """Delete a group at every master, and its retry topic. One that does not exist is no error."""
-    check_group(name)
-    check_bool("remove_offsets", remove_offsets)
-    check_bool("remove_dead_letters", remove_dead_letters)
     header = DeleteSubscriptionGroupHeader(wrap(cluster.config.namespace, name), remove_offsets)
     await at_each(await masters(cluster), lambda address: cluster.call(address, header))
     await delete_topic(cluster, retry_topic(name))

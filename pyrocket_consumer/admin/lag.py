@@ -17,7 +17,6 @@ from pyrocket_consumer.cluster.members import GroupMembers, Member, group_member
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.places import committed_offsets, first_and_last
 from pyrocket_consumer.cluster.reset_record import ResetRecord
-from pyrocket_consumer.config import check_group, check_names, check_topic
 from pyrocket_consumer.errors import ConnectError, ConsumerClosed, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
 from pyrocket_consumer.wire.bodies import QueueConsumeStats, decode_consume_stats
@@ -174,16 +173,16 @@ async def group_lag(
     cluster: Cluster,
     group: str,
     topic: str | None,
-    brokers: Iterable[str],
+    expected: Collection[str],
     seen: dict[str, frozenset[MessageQueue]],
 ) -> GroupLag:
-    """Return where a group is, in all its topics or in one. `brokers` must be there; `seen` is for the next call."""
+    """Return where a group is, in all its topics or in one.
+
+    `expected` brokers must be there; `seen` is for the next call.
+    """
     namespace = cluster.config.namespace
-    check_group(group)
-    expected = check_names("brokers", brokers)
     wire_group = wrap(namespace, group)
     if topic is not None:
-        check_topic(topic)
         await cluster.route(wrap(namespace, topic), refresh=True)
     survey = _Survey(seen)
     found = await survey.take(cluster, wire_group, expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from pyrocket_consumer.cluster import Cluster
@@ -21,14 +21,11 @@ async def cluster_info(cluster: Cluster) -> ClusterInfo:
     return decode_cluster_info((await cluster.ask_name_server(GetClusterInfoHeader())).body)
 
 
-async def masters(
-    cluster: Cluster, brokers: Iterable[str] | None = None, cluster_name: str | None = None
-) -> dict[str, str]:
-    """Return broker name -> address of the master, for the brokers named, or those of a cluster, or all.
+def check_targets(brokers: Iterable[str] | None, cluster_name: str | None) -> list[str] | None:
+    """Return the names of the brokers that are named, None for all there are, or all of a cluster.
 
     Raises:
-        ConfigError: there is no such broker or cluster, or both are given.
-        ConnectError: one of them has no master now.
+        ConfigError: they are no names, or both are given.
     """
     if brokers is not None and cluster_name is not None:
         raise ConfigError("brokers and cluster exclude each other; give one of them")
@@ -36,6 +33,18 @@ async def masters(
     named = None if brokers is None else check_names("brokers", brokers)
     if named == []:
         raise ConfigError(f"brokers={brokers!r} names no broker; leave it out for all")
+    return named
+
+
+async def masters(
+    cluster: Cluster, named: Collection[str] | None = None, cluster_name: str | None = None
+) -> dict[str, str]:
+    """Return broker name -> address of the master, for the brokers named, or those of a cluster, or all.
+
+    Raises:
+        ConfigError: there is no such broker or cluster.
+        ConnectError: one of them has no master now.
+    """
     info = await cluster_info(cluster)
     if cluster_name is not None:
         if cluster_name not in info.clusters:

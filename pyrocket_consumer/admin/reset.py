@@ -24,7 +24,6 @@ from pyrocket_consumer.cluster.members import (
 )
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.cluster.reset_record import EpochTaken, NobodyWasHere, ResetRecord
-from pyrocket_consumer.config import check_group, check_topic
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.bodies import decode_offset_table
@@ -62,7 +61,7 @@ async def execute(cluster: Cluster, plan: ResetPlan, tell: Tell, partial: bool, 
 async def forget_reset(cluster: Cluster, group: str, topic: str) -> None:
     """Remove what is recorded for a group and topic at every master."""
     namespace = cluster.config.namespace
-    wire_group, wire_topic = wrap(namespace, check_group(group)), wrap(namespace, check_topic(topic))
+    wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
     route = await cluster.route(wire_topic, refresh=True)
     await check_group_exists(cluster, group)
     for data in route.queues:

@@ -30,16 +30,10 @@ from pyrocket_consumer.cluster.members import (
     speak_to_all,
 )
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.cluster.places import TOOLS_GROUP, To, check_to, first_and_last, nearest_held, offsets_at
+from pyrocket_consumer.cluster.places import TOOLS_GROUP, first_and_last, nearest_held, offsets_at
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.config import (
     Place,
-    check_choice,
-    check_group,
-    check_queues,
-    check_range,
-    check_text,
-    check_topic,
 )
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, MessageModel, MessageQueue, TopicRoute
@@ -64,22 +58,14 @@ async def plan_reset(
     cluster: Cluster,
     group: str,
     topic: str,
-    to: To,
-    queues: Iterable[MessageQueue] | None,
+    where: Place | Mapping[MessageQueue, int],
+    wanted: Sequence[MessageQueue] | None,
     model: str | None,
     member: str | None,
     wait_s: float,
 ) -> ResetPlan:
     """Find out what the reset would do."""
     namespace = cluster.config.namespace
-    check_group(group)
-    check_topic(topic)
-    where = check_to(to)
-    if model is not None:
-        check_choice("model", model, [each.value for each in MessageModel])
-    check_text("member", member)
-    wanted = None if queues is None else check_queues("queues", queues)
-    check_range("wait_s", wait_s, 0, 120)
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
     route = await cluster.route(wire_topic, refresh=True)
     chosen = _chosen(route, unwrap(namespace, topic), wire_topic, where, wanted)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.namespace import is_system, unwrap, wrap
-from pyrocket_consumer.config import check_bool, check_int, check_topic
 from pyrocket_consumer.errors import BrokerError, ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.model import DLQ_PREFIX, PERM_READ, PERM_WRITE, RETRY_PREFIX, MessageQueue, TopicRoute
 from pyrocket_consumer.wire.bodies import decode_route, decode_topic_list, decode_topic_stats
@@ -56,16 +55,14 @@ async def create_topic(
     queues: int,
     perm: str,
     order: bool,
-    attributes: Mapping[str, str] | None,
-    brokers: Iterable[str] | None,
+    attributes: Mapping[str, str],
+    brokers: Collection[str] | None,
     cluster_name: str | None,
 ) -> None:
     """Make or change a topic at masters, and return when every name server shows it."""
-    topic = wrap(cluster.config.namespace, check_topic(name))
-    check_int("queues", queues, 1, MAX_QUEUES)
-    bits = _perm_bits(perm)
-    check_bool("order", order)
-    text = _attributes_text(attributes)
+    topic = wrap(cluster.config.namespace, name)
+    bits = _PERMISSIONS[perm]
+    text = ",".join(f"+{each}={value}" for each, value in attributes.items())  # source: AttributeParser
     targets = await masters(cluster, brokers, cluster_name)
     if text:
         await at_each(targets, lambda address: _check_attributes_known(cluster, address))
@@ -104,22 +101,20 @@ async def _queue_count(cluster: Cluster, topic: str, address: str) -> int | None
     return len(decode_topic_stats(answer.body).queues)
 
 
-def _perm_bits(perm: str) -> int:
-    bits = _PERMISSIONS.get(perm) if isinstance(perm, str) else None
-    if bits is None:
+def check_perm(perm: object) -> None:
+    """Raise ConfigError unless `perm` is a permission that topics can have."""
+    if not isinstance(perm, str) or perm not in _PERMISSIONS:
         raise ConfigError(f"perm={perm!r} is not allowed; choose one of {', '.join(map(repr, _PERMISSIONS))}")
-    return bits
 
 
-def _attributes_text(attributes: Mapping[str, str] | None) -> str:
-    """Return `+name=value,…`. Source: AttributeParser."""
+def check_attributes(attributes: object) -> None:
+    """Raise ConfigError unless `attributes` are what brokers can read as attributes of a topic, or None."""
     if not isinstance(attributes, Mapping | None):
         raise ConfigError(f'attributes={attributes!r} is not allowed; it must be like {{"message.type": "FIFO"}}')
     for name, value in (attributes or {}).items():
         for part in (name, value):
             if not isinstance(part, str) or not part or any(sign in part for sign in "+=,"):
                 raise ConfigError(f"attribute {name!r}={value!r} must be texts without '+', '=' and ','")
-    return ",".join(f"+{name}={value}" for name, value in (attributes or {}).items())
 
 
 async def _check_attributes_known(cluster: Cluster, address: str) -> None:
@@ -132,7 +127,7 @@ async def _check_attributes_known(cluster: Cluster, address: str) -> None:
 
 async def delete_topic(cluster: Cluster, name: str) -> None:
     """Delete a topic everywhere, and return when no name server shows it. One that does not exist is no error."""
-    topic = wrap(cluster.config.namespace, check_topic(name))
+    topic = wrap(cluster.config.namespace, name)
     await at_each(await masters(cluster), lambda address: cluster.call(address, DeleteTopicHeader(topic)))
     await cluster.ask_every_name_server(DeleteTopicInNameServerHeader(topic))
     cluster.forget_topic(topic)
@@ -190,7 +185,7 @@ async def list_topics(cluster: Cluster, *, include_system: bool) -> list[str]:
 
 async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, OffsetRange]:
     """Return the range of every queue of a topic."""
-    topic = wrap(cluster.config.namespace, check_topic(name))
+    topic = wrap(cluster.config.namespace, name)
     route = await cluster.route(topic, refresh=True)
     addresses = {data.broker_name: cluster.address(data.broker_name) for data in route.queues}
     answers = await at_each(

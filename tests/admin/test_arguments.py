@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from datetime import datetime
@@ -66,19 +67,36 @@ def admin(cluster):
 
 @pytest.mark.parametrize(("method", "name", "values"), TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
 def test_a_wrong_argument_is_named_and_nothing_is_sent(cluster, admin, method, name, values):
-    right, _ = METHODS[method]
-    place = PLACES.get(name, 1 if name == "topic" and len(right) > 1 else 0 if name == "topic" else 2)
     before = len(cluster.broker("broker-a").requests())
     for value in values:
-        arguments, options = list(right), {}
-        if name in ("name", "group", "topic", "to"):
-            arguments[place] = value
-        else:
-            options[name] = value
         with pytest.raises(ConfigError) as raised:
-            getattr(admin, method)(*arguments, **options)
+            called(admin, method, name, value)
         assert len(str(raised.value)) > 20, value
     assert len(cluster.broker("broker-a").requests()) == before
+
+
+def called(admin, method, name, value):
+    """Call a method with right arguments, but for one."""
+    right, _ = METHODS[method]
+    place = PLACES.get(name, 1 if name == "topic" and len(right) > 1 else 0 if name == "topic" else 2)
+    arguments, options = list(right), {}
+    if name in ("name", "group", "topic", "to"):
+        arguments[place] = value
+    else:
+        options[name] = value
+    getattr(admin, method)(*arguments, **options)
+
+
+@pytest.mark.parametrize(("method", "name", "values"), TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
+def test_a_wrong_argument_is_told_before_anything_is_connected(method, name, values):
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # who connects waits for an answer that never comes
+        nobody.settimeout(0)
+        admin = Admin(name_server=f"127.0.0.1:{nobody.getsockname()[1]}")
+        for value in (each for each in values if each != "nowhere"):
+            with pytest.raises(ConfigError):
+                called(admin, method, name, value)
+        with pytest.raises(BlockingIOError):
+            nobody.accept()
 
 
 @pytest.mark.parametrize(
