@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +157,24 @@ def test_tasks_keep_their_connections(spark, embedded):
         batch(spark, embedded, "SELECT 'x' AS body", topic="orders")
     assert len(embedded.messages("orders")) == 6
     assert len(broker.connections) <= 2, "one for each worker process"
+
+
+def test_a_thread_of_its_own_can_write_once_the_session_is_active_there(spark, embedded):
+    embedded.create_topic("orders", queues=1)
+    outcomes = []
+
+    def write(prepare: Callable[[], object]) -> None:
+        prepare()
+        rows = numbers.selectExpr("string(id) AS body").write.format("rocketmq").mode("append")
+        try:
+            outcomes.append(rows.option("nameServer", embedded.name_server).option("topic", "orders").save())
+        except Exception as error:  # Spark's, from Java
+            outcomes.append("DATA_SOURCE_NOT_FOUND" in str(error))
+
+    numbers = spark.range(3)
+    for prepare in (lambda: None, lambda: spark.createDataFrame([], "x int")):
+        thread = threading.Thread(target=write, args=(prepare,))
+        thread.start()
+        thread.join(60)
+    assert outcomes == [True, None], "what docs/spark.md says of threads is true no more"
+    assert len(embedded.messages("orders")) == 3
