@@ -23,6 +23,7 @@ def test_messages_are_where_they_were_sent(real_cluster, names):
     carried = {"tags": "paid", "keys": ["k1", "k2"], "properties": {"a": "b"}}
     sent = real_cluster.send(topic, b"hello", count=3, queue_id=1, **carried)
     assert [(each.queue.queue_id, each.queue_offset) for each in sent] == [(1, 0), (1, 1), (1, 2)]
+    wait_until(lambda: len(real_cluster.messages(topic)) == 3, "the broker shows what it has stored")
     found = real_cluster.messages(topic)
     assert [(each.body, each.tags, each.keys, each.property("a")) for each in found] == [
         (b"hello", "paid", ("k1", "k2"), "b")
@@ -109,7 +110,7 @@ def test_a_killed_broker_keeps_its_messages(real_cluster, names):
     broker.start()
     assert broker.address == address
     assert broker.pid != pid
-    assert len(real_cluster.messages(topic)) == 5
+    wait_until(lambda: len(real_cluster.messages(topic)) == 5, "the broker shows what it had stored")
 
 
 def test_routes_say_where_a_topic_can_be_read_and_written(real_cluster, names):
@@ -132,7 +133,7 @@ def test_brokers_register_again_at_a_new_name_server(real_cluster, names):
     real_cluster.start_name_server()
     assert real_cluster.name_server == address
     wait_until(lambda: len(real_cluster.send(topic)) == 1, "a route")
-    assert len(real_cluster.messages(topic)) == 1
+    wait_until(lambda: len(real_cluster.messages(topic)) == 1, "the broker shows what it has stored")
 
 
 @pytest.mark.cluster(brokers=2, slaves=1, settings={"autoCreateTopicEnable": False})
