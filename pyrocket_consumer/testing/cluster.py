@@ -12,11 +12,12 @@ from typing import Any, Self, TypeVar
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.testing.acl import Accounts
+from pyrocket_consumer.testing.arguments import check_bool, check_int, check_names, check_topic
 from pyrocket_consumer.testing.broker import Broker
 from pyrocket_consumer.testing.clock import Clock
 from pyrocket_consumer.testing.config import BrokerConfig, Timing
 from pyrocket_consumer.testing.embedded_node import EmbeddedBroker, EmbeddedNameServer
-from pyrocket_consumer.testing.feed import Feed, Sent, wanted_properties
+from pyrocket_consumer.testing.feed import Feed, Sent, check_body, wanted_properties
 from pyrocket_consumer.testing.loop_thread import LoopThread
 from pyrocket_consumer.testing.name_server import NameServer
 from pyrocket_consumer.testing.recording import Changes, describe
@@ -408,15 +409,21 @@ class EmbeddedCluster:
         """Create a topic, or change it, with so many queues on each master (or on those named).
 
         Raises:
-            ConfigError: `queues` is not 1 to 65535, or one of the others not 0 to that.
+            ConfigError: the name is none that brokers accept, `queues` is not 1 to 65535, one of the others not 0 to
+                that, or `perm` not 0 to 7.
+            KeyError: there is no such broker.
         """
-        _within("queues", queues, 1, _MOST_QUEUES)
+        check_topic(name)
+        check_int("queues", queues, 1, _MOST_QUEUES)
         for what, number in (("read_queues", read_queues), ("write_queues", write_queues)):
             if number is not None:
-                _within(what, number, 0, _MOST_QUEUES)
+                check_int(what, number, 0, _MOST_QUEUES)
+        check_int("perm", perm, 0, 7)
+        check_bool("order", order)
+        named = None if brokers is None else check_names("brokers", brokers)
 
         def create() -> None:
-            for broker in self.brokers if brokers is None else [self.broker(each) for each in brokers]:
+            for broker in self.brokers if named is None else [self.broker(each) for each in named]:
                 config = TopicConfig(
                     name,
                     queues if read_queues is None else read_queues,
@@ -433,6 +440,7 @@ class EmbeddedCluster:
 
     def delete_topic(self, name: str) -> None:
         """Delete a topic everywhere, its route included."""
+        check_topic(name)
 
         def delete() -> None:
             for broker in self.nodes:
@@ -463,10 +471,21 @@ class EmbeddedCluster:
         take turns, those of one broker after those of another. A topic that does not exist is made with 4 queues,
         if topics are created on demand.
         `stored_at_ms` sets the store time, which must not be older than that of the messages before.
+
+        Raises:
+            ConfigError: an argument is not allowed, or the topic does not exist and may not be created.
+            KeyError: there is no such broker.
         """
+        check_topic(topic)
+        if not callable(body):
+            check_body(body)
+        check_int("count", count, 0, 2**31 - 1)
+        if broker_name is not None:
+            check_names("broker_name", [broker_name])
+        for what, number in (("queue_id", queue_id), ("stored_at_ms", stored_at_ms)):
+            if number is not None:
+                check_int(what, number, 0, 2**31 - 1 if what == "queue_id" else 2**63 - 1)
         wanted = wanted_properties(tags, keys, properties, delay_level)
-        if count < 0:
-            raise ConfigError(f"count={count}; give 0 or more")
 
         def put() -> list[Sent]:
             brokers = self.brokers if broker_name is None else [self.broker(broker_name)]
@@ -507,8 +526,8 @@ class EmbeddedCluster:
 
 
 def _within(what: str, number: _N, least: int, most: int) -> _N:
-    if not least <= number <= most:
-        raise ConfigError(f"{what}={number}; give {least} to {most}")
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not least <= number <= most:
+        raise ConfigError(f"{what}={number!r}; give {least} to {most}")
     return number
 
 

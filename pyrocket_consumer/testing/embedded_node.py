@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.testing.arguments import check_group, check_topic
 from pyrocket_consumer.testing.broker import Broker
 from pyrocket_consumer.testing.faults import Fault
 from pyrocket_consumer.testing.name_server import NameServer
@@ -207,7 +209,17 @@ class EmbeddedBroker(EmbeddedNode):
         return self.cluster.call(lambda: self.core.state.offsets.table(topic, group))
 
     def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
-        """Store offsets by queue id, whatever they are."""
+        """Store offsets by queue id, whatever numbers they are.
+
+        Raises:
+            ConfigError: they are no numbers, or the group or topic is none that brokers accept.
+        """
+        check_group(group)
+        check_topic(topic)
+        if not isinstance(offsets, Mapping) or not all(
+            type(number) is int for item in offsets.items() for number in item
+        ):
+            raise ConfigError(f"offsets={offsets!r} is not allowed; give {{queue id: offset}}, for example {{0: 5}}")
 
         def store() -> None:
             for queue_id, offset in offsets.items():
@@ -284,7 +296,11 @@ class EmbeddedBroker(EmbeddedNode):
         """Make a subscription group, or change it: `create_group("app", consumeEnable=False)`.
 
         Settings have their Java names; those not given take Java's defaults.
+
+        Raises:
+            ConfigError: the name is none that brokers accept.
         """
+        check_group(group)
         config = decode_subscription_group(fastjson.dumps({"groupName": group, **settings}))
         self._change(lambda: self.core.state.groups.__setitem__(group, config))
 

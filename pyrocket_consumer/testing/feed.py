@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.testing.arguments import check_int
 from pyrocket_consumer.testing.broker_state import Refused
 from pyrocket_consumer.testing.clock import Clock
 from pyrocket_consumer.testing.config import DEFAULT_TOPIC
@@ -71,7 +72,10 @@ class Feed:
             assert isinstance(body, bytes)
             return self._fill(places, body, properties, stored_at_ms)
         bodies = body if callable(body) else lambda number: body
-        return [self._put(place, bodies(number), properties, stored_at_ms) for number, place in enumerate(places)]
+        return [
+            self._put(place, check_body(bodies(number)), properties, stored_at_ms)
+            for number, place in enumerate(places)
+        ]
 
     def _places(
         self, brokers: Sequence[EmbeddedBroker], topic: str, queue_id: int | None, count: int
@@ -130,15 +134,40 @@ class Feed:
         return [sent[number] for number in range(len(places))]
 
 
+def check_body(body: object) -> bytes:
+    """Return `body` if a message can have it.
+
+    Raises:
+        ConfigError: it is no bytes.
+    """
+    if not isinstance(body, bytes):
+        raise ConfigError(f"body={body!r:.80} is not allowed; give bytes (a text's are text.encode())")
+    return body
+
+
 def wanted_properties(
     tags: str | None, keys: Iterable[str], properties: Mapping[str, str] | None, delay_level: int
 ) -> dict[str, str]:
-    """Return the properties a test asks for."""
+    """Return the properties a test asks for.
+
+    Raises:
+        ConfigError: they are none that a message can have.
+    """
+    if tags is not None and not isinstance(tags, str):
+        raise ConfigError(f"tags={tags!r} is not allowed; give one tag, a text")
+    its_keys = [keys] if isinstance(keys, str) else list(keys) if isinstance(keys, Iterable) else [keys]
+    if not all(isinstance(key, str) for key in its_keys):
+        raise ConfigError(f"keys={keys!r} is not allowed; give a list of texts")
+    if not isinstance(properties, Mapping | None) or not all(
+        isinstance(part, str) for item in (properties or {}).items() for part in item
+    ):
+        raise ConfigError(f"properties={properties!r} is not allowed; give texts by name")
+    check_int("delay_level", delay_level, 0, 2**31 - 1)
     wanted = dict(properties or {})
     if tags:
         wanted[PropertyName.TAGS] = tags
-    if keys:
-        wanted[PropertyName.KEYS] = keys if isinstance(keys, str) else " ".join(keys)
+    if any(its_keys):
+        wanted[PropertyName.KEYS] = " ".join(its_keys)
     if delay_level:
         wanted[PropertyName.DELAY] = str(delay_level)
     return wanted

@@ -66,7 +66,7 @@ def test_it_ends_with_its_standard_input() -> None:
     [
         ("--version", "1", "4.9.7"),
         ("--topic", "a:b", "orders:4"),
-        ("--topic", "a:0", "queues=0; give 1 to"),
+        ("--topic", "a:0", "queues=0 is not allowed; it must be a whole number from 1 to"),
         ("--brokers", "0", "26"),
         ("--slaves", "-1", "slaves=-1; give 0 to"),
         ("--port", "99999", "port=99999; give 0 to 65535"),

@@ -1,0 +1,63 @@
+"""What a test gives an embedded cluster by mistake is told to it, in a sentence, and nothing is done."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer import ConfigError
+from pyrocket_consumer.testing import EmbeddedCluster
+
+NO_NAMES = ["bad name!", "", 5, None, b"T", "x" * 128, ["T"], "ö"]
+NO_COUNTS = [0, -1, "4", 1.5, True, 65_536, [4]]
+CALLS = {
+    "create_topic": ({"name": "U"}, {
+        "name": NO_NAMES, "queues": NO_COUNTS, "read_queues": [-1, "4", True], "write_queues": [-1, "4", True],
+        "perm": [-1, 8, "rw", None], "order": ["yes", 1], "brokers": [5, [5], b"broker-a"],
+    }),
+    "delete_topic": ({"name": "T"}, {"name": NO_NAMES}),
+    "send": ({"topic": "T"}, {
+        "topic": NO_NAMES, "body": ["text", 5, None, lambda number: "text"], "count": [-1, "4", None, True, 1.5],
+        "tags": [5, b"t", ["t"]], "keys": [5, None, [5], b"k"], "properties": [5, "a=b", {"a": 1}, {1: "a"}],
+        "queue_id": [-1, "0", True], "delay_level": [-1, "1", None], "broker_name": [5, ""],
+        "stored_at_ms": [-1, "now", 1.5],
+    }),
+}  # fmt: skip
+BROKER_CALLS = {
+    "commit": ({"group": "G", "topic": "T", "offsets": {0: 1}}, {
+        "group": NO_NAMES, "topic": NO_NAMES, "offsets": [5, None, [1], {"0": 1}, {0: "1"}, {0: None}],
+    }),
+    "create_group": ({"group": "H"}, {"group": NO_NAMES}),
+}  # fmt: skip
+TABLE = [
+    (owner, method, name)
+    for owner, calls in (("cluster", CALLS), ("broker", BROKER_CALLS))
+    for method, (_, wrong) in calls.items()
+    for name in wrong
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("T", queues=1)
+        cluster.send("T", b"one")
+        yield cluster
+
+
+@pytest.mark.parametrize(("owner", "method", "name"), TABLE)
+def test_a_wrong_argument_is_told_and_nothing_is_done(cluster, owner, method, name):
+    broker = cluster.broker("broker-a")
+    right, wrong = (CALLS if owner == "cluster" else BROKER_CALLS)[method]
+    for value in wrong[name]:
+        with pytest.raises(ConfigError) as raised:
+            getattr(cluster if owner == "cluster" else broker, method)(**{**right, name: value})
+        assert len(str(raised.value)) > 15, value
+    assert [each.body for each in cluster.messages("T")] == [b"one"]
+    assert cluster.committed("G", "T") == {}
+
+
+@pytest.mark.parametrize("option", ["slaves", "name_servers", "port", "side_by_side_s"])
+@pytest.mark.parametrize("value", ["1", None, True, -1, [1]], ids=repr)
+def test_a_cluster_is_not_made_with_wrong_options(option, value):
+    with pytest.raises(ConfigError, match=option):
+        EmbeddedCluster(**{option: value})
