@@ -108,6 +108,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
     """Keeps offsets in a directory that one process owns at a time. Works alone, without a consumer.
 
     A relative `directory` is meant from where the process is when the store is made. Closed, it may be loaded again.
+    Any thread may call it, but no handler of a signal: it may come in the middle of another call of its thread, and
+    would wait for that. Let it set an event that ends the main loop, and close the store there.
 
     `durability`: with "fsync" (default) a persisted offset survives a power failure; with "process" only the end of the
     process, however sudden; "checkpoint" is as "fsync", but each persist rewrites offsets.json, for Java programs that
