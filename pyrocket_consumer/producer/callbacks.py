@@ -130,8 +130,9 @@ class SendFuture(Future[T]):
 
     def _tell(self) -> None:
         self._is_told = True
-        for told in tuple(self._waiting):
-            told.set_result(None)
+        if self._waiting:
+            for told in tuple(self._waiting):
+                told.set_result(None)
 
     def result(self, timeout: float | None = None) -> T:
         """Return the result, or raise why there is none; TimeoutError when it is not there within `timeout` seconds."""

@@ -175,7 +175,8 @@ def _check_tag(tag: object) -> None:
 def _check_keys(keys: object) -> tuple[str, ...]:
     if isinstance(keys, str):
         keys = (keys,)
-    if not isinstance(keys, Sequence) or isinstance(keys, (bytes, bytearray)):
+    # What is plainly a sequence is told much sooner than one by agreement.
+    if not isinstance(keys, (tuple, list)) and (not isinstance(keys, Sequence) or isinstance(keys, (bytes, bytearray))):
         raise ConfigError(f"keys must be a text or a sequence of texts, not {type(keys).__name__}")
     for key in keys:
         _check_text("a key", key)

@@ -16,6 +16,7 @@ LaneKey = tuple[str, MessageQueue | str]
 """What messages stay in order by: the topic, and the queue or the sharding key."""
 
 _MOST_TOLD = 16
+_STATUSES = {status.value: status for status in SendStatus}
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +82,9 @@ class Sending:
         except (KeyError, ValueError):
             SendMessageResponseHeader.from_fields(fields)  # takes longer, and says what is wrong
             raise
-        place, status = MessageQueue(self.shown_topic, queue.broker_name, queue_id), SendStatus(answer.code)
+        place, status = queue, _STATUSES[answer.code]
+        if queue_id != queue.queue_id or self.shown_topic != queue.topic:
+            place = MessageQueue(self.shown_topic, queue.broker_name, queue_id)
         transaction_id = fields.get("transactionId")
         if not self.is_batch:
             return SendResult(place, offset, self.message_ids[0], stored_ids, status, transaction_id, self.handed)
