@@ -406,7 +406,9 @@ def read_pull_answer(answer: RemotingCommand) -> PullAnswer:
             answer.code == ResponseCode.PULL_OFFSET_MOVED and answer.remark == RESET_REMARK,
         )
     except (KeyError, ValueError) as error:
-        raise ProtocolError(f"answer to a pull lacks {error} (code {answer.code}, fields {fields})") from error
+        raise ProtocolError(
+            f"answer to a pull lacks {error!s:.200} (code {answer.code}, fields {fields!s:.200})"
+        ) from error
 
 
 def _checked(offset: int) -> int:

@@ -162,10 +162,10 @@ def _queue(key: object) -> MessageQueue:
         topic, broker_name = fields.get("topic"), fields.get("brokerName", "")
         if isinstance(topic, str) and isinstance(broker_name, str):
             return MessageQueue(topic, broker_name, _whole_number(fields.get("queueId"), key))
-    raise ProtocolError(f"offsets.json has the key {key!r}, which is not a queue")
+    raise ProtocolError(f"offsets.json has the key {key!r:.200}, which is not a queue")
 
 
 def _whole_number(value: object, key: object) -> int:
     if type(value) is not int:
-        raise ProtocolError(f"offsets.json has {value!r} at {key!r}, which is not a whole number")
+        raise ProtocolError(f"offsets.json has {value!r:.80} at {key!r:.200}, which is not a whole number")
     return value

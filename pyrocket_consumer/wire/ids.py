@@ -60,7 +60,7 @@ def parse_offset_message_id(message_id: str) -> tuple[str, int, int]:
     except ValueError:
         data = b""
     if len(data) not in (16, 28) or len(message_id) != 2 * len(data):
-        raise ProtocolError(f"message id {message_id!r} is not 32 or 56 hexadecimal digits")
+        raise ProtocolError(f"message id {message_id!r:.80} is not 32 or 56 hexadecimal digits")
     port, commit_log_offset = _PORT_OFFSET.unpack(data[-12:])
     return str(ipaddress.ip_address(data[:-12])), port, commit_log_offset
 

@@ -35,7 +35,9 @@ def parse_subscription(topic: str, expression: str | None = ALL, version: int = 
         return Subscription(topic, ALL, frozenset(), TAG, version)
     tags = frozenset(tag for tag in (piece.strip(_JAVA_BLANKS) for piece in expression.split("||")) if tag)
     if not tags:
-        raise ConfigError(f"expression {expression!r} names no tag; use '*' for every message, or tags joined by '||'")
+        raise ConfigError(
+            f"expression {expression!r:.200} names no tag; use '*' for every message, or tags joined by '||'"
+        )
     if not expression.rstrip(_JAVA_BLANKS).endswith("||"):
         _check_meant(expression, tags)
     return Subscription(topic, expression, tags, TAG, version)
@@ -47,12 +49,12 @@ def _check_meant(expression: str, tags: frozenset[str]) -> None:
         if _MEANT_AS_SQL.search(tag):
             meant = "SQL92 on properties is given apart from tags: sql('…'), --sql, sqlFilter"
         elif _MEANT_AS_LIST.search(tag):
-            meant = f"tags are joined by '||': {' || '.join(_names(expression))!r}"
+            meant = f"tags are joined by '||': {' || '.join(_names(expression))!r:.200}"
         else:
             continue
         raise ConfigError(
-            f"expression {expression!r} asks for messages with the one tag {tag!r}, which is hardly meant; {meant}. "
-            f"If there are such tags, end it with '||': {expression + ' ||'!r}"
+            f"expression {expression!r:.200} asks for messages with the one tag {tag!r:.100}, which is hardly meant; "
+            f"{meant}. If there are such tags, end it with '||': {expression + ' ||'!r:.200}"
         )
 
 

@@ -1,0 +1,39 @@
+"""One target under atheris, in a process that it ends itself: `tests.fuzz.running` starts it."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import atheris
+
+with atheris.instrument_imports(include=["pyrocket_consumer"], enable_loader_override=False):
+    from tests.fuzz.mutation import Mutator
+    from tests.fuzz.running import try_input
+    from tests.fuzz.targets import TARGETS
+
+
+def main() -> None:
+    target = TARGETS[sys.argv[1]]
+    originals = list(target.originals())
+    mutators: dict[int, Mutator] = {}
+
+    def read(data: bytes) -> None:
+        if told := try_input(target, data):
+            raise AssertionError(told)
+
+    def change(data: bytes, max_size: int, seed: int) -> bytes:
+        """Half of the changes are of the fuzzer's own, half are ours, which know what the bytes mean."""
+        if len(data) < 2:  # the beginning: nothing is known yet
+            return random.Random(seed).choice(originals)[:max_size]
+        if seed & 1:
+            return bytes(atheris.Mutate(data, max_size))
+        mutator = mutators.setdefault(0, Mutator(originals, seed))
+        return mutator.changed(data, max_size)
+
+    atheris.Setup([sys.argv[0], *sys.argv[2:]], read, custom_mutator=change)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Runs targets, each for a number of executions or a time, and keeps what they could not bear."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import resource
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.fuzz.mutation import MAX_BYTES, Mutator
+from tests.fuzz.targets import TARGETS, Target
+
+FINDINGS = Path(__file__).parent / "findings"
+
+LONGEST_S = 1.0
+"""CPU time that one input, of up to 64 KiB, may take."""
+
+MOST_GROWTH_BYTES = 1 << 30
+"""Memory that reading may add to the process."""
+
+_LOOK_EVERY = 1000
+_DONE = re.compile(r"(?:Done (\d+) runs|#(\d+)\s)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An input that a target could not bear, in a file, and what happened."""
+
+    target: str
+    path: Path
+    text: str
+
+    @property
+    def again(self) -> str:
+        """The command that shows it again."""
+        return f"python -m tests.fuzz {self.target} --input {self.path}"
+
+
+@dataclass
+class Run:
+    """What came of running one target."""
+
+    target: str
+    engine: str
+    executions: int = 0
+    seconds: float = 0.0
+    slowest_s: float = 0.0
+    finding: Finding | None = None
+
+
+def keep(target: Target, data: bytes, text: str) -> Finding:
+    """Write an input to a file of its own."""
+    FINDINGS.mkdir(exist_ok=True)
+    path = FINDINGS / f"{target.name}-{hashlib.sha256(data).hexdigest()[:12]}"
+    path.write_bytes(data)
+    return Finding(target.name, path, text)
+
+
+def _told(error: Exception) -> str:
+    """Where it happened, and what: the rest of either is of no use."""
+    lines = traceback.format_exception(error, limit=-4)
+    return "".join(f"{line:.600}\n" if len(line) > 600 else line for line in lines)
+
+
+def try_input(target: Target, data: bytes) -> str:
+    """Return what is wrong with how `target` reads `data`, "" if nothing is."""
+    begin = time.thread_time()
+    try:
+        target.read(data)
+    except Exception as error:
+        return _told(error)
+    spent = time.thread_time() - begin
+    return f"reading {len(data)} bytes took {spent:.1f} s of CPU time" if spent > LONGEST_S else ""
+
+
+def mutate(target: Target, executions: int, seconds: float, seed: int) -> Run:
+    """Run a target on inputs by chance, until one is not borne."""
+    run = Run(target.name, "mutation")
+    mutator, read, clock = Mutator(target.originals(), seed), target.read, time.thread_time
+    begin = time.monotonic()
+    memory = _peak_bytes()
+    before = clock()
+    while run.executions < executions:
+        data = mutator.next()
+        started = clock()
+        try:
+            read(data)
+        except Exception as error:
+            run.finding = keep(target, data, _told(error))
+            break
+        finally:
+            run.executions += 1
+        spent = clock() - started
+        if spent > run.slowest_s:
+            run.slowest_s = spent
+            if spent > LONGEST_S:
+                run.finding = keep(target, data, f"reading {len(data)} bytes took {spent:.1f} s of CPU time")
+                break
+        if run.executions % _LOOK_EVERY == 0:
+            if _peak_bytes() - memory > MOST_GROWTH_BYTES:
+                run.finding = keep(
+                    target, data, f"memory grew by {_peak_bytes() - memory} bytes: this input, or one before"
+                )
+                break
+            if time.monotonic() - begin > seconds:
+                break
+    run.seconds = clock() - before
+    return run
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def has_atheris() -> bool:
+    """Tell whether the fuzzer that looks at which lines run is installed."""
+    import importlib.util
+
+    return importlib.util.find_spec("atheris") is not None
+
+
+def guide(target: Target, executions: int, seconds: float, seed: int) -> Run:
+    """Run a target with atheris, which prefers inputs that reach new lines: in a process of its own, which it ends."""
+    begin = time.monotonic()
+    FINDINGS.mkdir(exist_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz.guided",
+        target.name,
+        f"-runs={executions}",
+        f"-max_total_time={max(1, int(seconds))}",
+        f"-seed={seed}",
+        f"-max_len={MAX_BYTES}",
+        f"-timeout={int(20 * LONGEST_S)}",
+        "-rss_limit_mb=3000",
+        f"-artifact_prefix={FINDINGS}/{target.name}-",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds + 120)
+        output, failed = done.stdout + done.stderr, done.returncode != 0
+    except subprocess.TimeoutExpired as late:
+        output, failed = f"did not end within {seconds + 120:.0f} s: {late}", True
+    counts = [int(one or other) for one, other in _DONE.findall(output)]
+    run = Run(target.name, "atheris", max(counts, default=0), time.monotonic() - begin)
+    if failed:
+        kept = re.findall(r"Test unit written to (\S+)", output)
+        path = Path(kept[-1]) if kept else FINDINGS / f"{target.name}-none"
+        run.finding = Finding(target.name, path, output[-3000:])
+    return run
+
+
+def each(names: list[str], engine: str, executions: int, seconds: float, seed: int) -> Iterator[Run]:
+    """Run targets one after the other, each its share of `executions` and `seconds`."""
+    run_one = guide if engine == "atheris" else mutate
+    deadline = time.monotonic() + seconds
+    left = executions
+    for number, name in enumerate(names):
+        share = len(names) - number
+        run = run_one(TARGETS[name], -(-left // share), max(1.0, (deadline - time.monotonic()) / share), seed)
+        left = max(0, left - run.executions)
+        yield run

@@ -1,0 +1,420 @@
+"""What reads bytes of others: one target for each decoder, and some that compare two ways of reading the same.
+
+A target takes any bytes. It returns when they were borne: a value, or an error that the decoder documents. Anything
+else it raises is a finding.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pyarrow as pa
+
+from pyrocket_consumer.cluster.broker import read_pull_answer
+from pyrocket_consumer.errors import ConfigError, OffsetStoreError, ProtocolError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets.journal import (
+    HEADER_BYTES,
+    JournalHeader,
+    decode_header,
+    encode_header,
+    encode_names,
+    encode_offset,
+    encode_resets,
+    identity,
+    replay,
+)
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.recovery import recover
+from pyrocket_consumer.wire import bodies, fastjson, reset_plan
+from pyrocket_consumer.wire import command as headers
+from pyrocket_consumer.wire.codes import SysFlag
+from pyrocket_consumer.wire.columns import record_batches
+from pyrocket_consumer.wire.compression import Compression, compress, decompress
+from pyrocket_consumer.wire.frame import FrameBuffer, InPlaceFrames, RemotingCommand, decode_command, encode_command
+from pyrocket_consumer.wire.ids import parse_offset_message_id
+from pyrocket_consumer.wire.message import (
+    BatchItem,
+    StoredMessage,
+    decode_batch,
+    decode_messages,
+    encode_batch,
+    encode_message,
+)
+from pyrocket_consumer.wire.properties import decode_properties
+from pyrocket_consumer.wire.subscription import parse_subscription
+from tests import golden
+from tests.wire.records import QUEUE, WORKED_RECORD, read_properties, read_records
+from tests.wire.test_columns import ALL, EVERY, pulled, row, rows
+from tests.wire.test_fuzz_message import touch
+
+READ_BYTES = 1 << 20
+"""How much unpacked data a target asks for: bombs are for the decoders' own bound."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that reads bytes, and real ones to begin with."""
+
+    name: str
+    read: Callable[[bytes], object]
+    originals: Callable[[], Sequence[bytes]]
+
+
+def bearing(read: Callable[[bytes], object], *errors: type[Exception]) -> Callable[[bytes], None]:
+    """Return a target's function: `read`, which may raise ProtocolError, and `errors`; their texts must be short."""
+
+    def bear(data: bytes) -> None:
+        try:
+            read(data)
+        except (ProtocolError, *errors) as error:
+            told = str(error)
+            assert len(told) < 1000, f"an error of {len(told)} characters"
+
+    return bear
+
+
+# --- where to begin
+
+
+@cache
+def frames() -> list[bytes]:
+    return sorted({frame[:3000] for version in golden.VERSIONS for frame in golden.frames(version).values()})
+
+
+@cache
+def json_bodies() -> list[bytes]:
+    return sorted(
+        {
+            body[:8000]
+            for version in (*golden.VERSIONS, "reset")
+            for frame in golden.frames(version).values()
+            if (body := decode_command(frame).body)[:1] in (b"{", b"[")
+        }
+    )
+
+
+@cache
+def records() -> list[bytes]:
+    bodies_of_pulls = {decode_command(entry.frame()).body for entry in golden.index() if entry.records}
+    made = [
+        encode_message(StoredMessage("T", body, {"TAGS": "A", "KEYS": "k"}, sys_flag=flags | batch, queue_offset=7))
+        for kind in Compression
+        for batch, plain in [(0, b"abc" * 50), (0xC0, encode_batch([BatchItem(b"x" * 50, {"KEYS": "k"})] * 3))]
+        for body, flags in [compress(plain, kind)]
+    ]
+    v6 = encode_message(StoredMessage("T", b"x", born_host="[::1]:1", store_host="[::1]:2", sys_flag=0x30))
+    return [WORKED_RECORD, WORKED_RECORD * 50, v6, *made, *sorted(body for body in bodies_of_pulls if len(body) < 5000)]
+
+
+@cache
+def batches() -> list[bytes]:
+    return [encode_batch([BatchItem(b"x" * 20, {"KEYS": "k", "TAGS": "A"})] * count) for count in (1, 3, 40)]
+
+
+@cache
+def properties() -> list[bytes]:
+    return [b"TAGS\x01A\x02KEYS\x01a b\x02UNIQ_KEY\x010A00\x02", b"a\x01b", b"", "ключ\x01знач\x02".encode()]
+
+
+@cache
+def packed_bodies() -> list[bytes]:
+    """A byte that says how it is packed, and what is packed."""
+    return [bytes([kind]) + body for kind in range(8) for body in (*batches(), b"abc" * 100)]
+
+
+@cache
+def compressed() -> list[bytes]:
+    return [bytes([number]) + compress(b"abc" * 100, kind)[0] for number, kind in enumerate(Compression)]
+
+
+def checkpoint(*offsets: int) -> bytes:
+    return encode_offsets(
+        {MessageQueue("orders", "broker-a", number): offset for number, offset in enumerate(offsets)}, {}
+    )
+
+
+JAVA_CHECKPOINT = (
+    b'{\n\t"offsetTable":{{\n\t\t\t"brokerName":"broker-a",\n\t\t\t"queueId":0,\n'
+    b'\t\t\t"topic":"orders"\n\t\t}:130\n\t}\n}'
+)
+
+
+def journal(main: bytes, backup: bytes, *frames_: bytes) -> bytes:
+    start = encode_header(JournalHeader(7, 4096, identity(main), identity(backup))).ljust(HEADER_BYTES, b"\0")
+    return (start + b"".join(frames_)).ljust(4096, b"\0")
+
+
+def stored(main: bytes, backup: bytes, journal_: bytes) -> bytes:
+    """Three files in one input."""
+    return struct.pack(">HH", len(main), len(backup)) + main + backup + journal_
+
+
+def apart(data: bytes) -> tuple[bytes, bytes, bytes]:
+    main_size, backup_size = struct.unpack(">HH", data[:4].ljust(4, b"\0"))
+    main, rest = data[4 : 4 + main_size], data[4 + main_size :]
+    return main, rest[:backup_size], rest[backup_size:]
+
+
+@cache
+def stores() -> list[bytes]:
+    old, new = checkpoint(1, 2), checkpoint(10, 20)
+    frames_ = [
+        encode_names(7, 0, "orders", "broker-a"),
+        *(encode_offset(7, 0, 1, offset) for offset in (21, 30)),
+        encode_resets(7, [(0, 0, 5, 1000)]),
+    ]
+    return [
+        stored(new, old, journal(new, old, *frames_)),
+        stored(new, old, journal(old, b"", *frames_)),
+        stored(JAVA_CHECKPOINT, new, journal(new, old, *frames_)),
+        stored(b"", old, journal(new, old)),
+    ]
+
+
+# --- one for each decoder
+
+
+def streamed(data: bytes) -> None:
+    """Cut a stream into pieces, by what its first byte says; both readers find the same commands, or fail alike."""
+    step, stream = 1 + data[0] * 7 if data else 1, data[1:]
+    copied, in_place = fed(FrameBuffer(), stream, step), fed(InPlaceFrames(), stream, step)
+    if isinstance(copied, list) and isinstance(in_place, list):
+        assert [bytes(command.body) for command in copied] == [bytes(extent) for _, extent in in_place]
+        assert [command.fields for command in copied] == [command.fields for command, _ in in_place]
+    else:
+        assert type(copied) is type(in_place), (copied, in_place)
+
+
+def fed(buffer: Any, stream: bytes, step: int) -> list[Any] | None:
+    found: list[Any] = []
+    place = 0
+    try:
+        while place < len(stream):
+            space = buffer.space()
+            piece = stream[place : place + min(step, len(space))]
+            space[: len(piece)] = piece
+            found += buffer.received(len(piece))
+            place += len(piece)
+    except ProtocolError:
+        return None
+    return found
+
+
+HEADERS = sorted(
+    (
+        value
+        for value in vars(headers).values()
+        if isinstance(value, type) and issubclass(value, headers.Header) and value is not headers.Header
+    ),
+    key=lambda header: header.__name__,
+)
+
+
+def read_header(data: bytes) -> None:
+    command = decode_command(data)
+    for header in HEADERS:
+        bearing(lambda data, header=header: header.from_fields(command.fields))(b"")
+    again = decode_command(encode_command(command))
+    assert again.fields == command.fields
+
+
+def read_answer(data: bytes) -> None:
+    """The header of a pull's answer; its fields are lines of name=value."""
+    fields = dict(line.partition("=")[::2] for line in data.decode("utf-8", "replace").split("\n"))
+    answer = read_pull_answer(RemotingCommand(0, fields))
+    assert 0 <= answer.next_offset < 2**63
+
+
+def read_route(data: bytes) -> None:
+    route = bodies.decode_route("T", data)
+    route.publish_queues()
+
+
+def read_message(data: bytes) -> None:
+    for message in decode_messages(data, QUEUE)[:200]:
+        touch(message)
+
+
+def read_packed(data: bytes) -> None:
+    """The inside of a body that is packed, intact outside."""
+    how, plain = data[0] if data else 0, data[1:]
+    flags = 0
+    if how & 3:
+        plain, flags = compress(plain, list(Compression)[(how & 3) - 1])
+    if how & 4:
+        flags |= SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
+    record = encode_message(StoredMessage("T", plain, {"TAGS": "A"}, sys_flag=flags, queue_offset=5))
+    for message in decode_messages(record, QUEUE)[:200]:
+        touch(message)
+
+
+def read_record(data: bytes) -> None:
+    """One record whose size, magic and length of body are made right; else most changes end at its first bytes."""
+    record = bytearray(data.ljust(91, b"\0"))
+    record[:8] = struct.pack(">II", len(record), 0xDAA320AB if record[4] & 1 else 0xDAA320A7)
+    sys_flag = struct.unpack_from(">i", record, 36)[0]
+    place = 84 + (12 if sys_flag & 16 else 0) + (12 if sys_flag & 32 else 0)
+    if place + 4 <= len(record):
+        length = struct.unpack_from(">I", record, place)[0] % (len(record) - place)
+        struct.pack_into(">I", record, place, length)
+    read_message(bytes(record))
+    columns_as_messages(bytes(record))
+
+
+def unpack(data: bytes) -> None:
+    flag = (SysFlag.COMPRESSION_ZLIB, SysFlag.COMPRESSION_LZ4, SysFlag.COMPRESSION_ZSTD)[data[0] % 3 if data else 0]
+    assert len(decompress(data[1:], SysFlag.COMPRESSED | flag, READ_BYTES)) <= READ_BYTES
+
+
+# --- two ways of reading the same
+
+
+def columns_as_messages(data: bytes) -> None:
+    wanted: list[dict[str, Any]] | None
+    try:
+        wanted = [row(message) for message in decode_messages(data, QUEUE) if message.queue_offset < EVERY[1]]
+    except ProtocolError:
+        wanted = None
+    try:
+        found = rows(pa.Table.from_batches(list(record_batches([pulled(data)], ALL)), ALL))
+    except ProtocolError:
+        found = None
+    assert found == wanted
+
+
+def messages_as_records(data: bytes) -> None:
+    """Records that are read by a plain reader are read, with the same values, as messages."""
+    try:
+        plain = read_records(data)
+    except (AssertionError, UnicodeDecodeError):
+        return
+    if any(record.magic not in (0xDAA320A7, 0xDAA320AB) or record.sys_flag & 0xC0 == 0xC0 for record in plain):
+        return
+    for record, message in zip(plain, decode_messages(data), strict=True):
+        assert (record.topic, record.queue_id, record.queue_offset) == (
+            message.queue.topic, message.queue.queue_id, message.queue_offset,
+        )  # fmt: skip
+        assert read_properties(record.properties_text) == message.properties
+
+
+def properties_as_read(data: bytes) -> None:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return
+    assert decode_properties(text) == read_properties(text)
+    assert decode_properties(data) == read_properties(text)
+
+
+def json_as_read(data: bytes) -> None:
+    """What is JSON has the value that the standard library gives it."""
+    try:
+        wanted = json.loads(data, parse_constant=lambda word: [][0])
+    except (ValueError, RecursionError, IndexError):
+        fastjson.loads(data)
+        return
+    if data[:1] in (b"\xef", b"\xff", b"\xfe") or b"\0" in data or not _is_plain(wanted):
+        return
+    assert fastjson.loads(data) == wanted
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether a value is read alike everywhere: no half of a character, no number beyond 64 bits."""
+    if isinstance(value, dict):
+        return all(_is_plain(each) for each in (*value, *value.values()))
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, str):
+        return value.isprintable() or not any("\ud800" <= character <= "\udfff" for character in value)
+    return not isinstance(value, float) and (not isinstance(value, int) or -(2**63) <= value < 2**64)
+
+
+def store_as_read(data: bytes) -> None:
+    """What a store recovers is what a plain reader finds: in one file, or in one and the frames of the journal."""
+    main, backup, journal_ = apart(data)
+    try:
+        found = recover(main or None, backup or None, journal_ or None)
+    except OffsetStoreError:
+        return  # looked at by the target `recovery`
+    try:
+        frames_ = replay(journal_, decode_header(journal_)).offsets
+    except (ProtocolError, OffsetStoreError):
+        frames_ = {}
+    allowed = []
+    for file in (main, backup, b""):
+        try:
+            table = decode_checkpoint(file)[0] if file else {}
+        except ProtocolError:
+            continue
+        allowed += [table, table | frames_]
+    assert found.offsets in allowed
+    if found.offsets != (decode_checkpoint(main)[0] if main and found.source == "file" else None):
+        assert found.notes or found.from_journal or not (main or backup or journal_) or not found.offsets
+
+
+BODY_DECODERS: dict[str, Callable[[bytes], object]] = {
+    name.removeprefix("decode_"): decoder for name, decoder in vars(bodies).items() if name.startswith("decode_")
+} | {"route": read_route}
+
+PULL_ANSWERS = [
+    b"nextBeginOffset=42\nminOffset=0\nmaxOffset=100\nsuggestWhichBrokerId=0",
+    b"nextBeginOffset=0\nminOffset=0\nmaxOffset=0",
+]
+MESSAGE_IDS = [b"7F00000100002A9F0000000000000000"]
+
+
+def read_id(data: bytes) -> None:
+    parse_offset_message_id(data.decode("latin1"))
+
+
+def read_tags(data: bytes) -> None:
+    parse_subscription("T", data.decode("utf-8", "replace"))
+
+
+def read_journal(data: bytes) -> None:
+    replay(data, decode_header(data))
+
+
+def _made() -> list[Target]:
+    plans = [
+        b'{"topic":"T","epoch":1700000000000,"targets":{"broker-a":{"0":5,"1":7}}}',
+        b'{"topic":"T","id":"x","epochs":{"b":{"0":1}},"offsets":{},"moved":{},"resets":{},"resetCounts":{},"messageModel":"BROADCASTING"}',
+    ]
+    target = Target
+    return [
+        target("frame", bearing(decode_command), frames),
+        target(
+            "stream", bearing(streamed), lambda: [bytes([step]) + frame for step in (0, 3, 255) for frame in frames()]
+        ),
+        target("header", bearing(read_header), frames),
+        target("pull-answer", bearing(read_answer), lambda: PULL_ANSWERS),
+        target("json", bearing(fastjson.loads), json_bodies),
+        *(target(f"body-{name}", bearing(decoder), json_bodies) for name, decoder in sorted(BODY_DECODERS.items())),
+        target("reset-plan", bearing(reset_plan.decode_plan), lambda: plans),
+        target("reset-report", bearing(reset_plan.decode_report), lambda: plans),
+        target("reset-question", bearing(reset_plan.decode_status_question), lambda: plans),
+        target("message", bearing(read_message), records),
+        target("record", bearing(read_record), records),
+        target("packed", bearing(read_packed), packed_bodies),
+        target("batch", bearing(decode_batch), batches),
+        target("compressed", bearing(unpack), compressed),
+        target("message-id", bearing(read_id), lambda: MESSAGE_IDS),
+        target("tags", bearing(read_tags, ConfigError), lambda: [b"a || b", b"*"]),
+        target("checkpoint", bearing(decode_checkpoint), lambda: [checkpoint(1, 2, 3), JAVA_CHECKPOINT]),
+        target("journal", bearing(read_journal, OffsetStoreError), lambda: [apart(store)[2] for store in stores()]),
+        target("recovery", bearing(lambda data: recover(*apart(data)), OffsetStoreError), stores),
+        target("columns-as-messages", bearing(columns_as_messages), records),
+        target("messages-as-records", bearing(messages_as_records), records),
+        target("properties-as-read", bearing(properties_as_read), properties),
+        target("json-as-read", bearing(json_as_read), json_bodies),
+        target("store-as-read", bearing(store_as_read), stores),
+    ]
+
+
+TARGETS: dict[str, Target] = {target.name: target for target in _made()}

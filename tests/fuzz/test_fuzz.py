@@ -1,0 +1,65 @@
+"""A little of what `python -m tests.fuzz` does for long; and that it finds what is planted."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pyrocket_consumer.errors import ProtocolError
+from tests.fuzz import running
+from tests.fuzz.mutation import MAX_BYTES, Mutator
+from tests.fuzz.running import each, mutate
+from tests.fuzz.targets import TARGETS, Target, bearing
+from tests.trials import trials
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_whatever_bytes_come_are_borne(name):
+    run = mutate(TARGETS[name], trials(500), 60, seed=1)
+    assert run.finding is None, run.finding.text
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_real_bytes_are_borne(name):
+    for data in TARGETS[name].originals():
+        TARGETS[name].read(data)
+
+
+def raising(data):
+    if b"\xff" in data:
+        raise RecursionError("deep")
+
+
+def slow(data):
+    begin = time.thread_time()
+    while len(data) > 100 and time.thread_time() - begin < 1.1:
+        pass
+
+
+def wordy(data):
+    raise ProtocolError("x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("read", "told"), [(raising, "RecursionError"), (slow, "of CPU time"), (bearing(wordy), "5000 characters")]
+)
+def test_what_is_planted_is_found_and_kept(read, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "FINDINGS", tmp_path)
+    target = Target("planted", read, lambda: [b"a" * 90])
+    run = mutate(target, 100_000, 60, seed=1)
+    assert told in run.finding.text
+    assert [path.name for path in tmp_path.iterdir()] == [run.finding.path.name]
+    assert told in running.try_input(target, run.finding.path.read_bytes())
+
+
+def test_a_seed_makes_the_same_inputs():
+    made = [[mutator.next() for _ in range(50)] for mutator in (Mutator([b"abc", b"x" * 1000], 5) for _ in range(2))]
+    assert made[0] == made[1]
+    assert len(set(made[0])) > 30
+    assert max(map(len, made[0])) <= MAX_BYTES
+
+
+def test_executions_are_shared_out():
+    runs = list(each(["tags", "batch"], "mutation", 100, 60, seed=1))
+    assert [run.executions for run in runs] == [50, 50]
