@@ -326,6 +326,7 @@ class ConsumerConfig(ClientConfig):
     on_unreadable_store: Literal["raise", "backup", "start_over"] = "backup"
     remote_reset: Literal["accept", "refuse"] = "accept"
     reset_record_interval_s: float = 60.0
+    server_messages: bool = True
     on_event: Callable[[ConsumerEvent], None] | None = None
 
     def __post_init__(self) -> None:
@@ -338,6 +339,7 @@ class ConsumerConfig(ClientConfig):
         object.__setattr__(self, "consume_from", check_place("consume_from", self.consume_from))
         check_bool("orderly", self.orderly)
         check_bool("auto_commit", self.auto_commit)
+        check_bool("server_messages", self.server_messages)
         check_int("consume_threads", self.consume_threads, 1, 1000)
         check_int("listener_batch_size", self.listener_batch_size, 1, 1024)
         self._check_per_topic("pull_batch_size", 1, 1024)
@@ -428,6 +430,7 @@ class ConsumerOptions(ClientOptions, total=False):
     on_unreadable_store: Literal["raise", "backup", "start_over"]
     remote_reset: Literal["accept", "refuse"]
     reset_record_interval_s: float
+    server_messages: bool
     on_event: Callable[[ConsumerEvent], None] | None
 
 

@@ -177,6 +177,7 @@ class EventKind(StrEnum):
     COMMIT_FAILED = "commit-failed"
     LISTENER_FAILED = "listener-failed"
     NOTHING_SUBSCRIBED = "nothing-subscribed"
+    REQUEST_REFUSED = "request-refused"
     EVENTS_LEFT_OUT = "events-left-out"
     CONSUMER_FAILED = "consumer-failed"
 

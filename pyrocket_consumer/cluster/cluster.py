@@ -10,7 +10,7 @@ import random
 import ssl
 import sys
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Container, Coroutine
+from collections.abc import Callable, Collection, Container, Coroutine
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from pyrocket_consumer.cluster.answers import check_answer, refusal
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.heartbeat import Heartbeats
 from pyrocket_consumer.cluster.name_servers import NameServers
+from pyrocket_consumer.cluster.requests import OnRefused, RequestHandler, ServerRequests
 from pyrocket_consumer.cluster.routes import AddressTable, Routes
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import (
@@ -37,16 +38,13 @@ from pyrocket_consumer.net.direct import DirectConnection, open_direct
 from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.wire.acl import sign
 from pyrocket_consumer.wire.bodies import ConsumerData, decode_route
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, request_name
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.command import GetRouteInfoHeader, Header, request
 from pyrocket_consumer.wire.frame import RemotingCommand
 
 log = logging.getLogger("pyrocket_consumer.cluster")
 
 T = TypeVar("T")
-
-RequestHandler = Callable[[RemotingCommand, str], Awaitable[RemotingCommand | None]]
-"""Handles a request of a broker (second argument: its address) and returns the answer, None for none."""
 
 _CLOSE_TIMEOUT_S = 5.0
 _REFRESH_GAP_S = 1.0  # between two refreshes of routes that lost connections ask for
@@ -89,7 +87,7 @@ class Cluster:
         self._name_servers = NameServers(config.name_servers, self.call, self._random)
         self._routes = Routes(self._ask_route, self._route_changed)
         self._heartbeats = Heartbeats(client_id, self._connect_member, self._ask_member, self._reconnected)
-        self._handlers: dict[int, RequestHandler] = {}
+        self._requests = ServerRequests(self._is_broker)
         self._route_hooks: list[Callable[[str, TopicRoute], None]] = []
         self._lost_hooks: list[Callable[[str, str], None]] = []
         self._reconnect_hooks: list[Callable[[str], None]] = []
@@ -133,7 +131,7 @@ class Cluster:
         self._connections = Connections(
             self.loop,
             connect_timeout_s=self.config.connect_timeout_s,
-            on_request=self._answer_request,
+            on_request=self._requests.take,
             on_lost=self._connection_lost,
             tls=self._tls,
             sign=self._signer,
@@ -440,6 +438,10 @@ class Cluster:
         """Return where to reach a broker: at the id asked for, else, unless `only_this`, at the next best one."""
         return self._routes.address(broker_name, broker_id, only_this=only_this)
 
+    def broker_name(self, address: str) -> str | None:
+        """Return the name of the broker that is at `address`, None if no route names it."""
+        return next((name for name, ids in self.broker_addresses().items() if address in ids.values()), None)
+
     def broker(self, broker_name: str) -> Broker:
         """Return the typed calls to one broker."""
         return Broker(self, broker_name)
@@ -620,24 +622,16 @@ class Cluster:
     # --- requests of brokers
 
     def on_request(self, code: RequestCode, handler: RequestHandler) -> None:
-        """Have a broker's requests with `code` handled by `handler`; each runs as a task of its own."""
-        self._handlers[code] = handler
+        """Have a broker's requests with `code` handled by `handler`."""
+        self._requests.on_request(code, handler)
 
-    async def _answer_request(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
-        handler = self._handlers.get(command.code)
-        if handler is None:
-            return command.answer(
-                ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f" request type {command.code} not supported"
-            )
-        name, address = request_name(command.code), connection.address
-        try:
-            return await handler(command, address)
-        except RocketError as error:
-            log.warning("request=%s broker=%s failed reason=%s", name, address, error)
-            return command.answer(ResponseCode.SYSTEM_ERROR, str(error))
-        except Exception as error:
-            log.exception("request=%s broker=%s failed", name, address)
-            return command.answer(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
+    def on_request_refused(self, hook: OnRefused) -> None:
+        """Have `hook(code, address, why)` called, on the I/O thread, for each request that is not obeyed."""
+        self._requests.on_refused(hook)
+
+    def _is_broker(self, address: str) -> bool:
+        """Tell whether a broker that a route names, or whose queues are in use, is at `address`."""
+        return address in self._routes.addresses or address in self._lingering
 
     # --- surprises
 

@@ -117,6 +117,8 @@ class _Face:
                 see docs/resets.md
             reset_record_interval_s (60; 0.05–86400 s): broadcasting: how often to look for a reset that was recorded
                 while we could not be reached
+            server_messages (True; False): whether a broker may have a listener called with a message it passes on for
+                an admin who wants to see what happens
             client_ip (detected): the first part of the client id
             instance_name ("DEFAULT"): the second; of a name of your own every process needs another one
             unit_name, namespace (–; text): as in Java

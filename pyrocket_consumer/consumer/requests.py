@@ -11,20 +11,21 @@ import sys
 import threading
 import time
 import traceback
+from typing import Any
 
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.consume import Service
 from pyrocket_consumer.consumer.events import said
 from pyrocket_consumer.consumer.group import Group
-from pyrocket_consumer.consumer.listener import ConsumeContext, failed_messages
+from pyrocket_consumer.consumer.listener import ConsumeContext, Listener, failed_messages
 from pyrocket_consumer.consumer.locks import VALID_S
 from pyrocket_consumer.consumer.reset import Resets
 from pyrocket_consumer.consumer.statistics import Statistics
-from pyrocket_consumer.errors import ProtocolError
-from pyrocket_consumer.model import EventKind, MessageQueue
+from pyrocket_consumer.errors import ProtocolError, RocketError
+from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue, retry_topic
 from pyrocket_consumer.wire import bodies
-from pyrocket_consumer.wire.codes import CLIENT_VERSION, RequestCode, ResponseCode, version_name
+from pyrocket_consumer.wire.codes import CLIENT_VERSION, RequestCode, ResponseCode, request_name, version_name
 from pyrocket_consumer.wire.command import (
     ConsumeMessageDirectlyHeader,
     GetConsumerRunningInfoHeader,
@@ -33,12 +34,16 @@ from pyrocket_consumer.wire.command import (
     ResetOffsetHeader,
 )
 from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import decode_messages
+from pyrocket_consumer.wire.message import Message, decode_message
 from pyrocket_consumer.wire.reset_plan import is_relayed
+from pyrocket_consumer.wire.subscription import matches
 
 log = logging.getLogger("pyrocket_consumer.consumer")
 
 CONSUME_DIRECTLY_S = 9.0  # the broker waits 10 s
+
+MOST_DIRECTLY = 4
+"""How many messages that brokers pass on are consumed at once; never more than `consume_threads`."""
 
 
 class BrokerRequests:
@@ -60,15 +65,22 @@ class BrokerRequests:
         self._resets = resets
         self._statistics = statistics
         self._calls = calls
+        self._directly: set[asyncio.Task[Any]] = set()
 
     def begin(self) -> None:
         """Answer from now on."""
         cluster, self.started_at_ms = self._group.cluster, self._group.now_ms()
+        cluster.on_request_refused(self._refused)
         cluster.on_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, self._ids_changed)
         cluster.on_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, self._reset)
         cluster.on_request(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, self._status)
         cluster.on_request(RequestCode.GET_CONSUMER_RUNNING_INFO, self._running_info)
         cluster.on_request(RequestCode.CONSUME_MESSAGE_DIRECTLY, self._consume_directly)
+
+    def _refused(self, code: int, address: str, why: str) -> None:
+        text = f"{request_name(code)} from {address} is not obeyed: {why}"
+        facts = {"code": code, "address": address}
+        self._group.event(EventKind.REQUEST_REFUSED, text, facts=facts, level=logging.WARNING)
 
     def _not_ours(self, command: RemotingCommand, group: str) -> RemotingCommand | None:
         if group == self._group.name:
@@ -76,10 +88,9 @@ class BrokerRequests:
         remark = f"The Consumer Group <{group}> not exist in this consumer"
         return command.answer(ResponseCode.SYSTEM_ERROR, remark)
 
-    async def _ids_changed(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
+    def _ids_changed(self, command: RemotingCommand, address: str) -> None:
         if NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group == self._group.name:
             self._group.rebalance_wanted.set()
-        return None
 
     async def _reset(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = ResetOffsetHeader.from_fields(command.fields)
@@ -188,33 +199,54 @@ class BrokerRequests:
         refusal = self._not_ours(command, header.consumer_group)
         if refusal is not None:
             return refusal
-        messages = decode_messages(command.body)
-        topic = self._group.subscriptions.get(messages[0].topic) if len(messages) == 1 else None
-        if topic is None:
-            return command.answer(ResponseCode.SYSTEM_ERROR, "no listener of this consumer takes that message")
-        message = messages[0]
+        config = self._group.config
+        if not config.server_messages:
+            raise RocketError("this consumer has server_messages=False")
+        most = min(MOST_DIRECTLY, config.consume_threads)
+        if len(self._directly) >= most:
+            raise RocketError(f"{most} messages of brokers are being consumed already")
+        message, listener = self._asked_to_consume(command.body, address)
         context = ConsumeContext(
-            MessageQueue(message.topic, header.broker_name or "", message.queue.queue_id),
+            MessageQueue(message.topic, message.queue.broker_name, message.queue.queue_id),
             message.reconsume_times + 1,
             time.monotonic() + CONSUME_DIRECTLY_S,
         )
         began = time.perf_counter()
         outcome, remark = "CR_SUCCESS", None
-        unit = [message] if topic.listener.batch_size > 1 else message
-        try:
-            async with asyncio.timeout(CONSUME_DIRECTLY_S):
-                result, raised = await self._calls.call_once(topic.listener, unit, context)
-        except TimeoutError:
+        unit = [message] if listener.batch_size > 1 else message
+        call = self._group.loop.create_task(self._calls.call_once(listener, unit, context))
+        self._directly.add(call)  # until it ends, however long that takes: calls that hang are not to pile up
+        call.add_done_callback(self._directly.discard)
+        done, _ = await asyncio.wait([call], timeout=CONSUME_DIRECTLY_S)
+        if not done:
             return command.answer(ResponseCode.CONSUME_MSG_TIMEOUT, "the listener took too long")
+        result, raised = call.result()
         if raised is not None:
             outcome, remark = "CR_THROW_EXCEPTION", said(raised)
         elif failed_messages(result, [message])[0]:
             outcome = "CR_LATER"
         spent = int((time.perf_counter() - began) * 1000)
         result_body = bodies.ConsumeDirectlyResult(
-            outcome, order=self._group.config.orderly, spent_time_mills=spent, remark=remark
+            outcome, order=config.orderly, spent_time_mills=spent, remark=remark
         )
         return command.answer(body=bodies.encode_consume_directly_result(result_body))
+
+    def _asked_to_consume(self, record: bytes, address: str) -> tuple[Message, Listener]:
+        """Return the message a broker has passed on, as if it was pulled from there, and the listener it would get.
+
+        Raises:
+            RocketError: it would get to no listener of this consumer.
+        """
+        stored = decode_message(record).queue
+        where = self._group.cluster.broker_name(address)
+        message = decode_message(record, MessageQueue(stored.topic, where or stored.broker_name, stored.queue_id))
+        if stored.topic.startswith(RETRY_PREFIX) and stored.topic != retry_topic(self._group.name):
+            found = None
+        else:
+            found = self._group.subscriptions.get(message.topic)
+        if found is None or message.topic.startswith(RETRY_PREFIX) or not matches(found.subscription, message.tags):
+            raise RocketError(f"no listener of this consumer takes messages of {message.topic} like that one")
+        return message, found.listener
 
 
 def _stacks() -> str:

@@ -20,7 +20,8 @@ OnAnswer = Callable[["RemotingCommand | Exception"], "Callable[[], None] | None"
 answers of this wake-up have caused are on the wire, so that decoding never delays the next pull."""
 
 OnLate = Callable[["RemotingCommand"], None]
-OnRequest = Callable[["RemotingCommand", "Connection"], Awaitable["RemotingCommand | None"]]
+OnRequest = Callable[["RemotingCommand", "Connection"], "Awaitable[RemotingCommand | None] | None"]
+"""Gets a request of the server. Returns what leads to its answer, None if there is nothing left to do."""
 OnLost = Callable[["Connection", str], None]
 Sign = Callable[[RemotingCommand], None]
 
@@ -283,9 +284,7 @@ class Connection(asyncio.BufferedProtocol):
                 if rest is not None:
                     afterwards.append(rest)
             else:
-                task = self._loop.create_task(self._answer(command))
-                self._answering.add(task)
-                task.add_done_callback(self._answering.discard)
+                self._requested(command)
         self._flush()
         for rest in afterwards:
             try:
@@ -313,21 +312,33 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- requests of the server
 
-    async def _answer(self, command: RemotingCommand) -> None:
+    def answer(self, request: RemotingCommand, answer: RemotingCommand) -> None:
+        """Send the answer to a request of the server, unless that was one-way."""
+        if request.is_oneway or self.closed:
+            return
         try:
-            answer = await self._on_request(command, self)
+            frame = self.encode(answer, request.opaque)
+        except ProtocolError as error:  # too large: the server shall not wait for it in vain
+            frame = self.encode(request.answer(ResponseCode.SYSTEM_ERROR, str(error)), request.opaque)
+        self._write(frame)
+
+    def _requested(self, command: RemotingCommand) -> None:
+        handling = self._on_request(command, self)
+        if handling is not None:
+            task = self._loop.create_task(self._answer(command, handling))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, command: RemotingCommand, handling: Awaitable[RemotingCommand | None]) -> None:
+        try:
+            answer = await handling
         except RocketError as error:
             answer = command.answer(ResponseCode.SYSTEM_ERROR, str(error))
         except Exception as error:
             self._surprise(error, f"{request_name(command.code)} of the server could not be handled")
             answer = command.answer(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
-        if answer is None or command.is_oneway or self.closed:
-            return
-        try:
-            frame = self.encode(answer, command.opaque)
-        except ProtocolError as error:  # too large: the server shall not wait for it in vain
-            frame = self.encode(command.answer(ResponseCode.SYSTEM_ERROR, str(error)), command.opaque)
-        self._write(frame)
+        if answer is not None:
+            self.answer(command, answer)
 
     def _end(self, error: Exception) -> None:
         self.closed = True

@@ -22,7 +22,7 @@ from pyrocket_consumer.wire.codes import RequestCode, SysFlag
 from pyrocket_consumer.wire.command import CheckTransactionStateHeader, EndTransactionHeader
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.ids import parse_offset_message_id
-from pyrocket_consumer.wire.message import Message, decode_messages
+from pyrocket_consumer.wire.message import Message, decode_message
 from pyrocket_consumer.wire.properties import PropertyName
 
 log = logging.getLogger("pyrocket_consumer.producer")
@@ -62,10 +62,7 @@ class _Asked:
     header: CheckTransactionStateHeader
     message: Message
     address: str
-
-    @property
-    def size(self) -> int:
-        return len(self.message.body)
+    size: int
 
 
 class _Transactions:
@@ -85,18 +82,18 @@ class _Transactions:
         self._is_full = self._is_closed = False
         cluster.on_request(RequestCode.CHECK_TRANSACTION_STATE, self._on_check)
 
-    async def _on_check(self, request: RemotingCommand, address: str) -> None:
+    def _on_check(self, request: RemotingCommand, address: str) -> None:
         header = CheckTransactionStateHeader.from_fields(request.fields)
-        for message in decode_messages(request.body):
-            asked = _Asked(header, message, address)
-            with self._lock:
-                before = self._asked.get(message.message_id)
-                if self._is_closed or (before is None and not self._has_room(asked.size)):
-                    return
-                self._asked[message.message_id] = asked
-                self._bytes += asked.size - (before.size if before else 0)
-            if before is None:
-                self._thread.call(partial(self._look, message))
+        message = decode_message(request.body)
+        asked = _Asked(header, message, address, len(request.body))  # as stored: bodies are unpacked by `check`
+        with self._lock:
+            before = self._asked.get(message.message_id)
+            if self._is_closed or (before is None and not self._has_room(asked.size)):
+                return
+            self._asked[message.message_id] = asked
+            self._bytes += asked.size - (before.size if before else 0)
+        if before is None:
+            self._thread.call(partial(self._look, message))
 
     def _has_room(self, size: int) -> bool:
         was_full = self._is_full

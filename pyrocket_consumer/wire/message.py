@@ -335,6 +335,20 @@ def decode_messages(
     return messages
 
 
+def decode_message(record: bytes, queue: MessageQueue | None = None) -> Message:
+    """Return the message of one record as brokers pass it on to be looked at, or consumed. `queue`: as in a pull.
+
+    Raises:
+        ProtocolError: not one whole record, or an inner batch, which brokers do not pass on.
+    """
+    message = _message_at(record, 0, queue)
+    if message._end != len(record):
+        raise ProtocolError(f"record of {message._end} bytes in a body of {len(record)}")
+    if message.sys_flag & _UNPACK == _UNPACK:
+        raise ProtocolError(f"the record at offset {message.queue_offset} is an inner batch, not a message")
+    return message
+
+
 def _decode_unusual(
     data: bytes,
     start: int,

@@ -1,14 +1,17 @@
-"""Requests that brokers send to us."""
+"""What servers ask of a client."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
 from pyrocket_consumer.errors import BrokerError, OffsetStoreUnwritable
+from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import GetConsumerRunningInfoHeader, NotifyConsumerIdsChangedHeader
+from tests.asking import Asking
 from tests.cluster.conftest import Told, consumer_of
 
 
@@ -109,3 +112,47 @@ def test_a_slow_handler_holds_up_neither_calls_nor_other_requests(embedded, conn
 
     member.run(end(), 30)
     assert asking.result(30).body == b"{}"
+
+
+def test_only_brokers_may_ask_that_a_route_names_or_whose_queues_are_held(connect):
+    """Name servers may lose sight of a broker that is up; what it asks is heard while there is something of it."""
+    with EmbeddedCluster(brokers=2) as embedded:
+        embedded.create_topic("orders", queues=2)
+        client, told, held = connect(embedded, route_refresh_interval_s=0.1), Told(), True
+
+        async def join():
+            client.on_request_refused(told)
+            client.keep_brokers(lambda broker_name: held)
+            client.add_consumer("app", consumer_of("app"))
+            await client.route("orders")
+            await client.heartbeat()
+
+        async def answer(command, address):
+            return command.answer(body=b"{}")
+
+        client.run(join(), 30)
+        handle(client, RequestCode.GET_CONSUMER_RUNNING_INFO, answer)
+        other, fields = embedded.broker("broker-b"), {"consumerGroup": "app", "clientId": client.client_id}
+        embedded.call(lambda: embedded.unregister(other))
+        embedded.wait_until(lambda: client.run(client.route("orders"), 30).brokers[-1].broker_name == "broker-a")
+        assert Asking(other).ask(RequestCode.GET_CONSUMER_RUNNING_INFO, fields).body == b"{}"
+        assert told.nothing
+        answer = Asking(embedded.name_server_node).ask(RequestCode.GET_CONSUMER_RUNNING_INFO, fields)
+        assert (answer.code, answer.remark) == (
+            1, "GET_CONSUMER_RUNNING_INFO is not obeyed: only brokers of the topics in use may ask"
+        )  # fmt: skip
+        assert told.next() == (307, embedded.name_server, "only brokers of the topics in use may ask")
+        held = False
+        embedded.wait_until(lambda: not other.connections)
+
+
+def test_a_client_that_nobody_listens_to_logs_what_it_refuses_once(embedded, connect, caplog):
+    client = connect(embedded)
+    client.run(client.route("orders"), 30)
+    for _ in range(3):
+        assert Asking(embedded.name_server_node).ask(RequestCode.CHECK_TRANSACTION_STATE, {}).code == 1
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert lines == [
+        f"request=CHECK_TRANSACTION_STATE from={embedded.name_server} not obeyed: "
+        "only brokers of the topics in use may ask"
+    ]

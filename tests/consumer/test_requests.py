@@ -1,0 +1,194 @@
+"""What servers ask a consumer: who may, and what comes of it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.testing import EmbeddedCluster, RequestCode
+from pyrocket_consumer.wire import fastjson
+from pyrocket_consumer.wire.bodies import encode_offset_table
+from pyrocket_consumer.wire.message import StoredMessage, encode_message
+from tests.asking import Asking, directly, stored
+from tests.consuming import Events, Seen, consuming, until
+from tests.resetting import fill, wait_until_stored
+
+ASKED = {
+    RequestCode.RESET_CONSUMER_CLIENT_OFFSET: {"topic": "T", "group": "G", "timestamp": "0", "isForce": "true"},
+    RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: {"topic": "T", "group": "G"},
+    RequestCode.GET_CONSUMER_RUNNING_INFO: {"consumerGroup": "G", "clientId": "any", "jstackEnable": "true"},
+    RequestCode.CONSUME_MESSAGE_DIRECTLY: directly("G"),
+    RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: {"consumerGroup": "G"},
+    RequestCode.CHECK_TRANSACTION_STATE: {"tranStateTableOffset": "0", "commitLogOffset": "0"},
+    65_000: {},
+}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    with EmbeddedCluster(long_poll_tick_s=0.1) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def embedded(whole):
+    yield whole
+    for topic in ("T", "U"):
+        whole.delete_topic(topic)
+
+
+def body_of(code, embedded):
+    if code == RequestCode.RESET_CONSUMER_CLIENT_OFFSET:
+        return encode_offset_table({MessageQueue("T", "broker-a", 0): 0})
+    return stored(embedded.broker("broker-a"), "T")
+
+
+# --- who may ask
+
+
+@pytest.mark.parametrize("code", ASKED)
+def test_a_name_server_may_ask_nothing(embedded, code):
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 5)
+    events = Events()
+    with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
+        seen.wait_for(5)
+        wait_until_stored(consumer, "T", 5)
+        answer = Asking(embedded.name_server_node).ask(code, ASKED[code], body_of(code, embedded))
+        assert answer.code == 1
+        assert "only brokers of the topics in use may ask" in answer.remark
+        told = events.wait_for("request-refused")
+        assert told.facts == {"code": code, "address": embedded.name_server}
+        assert embedded.name_server in told.text
+        fill(embedded, "T", 1, start=5)
+        seen.wait_for(6)
+        assert len(seen.messages) == 6
+        assert embedded.committed("G", "T") in ({0: 5}, {0: 6})
+        assert events.of("offset-reset") == []
+
+
+def test_a_name_server_gets_no_answer_to_what_wants_none(embedded):
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 5)
+    events = Events()
+    with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
+        seen.wait_for(5)
+        wait_until_stored(consumer, "T", 5)
+        code = RequestCode.RESET_CONSUMER_CLIENT_OFFSET
+        Asking(embedded.name_server_node).tell(code, ASKED[code], body_of(code, embedded))
+        events.wait_for("request-refused")
+        fill(embedded, "T", 1, start=5)
+        seen.wait_for(6)
+        assert len(seen.messages) == 6
+
+
+# --- consume this message
+
+
+def directed(embedded, body=None, **fields):
+    """Have the broker ask for a message to be consumed; the last of T, if no record is given."""
+    broker = embedded.broker("broker-a")
+    code = RequestCode.CONSUME_MESSAGE_DIRECTLY
+    return Asking(broker).ask(code, directly("G", **fields), stored(broker, "T") if body is None else body)
+
+
+def test_a_message_that_a_broker_passes_on_is_consumed(embedded):
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 1)
+    contexts = []
+
+    def handle(message, context):
+        seen(message)
+        contexts.append(context)
+
+    seen = Seen()
+    with consuming(embedded, "T", "G", handle):
+        seen.wait_for(1)
+        answer = directed(embedded, brokerName="another")
+        assert fastjson.loads(answer.body)["consumeResult"] == "CR_SUCCESS"
+        assert contexts[1].queue == seen.messages[1].queue == MessageQueue("T", "broker-a", 0)
+
+
+def retried(group, topic):
+    """Return the record of a message that comes again."""
+    return encode_message(StoredMessage(f"%RETRY%{group}", b"again", {"TAGS": "A", "RETRY_TOPIC": topic}))
+
+
+def test_a_message_that_comes_again_is_consumed_by_the_listener_of_its_topic(embedded):
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 1)
+    with consuming(embedded, "T", "G") as (_, seen):
+        seen.wait_for(1)
+        assert fastjson.loads(directed(embedded, retried("G", "T")).body)["consumeResult"] == "CR_SUCCESS"
+        assert [(message.topic, message.queue.topic) for message in seen.messages[1:]] == [("T", "%RETRY%G")]
+
+
+def test_without_server_messages_nothing_that_a_broker_passes_on_is_consumed(embedded):
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 1)
+    events = Events()
+    with consuming(embedded, "T", "G", server_messages=False, on_event=events) as (_, seen):
+        seen.wait_for(1)
+        answer = directed(embedded)
+        assert (answer.code, answer.remark) == (1, "this consumer has server_messages=False")
+        assert "this consumer has server_messages=False" in events.wait_for("request-refused").text
+        fill(embedded, "T", 1, start=1)
+        seen.wait_for(2)
+        assert len(seen.messages) == 2
+
+
+def test_a_message_that_its_listener_would_never_get_is_not_consumed(embedded):
+    embedded.create_topic("T", queues=1)
+    embedded.create_topic("U", queues=1)
+    embedded.send("T", b"first", tags="A")
+    embedded.send("U", b"u", tags="A")
+    events = Events()
+    broker = embedded.broker("broker-a")
+    with consuming(embedded, "T", "G", selector="A || B", on_event=events) as (_, seen):
+        seen.wait_for(1)
+        embedded.send("T", b"of another tag", tags="C")
+        record = stored(broker, "T")
+        never = {
+            "of another tag": record,
+            "of another topic": stored(broker, "U"),
+            "two": record + record,
+            "none": b"",
+            "damaged": record[:-3],
+            "again, of no topic": encode_message(StoredMessage("%RETRY%G", b"x", {"TAGS": "A"})),
+            "again, of the retry topic": retried("G", "%RETRY%G"),
+            "again, of another topic": retried("G", "U"),
+            "again, of another group": retried("H", "T"),
+        }
+        for number, (which, body) in enumerate(never.items(), 1):
+            assert directed(embedded, body).code == 1, which
+            events.wait_for("request-refused", number)
+        embedded.send("T", b"last", tags="B")
+        seen.wait_for(2)
+        assert seen.bodies == [b"first", b"last"]
+
+
+def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded):
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 1)
+    events, go_on = Events(), threading.Event()
+
+    def handle(message):
+        seen(message)
+        if len(seen.messages) > 1:
+            go_on.wait(60)
+
+    seen = Seen()
+    broker = Asking(embedded.broker("broker-a"))
+    with consuming(embedded, "T", "G", handle, consume_threads=3, on_event=events):
+        seen.wait_for(1)
+        record = stored(embedded.broker("broker-a"), "T")
+        broker.tell(RequestCode.CONSUME_MESSAGE_DIRECTLY, directly("G"), record, times=50)
+        told = events.wait_for("request-refused")
+        assert "3 messages of brokers are being consumed already" in told.text
+        seen.wait(lambda _: len(seen.messages) == 4)
+        assert directed(embedded).code == 1
+        assert len([each for each in threading.enumerate() if each.name == "pyrocket-consume-once"]) == 3
+        go_on.set()
+        until(lambda: directed(embedded).code == 0, "the calls have ended, and another may begin")
