@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each w
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick test system-packages java check wheel demo spark-demo bench soak fuzz spark-soak spark-versions spark-connect clean
+.PHONY: help quick test system-packages java check wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -64,6 +64,9 @@ soak: .venv/.test  ## hours of faults: 20 000 simulated worlds, calls interfered
 fuzz: .venv/.test  ## bytes made to hurt, for every decoder: a minute (ARGS='--executions 10000000 --seconds 3600', or --help)
 	@$(RUN)/python -c 'import atheris' 2>/dev/null || $(RUN)/python -m pip install --quiet atheris || echo "atheris does not install here: inputs are mutated by chance alone"
 	$(RUN)/python -m tests.fuzz $(ARGS)
+
+hostile: .venv/.test  ## a consumer beside a server that means harm: each attack for 5 s (ARGS='--seconds 3600', or --help)
+	$(RUN)/python -m tests.hostile $(ARGS)
 
 spark-soak: java .venv/.test  ## streaming queries: one killed eight times, one that writes, beside brokers in trouble; nothing is lost
 	PYROCKET_SPARK_KILLS=8 PYROCKET_SPARK_MESSAGES=80000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_kill.py

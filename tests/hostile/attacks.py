@@ -1,0 +1,436 @@
+"""What a server may do to hurt, one class for each way, by name in `ATTACKS`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from functools import cache
+
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, SysFlag
+from pyrocket_consumer.wire.compression import Compression, compress
+from pyrocket_consumer.wire.frame import RESPONSE_FLAG, RemotingCommand, encode_command
+from pyrocket_consumer.wire.message import BatchItem, StoredMessage, encode_batch, encode_message
+from tests.hostile.server import Answer, Attack, Peer, found_nothing, now_ms, pulled
+
+PAUSE_S = 0.02
+MiB = 1 << 20
+
+GROUP = "hostile-group"
+TOPIC = "hostile-topic"
+
+
+def frame(header: bytes, body: bytes = b"", header_type: int = 0) -> bytes:
+    """Return a frame around any bytes."""
+    return struct.pack(">II", 4 + len(header) + len(body), header_type << 24 | len(header)) + header + body
+
+
+def raw_answer(command: RemotingCommand, ext_fields: bytes, code: int = 0) -> bytes:
+    header = b'{"code":%d,"flag":1,"language":"JAVA","opaque":%d,"version":401,"extFields":' % (code, command.opaque)
+    return frame(header + ext_fields + b"}")
+
+
+def record(offset: int, body: bytes, flags: int = 0, topic: str = TOPIC, queue_id: int = 0) -> bytes:
+    return encode_message(
+        StoredMessage(topic, body, {"TAGS": "A"}, queue_id=queue_id, queue_offset=offset, sys_flag=flags)
+    )
+
+
+# --- headers and bodies
+
+
+class DeepHeader(Attack):
+    """JSON nested a thousand times in every answer's header."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        return raw_answer(command, b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}")
+
+
+class DeeperHeader(Attack):
+    """The same, never closed, and longer."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        return frame(b'{"code":0,"extFields":{"a":' + b"[" * 200_000)
+
+
+class DeepBody(Attack):
+    """Deep JSON in the body of every answer that has one."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        return command.answer(body=b'{"consumerIdList":' * 300 + b"[" * 900)
+
+
+class DeepRoute(DeepBody):
+    """Deep JSON as a route."""
+
+    at_name_server = True
+
+
+class DeepRouteHeader(DeepHeader):
+    """Deep JSON in the headers of a name server."""
+
+    at_name_server = True
+
+
+class SlowJson(Attack):
+    """6 MB of a dialect that only the slow reader reads, as an answer and as a request."""
+
+    BODY = b"{" + b'{"brokerName":"b","queueId":1,"topic":"T"}:1,' * 130_000 + b"0:1}"
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if command.code in (RequestCode.PULL_MESSAGE, RequestCode.HEART_BEAT):
+            return NotImplemented
+        return command.answer(body=self.BODY)
+
+    async def besides(self, peer: Peer) -> None:
+        while True:
+            body = b'{"offsetTable":' + self.BODY + b"}"
+            peer.ask(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, reset_fields(), body, flag=2)
+            await asyncio.sleep(2)
+
+
+class SlowRoute(SlowJson):
+    """The same from a name server."""
+
+    at_name_server = True
+
+
+class Garbage(Attack):
+    """Bytes that are no frame."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        return b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10
+
+
+class LongClaim(Attack):
+    """A frame that says it has 16 MiB, of which a little comes now and then."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        return None
+
+    async def besides(self, peer: Peer) -> None:
+        peer.send(struct.pack(">II", 16 * MiB - 8, 200) + b"{")
+        while True:
+            peer.send(b" " * 100)
+            await asyncio.sleep(0.2)
+
+
+class LongRemarks(Attack):
+    """Errors of 300 KB that look like lines of a log, in colours."""
+
+    REMARK = "no\r\n2026-01-01 ERROR pyrocket_consumer forged line \x1b[2J\x9b31m" * 5000
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        return command.answer(ResponseCode.SYSTEM_ERROR, self.REMARK)
+
+
+class LongRouteRemarks(LongRemarks):
+    """The same from a name server."""
+
+    at_name_server = True
+
+
+class Silence(Attack):
+    """No answer, ever."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        return None
+
+
+class Twice(Attack):
+    """Every answer three times, and answers that nobody asked for."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if command.code == RequestCode.PULL_MESSAGE:
+            one = encode_command(found_nothing(command))
+        else:
+            one = encode_command(command.answer(fields={"offset": "0"}, body=b'{"consumerIdList":[]}'))
+        unasked = [
+            encode_command(RemotingCommand(0, {}, b"x" * 1000, number, RESPONSE_FLAG)) for number in range(9000, 9100)
+        ]
+        return [one, one, one, *unasked]
+
+
+# --- answers to pulls
+
+
+class NextOffset(Attack):
+    """A next offset that no queue can have."""
+
+    VALUES = (2**63, 2**64, -1, -(2**63), 2**63 - 1, MAX := 10**30, 11)
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if command.code != RequestCode.PULL_MESSAGE:
+            return NotImplemented
+        self.turn += 1
+        code = (ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCode.PULL_RETRY_IMMEDIATELY)[
+            self.turn % 3
+        ]
+        return pulled(command, code, nextBeginOffset=self.VALUES[self.turn % len(self.VALUES)])
+
+
+class AbsurdOffsets(Attack):
+    """Committed, first and last offsets that no queue can have."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if "queueOffset" in command.fields or command.code not in (
+            RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET,
+        ):  # fmt: skip
+            return NotImplemented
+        return command.answer(fields={"offset": str((2**63, -5, 10**25)[command.opaque % 3])})
+
+
+class Moved(Attack):
+    """Every pull is told that its offset has moved, to and fro."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if command.code != RequestCode.PULL_MESSAGE:
+            return NotImplemented
+        here = int(command.fields["queueOffset"])
+        return pulled(command, ResponseCode.PULL_OFFSET_MOVED, nextBeginOffset=5 if here != 5 else 3)
+
+
+class ResetEndlessly(Attack):
+    """Every pull is told of a reset."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if command.code != RequestCode.PULL_MESSAGE:
+            return NotImplemented
+        return pulled(
+            command, ResponseCode.PULL_OFFSET_MOVED, remark="OFFSET_RESET", nextBeginOffset=command.opaque % 10
+        )
+
+
+class NothingAtOnce(Attack):
+    """Pulls are never held."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        return found_nothing(command) if command.code == RequestCode.PULL_MESSAGE else NotImplemented
+
+
+class FoundNothing(Attack):
+    """Messages were found, says the header; there is none, and the place is the same."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        return pulled(command, 0) if command.code == RequestCode.PULL_MESSAGE else NotImplemented
+
+
+class Found(Attack):
+    """Answers pulls with records."""
+
+    def records(self, offset: int, queue_id: int) -> bytes:
+        raise NotImplementedError
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if command.code != RequestCode.PULL_MESSAGE:
+            return NotImplemented
+        here = int(command.fields["queueOffset"])
+        body = self.records(here, int(command.fields["queueId"]))
+        return pulled(command, 0, body, nextBeginOffset=here + 32, maxOffset=here + 1_000_000)
+
+
+@cache
+def bomb(kind: Compression) -> tuple[bytes, int]:
+    body, flags = compress(bytes(60 * MiB), kind)
+    return body, int(flags)
+
+
+class Bombs(Found):
+    """32 messages of a few KB, each 60 MiB when unpacked."""
+
+    def records(self, offset: int, queue_id: int) -> bytes:
+        body, flags = bomb(Compression.ZSTD)
+        return b"".join(record(offset + number, body, flags, queue_id=queue_id) for number in range(32))
+
+
+class LargerBombs(Found):
+    """The same, each of 200 MiB, which is more than any body may have."""
+
+    @staticmethod
+    @cache
+    def packed() -> tuple[bytes, int]:
+        body, flags = compress(bytes(200 * MiB), Compression.ZSTD)
+        return body, int(flags)
+
+    def records(self, offset: int, queue_id: int) -> bytes:
+        body, flags = self.packed()
+        return b"".join(record(offset + number, body, flags, queue_id=queue_id) for number in range(32))
+
+
+@cache
+def inner(items: int) -> tuple[bytes, int]:
+    one = encode_batch([BatchItem(b"", {})])
+    body, flags = compress(one * items, Compression.ZSTD)
+    return body, int(flags | SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH)
+
+
+class InnerBatches(Found):
+    """3 KB that hold 610 000 messages, in each of 8 records."""
+
+    def records(self, offset: int, queue_id: int) -> bytes:
+        body, flags = inner(610_000)
+        return b"".join(record(offset + number, body, flags, queue_id=queue_id) for number in range(8))
+
+
+class ManyRecords(Found):
+    """15 MiB of the smallest records."""
+
+    @staticmethod
+    @cache
+    def one() -> bytes:
+        return encode_message(StoredMessage(TOPIC, b"", {}, queue_offset=0))
+
+    def records(self, offset: int, queue_id: int) -> bytes:
+        return self.one() * (15 * MiB // len(self.one()))
+
+
+class StrangeRecords(Found):
+    """Records of other queues and topics, at absurd offsets, twice, backwards."""
+
+    def records(self, offset: int, queue_id: int) -> bytes:
+        return b"".join(
+            record(place, b"x", topic=topic, queue_id=queue)
+            for place in (2**63 - 1, -(2**63), offset, offset, 0, 2**62)
+            for topic in (TOPIC, "other")
+            for queue in (queue_id, -1, 2**31 - 1)
+        )
+
+
+class DamagedRecords(Found):
+    """Records whose lengths lie."""
+
+    def records(self, offset: int, queue_id: int) -> bytes:
+        good = bytearray(record(offset, b"x" * 100, queue_id=queue_id))
+        good[84:88] = b"\x7f\xff\xff\xff"
+        return bytes(good) * 10
+
+
+# --- requests of a server
+
+
+def reset_fields(topic: str = TOPIC) -> dict[str, str]:
+    return {"topic": topic, "group": GROUP, "timestamp": "0", "isForce": "true"}
+
+
+class Flood(Attack):
+    """Requests of every kind that servers may make, without end."""
+
+    async def besides(self, peer: Peer) -> None:
+        number = 0
+        body = json.dumps({"offsetTable": {}}).encode()
+        while True:
+            for _ in range(200):
+                number += 1
+                peer.ask(40, {"consumerGroup": GROUP}, flag=2 * (number & 1))
+                peer.ask(220, reset_fields(), body)
+                peer.ask(221, {"topic": TOPIC, "group": GROUP})
+                peer.ask(307, {"consumerGroup": GROUP, "clientId": peer.client_id, "jstackEnable": "true"})
+                peer.ask(309, {"consumerGroup": GROUP, "clientId": peer.client_id}, record(0, b"not a message"))
+                peer.ask(39, {"tranStateTableOffset": "0", "commitLogOffset": "0"}, record(0, b"x"))
+                peer.ask(29_999, {"x": "y"})
+            await asyncio.sleep(PAUSE_S)
+
+
+class FloodOfNameServer(Flood):
+    """The same from a name server."""
+
+    at_name_server = True
+
+
+class LongRequests(Attack):
+    """Requests of megabytes."""
+
+    async def besides(self, peer: Peer) -> None:
+        while True:
+            for code in (220, 307, 309, 40):
+                fields = reset_fields() | {"consumerGroup": GROUP, "clientId": peer.client_id, "pyrocketOp": "reset"}
+                peer.ask(code, fields, b"[" * (12 * MiB))
+            await asyncio.sleep(1)
+
+
+class Plans(Attack):
+    """Plans of resets that pin: absurd epochs, foreign topics, queues that are not there."""
+
+    async def besides(self, peer: Peer) -> None:
+        turn = 0
+        while True:
+            for epoch in (2**63 - 1, 2**62, now_ms() * 1000, 1):
+                turn += 1
+                topic = (TOPIC, "never-heard-of", "%RETRY%" + GROUP)[turn % 3]
+                body = json.dumps(
+                    {"topic": topic, "epoch": epoch, "targets": {"broker-x": {str(each): 7 for each in range(3000)}}}
+                ).encode()
+                fields = {
+                    "consumerGroup": GROUP, "clientId": peer.client_id, "pyrocketOp": "reset", "pyrocketId": str(turn),
+                    "pyrocketV": "1", "jstackEnable": "false",
+                }  # fmt: skip
+                peer.ask(307, fields, body)
+                peer.ask(307, fields | {"pyrocketOp": "status"}, body)
+            await asyncio.sleep(PAUSE_S)
+
+
+class Resets(Attack):
+    """Resets of queues that are not there, to places that are not."""
+
+    async def besides(self, peer: Peer) -> None:
+        while True:
+            table = ",".join(
+                f'{{"brokerName":"{broker}","queueId":{queue},"topic":"{TOPIC}"}}:{offset}'
+                for broker in ("broker-hostile", "elsewhere")
+                for queue in (0, 99, -1)
+                for offset in (2**63, -1, 2**62)
+            )
+            peer.ask(220, reset_fields(), b'{"offsetTable":{' + table.encode() + b"}}", flag=2)
+            await asyncio.sleep(PAUSE_S)
+
+
+# --- routes and members
+
+
+class Routes(Attack):
+    """Routes with queues without number, and addresses that are none."""
+
+    at_name_server = True
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if command.code != RequestCode.GET_ROUTEINFO_BY_TOPIC:
+            return NotImplemented
+        self.turn += 1
+        queues = {"brokerName": "b", "readQueueNums": 2**31 - 1, "writeQueueNums": 2**31 - 1, "perm": 6}
+        addresses = (
+            "file:///etc/passwd",
+            "127.0.0.1:99999999",
+            "\x1b[2J:1",
+            "x" * MiB + ":1",
+            "169.254.169.254:80",
+            "",
+        )
+        address = addresses[self.turn % len(addresses)]
+        broker = {"cluster": "c", "brokerName": "b", "brokerAddrs": {"0": address}}
+        return command.answer(body=json.dumps({"queueDatas": [queues], "brokerDatas": [broker] * 1000}).encode())
+
+
+class Members(Attack):
+    """A hundred thousand members, none of whom is there."""
+
+    BODY = json.dumps({"consumerIdList": [f"10.0.0.{number}@{'x' * 50}" for number in range(100_000)]}).encode()
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        return command.answer(body=self.BODY) if command.code == 38 else NotImplemented
+
+
+ATTACKS: dict[str, type[Attack]] = {
+    attack.__name__: attack
+    for attack in (
+        DeepHeader, DeeperHeader, DeepBody, DeepRoute, DeepRouteHeader, SlowJson, SlowRoute, Garbage, LongClaim,
+        LongRemarks, LongRouteRemarks, Silence, Twice, NextOffset, AbsurdOffsets, Moved, ResetEndlessly, NothingAtOnce,
+        FoundNothing, Bombs, LargerBombs, InnerBatches, ManyRecords, StrangeRecords, DamagedRecords, Flood,
+        FloodOfNameServer, LongRequests, Plans, Resets, Routes, Members,
+    )
+}  # fmt: skip

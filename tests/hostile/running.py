@@ -1,0 +1,134 @@
+"""A consumer between an honest broker and a hostile server: attacks one after the other, and how it was meanwhile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.hostile.attacks import ATTACKS, GROUP, TOPIC
+from tests.hostile.server import Attack, HostileServer
+
+
+@dataclass
+class Report:
+    """How the member was during one attack: the worst of what it told each second."""
+
+    attack: str
+    seconds: float = 0.0
+    rss: int = 0
+    pause_s: float = 0.0
+    pause_cpu_s: float = 0.0
+    cpu_s: float = 0.0
+    lines: int = 0
+    longest_line: int = 0
+    forged: int = 0
+    threads: int = 0
+    consumed: int = 0
+    sent: int = 0
+    latest_s: float = 0.0
+    """How long after the attack's end the last honest message of its time was consumed."""
+    state: str = ""
+    events: dict[str, int] = field(default_factory=dict)
+
+
+class World:
+    """An embedded broker, the hostile server, and the member between them."""
+
+    def __init__(
+        self, cluster: EmbeddedCluster, server: HostileServer, directory: Path, options: dict[str, Any]
+    ) -> None:
+        self.cluster, self.server = cluster, server
+        self.sent = 0
+        self.told: list[dict[str, Any]] = []
+        self._heard = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.hostile.member", server.name_server, GROUP, TOPIC, str(directory),
+             json.dumps(options)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            with self._heard:
+                self.told.append(json.loads(line))
+                self._heard.notify_all()
+        with self._heard:
+            self._heard.notify_all()
+
+    def send(self, count: int = 1) -> None:
+        """Send messages to the honest broker."""
+        for _ in range(count):
+            self.cluster.send(TOPIC, b"honest %d" % self.sent)
+            self.sent += 1
+
+    def wait_until(self, reached: Any, timeout_s: float) -> bool:
+        """Wait until what the member told last satisfies `reached`."""
+        with self._heard:
+            return self._heard.wait_for(
+                lambda: self.process.poll() is not None or (bool(self.told) and reached(self.told[-1])), timeout_s
+            ) and bool(self.told and reached(self.told[-1]))
+
+    def attack(self, name: str, seconds: float, patience_s: float = 60.0) -> Report:
+        """Let the server attack for some time, while honest messages are sent; then wait until they are consumed."""
+        report = Report(name)
+        first, sent = len(self.told), self.sent
+        before = self.told[-1] if self.told else {}
+        begin = time.monotonic()
+        self.server.do(ATTACKS[name]())
+        while time.monotonic() - begin < seconds and self.process.poll() is None:
+            self.send()
+            time.sleep(0.05)
+        self.server.do(Attack())
+        ended = time.monotonic()
+        wanted = self.sent
+        self.wait_until(lambda told: told["consumed"] >= wanted, patience_s)
+        report.latest_s = time.monotonic() - ended
+        report.seconds = time.monotonic() - begin
+        told = self.told[first:]
+        if not told:
+            report.state = f"ended with {self.process.poll()}"
+            return report
+        last = told[-1]
+        for worst in ("rss", "pause_s", "pause_cpu_s", "longest_line", "threads"):
+            setattr(report, worst, max(each[worst] for each in told))
+        for grown in ("cpu_s", "lines", "forged"):
+            setattr(report, grown, last[grown] - before.get(grown, 0))
+        report.sent, report.consumed = self.sent - sent, last["consumed"] - before.get("consumed", 0)
+        report.state, report.events = last["state"], last["events"]
+        return report
+
+    def end(self) -> int:
+        assert self.process.stdin
+        self.process.stdin.close()
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+@contextmanager
+def world(directory: Path, **options: Any) -> Iterator[World]:
+    """A world, its member started and known to consume."""
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic(TOPIC, queues=4)
+        broker = cluster.brokers[0]
+        with HostileServer(TOPIC, (broker.name, broker.address)) as server:
+            made = World(cluster, server, directory, options)
+            try:
+                made.send(10)
+                assert made.wait_until(lambda told: told["consumed"] >= 10, 60), "the member did not begin"
+                yield made
+            finally:
+                made.end()

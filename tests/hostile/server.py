@@ -1,0 +1,261 @@
+"""Name server and broker of bytes alone: it answers as a real one would, until an attack answers in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from pyrocket_consumer.wire.frame import RemotingCommand, decode_command, encode_command
+
+BROKER = "broker-hostile"
+QUEUES = 4
+HOLD_S = 2.0
+MAX_OFFSET = 10
+
+Answer = RemotingCommand | bytes | list[bytes] | None
+"""A command, a frame of any bytes, several, or nothing at all."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """One client's connection."""
+
+    writer: asyncio.StreamWriter
+    is_broker: bool
+    client_id: str = ""
+    requests: dict[int, int] = field(default_factory=dict)  # code -> how many
+    opaque: int = 0
+
+    def send(self, data: bytes) -> None:
+        """Write, unless the client has not read much of what there was before."""
+        if not self.writer.is_closing() and self.writer.transport.get_write_buffer_size() < 64 << 20:
+            self.writer.write(data)
+
+    def ask(self, code: int, fields: dict[str, str], body: bytes = b"", flag: int = 0) -> None:
+        """Send a request of ours."""
+        self.opaque += 1
+        self.send(encode_command(RemotingCommand(code, fields, body, self.opaque, flag)))
+
+
+class Attack:
+    """Does nothing. Each kind of attack does something else in one of these places."""
+
+    at_name_server = False
+    """Whether the name server is the one that means harm, and not the broker."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        """Return what is answered instead; NotImplemented for what an honest server says."""
+        return NotImplemented
+
+    async def besides(self, peer: Peer) -> None:
+        """Do something to a connection that is open, for as long as the attack lasts."""
+
+
+class HostileServer:
+    """Both servers, on a thread of their own. `honest` is the address of the broker that keeps to the rules.
+
+    The route that the name server tells has the queues of both. `attack` may be changed at any time.
+    """
+
+    def __init__(self, topic: str, honest: tuple[str, str], honest_queues: int = QUEUES) -> None:
+        self.topic = topic
+        self.honest = honest  # broker name, address
+        self.honest_queues = honest_queues
+        self.name_server = self.broker = ""
+        self.client_ids: set[str] = set()
+        self.offsets: dict[tuple[str, int], int] = {}
+        self.commits: list[int] = []
+        self._attack: Attack = Attack()
+        self._peers: dict[Peer, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._servers: list[asyncio.Server] = []
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hostile", daemon=True)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> HostileServer:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
+        return self
+
+    async def _listen(self) -> None:
+        for role in ("broker", "name_server"):
+            server = await asyncio.start_server(
+                lambda reader, writer, role=role: self._serve(reader, writer, role == "broker"), "127.0.0.1", 0
+            )
+            self._servers.append(server)
+            setattr(self, role, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    def stop(self) -> None:
+        def end() -> None:
+            for server in self._servers:
+                server.close()
+            for peer in list(self._peers):
+                peer.writer.transport.abort()
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.call_later(0.2, self._loop.stop)
+
+        self._loop.call_soon_threadsafe(end)
+        self._thread.join(10)
+
+    def __enter__(self) -> HostileServer:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def do(self, attack: Attack) -> None:
+        """Attack in this way from now on, on connections to come: what there is of the former one ends with its own."""
+
+        def change() -> None:
+            self._attack = attack
+            for peer in list(self._peers):
+                peer.writer.transport.abort()
+
+        self._loop.call_soon_threadsafe(change)
+
+    def _begin(self, peer: Peer) -> asyncio.Task[None]:
+        attack = self._attack
+        if attack.at_name_server == peer.is_broker:
+            attack = Attack()
+
+        async def besides() -> None:
+            try:
+                await attack.besides(peer)
+            except (ConnectionError, RuntimeError):
+                pass  # the client has closed it
+
+        return self._loop.create_task(besides())
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_broker: bool) -> None:
+        peer = Peer(writer, is_broker)
+        self._peers[peer] = self._begin(peer)
+        try:
+            while True:
+                prefix = await reader.readexactly(4)
+                command = decode_command(prefix + await reader.readexactly(int.from_bytes(prefix)))
+                if command.is_response:
+                    continue
+                peer.requests[command.code] = peer.requests.get(command.code, 0) + 1
+                answer: Answer = NotImplemented
+                if self._attack.at_name_server != is_broker:
+                    answer = self._attack.answer(peer, command)
+                if answer is NotImplemented:
+                    self._answer_honestly(peer, command)
+                else:
+                    self._send(peer, command, answer)
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._peers.pop(peer).cancel()
+            writer.close()
+
+    def _send(self, peer: Peer, command: RemotingCommand, answer: Answer) -> None:
+        if isinstance(answer, RemotingCommand):
+            answer = encode_command(answer)
+        for frame in answer if isinstance(answer, list) else [answer]:
+            if frame is not None and not command.is_oneway:
+                peer.send(frame)
+
+    # --- what an honest one does
+
+    def _answer_honestly(self, peer: Peer, command: RemotingCommand) -> None:
+        if command.code == RequestCode.PULL_MESSAGE:
+            task = self._loop.create_task(self._hold(peer, command))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._send(peer, command, self.honest_answer(peer, command))
+
+    async def _hold(self, peer: Peer, command: RemotingCommand) -> None:
+        await asyncio.sleep(HOLD_S)
+        self._send(peer, command, found_nothing(command))
+
+    def honest_answer(self, peer: Peer, command: RemotingCommand) -> RemotingCommand:
+        """Return what a broker or name server with few messages would answer."""
+        fields = command.fields
+        queue = (fields.get("topic", ""), int(fields.get("queueId", 0) or 0))
+        match command.code:
+            case RequestCode.GET_ROUTEINFO_BY_TOPIC:
+                return command.answer(body=self.route(fields["topic"]))
+            case RequestCode.HEART_BEAT:
+                found = json.loads(command.body)
+                peer.client_id = found["clientID"]
+                self.client_ids.add(peer.client_id)
+                return command.answer()
+            case RequestCode.GET_CONSUMER_LIST_BY_GROUP:
+                return command.answer(body=json.dumps({"consumerIdList": sorted(self.client_ids)}).encode())
+            case RequestCode.QUERY_CONSUMER_OFFSET:
+                if queue not in self.offsets:
+                    return command.answer(ResponseCode.QUERY_NOT_FOUND, "not found")
+                return command.answer(fields={"offset": str(self.offsets[queue])})
+            case RequestCode.UPDATE_CONSUMER_OFFSET:
+                self.offsets[queue] = int(fields["commitOffset"])
+                self.commits.append(self.offsets[queue])
+                return command.answer()
+            case RequestCode.GET_MAX_OFFSET:
+                return command.answer(fields={"offset": str(MAX_OFFSET)})
+            case RequestCode.GET_MIN_OFFSET | RequestCode.SEARCH_OFFSET_BY_TIMESTAMP:
+                return command.answer(fields={"offset": "0"})
+            case RequestCode.LOCK_BATCH_MQ:
+                return command.answer(body=json.dumps({"lockOKMQSet": json.loads(command.body)["mqSet"]}).encode())
+            case _:
+                return command.answer()
+
+    def route(self, topic: str) -> bytes:
+        """Return the route of a topic: of the one, both brokers; of any other, the honest one."""
+        name, address = self.honest
+        queues = [queue_data(name, self.honest_queues)]
+        brokers = [broker_data(name, address)]
+        if topic == self.topic:
+            queues.append(queue_data(BROKER, QUEUES))
+            brokers.append(broker_data(BROKER, self.broker))
+        return json.dumps({"queueDatas": queues, "brokerDatas": brokers, "filterServerTable": {}}).encode()
+
+
+def queue_data(broker_name: str, queues: int) -> dict[str, Any]:
+    return {
+        "brokerName": broker_name, "readQueueNums": queues, "writeQueueNums": queues, "perm": 6, "topicSysFlag": 0,
+    }  # fmt: skip
+
+
+def broker_data(name: str, address: str) -> dict[str, Any]:
+    return {"cluster": "DefaultCluster", "brokerName": name, "brokerAddrs": {"0": address}}
+
+
+def found_nothing(command: RemotingCommand, **changed: object) -> RemotingCommand:
+    """Return the answer to a pull for which there is no message yet."""
+    return pulled(command, ResponseCode.PULL_NOT_FOUND, **changed)
+
+
+def pulled(
+    command: RemotingCommand, code: int, body: bytes = b"", remark: str | None = None, **changed: object
+) -> RemotingCommand:
+    """Return an answer to a pull; `changed` are fields of its header, by their names."""
+    fields = {
+        "nextBeginOffset": command.fields.get("queueOffset", "0"), "minOffset": "0", "maxOffset": str(MAX_OFFSET),
+        "suggestWhichBrokerId": "0",
+    }  # fmt: skip
+    fields |= {name: str(value) for name, value in changed.items()}
+    return command.answer(code, remark, fields, body)
+
+
+def each_after(seconds: float, do: Callable[[], None]) -> Callable[[], Any]:
+    """Return a coroutine function that does something again and again."""
+
+    async def loop() -> None:
+        while True:
+            do()
+            await asyncio.sleep(seconds)
+
+    return loop
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
