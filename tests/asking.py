@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
@@ -19,16 +20,25 @@ class Asking:
         self._node = node
         self._cluster: EmbeddedCluster = node.cluster
 
-    def ask(self, code: int, fields: dict[str, str], body: bytes = b"") -> RemotingCommand | None:
-        """Send a request to the client that connected first; returns its answer, None if none came within 30 s."""
+    def ask(self, code: int, fields: dict[str, str], body: bytes = b"") -> RemotingCommand:
+        """Send a request to the client that connected first, and return its answer."""
+        return next(self.ask_each(code, [fields], body))
+
+    def ask_each(self, code: int, fields: Sequence[dict[str, str]], body: bytes = b"") -> Iterator[RemotingCommand]:
+        """Send requests to the client that connected first, all at once, and return the answers as they come."""
         answers: queue.SimpleQueue[RemotingCommand | None] = queue.SimpleQueue()
 
         def send() -> None:
             connection = next(iter(self._connections()))
-            connection.call(RemotingCommand(code, dict(fields), body, language="JAVA"), PATIENCE_S, answers.put)
+            for each in fields:
+                request = RemotingCommand(code, dict(each), body, language="JAVA")
+                connection.call(request, PATIENCE_S, answers.put)
 
         self._cluster.call(send)
-        return answers.get(timeout=2 * PATIENCE_S)
+        for _ in fields:
+            answer = answers.get(timeout=2 * PATIENCE_S)
+            assert answer is not None, f"a request {code} was not answered"
+            yield answer
 
     def tell(self, code: int, fields: dict[str, str], body: bytes = b"", times: int = 1) -> None:
         """Send a one-way request to every client, `times` over, all at once."""

@@ -43,7 +43,7 @@ class _UnderWay:
 class ServerRequests:
     """Takes what servers ask, and has it handled if they may. Confined to the I/O thread.
 
-    What is not obeyed is told, and answered unless it is one-way.
+    What is not obeyed is told; and answered, unless it is one-way or nothing is read of the answers.
     """
 
     def __init__(self, is_broker: Callable[[str], bool]) -> None:
@@ -66,7 +66,7 @@ class ServerRequests:
         """Judge a request. Returns what leads to its answer, None when there is nothing left to do."""
         code, address = command.code, connection.address
         under_way = self._under_way.setdefault(address, _UnderWay())
-        if (refusal := self._refusal(command, address, under_way)) is not None:
+        if (refusal := self._refusal(command, connection, under_way)) is not None:
             connection.answer(command, refusal)
             return None
         handler = self._handlers.get(code)
@@ -85,17 +85,21 @@ class ServerRequests:
         under_way.by_code[code] = under_way.by_code.get(code, 0) + 1
         return self._handled(handling, command, address, under_way)
 
-    def _refusal(self, command: RemotingCommand, address: str, under_way: _UnderWay) -> RemotingCommand | None:
+    def _refusal(
+        self, command: RemotingCommand, connection: Connection, under_way: _UnderWay
+    ) -> RemotingCommand | None:
         answer_code = ResponseCode.SYSTEM_BUSY
-        if not self._is_broker(address):
+        if not self._is_broker(connection.address):
             answer_code, why = ResponseCode.SYSTEM_ERROR, "only brokers of the topics in use may ask"
         elif under_way.by_code.get(command.code, 0) >= MOST_AT_ONCE:
             why = f"{MOST_AT_ONCE} of them are under way"
         elif under_way.body_bytes and under_way.body_bytes + len(command.body) > MOST_BYTES:
             why = f"requests under way hold {under_way.body_bytes} bytes"
+        elif connection.is_unread and not command.is_oneway:
+            why = "it does not read the answers"
         else:
             return None
-        self._tell(command.code, address, why)
+        self._tell(command.code, connection.address, why)
         return command.answer(answer_code, f"{request_name(command.code)} is not obeyed: {why}")
 
     async def _handled(

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from itertools import islice
 from typing import Any
 
 from pyrocket_consumer.consumer.assignments import Assignments
@@ -40,10 +41,38 @@ from pyrocket_consumer.wire.subscription import matches
 
 log = logging.getLogger("pyrocket_consumer.consumer")
 
+LONGEST_PAUSE_S = 1.0
+MOST_CALLS = 64  # of one thread
+MOST_STACK_CHARACTERS = 256 * 1024
+
 CONSUME_DIRECTLY_S = 9.0  # the broker waits 10 s
 
 MOST_DIRECTLY = 4
 """How many messages that brokers pass on are consumed at once; never more than `consume_threads`."""
+
+
+class _Turns:
+    """Makes answers one after the other, and with pauses: however many are asked for, they take a tenth of the time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = asyncio.Lock()
+        self._not_before = 0.0
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+        try:
+            if (wait_s := self._not_before - self._loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._began = self._loop.time()
+
+    async def __aexit__(self, *raised: object) -> None:
+        now = self._loop.time()
+        self._not_before = now + min(9 * (now - self._began), LONGEST_PAUSE_S)
+        self._lock.release()
 
 
 class BrokerRequests:
@@ -66,6 +95,7 @@ class BrokerRequests:
         self._statistics = statistics
         self._calls = calls
         self._directly: set[asyncio.Task[Any]] = set()
+        self._turns = _Turns(group.loop)
 
     def begin(self) -> None:
         """Answer from now on."""
@@ -110,10 +140,10 @@ class BrokerRequests:
 
     async def _status(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = GetConsumerStatusHeader.from_fields(command.fields)
-        table: dict[MessageQueue, int] = {}
-        if header.group == self._group.name:
-            table = self._commits.table(header.topic)
-        return command.answer(body=bodies.encode_consumer_status(table))
+        if header.group != self._group.name:
+            return command.answer(body=bodies.encode_consumer_status({}))
+        async with self._turns:
+            return command.answer(body=bodies.encode_consumer_status(self._commits.table(header.topic)))
 
     async def _running_info(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = GetConsumerRunningInfoHeader.from_fields(command.fields)
@@ -122,9 +152,11 @@ class BrokerRequests:
             return refusal
         if is_relayed(command.fields):
             return await self._resets.answer_relayed(command)
-        return command.answer(body=bodies.encode_running_info(self.running_info(bool(header.jstack_enable))))
+        async with self._turns:
+            stacks = await asyncio.to_thread(_stacks) if header.jstack_enable else None
+            return command.answer(body=bodies.encode_running_info(self.running_info(stacks)))
 
-    def running_info(self, with_stacks: bool) -> bodies.RunningInfo:
+    def running_info(self, stacks: str | None) -> bodies.RunningInfo:
         """Return what tools show of this member."""
         group, now = self._group, time.time() * 1000
         loop_now, lock_now = group.loop.time(), group.lock_clock()
@@ -155,7 +187,7 @@ class BrokerRequests:
             subscriptions=tuple(group.subscriptions.all()),
             queues=queues,
             status=self._statistics.status(),
-            jstack=_stacks() if with_stacks else None,
+            jstack=stacks,
         )
 
     def _properties(self) -> dict[str, str]:
@@ -250,8 +282,15 @@ class BrokerRequests:
 
 
 def _stacks() -> str:
+    """Return where each thread is, its last call first: file, line and function; neither source nor what they hold."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"{names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    )
+    told, size = list[str](), 0
+    for ident, frame in sys._current_frames().items():
+        calls = islice(traceback.walk_stack(frame), MOST_CALLS)
+        lines = [f"  {each.f_code.co_filename}:{line} in {each.f_code.co_name}" for each, line in calls]
+        told.append("\n".join([str(names.get(ident, ident)), *lines, ""]))
+        size += len(told[-1])
+        if size > MOST_STACK_CHARACTERS:
+            told.append("and more threads")
+            break
+    return "\n".join(told)

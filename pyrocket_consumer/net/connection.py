@@ -28,6 +28,11 @@ Sign = Callable[[RemotingCommand], None]
 MOST_OVERDUE = 1024
 """How many answers that did not come in time are looked out for; of more, the oldest are given up."""
 
+MOST_UNREAD_BYTES = 4 * 1024 * 1024
+"""Of answers to requests of a server that does not read them; then it is answered no more until it does."""
+
+_MOST_IN_A_ROW = 256  # commands that came together and are taken without letting others have the thread
+_FEW_UNASKED = 32  # of them, that are no reason for a pause
 _SWEEP_STEP_S = 0.05
 _MAX_OPAQUE = 0x7FFFFFFF
 
@@ -59,6 +64,7 @@ class Connection(asyncio.BufferedProtocol):
         self._flush_due = False
         self._sweep: asyncio.TimerHandle | None = None
         self._writable: asyncio.Future[None] | None = None
+        self._unread_bytes = 0
         self._answering: set[asyncio.Task[None]] = set()
         self._reason = "closed by the server"
         self._gone = False  # the socket is closed, too
@@ -195,6 +201,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._out and self._transport is not None and not self._transport.is_closing():
             self._transport.write(self._out[0] if len(self._out) == 1 else b"".join(self._out))
         self._out.clear()
+        if self._writable is None:
+            self._unread_bytes = 0
 
     # --- deadlines: one timer per connection, not one per call
 
@@ -258,8 +266,16 @@ class Connection(asyncio.BufferedProtocol):
         if self.closed:
             return
         self.received_bytes += nbytes
+        self._take(nbytes)
+
+    def _take(self, nbytes: int) -> bool:
+        """Take commands that have come, but not so many in a row that others wait for long.
+
+        Returns whether the rest waits, and nothing is read meanwhile.
+        """
+        began = self._loop.time()
         try:
-            commands = self._frames.received(nbytes)
+            commands = self._frames.received(nbytes, _MOST_IN_A_ROW)
         except ProtocolError as damage:
             error = no_frame(self.address, damage)
             log.error("connection=%s closed reason=%s", self.address, error)
@@ -267,13 +283,15 @@ class Connection(asyncio.BufferedProtocol):
             if self._transport is not None:
                 self._transport.abort()
             self._end(error)
-            return
+            return False
         afterwards: list[Callable[[], None]] = []
+        unasked = 0
         self._flush_due = True  # writes of this wake-up go out together, below
         for command in commands:
             if command.flag & 1:
                 entry = self._waiting.pop(command.opaque, None)
                 if entry is None:
+                    unasked += 1
                     self._late(command)
                     continue
                 try:
@@ -284,6 +302,7 @@ class Connection(asyncio.BufferedProtocol):
                 if rest is not None:
                     afterwards.append(rest)
             else:
+                unasked += 1
                 self._requested(command)
         self._flush()
         for rest in afterwards:
@@ -291,6 +310,16 @@ class Connection(asyncio.BufferedProtocol):
                 rest()
             except Exception as error:
                 self._surprise(error, "an answer could not be handled")
+        if self._transport is None or self.closed or (len(commands) < _MOST_IN_A_ROW and unasked <= _FEW_UNASKED):
+            return False
+        self._transport.pause_reading()
+        # What nobody asked for has half of the thread's time at most, however much comes.
+        self._loop.call_later(self._loop.time() - began if unasked > _FEW_UNASKED else 0.0, self._read_on)
+        return True
+
+    def _read_on(self) -> None:
+        if self._transport is not None and not self.closed and not self._take(0):
+            self._transport.resume_reading()
 
     def eof_received(self) -> bool:
         return False
@@ -306,6 +335,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writable = self._loop.create_future()
 
     def resume_writing(self) -> None:
+        self._unread_bytes = 0
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._writable = None
@@ -313,14 +343,20 @@ class Connection(asyncio.BufferedProtocol):
     # --- requests of the server
 
     def answer(self, request: RemotingCommand, answer: RemotingCommand) -> None:
-        """Send the answer to a request of the server, unless that was one-way."""
-        if request.is_oneway or self.closed:
+        """Send the answer to a request of the server, unless that was one-way or it does not read what it gets."""
+        if request.is_oneway or self.closed or self.is_unread:
             return
         try:
             frame = self.encode(answer, request.opaque)
         except ProtocolError as error:  # too large: the server shall not wait for it in vain
             frame = self.encode(request.answer(ResponseCode.SYSTEM_ERROR, str(error)), request.opaque)
+        self._unread_bytes += len(frame)
         self._write(frame)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the server has more answers to its requests waiting than it may: it reads none of them."""
+        return self._unread_bytes >= MOST_UNREAD_BYTES
 
     def _requested(self, command: RemotingCommand) -> None:
         handling = self._on_request(command, self)

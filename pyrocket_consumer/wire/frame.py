@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -246,17 +247,19 @@ class FrameBuffer:
         self._view[: len(held)] = held
         self._start, self._end = 0, len(held)
 
-    def received(self, count: int) -> list[RemotingCommand]:
+    def received(self, count: int, most: int = sys.maxsize) -> list[RemotingCommand]:
         """Take note of `count` bytes written into `space()`, and return the commands that are complete now.
+
+        If these are `most`, there may be more: `received(0)` returns them.
 
         Raises:
             ProtocolError: the stream is not one of frames. It cannot be followed any further.
         """
         self._end += count
-        commands = []
+        commands: list[RemotingCommand] = []
         view, start, end = self._view, self._start, self._end
         unpack, size = _PREFIX.unpack_from, _PREFIX.size
-        while end - start >= size:
+        while end - start >= size and len(commands) < most:
             length, word = unpack(view, start)
             _check_prefix(length, word)
             if end - start < 4 + length:

@@ -156,3 +156,62 @@ def test_a_client_that_nobody_listens_to_logs_what_it_refuses_once(embedded, con
         f"request=CHECK_TRANSACTION_STATE from={embedded.name_server} not obeyed: "
         "only brokers of the topics in use may ask"
     ]
+
+
+def test_of_what_brokers_ask_only_so_much_is_under_way_at_once(embedded, connect, member):
+    handled, told, go_on = Told(), Told(), asyncio.Event()
+
+    async def slow(command, address):
+        handled(command.fields["n"])
+        await go_on.wait()
+        return command.answer(body=b"{}")
+
+    async def register():
+        member.on_request_refused(told)
+        member.on_request(RequestCode.GET_CONSUMER_RUNNING_INFO, slow)
+
+    member.run(register(), 30)
+    broker = Asking(embedded.broker("broker-a"))
+    answers = broker.ask_each(RequestCode.GET_CONSUMER_RUNNING_INFO, [{"n": str(number)} for number in range(70)])
+    busy = [next(answers) for _ in range(6)]
+    assert {(answer.code, answer.remark) for answer in busy} == {
+        (2, "GET_CONSUMER_RUNNING_INFO is not obeyed: 64 of them are under way")
+    }
+    assert [handled.next() for _ in range(64)] == [(str(number),) for number in range(64)]
+    assert [told.next()[0] for _ in range(6)] == 6 * [307]
+    assert broker.ask(65_000, {}).code == 3, "others are answered meanwhile"
+    member.run(_set(go_on), 30)
+    assert [next(answers).body for _ in range(64)] == 64 * [b"{}"]
+    assert broker.ask(RequestCode.GET_CONSUMER_RUNNING_INFO, {"n": "70"}).body == b"{}"
+    assert told.nothing
+
+
+def test_of_what_brokers_ask_only_so_many_bytes_are_under_way_at_once(embedded, connect, member):
+    go_on = asyncio.Event()
+
+    async def slow(command, address):
+        await go_on.wait()
+        return command.answer(body=b"%d" % len(command.body))
+
+    handle(member, RequestCode.CONSUME_MESSAGE_DIRECTLY, slow)
+    broker, large = Asking(embedded.broker("broker-a")), bytes(9 << 20)
+    answers = broker.ask_each(RequestCode.CONSUME_MESSAGE_DIRECTLY, [{}, {}], large)
+    assert (busy := next(answers)).code == 2
+    assert busy.remark == f"CONSUME_MESSAGE_DIRECTLY is not obeyed: requests under way hold {len(large)} bytes"
+    member.run(_set(go_on), 30)
+    assert next(answers).body == b"%d" % len(large)
+    assert broker.ask(RequestCode.CONSUME_MESSAGE_DIRECTLY, {}, large).body == b"%d" % len(large)
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+def test_a_defect_in_handling_is_logged_once(embedded, connect, member, caplog):
+    async def fail(command, address):
+        raise ZeroDivisionError
+
+    handle(member, RequestCode.GET_CONSUMER_RUNNING_INFO, fail)
+    for _ in range(3):
+        assert Asking(embedded.broker("broker-a")).ask(RequestCode.GET_CONSUMER_RUNNING_INFO, {}).code == 1
+    assert [record.levelno for record in caplog.records if record.levelno >= logging.WARNING] == [logging.ERROR]

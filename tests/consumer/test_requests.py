@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import pytest
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster, RequestCode
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies import encode_offset_table
+from pyrocket_consumer.wire.bodies import decode_running_info, encode_offset_table
 from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.asking import Asking, directly, stored
 from tests.consuming import Events, Seen, consuming, until
@@ -192,3 +193,69 @@ def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded):
         assert len([each for each in threading.enumerate() if each.name == "pyrocket-consume-once"]) == 3
         go_on.set()
         until(lambda: directed(embedded).code == 0, "the calls have ended, and another may begin")
+
+
+# --- how it is
+
+
+def test_stacks_tell_where_threads_are_and_no_more(embedded):
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 1)
+    deep, go_on = threading.Event(), threading.Event()
+
+    def handle(message, depth=300):
+        secret = "of the program"  # a line that is nobody else's business
+        if depth:
+            return handle(message, depth - 1)
+        deep.set()
+        go_on.wait(60)
+        return secret and None
+
+    with consuming(embedded, "T", "G", handle):
+        deep.wait(60)
+        code = RequestCode.GET_CONSUMER_RUNNING_INFO
+        stacks = decode_running_info(Asking(embedded.broker("broker-a")).ask(code, ASKED[code]).body).jstack
+        go_on.set()
+    worker = next(each for each in stacks.split("\n\n") if each.startswith("pyrocket-consume-") and "handle" in each)
+    lines = worker.splitlines()
+    assert "in wait" in lines[1]
+    assert any(line.endswith("in handle") and "test_requests.py:" in line for line in lines)
+    assert len(lines) == 1 + 64
+    assert "of the program" not in stacks
+    assert "pyrocket-io" in stacks
+
+
+@pytest.mark.parametrize(
+    "code", [RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT], ids=["info", "status"]
+)
+def test_questions_in_their_thousands_are_answered_busy(embedded, code):
+    """And messages are consumed, and offsets stored, meanwhile."""
+    embedded.create_topic("T", queues=4)
+    events = Events()
+    with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
+        answers = Asking(embedded.broker("broker-a")).ask_each(code, 5000 * [ASKED[code]])
+        first = next(answers)
+        fill(embedded, "T", 20)
+        seen.wait_for(20)
+        wait_until_stored(consumer, "T", 20)
+        codes = Counter([first.code, *(answer.code for answer in answers)])
+        assert codes.keys() == {0, 2}
+        assert codes[2] > codes[0]
+        assert "64 of them are under way" in events.wait_for("request-refused").text
+        assert Asking(embedded.broker("broker-a")).ask(code, ASKED[code]).code == 0
+        assert events.of("commit-failed") == []
+
+
+@pytest.mark.parametrize("code", [RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, RequestCode.RESET_CONSUMER_CLIENT_OFFSET])
+def test_notices_in_their_thousands_hold_up_nothing(embedded, code):
+    embedded.create_topic("T", queues=1)
+    broker = embedded.broker("broker-a")
+    with consuming(embedded, "T", "G") as (_, seen):
+        fill(embedded, "T", 1)
+        seen.wait_for(1)
+        elsewhere = encode_offset_table({MessageQueue("T", "broker-a", 77): 0})
+        Asking(broker).tell(code, ASKED[code], elsewhere, times=20_000)
+        broker.forget_requests()
+        fill(embedded, "T", 5, start=1)
+        seen.wait_for(6)
+        assert len(broker.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP)) < 100

@@ -531,6 +531,86 @@ def test_an_answer_too_large_to_send_is_replaced_by_one_that_says_so():
     run(scenario())
 
 
+def test_a_flood_of_requests_leaves_others_their_turn():
+    """However many come together, only some are taken in a row."""
+
+    async def scenario():
+        handled = 0
+
+        def on_request(asked, connection):
+            nonlocal handled
+            handled += 1
+
+        async with connected(on_request=on_request) as (connection, peer):
+            call = connection.call(command(), 30)
+            ours = await peer.next()
+            peer.send(20_000 * encode_command(RemotingCommand(40, flag=2)))
+            peer.answer(ours, body=b"behind them")
+            most = 0
+            while not call.done():
+                before = handled
+                await asyncio.sleep(0)
+                most = max(most, handled - before)
+            assert (await call).body == b"behind them"
+            assert handled == 20_000
+            assert most <= 256
+
+    run(scenario())
+
+
+def test_a_flood_of_answers_that_nobody_waits_for_ends_no_call():
+    async def scenario():
+        async with connected() as (connection, peer):
+            call = connection.call(command(), 30)
+            ours = await peer.next()
+            peer.send(20_000 * encode_command(RemotingCommand(0, opaque=ours.opaque + 1, flag=1)))
+            peer.answer(ours, body=b"behind them")
+            assert (await call).body == b"behind them"
+            assert connection.waiting == 0
+
+    run(scenario())
+
+
+def test_many_answers_that_come_together_before_the_end_reach_their_calls():
+    async def scenario():
+        async with connected() as (connection, peer):
+            answers = connection.call_each([command(n=str(number)) for number in range(2000)], 30)
+            asked = [await peer.next() for _ in range(2000)]
+            peer.send(b"".join(encode_command(each.answer(body=each.fields["n"].encode())) for each in asked))
+            peer.close()
+            assert [each.body for each in await answers] == [b"%d" % number for number in range(2000)]
+
+    run(scenario())
+
+
+def test_answers_that_the_server_does_not_read_do_not_pile_up():
+    async def scenario():
+        handled = 0
+
+        def on_request(asked, connection):
+            nonlocal handled
+            handled += 1
+            connection.answer(asked, asked.answer(body=b"x" * 50_000))
+
+        async with connected(on_request=on_request) as (connection, peer):
+            peer.stop_reading()
+            for number in range(2000):
+                peer.send(encode_command(RemotingCommand(307, opaque=number)))
+            await until(lambda: handled == 2000)
+            assert connection.is_unread
+            peer.go_on_reading()
+            answered = 0
+            while connection.is_unread:
+                await peer.next()
+                answered += 1
+            peer.send(encode_command(RemotingCommand(307, opaque=2000)))
+            while (await peer.next()).opaque < 2000:
+                answered += 1
+            assert 0 < answered * 50_000 < 30 * 1024 * 1024, "what sockets hold, and a little more"
+
+    run(scenario())
+
+
 # --- signing
 
 
