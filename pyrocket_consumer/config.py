@@ -309,6 +309,7 @@ class ConsumerConfig(ClientConfig):
     pull_batch_size: PerTopic = 32
     max_cached_messages: PerTopic = 1000
     max_cached_bytes: PerTopic = 100 * 1024 * 1024
+    max_body_bytes: int = 64 * 1024 * 1024
     max_span: int = 2000
     commit_interval_s: float = 5.0
     rebalance_interval_s: float = 20.0
@@ -345,6 +346,7 @@ class ConsumerConfig(ClientConfig):
         self._check_per_topic("pull_batch_size", 1, 1024)
         self._check_per_topic("max_cached_messages", 1, 1_000_000)
         self._check_per_topic("max_cached_bytes", 1, 1 << 40)
+        check_int("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
         check_int("max_span", self.max_span, 1, 65535)
         check_range("commit_interval_s", self.commit_interval_s, 0.01, 3600)
         check_range("rebalance_interval_s", self.rebalance_interval_s, 0.05, 3600)
@@ -413,6 +415,7 @@ class ConsumerOptions(ClientOptions, total=False):
     pull_batch_size: PerTopic
     max_cached_messages: PerTopic
     max_cached_bytes: PerTopic
+    max_body_bytes: int
     max_span: int
     commit_interval_s: float
     rebalance_interval_s: float

@@ -170,6 +170,7 @@ class EventKind(StrEnum):
     MESSAGE_GIVEN_UP = "message-given-up"
     MESSAGE_UNWANTED = "message-unwanted"
     MESSAGE_STUCK = "message-stuck"
+    MESSAGE_TOO_LARGE = "message-too-large"
     SEND_BACK_FAILED = "send-back-failed"
     LISTENER_RESULT_UNKNOWN = "listener-result-unknown"
     RANGE_SKIPPED = "range-skipped"

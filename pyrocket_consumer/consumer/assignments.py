@@ -306,7 +306,7 @@ class Assignments:
         scope = "" if isinstance(config.max_cached_bytes, int) else topic
         if scope not in self._budgets:
             limit = config.for_topic("max_cached_bytes", topic)
-            self._budgets[scope] = Budget(limit, self._group.loop, self._is_idle)
+            self._budgets[scope] = Budget(limit, self._group.loop, self._is_idle, config.max_body_bytes)
         return self._budgets[scope]
 
     def _is_idle(self) -> bool:

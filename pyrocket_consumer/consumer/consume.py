@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from pyrocket_consumer.consumer.body_room import Entry
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, failed_messages
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConsumerClosed
@@ -29,6 +30,9 @@ T = TypeVar("T")
 CHUNK_TIME_S = 0.0005
 LARGEST_CHUNK = 32
 STUCK_AFTER_S = 0.005
+
+ROOM_LOOK_EVERY_S = 0.01
+"""How often a call of an `async def` listener looks whether there is room for what it may unpack."""
 
 LAST_TASKS_S = 1.0
 """How long tasks that async listeners have left behind are waited for at the end."""
@@ -201,6 +205,13 @@ class _Runner:
         first = messages_of(unit)[0]
         deadline = time.monotonic() + self.consume_timeout_s
         return ConsumeContext(chunk.window.queue, first.reconsume_times + 1, deadline)
+
+    def fitting(self, chunk: Chunk, unit: Any, entry: Entry) -> Any:
+        """Return what of `unit` may be given to the listener at once; the rest is the chunk's next unit."""
+        if entry.count < len(messages_of(unit)):
+            chunk.todo.appendleft(unit[entry.count :])
+            return unit[: entry.count]
+        return unit
 
     def judge(self, chunk: Chunk, unit: Any, result: object) -> bool:
         """Sort the messages of a call that did not simply succeed. Returns whether the chunk goes on."""
@@ -385,13 +396,24 @@ class ThreadWorkers(_Runner):
         window, listener, take, done = chunk.window, chunk.listener, chunk.todo.popleft, chunk.done
         call, context = listener.call, listener.wants_context
         add = done.extend if listener.batch_size > 1 else done.append
-        turn, calls = chunk.turn, 0
+        turn, calls, bodies = chunk.turn, 0, window.budget.bodies
+
+        def may_begin() -> bool:
+            return not self._stopping and not window.dropped and (turn is None or turn.may_go_on())
+
         try:
             while not window.dropped and (turn is None or turn.may_go_on()):
                 try:
                     unit = take()
                 except IndexError:
                     break
+                entry = bodies.entry(messages_of(unit)) if bodies.met else None
+                if entry is not None:
+                    unit = self.fitting(chunk, unit, entry)
+                    if not entry.wait(may_begin, self.consume_timeout_s):
+                        entry.leave()
+                        chunk.todo.appendleft(unit)
+                        break
                 chunk.current = unit
                 calls += 1
                 try:
@@ -400,6 +422,9 @@ class ThreadWorkers(_Runner):
                     if self.raised(chunk, unit, error):
                         continue
                     break
+                finally:
+                    if entry is not None:
+                        entry.leave()
                 if result is None or result is ConsumeResult.SUCCESS:
                     add(unit)
                 elif not self.judge(chunk, unit, result):
@@ -553,13 +578,19 @@ class AsyncWorkers(_Runner):
         chunk.begun_at = chunk.window.clock()
         listener, turn, cancelling = chunk.listener, chunk.turn, _this_task().cancelling
         add = chunk.done.extend if listener.batch_size > 1 else chunk.done.append
-        calls, goes_on = 0, True
+        calls, goes_on, bodies = 0, True, chunk.window.budget.bodies
         try:
             while goes_on and not chunk.window.dropped and (turn is None or turn.may_go_on()):
                 try:
-                    unit = chunk.current = chunk.todo.popleft()
+                    unit = chunk.todo.popleft()
                 except IndexError:
                     break
+                entry = bodies.entry(messages_of(unit)) if bodies.met else None
+                if entry is not None:
+                    unit = self.fitting(chunk, unit, entry)
+                    if not await self._entered(chunk, unit, entry):
+                        break
+                chunk.current = unit
                 calls += 1
                 try:
                     call: Awaitable[object] = (
@@ -584,11 +615,33 @@ class AsyncWorkers(_Runner):
                         add(unit)
                     else:
                         goes_on = self.judge(chunk, unit, result)
+                finally:
+                    if entry is not None:
+                        entry.leave()
                 if cancelling():  # this task: the next listener shall not pay for it
                     self._hand_on(chunk)
                     raise asyncio.CancelledError
         finally:
             self.finish(chunk, calls)
+
+    async def _entered(self, chunk: Chunk, unit: Any, entry: Entry) -> bool:
+        """Wait until there is room for what the call may unpack. Tells whether it may begin; else its unit is left."""
+        until, turn = time.monotonic() + self.consume_timeout_s, chunk.turn
+        is_in = False
+        try:
+            while not (is_in := entry.look(time.monotonic() >= until)):
+                if self._stopping or chunk.window.dropped or not (turn is None or turn.may_go_on()):
+                    break
+                await asyncio.sleep(ROOM_LOOK_EVERY_S)
+        except BaseException:  # cancelled, by whoever ends the loop or by a task of a listener's
+            chunk.todo.appendleft(unit)
+            entry.leave()
+            self._hand_on(chunk)
+            raise
+        if not is_in:
+            chunk.todo.appendleft(unit)
+            entry.leave()
+        return is_in
 
     def _hand_on(self, chunk: Chunk) -> None:
         """Leave to another worker what is not begun; the line of an orderly queue sees to that itself."""

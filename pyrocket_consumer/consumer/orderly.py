@@ -236,7 +236,8 @@ class OrderlyService(Service):
             self._failed(line.window, len(failed))
             for message in failed:
                 message._extra_attempts += 1
-                if self._max_attempts is not None and message.reconsume_times > self._max_attempts:
+                is_last = self._max_attempts is not None and message.reconsume_times > self._max_attempts
+                if is_last or message.is_too_large:
                     exhausted.append(message)
         if exhausted and not line.window.dropped:
             self._begin(self._dispose(line, exhausted), "giving messages up")

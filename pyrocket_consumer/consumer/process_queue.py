@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from pyrocket_consumer.consumer.body_room import BodyRoom
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire.compression import MAX_BODY_BYTES
 from pyrocket_consumer.wire.message import Message
 
 
@@ -80,7 +82,10 @@ class Budget:
         limit: int = 100 * 1024 * 1024,
         loop: asyncio.AbstractEventLoop | None = None,
         idle: Callable[[], bool] = lambda: False,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
+        self.bodies = BodyRoom(limit, max_body_bytes)
+        """As much again is for what listener calls unpack."""
         self._limit = limit
         self._loop = loop
         self._idle = idle

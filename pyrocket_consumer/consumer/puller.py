@@ -361,7 +361,7 @@ class Puller:
 
     def _put(self, offset: int, body: bytes, next_offset: int) -> None:
         try:
-            messages = decode_messages(body, self.queue) if body else []
+            messages = decode_messages(body, self.queue, bodies=self.window.budget.bodies) if body else []
         except (ProtocolError, ConfigError) as error:  # damaged, or packed with a codec that is not installed
             self.next_offset = offset  # nothing of this answer was put: ask for it again
             self._undecodable += 1

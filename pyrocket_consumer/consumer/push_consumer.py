@@ -92,7 +92,10 @@ class _Face:
             max_cached_messages (1000; 1–1 000 000, or {topic: n}): unfinished messages of one queue at which pulling
                 pauses
             max_cached_bytes (100 MiB; bytes, or {topic: n}): memory for unfinished messages of the whole consumer (of a
-                topic); a queue is pulled while it holds less than is left, or nothing and its turn comes
+                topic); a queue is pulled while it holds less than is left, or nothing and its turn comes. Listener
+                calls that run unpack as much again at most, or the body of one
+            max_body_bytes (64 MiB; 1024–1073741824, bytes): a body that holds more when it is unpacked is not read: its
+                message goes to %DLQ% at once
             max_span (2000; 1–65535): distance between the oldest unfinished offset and the newest pulled (not when
                 orderly)
             commit_interval_s (5; 0.01–3600 s): how often offsets are stored

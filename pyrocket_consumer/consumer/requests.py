@@ -35,7 +35,7 @@ from pyrocket_consumer.wire.command import (
     ResetOffsetHeader,
 )
 from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import Message, decode_message
+from pyrocket_consumer.wire.message import Bodies, Message, decode_message
 from pyrocket_consumer.wire.reset_plan import is_relayed
 from pyrocket_consumer.wire.subscription import matches
 
@@ -271,7 +271,8 @@ class BrokerRequests:
         """
         stored = decode_message(record).queue
         where = self._group.cluster.broker_name(address)
-        message = decode_message(record, MessageQueue(stored.topic, where or stored.broker_name, stored.queue_id))
+        queue = MessageQueue(stored.topic, where or stored.broker_name, stored.queue_id)
+        message = decode_message(record, queue, Bodies(self._group.config.max_body_bytes))
         if stored.topic.startswith(RETRY_PREFIX) and stored.topic != retry_topic(self._group.name):
             found = None
         else:

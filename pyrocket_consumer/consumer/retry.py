@@ -23,8 +23,9 @@ from pyrocket_consumer.errors import (
     RocketError,
 )
 from pyrocket_consumer.model import EventKind, dlq_topic, retry_topic
+from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.command import SendMessageHeader
-from pyrocket_consumer.wire.message import Message
+from pyrocket_consumer.wire.message import Message, holds_packed, stored_body
 from pyrocket_consumer.wire.properties import PropertyName, encode_properties
 
 log = logging.getLogger("pyrocket_consumer.consumer")
@@ -36,6 +37,8 @@ FIRST_PAUSE_S = 0.1
 LOCAL_RETRY_S = 5.0
 LONGEST_PAUSE_S = 300.0
 GIVE_UP_AGAIN_S = 1.0
+_COMPRESSION = SysFlag.COMPRESSED | SysFlag.COMPRESSION_MASK
+
 AT_ONCE = 32
 """Most send-backs under way at one broker: it answers more than it can store in 200 ms with "busy"."""
 
@@ -94,6 +97,7 @@ class Retries:
     def add(self, window: ProcessQueue, failed: Iterable[Failed], *, running: bool = False) -> None:
         """Have messages of `window` consumed again, later; not those that are on their way already.
 
+        One that is too large would fail again each time: it is given up at once.
         `running`: their listener takes too long, and may still return or fail.
         """
         for message, delay_level in failed:
@@ -102,7 +106,8 @@ class Retries:
             if (going := self._going_back.get(id(message))) is not None:
                 going.running = going.running and running
                 continue
-            going = self._going_back[id(message)] = Return(window, message, delay_level, running)
+            level = -1 if message.is_too_large else delay_level
+            going = self._going_back[id(message)] = Return(window, message, level, running)
             going.task = self._group.tasks.begin(self._again(going), "sending a failed message back")
 
     def add_unwanted(self, window: ProcessQueue, message: Message) -> None:
@@ -213,6 +218,11 @@ class Retries:
 
     def _tell_given_up(self, window: ProcessQueue, message: Message, what: str) -> None:
         self._counts.sent_back(window.queue.topic, 1)
+        if message.is_too_large:
+            most = self._group.config.max_body_bytes
+            text = f"the message, stored in {message.store_size} bytes, holds more than max_body_bytes={most}"
+            too_large = {"offset": message.queue_offset, "message_id": shown_id(message)}
+            self._group.event(EventKind.MESSAGE_TOO_LARGE, text, window.queue, too_large, level=logging.WARNING)
         failures = message.reconsume_times + (0 if self._group.config.orderly else 1)
         text = f"the message is given up after {failures} failure{'s' if failures > 1 else ''}: {what}"
         facts = {"offset": message.queue_offset, "message_id": shown_id(message), "failures": failures}
@@ -303,6 +313,7 @@ class Retries:
         limit = 0 if delay_level < 0 else group.config.most_attempts
         route = await group.cluster.route(topic)
         error: RocketError | None = None
+        is_packed = holds_packed(message)  # it stays as it is: to unpack it is the listener's matter
         for queue in group.rng.sample(list(route.publish_queues()), k=min(3, len(route.publish_queues()))):
             header = SendMessageHeader(
                 producer_group=group.name,  # ACL 2.0 of 5.3.3 checks the group in this field
@@ -310,7 +321,7 @@ class Retries:
                 default_topic="TBW102",
                 default_topic_queue_nums=4,
                 queue_id=queue.queue_id,
-                sys_flag=0,
+                sys_flag=message.sys_flag & _COMPRESSION if is_packed else 0,
                 born_timestamp=message.born_at_ms,
                 flag=message.flag,
                 properties=encode_properties(properties),
@@ -321,7 +332,7 @@ class Retries:
                 broker_name=queue.broker_name,
             )
             try:
-                await group.cluster.broker(queue.broker_name).send(header, message.body)
+                await group.cluster.broker(queue.broker_name).send(header, stored_body(message))
                 return
             except UNANSWERED:
                 raise

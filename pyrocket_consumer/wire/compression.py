@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Iterator
 from enum import StrEnum
 from types import ModuleType
 
@@ -11,7 +12,7 @@ from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.wire.codes import SysFlag
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
-"""The longest body `decompress` gives; brokers take 4 MiB unless told otherwise."""
+"""The longest body `decompress` gives unless it is told otherwise; brokers take 4 MiB unless told otherwise."""
 
 
 class Compression(StrEnum):
@@ -41,96 +42,135 @@ def compress(body: bytes, kind: Compression | str = Compression.ZLIB, level: int
     return compressed, SysFlag.COMPRESSED | SysFlag.COMPRESSION_ZSTD
 
 
+class BodyTooLarge(ProtocolError):
+    """A message that holds more than its reader takes; it can never be read by it."""
+
+
 def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     """Return the body a producer compressed; `body` itself when `sys_flag` says it did not.
 
     Raises:
-        ProtocolError: the bytes are damaged, or hold more than `max_bytes`.
+        ProtocolError: the bytes are damaged; or hold more than `max_bytes`, which is a BodyTooLarge.
         ConfigError: the package for this compression is not installed; the text has the pip command.
     """
     if not sys_flag & SysFlag.COMPRESSED:
         return body
+    parts = list(_bounded(body, sys_flag, max_bytes, max_bytes + 1))
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def unpacked_size(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> int:
+    """Return how many bytes `decompress` would give, and hold only a few of them at a time. Raises what it does."""
+    if not sys_flag & SysFlag.COMPRESSED:
+        return len(body)
+    return sum(map(len, _bounded(body, sys_flag, max_bytes, _MEASURED_BYTES)))
+
+
+_MOST_UNPACKED = {
+    0: 1032,
+    SysFlag.COMPRESSION_ZLIB: 1032,
+    SysFlag.COMPRESSION_LZ4: 255,
+    SysFlag.COMPRESSION_ZSTD: 32768,
+}
+"""What a byte can hold at most, by kind."""
+
+
+def most_unpacked(stored_bytes: int, sys_flag: int) -> int:
+    """Return how many bytes a body of `stored_bytes` can hold at most: known at once, and far more than most do."""
+    return (stored_bytes + 64) * _MOST_UNPACKED.get(sys_flag & SysFlag.COMPRESSION_MASK, 1)
+
+
+def _bounded(body: bytes, sys_flag: int, max_bytes: int, most: int) -> Iterator[bytes]:
+    """Yield what a body holds, in pieces of about `most` bytes; no more than `max_bytes` of it and one piece."""
+    length = 0
+    for piece in _pieces(body, sys_flag, most):
+        length += len(piece)
+        if length > max_bytes:
+            raise BodyTooLarge(f"compressed body of {len(body)} bytes holds more than {max_bytes}")
+        yield piece
+
+
+def _pieces(body: bytes, sys_flag: int, most: int) -> Iterator[bytes]:
     kind = sys_flag & SysFlag.COMPRESSION_MASK
     if kind in (0, SysFlag.COMPRESSION_ZLIB):  # 0: written before 4.9.4
-        plain = _decompress_zlib(body, max_bytes)
-    elif kind == SysFlag.COMPRESSION_LZ4:
-        plain = _decompress_lz4(body, max_bytes)
-    elif kind == SysFlag.COMPRESSION_ZSTD:
-        plain = _decompress_zstd(body, max_bytes)
-    else:
-        raise ProtocolError(f"compression type {kind >> 8} of sysFlag {sys_flag:#x} is unknown; 0 to 3 are known")
-    if len(plain) > max_bytes:
-        raise ProtocolError(f"compressed body of {len(body)} bytes holds more than {max_bytes}")
-    return plain
+        return _zlib_pieces(body, most)
+    if kind == SysFlag.COMPRESSION_LZ4:
+        return _lz4_pieces(body, most)
+    if kind == SysFlag.COMPRESSION_ZSTD:
+        return _zstd_pieces(body, max(32, min(_ZSTD_INPUT_BYTES, most // 8192)))
+    raise ProtocolError(f"compression type {kind >> 8} of sysFlag {sys_flag:#x} is unknown; 0 to 3 are known")
 
 
 def _damaged(kind: Compression, body: bytes, reason: object) -> ProtocolError:
     return ProtocolError(f"{kind} body of {len(body)} bytes cannot be decompressed: {reason}")
 
 
-def _decompress_zlib(body: bytes, max_bytes: int) -> bytes:
-    stream = zlib.decompressobj()
+def _zlib_pieces(body: bytes, most: int) -> Iterator[bytes]:
+    stream, rest = zlib.decompressobj(), body
     try:
-        plain = stream.decompress(body, max_bytes + 1)
+        while not stream.eof:
+            piece = stream.decompress(rest, most)
+            yield piece
+            rest = stream.unconsumed_tail
+            if not stream.eof and not rest and len(piece) < most:
+                raise _damaged(Compression.ZLIB, body, "it is cut short")
     except zlib.error as error:
         raise _damaged(Compression.ZLIB, body, error) from error
-    if not stream.eof and len(plain) <= max_bytes:
-        raise _damaged(Compression.ZLIB, body, "it is cut short")
-    return plain
 
 
-def _decompress_lz4(body: bytes, max_bytes: int) -> bytes:
+def _lz4_pieces(body: bytes, most: int) -> Iterator[bytes]:
     stream = _lz4().LZ4FrameDecompressor()
-    parts: list[bytes] = []
-    length, room = 0, 8 * len(body) + 1024  # it takes the room it is given, so a little at first
+    room, rest = 8 * len(body) + 1024, body  # it takes the room it is given, so a little at first
     try:
-        while length <= max_bytes:
-            parts.append(stream.decompress(b"" if parts else body, min(room, max_bytes + 1 - length)))
-            length += len(parts[-1])
-            if stream.eof or not parts[-1]:
-                break
+        while not stream.eof:
+            piece = stream.decompress(rest, min(room, most))
+            yield piece
+            if not stream.eof and not piece:
+                raise _damaged(Compression.LZ4, body, "it is cut short")
+            rest = b""
             room *= 8
     except RuntimeError as error:
         raise _damaged(Compression.LZ4, body, error) from error
-    if not stream.eof and length <= max_bytes:
-        raise _damaged(Compression.LZ4, body, "it is cut short")
     if stream.unused_data and stream.unused_data.startswith(_LZ4_MAGIC):  # no writer does it; nothing may get lost
         raise _damaged(Compression.LZ4, body, "it is more than one frame")
-    return b"".join(parts)
 
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
+_MEASURED_BYTES = 256 * 1024
+
 _ZSTD_INPUT_BYTES = 1024
-"""Input given at a time. A block of 4 bytes can hold 128 KiB, so this is what bounds the memory beyond `max_bytes`."""
+"""Most input given at a time. A block of 4 bytes can hold 128 KiB, so this bounds the memory beyond `max_bytes`."""
+
+_ZSTD_KEPT_WINDOW = 8 * 1024 * 1024
+"""A context keeps the memory that a frame wanted of it. One that was given more than what usual levels want is left."""
 
 _contexts = threading.local()  # a context costs more than most bodies, and serves one thread at a time
 
 
-def _decompress_zstd(body: bytes, max_bytes: int) -> bytes:
+def _zstd_pieces(body: bytes, input_bytes: int) -> Iterator[bytes]:
     zstd = _zstd()
     context = getattr(_contexts, "zstd", None)
     if context is None:
         context = _contexts.zstd = zstd.ZstdDecompressor(max_window_size=MAX_BODY_BYTES)
-    parts: list[bytes] = []
-    start = length = 0
+    start = 0
     complete = False
     try:
-        while start < len(body) and not (complete and body[start : start + 4] != _ZSTD_MAGIC) and length <= max_bytes:
+        while start < len(body) and not (complete and body[start : start + 4] != _ZSTD_MAGIC):
+            if zstd.get_frame_parameters(body[start : start + 18]).window_size > _ZSTD_KEPT_WINDOW:
+                _contexts.zstd = None
             # Streams, because Java writes no content size; more than one, because a body may be several frames.
             stream = context.decompressobj()
-            while start < len(body) and not stream.eof and length <= max_bytes:
-                piece = body[start : start + _ZSTD_INPUT_BYTES]
-                parts.append(stream.decompress(piece))
-                length += len(parts[-1])
+            while start < len(body) and not stream.eof:
+                piece = body[start : start + input_bytes]
+                yield stream.decompress(piece)
                 start += len(piece) - len(stream.unused_data)
             complete = stream.eof
     except zstd.ZstdError as error:
         raise _damaged(Compression.ZSTD, body, error) from error
-    if not complete and length <= max_bytes:
+    if not complete:
         raise _damaged(Compression.ZSTD, body, "it is cut short")
-    return b"".join(parts)
 
 
 def _lz4() -> ModuleType:

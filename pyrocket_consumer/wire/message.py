@@ -12,10 +12,18 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from pyrocket_consumer.errors import ConfigError, ProtocolError
+from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.wire.codes import SysFlag
-from pyrocket_consumer.wire.compression import MAX_BODY_BYTES, Compression, compress, decompress
+from pyrocket_consumer.wire.compression import (
+    MAX_BODY_BYTES,
+    BodyTooLarge,
+    Compression,
+    compress,
+    decompress,
+    most_unpacked,
+    unpacked_size,
+)
 from pyrocket_consumer.wire.ids import (
     UniqueIds,
     decode_host,
@@ -55,7 +63,8 @@ _FIXED = {
 }
 _HOSTS_V6 = SysFlag.BORN_HOST_V6 | SysFlag.STORE_HOST_V6
 _UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
-_UNUSUAL = _HOSTS_V6 | _UNPACK
+_PACKED = SysFlag.COMPRESSED | _UNPACK
+_UNUSUAL = _HOSTS_V6 | _PACKED
 
 _U16 = struct.Struct(">H")
 _BATCH_ITEM = struct.Struct(">IIIiI")  # item size, magic 0, CRC 0, flag, body length
@@ -63,6 +72,18 @@ _BATCH_ITEM = struct.Struct(">IIIiI")  # item size, magic 0, CRC 0, flag, body l
 _LAST_OFFSET = 2**63 - 1
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Bodies:
+    """How the bodies of messages are unpacked: each up to `max_bytes`, from which on it is too large."""
+
+    def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.met = False
+        """Whether any message has had a packed body so far."""
+
+
+_USUAL_BODIES = Bodies()
 
 
 class Message:
@@ -86,6 +107,8 @@ class Message:
         "_properties",
         "_done",  # for the consumer: it has finished with the message
         "_extra_attempts",  # for the consumer: attempts the record does not count
+        "_bodies",  # how its body is unpacked; set only if there may be anything to unpack, as is the next one
+        "_refused",  # why its body cannot be read, once that is known
     )
 
     queue_offset: int
@@ -100,6 +123,8 @@ class Message:
     _properties: dict[str, str] | None
     _done: bool
     _extra_attempts: int
+    _bodies: Bodies
+    _refused: ProtocolError | None
 
     @property
     def queue(self) -> MessageQueue:
@@ -122,7 +147,7 @@ class Message:
         """What was sent, decompressed; b"" when nothing was.
 
         Raises:
-            ProtocolError: the compressed bytes are damaged, or hold more than 64 MiB.
+            ProtocolError: the compressed bytes are damaged, or hold more than `max_body_bytes` (64 MiB).
             ConfigError: the compression needs a package that is not installed; the text has the pip command.
         """
         body = self._body
@@ -130,11 +155,28 @@ class Message:
             flag = self.sys_flag
             start = self._start + (88 if not flag & _HOSTS_V6 else _FIXED[flag & _HOSTS_V6].size)
             body = self._data[start : self._body_end]
-            # The items of an inner batch keep its sysFlag, but it was the batch that was compressed.
-            if flag & SysFlag.COMPRESSED and flag & _UNPACK != _UNPACK:
-                body = decompress(body, flag)
+            if flag & _PACKED:
+                body = self._unpacked(body)
             self._body = body
         return body
+
+    def _unpacked(self, stored: bytes) -> bytes:
+        if self._refused is not None:
+            raise self._refused
+        flag = self.sys_flag
+        # The items of an inner batch keep its sysFlag, but it was the batch that was compressed.
+        if not flag & SysFlag.COMPRESSED or flag & _UNPACK == _UNPACK:
+            return stored
+        try:
+            return decompress(stored, flag, self._bodies.max_bytes)
+        except BodyTooLarge as error:
+            self._refused = error
+            raise
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether its body was asked for, and holds more than may be unpacked: it can never be read."""
+        return bool(self.sys_flag & _PACKED) and isinstance(self._refused, BodyTooLarge)
 
     @property
     def tags(self) -> str | None:
@@ -241,10 +283,16 @@ class Message:
         """Return the message with its own bytes only, so that the answer it came in can be freed."""
         if self._end - self._start == len(self._data):
             return self
-        return _one(self._data[self._start : self._end], self._queue, self._extra_attempts)
+        message = _message_at(self._data[self._start : self._end], 0, self._queue, self._how())
+        message._extra_attempts = self._extra_attempts
+        return message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _one, (self._data[self._start : self._end], self._queue, self._extra_attempts)
+        most = self._how().max_bytes
+        return _one, (self._data[self._start : self._end], self._queue, self._extra_attempts, most)
+
+    def _how(self) -> Bodies:
+        return self._bodies if self.sys_flag & _PACKED else _USUAL_BODIES
 
     def __repr__(self) -> str:
         try:
@@ -290,16 +338,42 @@ def stored_body(message: Message) -> bytes:
     return message._data[message._start + _FIXED[message.sys_flag & _HOSTS_V6].size : message._body_end]
 
 
+def holds_packed(message: Message) -> bool:
+    """Tell whether the message's own body is compressed, so that it takes memory once it is read."""
+    flag = message.sys_flag
+    return bool(flag & SysFlag.COMPRESSED) and flag & _UNPACK != _UNPACK
+
+
+def least_room(message: Message, *, measured: bool) -> int:
+    """Return the bytes a compressed body takes at most; `measured` costs as much as to unpack it, and is right.
+
+    A body that cannot be unpacked counts with all that is tried.
+    """
+    most = message._bodies.max_bytes
+    if not measured:
+        return min(most, most_unpacked(message._body_end - message._start, message.sys_flag))
+    try:
+        return unpacked_size(stored_body(message), message.sys_flag, most)
+    except RocketError:
+        return most
+
+
+def forget_body(message: Message) -> None:
+    """Keep the unpacked body of a message no longer. Who reads it again has it unpacked again."""
+    message._body = None
+
+
 def decode_messages(
     data: bytes,
     queue: MessageQueue | None = None,
     packed: Callable[[Message, ProtocolError], Message | None] | None = None,
+    bodies: Bodies = _USUAL_BODIES,
 ) -> list[Message]:
     """Return the messages in the body of a pull's answer, in order; inner batches are unpacked.
 
     `queue` is the one pulled from; without it each message names the queue in its record, with no broker name. What
     `packed` gives for an inner batch that cannot be unpacked stands for it, as one message or none; without it that is
-    an error.
+    an error. `bodies` says how much may be unpacked.
 
     Raises:
         ProtocolError: not a sequence of records. Damage inside a record raises when that part is read.
@@ -313,7 +387,7 @@ def decode_messages(
         total, magic, queue_offset, sys_flag, body_length = glance(data, start)
         end, body_end = start + total, start + 88 + body_length
         if magic != _MAGIC_V1 or sys_flag & _UNUSUAL:
-            end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, packed)
+            end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, packed, bodies)
         elif body_end + 3 <= end <= size:
             message = Message()
             message.queue_offset = queue_offset
@@ -335,13 +409,15 @@ def decode_messages(
     return messages
 
 
-def decode_message(record: bytes, queue: MessageQueue | None = None) -> Message:
-    """Return the message of one record as brokers pass it on to be looked at, or consumed. `queue`: as in a pull.
+def decode_message(
+    record: bytes, queue: MessageQueue | None = None, bodies: Bodies = _USUAL_BODIES
+) -> Message:
+    """Return the message of one record as brokers pass it on to be looked at, or consumed. The rest: as in a pull.
 
     Raises:
         ProtocolError: not one whole record, or an inner batch, which brokers do not pass on.
     """
-    message = _message_at(record, 0, queue)
+    message = _message_at(record, 0, queue, bodies)
     if message._end != len(record):
         raise ProtocolError(f"record of {message._end} bytes in a body of {len(record)}")
     if message.sys_flag & _UNPACK == _UNPACK:
@@ -356,12 +432,13 @@ def _decode_unusual(
     messages: list[Message],
     unpacked: int,
     packed: Callable[[Message, ProtocolError], Message | None] | None,
+    bodies: Bodies,
 ) -> tuple[int, int]:
-    """Add the messages of a record with IPv6 hosts, a long topic or an inner batch.
+    """Add the messages of a record with IPv6 hosts, a long topic, a packed body or an inner batch.
 
     Returns where it ends, and the bytes unpacked so far.
     """
-    message = _message_at(data, start, queue)
+    message = _message_at(data, start, queue, bodies)
     if message.sys_flag & _UNPACK != _UNPACK:
         messages.append(message)
         return message._end, unpacked
@@ -371,7 +448,7 @@ def _decode_unusual(
             unpacked += len(record)
             if unpacked > MAX_BODY_BYTES:  # a few bytes can hold millions of items
                 raise ProtocolError(f"inner batches hold more than {MAX_BODY_BYTES} bytes of records")
-            items.append(_message_at(record, 0, queue))
+            items.append(_message_at(record, 0, queue, bodies))
     except ProtocolError as error:
         if packed is None:
             raise ProtocolError(f"record at {start}, inner batch at offset {message.queue_offset}: {error}") from error
@@ -381,7 +458,7 @@ def _decode_unusual(
     return message._end, unpacked
 
 
-def _message_at(data: bytes, start: int, queue: MessageQueue | None) -> Message:
+def _message_at(data: bytes, start: int, queue: MessageQueue | None, bodies: Bodies) -> Message:
     """Return the message whose record starts at `start`: of any form, an inner batch as one message."""
     message = Message()
     try:
@@ -400,12 +477,16 @@ def _message_at(data: bytes, start: int, queue: MessageQueue | None) -> Message:
     message._data, message._queue, message._fixed = data, queue, fields
     message._body = message._properties = None
     message._done, message._extra_attempts = False, 0
+    if sys_flag & _PACKED:
+        message._bodies, message._refused = bodies, None
+        bodies.met = True
     return message
 
 
-def _one(record: bytes, queue: MessageQueue | None, extra_attempts: int) -> Message:
-    """Return the message of a record that stands alone; what detaching and pickling rest on."""
-    message = _message_at(record, 0, queue)
+def _one(record: bytes, queue: MessageQueue | None, extra_attempts: int, max_body_bytes: int) -> Message:
+    """Return the message of a record that stands alone; what pickling rests on."""
+    bodies = _USUAL_BODIES if max_body_bytes == MAX_BODY_BYTES else Bodies(max_body_bytes)
+    message = _message_at(record, 0, queue, bodies)
     message._extra_attempts = extra_attempts
     return message
 
