@@ -91,6 +91,8 @@ class ServerRequests:
         answer_code = ResponseCode.SYSTEM_BUSY
         if not self._is_broker(connection.address):
             answer_code, why = ResponseCode.SYSTEM_ERROR, "only brokers of the topics in use may ask"
+        elif command.left_out:
+            answer_code, why = ResponseCode.SYSTEM_ERROR, f"{command.left_out} bytes are too many"
         elif under_way.by_code.get(command.code, 0) >= MOST_AT_ONCE:
             why = f"{MOST_AT_ONCE} of them are under way"
         elif under_way.body_bytes and under_way.body_bytes + len(command.body) > MOST_BYTES:

@@ -11,7 +11,14 @@ from typing import cast
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
 from pyrocket_consumer.net.forks import close_in_children
 from pyrocket_consumer.wire.codes import ResponseCode, request_name
-from pyrocket_consumer.wire.frame import ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command, no_frame
+from pyrocket_consumer.wire.frame import (
+    MAX_REQUEST_BYTES,
+    ONEWAY_FLAG,
+    FrameBuffer,
+    RemotingCommand,
+    encode_command,
+    no_frame,
+)
 
 log = logging.getLogger("pyrocket_consumer.net")
 
@@ -55,7 +62,7 @@ class Connection(asyncio.BufferedProtocol):
         self._on_request = on_request
         self._on_lost = on_lost
         self._sign = sign
-        self._frames = FrameBuffer()
+        self._frames = FrameBuffer(largest_request=MAX_REQUEST_BYTES)
         self._transport: asyncio.Transport | None = None
         self._opaque = 0
         self._waiting: dict[int, tuple[OnAnswer, float, str, float, OnLate | None]] = {}

@@ -11,10 +11,15 @@ import orjson
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.codes import CLIENT_VERSION, LANGUAGE_NAMES, LanguageCode
+from pyrocket_consumer.wire.codes import CLIENT_VERSION, LANGUAGE_NAMES, LanguageCode, RequestCode
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 """The largest frame either side sends, its length field included."""
+
+MAX_REQUEST_BYTES = 1024 * 1024
+"""The largest body of a request that a server sends us, unless that is a stored message: a reset of 4,000 queues."""
+
+_OF_MESSAGES = frozenset((RequestCode.CHECK_TRANSACTION_STATE, RequestCode.CONSUME_MESSAGE_DIRECTLY))
 
 JSON_HEADER = 0
 BINARY_HEADER = 1
@@ -39,6 +44,8 @@ class RemotingCommand:
     language: str = "PYTHON"
     version: int = CLIENT_VERSION
     header_type: int = JSON_HEADER
+    left_out: int = 0
+    """The bytes of a body that is too large for its request, and was not kept."""
 
     @property
     def is_response(self) -> bool:
@@ -205,18 +212,22 @@ def _take(data: bytes, start: int, length: int) -> tuple[bytes, int]:
 class FrameBuffer:
     """Cuts a byte stream into commands; holds only what is incomplete.
 
-    Bytes are received straight into it: write into `space()`, then tell how many with `received()`.
+    Bytes are received straight into it: write into `space()`, then tell how many with `received()`. The body of a
+    request above `largest_request`, unless that is a message, is passed over as it comes, and nothing of it held.
     """
 
-    __slots__ = ("_buffer", "_view", "_start", "_end")
+    __slots__ = ("_buffer", "_view", "_start", "_end", "_largest_request", "_looked_at", "_to_pass")
 
     INITIAL_BYTES = 512 * 1024
     LEAST_BYTES = 128 * 1024  # of space: receiving a little costs a wake-up as receiving a lot does
 
-    def __init__(self) -> None:
+    def __init__(self, *, largest_request: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray(self.INITIAL_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
+        self._largest_request = largest_request
+        self._looked_at = False  # a large frame that is not complete yet: it is wanted
+        self._to_pass = 0  # bytes to come that are not
 
     def space(self) -> memoryview:
         """Return room to receive into; never empty."""
@@ -256,18 +267,48 @@ class FrameBuffer:
             ProtocolError: the stream is not one of frames. It cannot be followed any further.
         """
         self._end += count
+        if self._to_pass:
+            passed = min(self._to_pass, self._end - self._start)
+            self._start += passed
+            self._to_pass -= passed
         commands: list[RemotingCommand] = []
         view, start, end = self._view, self._start, self._end
         unpack, size = _PREFIX.unpack_from, _PREFIX.size
         while end - start >= size and len(commands) < most:
             length, word = unpack(view, start)
             _check_prefix(length, word)
+            if length > self._largest_request and not self._looked_at:
+                request = self._too_large(view[start + size : end], length, word)
+                if request is not None:
+                    commands.append(request)
+                    start += 4 + length
+                    self._to_pass = max(start - end, 0)
+                    start = min(start, end)
+                    continue
             if end - start < 4 + length:
                 break
             commands.append(_decode(view, start + 4, length, word))
             start += 4 + length
+            self._looked_at = False
         self._start = start
         return commands
+
+    def _too_large(self, come: memoryview, length: int, word: int) -> RemotingCommand | None:
+        """Return the command of a large frame without its body if that is not wanted, None if it is, or not known yet.
+
+        `come` is what there is of header and body.
+        """
+        header_bytes = word & 0xFFFFFF
+        if len(come) < header_bytes:
+            return None
+        self._looked_at = True
+        command = _decode_header(come[:header_bytes], word >> 24)
+        body_bytes = length - 4 - header_bytes
+        if command.is_response or command.code in _OF_MESSAGES or body_bytes <= self._largest_request:
+            return None
+        self._looked_at = False
+        command.left_out = body_bytes
+        return command
 
 
 @dataclass(slots=True)

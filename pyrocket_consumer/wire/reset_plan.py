@@ -21,7 +21,7 @@ from pyrocket_consumer.wire.header import Header, wire
 
 RELAY_VERSION = 1
 MAX_QUEUE_ID = 32_000
-MAX_PLAN_BYTES = 4 * 1024 * 1024
+MAX_PLAN_BYTES = 512 * 1024  # 19,000 queues; the largest request may have twice that
 MAX_OFFSET = 2**63 - 2  # one is added to it in the record
 
 _FIRST_SLOT = 0x40000000

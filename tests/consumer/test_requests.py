@@ -195,6 +195,43 @@ def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded):
         until(lambda: directed(embedded).code == 0, "the calls have ended, and another may begin")
 
 
+# --- how much
+
+
+def test_a_request_that_is_too_large_is_refused_and_its_connection_goes_on(embedded):
+    embedded.create_topic("T", queues=1)
+    broker, events = embedded.broker("broker-a"), Events()
+    with consuming(embedded, "T", "G", on_event=events) as (_, seen):
+        fill(embedded, "T", 1)
+        seen.wait_for(1)
+        connections = broker.connections
+        code = RequestCode.GET_CONSUMER_RUNNING_INFO
+        answer = Asking(broker).ask(code, ASKED[code], bytes(10 << 20))
+        assert (answer.code, answer.remark) == (
+            1, f"GET_CONSUMER_RUNNING_INFO is not obeyed: {10 << 20} bytes are too many"
+        )  # fmt: skip
+        assert f"{10 << 20} bytes are too many" in events.wait_for("request-refused").text
+        fill(embedded, "T", 1, start=1)
+        seen.wait_for(2)
+        assert broker.connections == connections
+
+
+def test_a_reset_of_a_thousand_queues_and_a_message_of_four_mebibytes_are_none_too_large(embedded):
+    embedded.create_topic("T", queues=2)
+    fill(embedded, "T", 4)
+    broker, events = embedded.broker("broker-a"), Events()
+    with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
+        seen.wait_for(4)
+        wait_until_stored(consumer, "T", 4)
+        body = encode_offset_table({MessageQueue("T", "broker-a", number): 1 for number in range(2)})
+        code = RequestCode.RESET_CONSUMER_CLIENT_OFFSET
+        Asking(broker).tell(code, ASKED[code], body + b" " * 214_000)  # as many as queues with long names take
+        seen.wait(lambda _: len(seen.messages) == 6)
+        record = encode_message(StoredMessage("T", bytes(4 << 20)))
+        assert fastjson.loads(directed(embedded, record).body)["consumeResult"] == "CR_SUCCESS"
+        assert events.of("request-refused") == []
+
+
 # --- how it is
 
 

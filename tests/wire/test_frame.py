@@ -238,6 +238,59 @@ def test_a_length_that_is_only_claimed_takes_no_memory():
     assert peak < 2 * 1024 * 1024
 
 
+def received(buffer, data, piece_bytes):
+    """Pass bytes through a buffer in pieces; return the commands, and the most room it had."""
+    commands, most = [], 0
+    for start in range(0, len(data), piece_bytes):
+        piece = data[start : start + piece_bytes]
+        space = buffer.space()
+        most = max(most, len(space))
+        space[: len(piece)] = piece
+        commands += buffer.received(len(piece))
+    return commands, most
+
+
+@pytest.mark.parametrize("piece_bytes", [1_000, 65_536, 131_072])
+def test_the_body_of_a_request_that_is_too_large_is_passed_over_as_it_comes(piece_bytes):
+    small, large = RemotingCommand(40, flag=2), RemotingCommand(307, {"a": "b"}, bytes(10 << 20), opaque=5)
+    data = encode_command(small) + encode_command(large) + encode_command(small) + encode_command(large)
+    buffer = FrameBuffer(largest_request=1 << 20)
+    commands, most = received(buffer, data + encode_command(small), piece_bytes)
+    assert [(each.code, each.left_out, each.body) for each in commands] == [
+        (40, 0, b""), (307, 10 << 20, b""), (40, 0, b""), (307, 10 << 20, b""), (40, 0, b"")
+    ]  # fmt: skip
+    assert (commands[1].fields, commands[1].opaque) == ({"a": "b"}, 5)
+    assert most == FrameBuffer.INITIAL_BYTES
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        RemotingCommand(0, {}, bytes(10 << 20), flag=1),
+        RemotingCommand(309, {}, bytes(10 << 20)),
+        RemotingCommand(39, {}, bytes(10 << 20), flag=2),
+        RemotingCommand(307, {}, bytes(1 << 20)),
+    ],
+    ids=["answer", "consume directly", "check", "not too large"],
+)
+@pytest.mark.parametrize("piece_bytes", [7_000, 65_536])
+def test_what_may_be_large_comes_whole_where_requests_are_limited(command, piece_bytes):
+    buffer = FrameBuffer(largest_request=1 << 20)
+    commands, _ = received(buffer, encode_command(command) * 2, piece_bytes)
+    assert [(each.body, each.left_out) for each in commands] == 2 * [(command.body, 0)]
+
+
+@pytest.mark.parametrize("header_type", [0, 1])
+def test_a_large_request_is_known_as_soon_as_its_header_is(header_type):
+    data = encode_command(RemotingCommand(307, {"a": "b"}, bytes(2 << 20)), header_type)
+    head = len(data) - (2 << 20)
+    buffer = FrameBuffer(largest_request=1 << 20)
+    assert received(buffer, data[: head - 1], 1)[0] == []
+    [command] = received(buffer, data[head - 1 : head], 1)[0]
+    assert command.left_out == 2 << 20
+    assert received(buffer, data[head:] + encode_command(RemotingCommand(40)), 50_000)[0][0].code == 40
+
+
 def test_the_room_of_a_large_frame_is_given_back():
     large = encode_command(RemotingCommand(11, {}, b"x" * 8_000_000))
     buffer = FrameBuffer()
