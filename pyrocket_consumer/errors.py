@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pyrocket_consumer.text import printable
+
+MOST_OF_A_REMARK = 500
+"""How many characters of a server's remark an error keeps; the longest of real ones have half of that."""
+
 
 class RocketError(Exception):
-    """Base of all errors raised by this package."""
+    """Base of all errors raised by this package. Its text is one line that can be printed, whoever wrote it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
 
 
 class ConfigError(RocketError, ValueError):
@@ -19,7 +30,9 @@ class ConnectError(RocketError):
         self.address, self.reason = address, reason
 
     def __str__(self) -> str:
-        return f"cannot connect to {self.address}: {self.reason}; check the address and that a server listens there"
+        return printable(
+            f"cannot connect to {self.address}: {self.reason}; check the address and that a server listens there"
+        )
 
 
 class ConnectionLost(RocketError):
@@ -30,7 +43,7 @@ class ConnectionLost(RocketError):
         self.address, self.reason = address, reason
 
     def __str__(self) -> str:
-        return f"connection to {self.address} was lost: {self.reason}"
+        return printable(f"connection to {self.address} was lost: {self.reason}")
 
 
 class RequestTimeout(RocketError):
@@ -41,7 +54,7 @@ class RequestTimeout(RocketError):
         self.what, self.address, self.timeout_s = what, address, timeout_s
 
     def __str__(self) -> str:
-        return f"{self.what} was not answered by {self.address} within {self.timeout_s:.3g} s"
+        return printable(f"{self.what} was not answered by {self.address} within {self.timeout_s:.3g} s")
 
 
 class ProtocolError(RocketError):
@@ -53,7 +66,10 @@ RETRYABLE_CODES = frozenset({1, 2, 14, 17, 24, 25, 26, 27, 28, 215, 1500})
 
 
 class BrokerError(RocketError):
-    """A broker or name server answered, and said no. `retryable`: the same call may work later."""
+    """A broker or name server answered, and said no. `retryable`: the same call may work later.
+
+    `remark` are the server's own words, up to 500 characters of them.
+    """
 
     def __init__(self, code: int, remark: str, address: str, name: str = "") -> None:
         super().__init__(code, remark, address, name)
@@ -61,7 +77,8 @@ class BrokerError(RocketError):
         self.retryable = code in RETRYABLE_CODES
 
     def __str__(self) -> str:
-        return f"{self.address} answered {self.name or 'code'} ({self.code}): {self.remark or 'no remark'}"
+        remark = " ".join(self.remark.split()) or "no remark"  # servers break theirs into lines
+        return printable(f"{self.address} answered {self.name or 'code'} ({self.code}): {remark}")
 
 
 class PermissionDenied(BrokerError):
@@ -84,7 +101,7 @@ class RouteNotFound(RocketError):
         self.topic, self.name_servers = topic, name_servers
 
     def __str__(self) -> str:
-        return (
+        return printable(
             f"no route for topic {self.topic!r} at name server {self.name_servers}; "
             "create the topic, or check its name and that a broker that has it is running"
         )
@@ -125,4 +142,4 @@ class SendError(RocketError):
 
     def __str__(self) -> str:
         kept = f" after the first {self.stored}, which are stored" if self.stored else ""
-        return f"message to topic {self.topic!r} was not sent{kept}: " + "; ".join(self.attempts)
+        return printable(f"message to topic {self.topic!r} was not sent{kept}: " + "; ".join(self.attempts))

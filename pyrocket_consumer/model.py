@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Protocol, runtime_checkable
 
+from pyrocket_consumer.text import cut, printable
+
 RETRY_PREFIX = "%RETRY%"
 DLQ_PREFIX = "%DLQ%"
 
@@ -147,6 +149,12 @@ class PullAnswer:
     offset_reset: bool = False
 
 
+MOST_OF_A_TEXT = 4000
+"""How many characters an event's sentence has at most: what servers, listeners and files say is quoted in it."""
+
+MOST_OF_A_FACT = 500
+
+
 class EventKind(StrEnum):
     """What a consumer tells its user about, besides messages."""
 
@@ -192,10 +200,13 @@ class ConsumerEvent:
     queue: MessageQueue | None = None
     facts: Mapping[str, object] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", printable(cut(self.text, MOST_OF_A_TEXT)))
+
     def __str__(self) -> str:
-        facts = " ".join(f"{name}={value}" for name, value in self.facts.items())
+        facts = " ".join(f"{name}={cut(str(value), MOST_OF_A_FACT)}" for name, value in self.facts.items())
         where = f" queue={self.queue}" if self.queue else ""
-        return f"event={self.kind}{where} {self.text}" + (f" {facts}" if facts else "")
+        return printable(f"event={self.kind}{where} {self.text}" + (f" {facts}" if facts else ""))
 
 
 class ReadOffsetType(Enum):

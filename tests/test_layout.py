@@ -15,6 +15,7 @@ PACKAGE = "pyrocket_consumer"
 ROOT = Path(pyrocket_consumer.__file__).parent
 
 LAYERS = (
+    {"text"},
     {"model", "errors"},
     {"config", "wire"},
     {"net"},

@@ -12,6 +12,7 @@ from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import check_bool, check_range
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageModel, MessageQueue
+from pyrocket_consumer.text import printable
 from pyrocket_consumer.wire.codes import version_name
 
 
@@ -236,7 +237,7 @@ class ResetPlan:
             lines.append(f"  {each.client_id} ({each.client}): {each.how}")
         if self.broadcasting and self.member is None:
             lines.append("Members that are offline will follow at their next start.")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     @property
     def broadcasting(self) -> bool:

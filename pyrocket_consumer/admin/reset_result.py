@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.text import printable
 
 
 class ResetState(StrEnum):
@@ -35,7 +36,7 @@ class ResetOutcome:
     text: str = ""
 
     def __str__(self) -> str:
-        return f"{self.subject}: {self.state}" + (f" ({self.text})" if self.text else "")
+        return printable(f"{self.subject}: {self.state}" + (f" ({self.text})" if self.text else ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class ResetProgress:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.step} {self.subject}: {self.text}"
+        return printable(f"{self.step} {self.subject}: {self.text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class ResetResult:
         if self.raced:
             names = ", ".join(map(queue_name, self.raced))
             lines.append(f"  Somebody else has reset {names} at the same time; theirs was later, and counts.")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def queue_name(queue: MessageQueue) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from pyrocket_consumer.errors import BrokerError, FlowControl, PermissionDenied
+from pyrocket_consumer.errors import MOST_OF_A_REMARK, BrokerError, FlowControl, PermissionDenied
+from pyrocket_consumer.text import cut
 from pyrocket_consumer.wire.codes import ResponseCode, response_name
 from pyrocket_consumer.wire.frame import RemotingCommand
 
@@ -32,4 +33,4 @@ def refusal(answer: RemotingCommand, address: str) -> BrokerError:
         kind = PermissionDenied
     elif code in _BUSY:
         kind = FlowControl
-    return kind(code, remark, address, response_name(code))
+    return kind(code, cut(remark, MOST_OF_A_REMARK), address, response_name(code))

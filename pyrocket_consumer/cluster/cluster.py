@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 import os
 import random
 import ssl
@@ -36,13 +35,14 @@ from pyrocket_consumer.net.connection import Connection, OnLate, Sign
 from pyrocket_consumer.net.connections import PERHAPS_PLAIN, Connections
 from pyrocket_consumer.net.direct import DirectConnection, open_direct
 from pyrocket_consumer.net.io_thread import IoThread
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.acl import sign
 from pyrocket_consumer.wire.bodies import ConsumerData, decode_route
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.command import GetRouteInfoHeader, Header, request
 from pyrocket_consumer.wire.frame import RemotingCommand
 
-log = logging.getLogger("pyrocket_consumer.cluster")
+log = logger("cluster")
 
 T = TypeVar("T")
 

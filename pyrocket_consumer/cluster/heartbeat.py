@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.net.connection import Connection
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.bodies import ConsumerData, HeartbeatData, encode_heartbeat
 from pyrocket_consumer.wire.command import HeartbeatHeader, UnregisterClientHeader, request
 from pyrocket_consumer.wire.frame import RemotingCommand
 
-log = logging.getLogger("pyrocket_consumer.cluster")
+log = logger("cluster")
 
 
 class Heartbeats:

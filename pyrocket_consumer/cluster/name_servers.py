@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Container
 from typing import Protocol
@@ -16,11 +15,12 @@ from pyrocket_consumer.errors import (
     RequestTimeout,
     RocketError,
 )
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.codes import ResponseCode
 from pyrocket_consumer.wire.command import GetRouteInfoHeader, Header
 from pyrocket_consumer.wire.frame import RemotingCommand
 
-log = logging.getLogger("pyrocket_consumer.cluster")
+log = logger("cluster")
 
 _ANY_TOPIC = "TBW102"
 

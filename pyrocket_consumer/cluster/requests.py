@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.net.connection import Connection
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, request_name
 from pyrocket_consumer.wire.frame import RemotingCommand
 
-log = logging.getLogger("pyrocket_consumer.cluster")
+log = logger("cluster")
 
 RequestHandler = Callable[[RemotingCommand, str], "Awaitable[RemotingCommand | None] | None"]
 """Handles a request of a broker (second argument: its address) and returns the answer, None for none.

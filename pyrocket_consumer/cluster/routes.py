@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from pyrocket_consumer.errors import ConnectError, ConnectionLost, RequestTimeout, RocketError
 from pyrocket_consumer.model import MASTER_ID, BrokerData, QueueData, TopicRoute
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.cluster")
+log = logger("cluster")
 
 AddressTable = Mapping[str, Mapping[int, str]]
 """Broker name -> broker id -> address."""

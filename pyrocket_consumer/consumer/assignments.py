@@ -24,8 +24,9 @@ from pyrocket_consumer.consumer.pulling import Pulling
 from pyrocket_consumer.consumer.statistics import Counts, Totals
 from pyrocket_consumer.errors import OffsetStoreError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 MAX_OFFSET = 2**63 - 1
 

@@ -8,7 +8,6 @@ heartbeats, nor those the disk.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -17,8 +16,9 @@ from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import BrokerError, OffsetStoreError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, OffsetStore, QueueReset, ReadOffsetType, ResetEpochs
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 T = TypeVar("T")
 

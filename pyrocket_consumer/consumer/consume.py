@@ -8,7 +8,6 @@ one unit. A worker that gets stuck in its chunk has what it has not begun taken 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
@@ -21,9 +20,10 @@ from pyrocket_consumer.consumer.body_room import Entry
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, failed_messages
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConsumerClosed
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.message import Message
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 T = TypeVar("T")
 

@@ -13,8 +13,9 @@ from pyrocket_consumer.consumer.puller import Puller, witness
 from pyrocket_consumer.consumer.reset import Resets
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, PullAnswer, Subscription
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 DISBELIEF_TRIES = 5
 DISBELIEF_PAUSE_S = 1.0

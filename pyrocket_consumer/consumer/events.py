@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.errors import MOST_OF_A_REMARK, ProtocolError
 from pyrocket_consumer.model import ConsumerEvent, EventKind
+from pyrocket_consumer.text import cut, logger, printable
 from pyrocket_consumer.wire.message import Message
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 
 MOST_WAITING = 10_000
@@ -85,9 +85,9 @@ def shown(value: object) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Return an error of a user's as tools show it; some cannot be shown."""
+    """Return an error of a user's as tools show it, one line of it; some cannot be shown."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return printable(cut(f"{type(error).__name__}: {error}", MOST_OF_A_REMARK))
     except Exception:
         return f"{type(error).__name__}, whose str raises"
 

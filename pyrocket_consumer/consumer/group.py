@@ -16,9 +16,10 @@ from pyrocket_consumer.consumer.subscriptions import Subscriptions
 from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.bodies import ConsumerData
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 TROUBLE_EVERY_S = 10.0
 """The same trouble is told once in this time."""

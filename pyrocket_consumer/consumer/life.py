@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -23,8 +22,9 @@ from pyrocket_consumer.errors import ConfigError, ConsumerClosed
 from pyrocket_consumer.model import ConsumerEvent, Subscription
 from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.offsets import LocalFileOffsetStore, OffsetStore
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 LAST_CALLS_S = 10.0
 """How much longer than its time-out a close may take: brokers are told, and what does not answer is given up."""

@@ -40,8 +40,9 @@ from pyrocket_consumer.model import (
     Subscription,
     TopicRoute,
 )
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 SHOWN = 20
 """How many names one sentence has at most."""

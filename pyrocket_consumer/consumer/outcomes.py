@@ -11,9 +11,10 @@ from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.retry import Retries
 from pyrocket_consumer.consumer.statistics import Counts
 from pyrocket_consumer.model import ConsumerEvent, EventKind
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.message import Message
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 
 class Outcomes:

@@ -16,8 +16,9 @@ from pyrocket_consumer.consumer.reset import Resets
 from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import ConfigError, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, TopicRoute
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 SPACING_S = 0.5
 """Least time between two rounds; notifications come in bursts."""

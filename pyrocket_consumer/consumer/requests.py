@@ -25,6 +25,7 @@ from pyrocket_consumer.consumer.reset import Resets
 from pyrocket_consumer.consumer.statistics import Statistics
 from pyrocket_consumer.errors import ProtocolError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue, retry_topic
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire import bodies
 from pyrocket_consumer.wire.codes import CLIENT_VERSION, RequestCode, ResponseCode, request_name, version_name
 from pyrocket_consumer.wire.command import (
@@ -39,7 +40,7 @@ from pyrocket_consumer.wire.message import Bodies, Message, decode_message
 from pyrocket_consumer.wire.reset_plan import is_relayed
 from pyrocket_consumer.wire.subscription import matches
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 LONGEST_PAUSE_S = 1.0
 MOST_CALLS = 64  # of one thread

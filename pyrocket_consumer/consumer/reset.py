@@ -20,6 +20,7 @@ from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.errors import PermissionDenied, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, PullAnswer
 from pyrocket_consumer.offsets import QueueReset
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.command import ResetOffsetHeader
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.reset_plan import (
@@ -35,7 +36,7 @@ from pyrocket_consumer.wire.reset_plan import (
     encode_report,
 )
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 ANSWER_WITHIN_S = 5.0
 """A reset that takes longer is answered "pending"; the broker waits 10 s."""

@@ -23,12 +23,13 @@ from pyrocket_consumer.errors import (
     RocketError,
 )
 from pyrocket_consumer.model import EventKind, dlq_topic, retry_topic
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.command import SendMessageHeader
 from pyrocket_consumer.wire.message import Message, holds_packed, stored_body
 from pyrocket_consumer.wire.properties import PropertyName, encode_properties
 
-log = logging.getLogger("pyrocket_consumer.consumer")
+log = logger("consumer")
 
 SEND_BACK_TRIES = 3
 """How often a broker that is busy is asked before another one is."""

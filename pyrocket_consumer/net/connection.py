@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import cast
 
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
 from pyrocket_consumer.net.forks import close_in_children
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.codes import ResponseCode, request_name
 from pyrocket_consumer.wire.frame import (
     MAX_REQUEST_BYTES,
@@ -20,7 +20,7 @@ from pyrocket_consumer.wire.frame import (
     no_frame,
 )
 
-log = logging.getLogger("pyrocket_consumer.net")
+log = logger("net")
 
 OnAnswer = Callable[["RemotingCommand | Exception"], "Callable[[], None] | None"]
 """Gets the answer, or the error that took its place. What it returns is called after the requests that the

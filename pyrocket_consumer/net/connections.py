@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import ssl
 from collections.abc import AsyncIterator
@@ -13,8 +12,9 @@ from dataclasses import dataclass
 from pyrocket_consumer.config import parse_address
 from pyrocket_consumer.errors import ConnectError, ConsumerClosed
 from pyrocket_consumer.net.connection import Connection, OnLost, OnRequest, Sign
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.net")
+log = logger("net")
 
 PERHAPS_PLAIN = "if it speaks without TLS, leave tls out"
 _TRUST = "to trust its authority pass tls=ssl.create_default_context(cafile=...)"

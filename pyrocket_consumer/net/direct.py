@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import select
 import socket
 import ssl
@@ -15,9 +14,10 @@ from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeo
 from pyrocket_consumer.net.connection import Sign
 from pyrocket_consumer.net.connections import connecting
 from pyrocket_consumer.net.forks import close_in_children
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.frame import Extent, InPlaceFrames, RemotingCommand, encode_command, no_frame
 
-log = logging.getLogger("pyrocket_consumer.net")
+log = logger("net")
 
 OnBulkAnswer = Callable[["RemotingCommand | Exception", Extent], None]
 """Gets the answer, and where its body is; or the error that took its place."""

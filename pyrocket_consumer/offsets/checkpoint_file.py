@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,8 +10,9 @@ from pyrocket_consumer.offsets.disk import Disk, SyncedNames
 from pyrocket_consumer.offsets.journal import FileIdentity, identity
 from pyrocket_consumer.offsets.journal_file import write_file
 from pyrocket_consumer.offsets.recovery import BACKUP_FILE, MAIN_FILE
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger(__name__)
+log = logger("offsets")
 
 
 class CheckpointFile:

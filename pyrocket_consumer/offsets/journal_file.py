@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import time
@@ -26,8 +25,9 @@ from pyrocket_consumer.offsets.journal import (
 )
 from pyrocket_consumer.offsets.recovery import JOURNAL_FILE
 from pyrocket_consumer.offsets.store import QueueOffset
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger(__name__)
+log = logger("offsets")
 
 WARN_INTERVAL_S = 60.0
 

@@ -48,8 +48,9 @@ from pyrocket_consumer.offsets.store import (
     check_queue,
     check_read_type,
 )
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger(__name__)
+log = logger("offsets")
 
 Durability = Literal["fsync", "process", "checkpoint"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -10,8 +9,9 @@ from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from pyrocket_consumer.net.outcome import Outcome
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.producer")
+log = logger("producer")
 
 T = TypeVar("T")
 K = TypeVar("K")

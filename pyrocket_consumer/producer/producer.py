@@ -37,12 +37,13 @@ from pyrocket_consumer.producer.result import SendResult
 from pyrocket_consumer.producer.sender import Sender
 from pyrocket_consumer.producer.sending import Sending
 from pyrocket_consumer.producer.tally import Tally
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.compression import compress
 from pyrocket_consumer.wire.ids import UniqueIds
 from pyrocket_consumer.wire.message import BatchItem, encode_batch
 from pyrocket_consumer.wire.properties import PropertyName, encode_properties
 
-log = logging.getLogger("pyrocket_consumer.producer")
+log = logger("producer")
 
 T = TypeVar("T")
 EndOfKind = Callable[[float], object]

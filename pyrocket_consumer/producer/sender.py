@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,11 +33,12 @@ from pyrocket_consumer.producer.lane import Held, Lane
 from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
 from pyrocket_consumer.producer.sending import LaneKey, Sending
 from pyrocket_consumer.producer.tally import Tally
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.codes import version_name, version_ordinal
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.send_template import SendTemplate
 
-log = logging.getLogger("pyrocket_consumer.producer")
+log = logger("producer")
 
 _AUTO_CREATE_TOPIC = "TBW102"
 _AUTO_CREATE_QUEUES = 4
@@ -157,7 +157,7 @@ class Sender:
             if isinstance(error, RouteNotFound) and not sending.attempts:
                 self._finish(sending, RouteNotFound(sending.shown_topic, error.name_servers))
             else:
-                sending.note(_line(error))
+                sending.note(str(error))
                 self._fail(sending, error)
         except Exception as error:
             self._surprised(sending, error)
@@ -174,7 +174,7 @@ class Sender:
             except RouteNotFound:
                 raise
             except RocketError as error:  # name servers are away
-                self._note_failure(sending, _line(error), error)
+                self._note_failure(sending, str(error), error)
             else:
                 queue = self._choose(sending, queues)
                 if queue is not None and queue.broker_name not in sending.failed_brokers:
@@ -273,7 +273,7 @@ class Sender:
                 return await self._queues_to_be(topic, after)
             if gone:
                 raise
-            self._note_failure(sending, _line(error), error)  # its brokers are away
+            self._note_failure(sending, str(error), error)  # its brokers are away
         except (TimeoutError, RocketError):
             if self._cluster.known_route(topic) is None:
                 raise
@@ -410,7 +410,7 @@ class Sender:
             if self._goes_on(sending, queue, answer):
                 self._prepare_soon(sending)
         except RocketError as error:
-            sending.note(f"{queue}: {_line(error)}")
+            sending.note(f"{queue}: {error}")
             self._fail(sending, error)
         except Exception as error:
             self._surprised(sending, error)
@@ -418,7 +418,7 @@ class Sender:
     def _goes_on(self, sending: Sending, queue: MessageQueue, error: RocketError) -> bool:
         """Take note of a failed attempt, and tell whether there will be another; if not, the message has failed."""
         now, name, became = self._cluster.loop.time(), queue.broker_name, verdict(error)
-        self._note_failure(sending, f"{queue}: {_line(error)}", error)
+        self._note_failure(sending, f"{queue}: {error}", error)
         sending.failed_brokers |= {name}
         if became is Verdict.UNKNOWN:
             sending.handed += 1
@@ -502,7 +502,7 @@ class Sender:
         if held is not None and current is not None and current in self._unfinished:
             if now >= current.deadline:
                 error = RequestTimeout("SEND_MESSAGE", held.connection.address, current.timeout_s)
-                self._note_failure(current, _line(error), error)
+                self._note_failure(current, str(error), error)
                 self._fail(current, error)
             else:
                 if now >= held.suspect_at:
@@ -552,11 +552,6 @@ class Sender:
             sending.note("the producer was closed before an answer came; the message may be stored or not")
             self._fail(sending, ConsumerClosed("the producer was closed"))
         return len(abandoned)
-
-
-def _line(error: RocketError) -> str:
-    """Return the error's text without the line breaks that brokers put into their remarks."""
-    return " ".join(str(error).split())
 
 
 def _why_no_queue(sending: Sending, route: TopicRoute) -> str:

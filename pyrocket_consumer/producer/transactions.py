@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pyrocket_consumer.producer.callbacks import CallbackThread
 from pyrocket_consumer.producer.outgoing import OutgoingMessage
 from pyrocket_consumer.producer.producer import EndOfKind, Producer, wait_for
 from pyrocket_consumer.producer.result import SendResult
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.codes import RequestCode, SysFlag
 from pyrocket_consumer.wire.command import CheckTransactionStateHeader, EndTransactionHeader
 from pyrocket_consumer.wire.frame import RemotingCommand
@@ -25,7 +25,7 @@ from pyrocket_consumer.wire.ids import parse_offset_message_id
 from pyrocket_consumer.wire.message import Message, decode_message
 from pyrocket_consumer.wire.properties import PropertyName
 
-log = logging.getLogger("pyrocket_consumer.producer")
+log = logger("producer")
 
 _MOST_CHECKS, _MOST_BYTES = 1000, 64 << 20  # that wait; brokers ask for the others again
 

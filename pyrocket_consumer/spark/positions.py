@@ -44,12 +44,13 @@ from pyrocket_consumer.spark.options import (
 )
 from pyrocket_consumer.spark.patience import WORTH_A_WARNING, Patience
 from pyrocket_consumer.spark.ranges import in_order
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.bodies import CheckClientConfig, encode_check_client_config
 from pyrocket_consumer.wire.codes import ResponseCode
 from pyrocket_consumer.wire.command import CheckClientConfigHeader
 from pyrocket_consumer.wire.subscription import TAG
 
-log = logging.getLogger("pyrocket_consumer.spark")
+log = logger("spark")
 
 T = TypeVar("T")
 Q = TypeVar("Q")

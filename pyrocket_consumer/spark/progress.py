@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import time
 from collections.abc import Mapping
 
@@ -11,8 +10,9 @@ from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.errors import ConnectError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.options import listed
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.spark")
+log = logger("spark")
 
 _WARNING_INTERVAL_S = 60.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,9 @@ from pyspark.sql.streaming.listener import (
 )
 
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.spark")
+log = logger("spark")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,12 +36,13 @@ from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import ReadOptions
 from pyrocket_consumer.spark.patience import WORTH_A_WARNING, Patience
 from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.codes import PullFlag, ResponseCode
 from pyrocket_consumer.wire.columns import PulledRecords
 from pyrocket_consumer.wire.command import PullMessageHeader, PullTemplate, request
 from pyrocket_consumer.wire.frame import Extent, RemotingCommand
 
-log = logging.getLogger("pyrocket_consumer.spark")
+log = logger("spark")
 
 _AVOIDED_S = 30.0
 

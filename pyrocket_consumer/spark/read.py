@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 import selectors
 import time
 from collections import deque
@@ -26,9 +25,10 @@ from pyrocket_consumer.spark.patience import WORTH_A_WARNING
 from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.worker import forget, kept
+from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.columns import PulledRecords, record_batches
 
-log = logging.getLogger("pyrocket_consumer.spark")
+log = logger("spark")
 
 BATCH_ROWS = 2048
 BATCH_BYTES = 4 * 1024 * 1024

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 import queue
 import time
@@ -35,10 +34,11 @@ from pyrocket_consumer.spark.options import DEFAULT_GROUP, SinkOptions
 from pyrocket_consumer.spark.patience import Patience
 from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, RowReader, SinkRow, check_schema
+from pyrocket_consumer.text import logger
 
 __all__ = ["BatchWriter", "Sent", "batch_writer", "check_overwrite", "check_schema", "stream_writer"]
 
-log = logging.getLogger("pyrocket_consumer.spark")
+log = logger("spark")
 
 MAX_BYTES_IN_FLIGHT = 32 << 20
 """Most bytes of bodies that a task holds unacknowledged, besides `maxInFlight`."""

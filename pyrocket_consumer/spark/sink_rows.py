@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,8 +33,9 @@ from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage
 from pyrocket_consumer.producer.outgoing import TRANSIENT_PREFIX
 from pyrocket_consumer.spark import worker
 from pyrocket_consumer.spark.options import SinkOptions, as_written
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.spark")
+log = logger("spark")
 
 QUERY_ID, BATCH_ID, PARTITION, ROW = "spark_query_id", "spark_batch_id", "spark_partition", "spark_row"
 """User properties of a message that together name the row it was made of; see `dedupProperties`."""

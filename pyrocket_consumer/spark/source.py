@@ -6,7 +6,6 @@ that have planned nothing. What a batch holds is decided by its offsets alone, s
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,8 +33,9 @@ from pyrocket_consumer.spark.pyspark_names import (
 from pyrocket_consumer.spark.ranges import QueueRange, in_order
 from pyrocket_consumer.spark.read import read_ranges
 from pyrocket_consumer.spark.schema import arrow_schema
+from pyrocket_consumer.text import logger
 
-log = logging.getLogger("pyrocket_consumer.spark")
+log = logger("spark")
 
 _FLUSH_S = 2.0
 

@@ -1,0 +1,44 @@
+"""Text that others wrote, made fit for people, terminals and logs: one line that moves no cursor and has an end."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What controls a terminal, breaks a line, has text read in another order than written, or is half a character."""
+
+MOST_OF_A_LINE = 8000
+
+
+def printable(text: str) -> str:
+    r"""Return `text` as one line that can be shown: what a terminal would obey is an escape, like \x1b or \n."""
+    return _UNFIT.sub(_escaped, text) if _UNFIT.search(text) else text
+
+
+def cut(text: str, most: int) -> str:
+    """Return the first `most` characters of `text`, and how many are left out."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
+
+
+def as_json_strings(text: str) -> str:
+    r"""Return JSON whose strings hold nothing a terminal would obey: JSON's own escapes leave out DEL and all above."""
+    return _UNFIT.sub(lambda found: "\n" if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
+
+
+def logger(part: str) -> logging.Logger:
+    """Return the log of a part of the package: each of its records is one line, whatever is told in it."""
+    found = logging.getLogger(f"pyrocket_consumer.{part}")
+    found.addFilter(_one_line)
+    return found
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if len(message) > MOST_OF_A_LINE or _UNFIT.search(message):
+        record.msg, record.args = printable(cut(message, MOST_OF_A_LINE)), None
+    return True
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()

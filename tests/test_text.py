@@ -1,0 +1,110 @@
+"""What servers and listeners write forges no line of a log, moves no cursor, and fills no disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+
+import pyrocket_consumer
+from pyrocket_consumer import Admin, ConsumerEvent, Producer, RocketError, SendError
+from pyrocket_consumer.errors import BrokerError, ConnectError
+from pyrocket_consumer.model import EventKind
+from pyrocket_consumer.testing import EmbeddedCluster, answer
+from pyrocket_consumer.text import as_json_strings, printable
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import Events, consuming
+
+FORGED = "no\r\n2026-11-23 06:00:00 ERROR root: all offsets are lost\x1b[2J\x9b2J\x7f\u202etxt\u2028next\x00"
+HUGE = FORGED + "x" * 300_000
+LONGEST = 1500
+
+
+@pytest.fixture
+def cluster():
+    with EmbeddedCluster() as embedded:
+        embedded.create_topic("orders", queues=1)
+        yield embedded
+
+
+def assert_fit(*texts: object) -> None:
+    for text in map(str, texts):
+        assert len(text) < LONGEST, f"{len(text)} characters: {text[:200]!r}"
+        assert text.isprintable(), text[:400]
+        assert len(text.splitlines()) <= 1
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("pyrocket_consumer")]
+
+
+def test_a_remark_of_a_broker_is_one_short_line_in_errors_and_logs(cluster, caplog):
+    caplog.set_level(logging.DEBUG)
+    cluster.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(13, HUGE), times=None)
+    with Producer(name_server=cluster.name_server) as producer, pytest.raises(SendError) as raised:
+        producer.send("orders", b"one")
+    assert_fit(raised.value, repr(raised.value), *raised.value.attempts, *logged(caplog))
+    assert "all offsets are lost" in str(raised.value), "what it says is shown"
+    assert "more characters)" in str(raised.value), "and that there is more"
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def test_a_remark_of_a_name_server_is_one_short_line(cluster):
+    cluster.name_server_node.on(RequestCode.GET_BROKER_CLUSTER_INFO, answer(1, HUGE), times=None)
+    with Admin(name_server=cluster.name_server) as admin, pytest.raises(RocketError) as raised:
+        admin.lag("g")
+    assert_fit(raised.value, repr(raised.value))
+
+
+def test_events_and_their_log_lines_are_one_short_line(cluster, caplog):
+    caplog.set_level(logging.DEBUG)
+    cluster.send("orders", b"one")
+    events = Events()
+    cluster.broker("broker-a").on(RequestCode.PULL_MESSAGE, answer(1, HUGE), times=3)
+    with consuming(cluster, "orders", "g", on_event=events):
+        events.wait_for("broker-unreachable")
+    assert_fit(*events.all, *(event.text for event in events.all), *logged(caplog))
+
+
+def test_what_a_listener_says_forges_no_line(cluster, caplog):
+    cluster.send("orders", b"one")
+    events = Events()
+
+    class Odd(Exception):
+        def __repr__(self) -> str:
+            return HUGE
+
+    def raises(message):
+        raise Odd(HUGE)
+
+    with consuming(cluster, "orders", "g", raises, on_event=events):
+        events.wait_for("listener-failed")
+    assert_fit(*events.all, *logged(caplog))
+
+
+def test_a_text_that_another_error_quotes_is_fit():
+    for error in (RocketError(FORGED), ConnectError(FORGED, FORGED), BrokerError(1, FORGED, FORGED)):
+        assert_fit(error, repr(error))
+    assert_fit(ConsumerEvent(EventKind.OFFSET_RESET, FORGED, None, {"topic": FORGED}))
+
+
+def test_words_of_all_languages_stay_as_they_are():
+    for text in ("订单　已付", "ناقص", "naïve – 10 €", "👩‍🚀", "a\\b"):
+        assert printable(text) == text
+        assert str(RocketError(text)) == text
+
+
+def test_json_stays_the_same_value():
+    value = {"body": FORGED, "lone": "\ud800", "all": "".join(map(chr, range(0xA0)))}
+    text = as_json_strings(json.dumps(value, ensure_ascii=False, indent=2))
+    assert json.loads(text) == value
+    assert text.replace("\n", "").isprintable()
+
+
+def test_every_log_of_the_package_has_records_of_one_line():
+    folder = Path(pyrocket_consumer.__file__).parent
+    others = [path for path in folder.rglob("*.py") if "getLogger" in path.read_text() and path.name != "text.py"]
+    assert not others, "they make a log of their own; take text.logger"
