@@ -187,6 +187,7 @@ class EventKind(StrEnum):
     LISTENER_FAILED = "listener-failed"
     NOTHING_SUBSCRIBED = "nothing-subscribed"
     REQUEST_REFUSED = "request-refused"
+    ANSWER_REFUSED = "answer-refused"
     EVENTS_LEFT_OUT = "events-left-out"
     CONSUMER_FAILED = "consumer-failed"
 

@@ -57,6 +57,11 @@ STORED_CODES = DEGRADED_CODES | {ResponseCode.SUCCESS}
 """Answers to a send that mean "stored"."""
 
 _PULL_CODES = frozenset(status.value for status in PullStatus)
+NEWER = 1 << 16
+"""So far beyond the end it tells an answer to a pull may lead: brokers look at their end first, and then read on."""
+
+_LAST = (1 << 63) - 1
+
 RESET_REMARK = "OFFSET_RESET"
 """How a broker marks a correction that is a reset made at the broker."""
 
@@ -388,22 +393,27 @@ def read_pull_answer(answer: RemotingCommand) -> PullAnswer:
     Read field by field, not through the header class: it is done for every pull.
 
     Raises:
-        ProtocolError: a field is missing or no number, the next offset is none, or the queue belongs to a static topic.
+        ProtocolError: a field is missing or no number, the next offset is none or lies beyond the queue's end, or the
+            queue belongs to a static topic.
     """
     fields = answer.fields
     if fields.get("offsetDelta", "0") != "0":
         raise ProtocolError("the queue belongs to a static topic (offsetDelta), which this client does not support")
     try:
         next_offset = int(fields["nextBeginOffset"])
-        if next_offset < 0:
-            raise ValueError(f"a next offset: {next_offset}")
+        min_offset, max_offset = int(fields["minOffset"]), int(fields["maxOffset"])
+        is_reset = answer.code == ResponseCode.PULL_OFFSET_MOVED and answer.remark == RESET_REMARK
+        if not 0 <= next_offset <= _LAST or not -_LAST <= min_offset <= _LAST or not -_LAST <= max_offset <= _LAST:
+            raise ValueError("offsets that a queue can have")
+        if next_offset > max_offset + NEWER and not (is_reset and max_offset == 0):  # that hands over, and knows no end
+            raise ProtocolError(f"answer to a pull leads to {next_offset}, far beyond the queue's end, {max_offset}")
         return PullAnswer(
             PullStatus(answer.code),
             next_offset,
-            int(fields["minOffset"]),
-            int(fields["maxOffset"]),
+            min_offset,
+            max_offset,
             int(fields.get("suggestWhichBrokerId", MASTER_ID)),
-            answer.code == ResponseCode.PULL_OFFSET_MOVED and answer.remark == RESET_REMARK,
+            is_reset,
         )
     except (KeyError, ValueError) as error:
         raise ProtocolError(

@@ -506,7 +506,9 @@ class Assignments:
         """Begin the next period of a queue that was fenced, and is kept still since then."""
         queue = fenced.window.queue
         if self._held.get(queue) is fenced and not self._group.closing:
-            self._open(queue, target, why, fenced.window.locked_until).puller.pull()
+            puller = self._open(queue, target, why, fenced.window.locked_until).puller
+            puller.moves = fenced.puller.moves
+            puller.pull()
 
     async def _store(self, queue: MessageQueue, target: int) -> None:
         """Store `target` durably. A broker is asked until it acknowledges; a full disk is told, memory goes on."""

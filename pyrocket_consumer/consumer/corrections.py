@@ -20,6 +20,12 @@ log = logger("consumer")
 DISBELIEF_TRIES = 5
 DISBELIEF_PAUSE_S = 1.0
 
+PATIENCE = 5
+"""So often in a row a broker is followed at once that only says where to go on, and gives no message."""
+
+LONGEST_PAUSE_S = 10.0
+"""The longest pause before it is followed once more."""
+
 CLOCKS_DIFFER_MS = 1000
 """How much the clocks of brokers and members may differ where it cannot be known."""
 
@@ -34,6 +40,7 @@ class Corrections:
 
     def moved(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
         """A pull at `asked` was answered with another place. The puller waits until that is decided."""
+        puller.moves = 0 if puller.pulled else puller.moves + 1
         self._group.beside(partial(self._follow, puller, asked, answer), f"following the broker on {puller.queue}")
 
     def met_late(self, queue: MessageQueue, answer: PullAnswer) -> None:
@@ -49,6 +56,7 @@ class Corrections:
     async def _follow(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
         """Obey; a broker that seems not to be ready is asked again first."""
         queue = puller.queue
+        await self._rest(puller)
         if answer.offset_reset:
             await self._resets.met_mark(queue, answer, asked)
             return
@@ -71,6 +79,13 @@ class Corrections:
             if target > asked:
                 text = f"{asked} to {target - 1} are not at the broker any more"
                 tell(EventKind.RANGE_SKIPPED, text, queue, facts, level=logging.WARNING)
+
+    async def _rest(self, puller: Puller) -> None:
+        """Wait before a broker is followed that sends us from place to place: each costs a durable write."""
+        loop, excess = self._group.loop, min(puller.moves - PATIENCE, 16)
+        until = loop.time() + (min(0.1 * 2**excess, LONGEST_PAUSE_S) if excess > 0 else 0)
+        while loop.time() < until and not puller.window.dropped:  # noqa: ASYNC110 - an end tells nobody
+            await asyncio.sleep(0.05)
 
     async def _believed(self, puller: Puller, asked: int, target: int) -> int:
         """Return where a correction backwards leads, after the broker was asked several times: it may be loading.

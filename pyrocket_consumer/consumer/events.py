@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from pyrocket_consumer.errors import MOST_OF_A_REMARK, ProtocolError
-from pyrocket_consumer.model import ConsumerEvent, EventKind
+from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
 from pyrocket_consumer.text import cut, logger, printable
 from pyrocket_consumer.wire.message import Message
 
@@ -16,6 +18,69 @@ log = logger("consumer")
 
 MOST_WAITING = 10_000
 """How many events wait at most for a slow `on_event`."""
+
+
+FLOODS = frozenset(
+    {
+        EventKind.OFFSET_CORRECTED,
+        EventKind.OFFSET_RESET,
+        EventKind.RANGE_SKIPPED,
+        EventKind.OFFSET_WENT_BACK,
+        EventKind.REQUEST_REFUSED,
+        EventKind.ANSWER_REFUSED,
+        EventKind.BROKER_UNREACHABLE,
+        EventKind.COMMIT_FAILED,
+        EventKind.LOCK_LOST,
+    }
+)
+"""What a server can cause as often as it likes. All others have a cause of the user's, and each is told."""
+
+AT_ONCE = 20
+"""So many of a kind, for one queue, are told as they come; then one in a while that grows."""
+
+FIRST_WHILE_S, LONGEST_WHILE_S = 1.0, 60.0
+MOST_KNOWN = 4096
+
+
+@dataclass(slots=True)
+class _Like:
+    """Events of one kind, for one queue."""
+
+    told: int = 0
+    left_out: int = 0
+    last_at: float = 0.0
+    quiet_until: float = 0.0
+
+
+class Floods:
+    """Decides which of many like events are told: the first ones, then one in a while for those left out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[tuple[EventKind, MessageQueue | None], _Like] = {}
+        self._lock = threading.Lock()
+
+    def admit(self, kind: EventKind, queue: MessageQueue | None) -> int | None:
+        """Return how many before this one were left out, None if this one is to be left out."""
+        if kind not in FLOODS:
+            return 0
+        now = self._clock()
+        with self._lock:
+            like = self._known.pop((kind, queue), None)
+            if like is None or now - like.last_at > LONGEST_WHILE_S and now > like.quiet_until:
+                like = _Like(left_out=like.left_out if like else 0)
+            self._known[kind, queue] = like  # the last one, so that the first is the one to forget
+            if len(self._known) > MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            like.last_at = now
+            if now < like.quiet_until:
+                like.left_out += 1
+                return None
+            like.told += 1
+            if like.told >= AT_ONCE:
+                like.quiet_until = now + min(FIRST_WHILE_S * 2 ** min(like.told - AT_ONCE, 16), LONGEST_WHILE_S)
+            left_out, like.left_out = like.left_out, 0
+            return left_out
 
 
 class Events:
@@ -34,6 +99,11 @@ class Events:
         self._left_out = 0
         self._raised = False
         self._closed = False
+
+    def count(self, kind: EventKind) -> None:
+        """Count an event that is not told."""
+        with self._lock:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def tell(self, event: ConsumerEvent) -> None:
         """Count an event and have it passed on."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
-from pyrocket_consumer.consumer.events import Events
+from pyrocket_consumer.consumer.events import Events, Floods
 from pyrocket_consumer.consumer.subscriptions import Subscriptions
 from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.errors import RocketError
@@ -23,6 +23,10 @@ log = logger("consumer")
 
 TROUBLE_EVERY_S = 10.0
 """The same trouble is told once in this time."""
+
+
+MOST_TROUBLES = 1000
+"""How many troubles are remembered before half of them are forgotten."""
 
 
 class Group:
@@ -55,6 +59,7 @@ class Group:
         self.lock_clock = lock_clock or cluster.loop.time
         """Tells how old the broker's confirmation of a lock is, also when the machine slept meanwhile."""
         self._wall_clock = wall_clock
+        self._floods = Floods(cluster.loop.time)
         self._told: dict[tuple[EventKind, str], float] = {}
 
     def now_ms(self) -> int:
@@ -81,8 +86,13 @@ class Group:
         facts: Mapping[str, object] | None = None,
         level: int = logging.INFO,
     ) -> None:
-        """Tell the user: one log line, one count, one event. Any thread."""
-        event = ConsumerEvent(kind, text, queue, facts or {})
+        """Tell the user: one log line, one count, one event; of a flood some, with how many were not. Any thread."""
+        left_out = self._floods.admit(kind, queue)
+        if left_out is None:
+            self.events.count(kind)
+            return
+        facts = facts or {}
+        event = ConsumerEvent(kind, text, queue, {**facts, "left_out": left_out} if left_out else facts)
         log.log(level, "group=%s %s", self.name, event)
         self.events.tell(event)
 
@@ -93,6 +103,8 @@ class Group:
         if now - self._told.get(key, -TROUBLE_EVERY_S) < TROUBLE_EVERY_S:
             log.debug("group=%s %s %s", self.name, kind, text)
             return
+        if len(self._told) >= MOST_TROUBLES:  # names come from servers
+            self._told = dict(list(self._told.items())[MOST_TROUBLES // 2 :])
         self._told[key] = now
         self.event(kind, text, queue, level=logging.WARNING)
 

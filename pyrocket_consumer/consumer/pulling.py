@@ -10,7 +10,7 @@ from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.puller import Puller
 from pyrocket_consumer.consumer.refusals import Refusals
-from pyrocket_consumer.errors import ConnectError
+from pyrocket_consumer.errors import ConnectError, ProtocolError
 from pyrocket_consumer.model import EventKind, MessageQueue, PullAnswer, Subscription
 from pyrocket_consumer.net.connection import Connection
 from pyrocket_consumer.wire.message import Message
@@ -89,4 +89,5 @@ class Pulling:
         self.on_late_reset(queue, answer)
 
     def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
-        self._group.trouble(EventKind.BROKER_UNREACHABLE, f"pull failed, tried again: {error}", queue)
+        kind = EventKind.ANSWER_REFUSED if isinstance(error, ProtocolError) else EventKind.BROKER_UNREACHABLE
+        self._group.trouble(kind, f"pull failed, tried again: {error}", queue)

@@ -157,7 +157,7 @@ class Twice(Attack):
 class NextOffset(Attack):
     """A next offset that no queue can have."""
 
-    VALUES = (2**63, 2**64, -1, -(2**63), 2**63 - 1, MAX := 10**30, 11)
+    VALUES = (2**63, 2**64, -1, -(2**63), 2**63 - 1, 10**30, 100_000)
 
     def __init__(self) -> None:
         self.turn = 0
@@ -184,13 +184,13 @@ class AbsurdOffsets(Attack):
 
 
 class Moved(Attack):
-    """Every pull is told that its offset has moved, to and fro."""
+    """Every pull is told that its offset has moved, on and on."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         if command.code != RequestCode.PULL_MESSAGE:
             return NotImplemented
         here = int(command.fields["queueOffset"])
-        return pulled(command, ResponseCode.PULL_OFFSET_MOVED, nextBeginOffset=5 if here != 5 else 3)
+        return pulled(command, ResponseCode.PULL_OFFSET_MOVED, nextBeginOffset=here + 1, maxOffset=here + 1000)
 
 
 class ResetEndlessly(Attack):

@@ -6,8 +6,9 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
@@ -29,7 +30,6 @@ class Peer:
     writer: asyncio.StreamWriter
     is_broker: bool
     client_id: str = ""
-    requests: dict[int, int] = field(default_factory=dict)  # code -> how many
     opaque: int = 0
 
     def send(self, data: bytes) -> None:
@@ -71,6 +71,7 @@ class HostileServer:
         self.client_ids: set[str] = set()
         self.offsets: dict[tuple[str, int], int] = {}
         self.commits: list[int] = []
+        self.requests: Counter[int] = Counter()  # to the broker
         self._attack: Attack = Attack()
         self._peers: dict[Peer, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -92,17 +93,21 @@ class HostileServer:
             setattr(self, role, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
 
     def stop(self) -> None:
-        def end() -> None:
-            for server in self._servers:
-                server.close()
-            for peer in list(self._peers):
-                peer.writer.transport.abort()
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.call_later(0.2, self._loop.stop)
-
-        self._loop.call_soon_threadsafe(end)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        for server in self._servers:
+            server.close()
+        for peer in list(self._peers):
+            peer.writer.transport.abort()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.01)
 
     def __enter__(self) -> HostileServer:
         return self.start()
@@ -142,7 +147,8 @@ class HostileServer:
                 command = decode_command(prefix + await reader.readexactly(int.from_bytes(prefix)))
                 if command.is_response:
                     continue
-                peer.requests[command.code] = peer.requests.get(command.code, 0) + 1
+                if is_broker:
+                    self.requests[command.code] += 1
                 answer: Answer = NotImplemented
                 if self._attack.at_name_server != is_broker:
                     answer = self._attack.answer(peer, command)
@@ -211,7 +217,7 @@ class HostileServer:
     def route(self, topic: str) -> bytes:
         """Return the route of a topic: of the one, both brokers; of any other, the honest one."""
         name, address = self.honest
-        queues = [queue_data(name, self.honest_queues)]
+        queues = [queue_data(name, self.honest_queues if topic == self.topic else 1)]
         brokers = [broker_data(name, address)]
         if topic == self.topic:
             queues.append(queue_data(BROKER, QUEUES))
