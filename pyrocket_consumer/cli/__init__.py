@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pyrocket_consumer import __version__
 from pyrocket_consumer.cli import broker, consume, demo, offsets, produce
-from pyrocket_consumer.cli.streams import write_anywhere, write_to_nobody
+from pyrocket_consumer.cli.streams import tell, write_anywhere, write_to_nobody
 from pyrocket_consumer.errors import ConfigError, RequestTimeout, RocketError
 
 _NO_ANSWER = "; it is busy or not well, or something else listens there"
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_anywhere()
     options = parser().parse_args(arguments)
     if sys.stdout is None:
-        print("pyrocket: standard output is closed; send it somewhere, to /dev/null for example", file=sys.stderr)
+        tell("pyrocket: standard output is closed; send it somewhere, to /dev/null for example")
         return ERROR
     try:
         code = int(options.run(options))
@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except RocketError as error:
         remedy = _NO_ANSWER if isinstance(error, RequestTimeout) else ""
-        print(f"pyrocket: {error}{remedy}", *getattr(error, "__notes__", ()), sep="\n  ", file=sys.stderr)
+        tell(f"pyrocket: {error}{remedy}")
+        for note in getattr(error, "__notes__", ()):
+            tell(f"  {note}")
         return USAGE if isinstance(error, ConfigError) else ERROR
     except KeyboardInterrupt:
         return ERROR
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         write_to_nobody()
         name = error.filename or "standard output or input"
-        print(f"pyrocket: {name}: {error.strerror or error}", file=sys.stderr)
+        tell(f"pyrocket: {name}: {error.strerror or error}")
         return ERROR
 
 

@@ -7,7 +7,7 @@ import threading
 from contextlib import closing
 
 from pyrocket_consumer.cli.arguments import add_command, positive
-from pyrocket_consumer.cli.streams import Interrupts
+from pyrocket_consumer.cli.streams import Interrupts, say
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError, RocketError
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
             cluster.create_topic(name, queues)
         try:
             with Interrupts():
-                print(f"name server: {cluster.name_server}   (messages are kept in memory; Ctrl-C ends)", flush=True)
+                say(f"name server: {cluster.name_server}   (messages are kept in memory; Ctrl-C ends)")
                 threading.Event().wait()
         except KeyboardInterrupt:
             pass

@@ -20,9 +20,18 @@ from pyrocket_consumer.cli.arguments import (
     queue_name,
     whole,
 )
-from pyrocket_consumer.cli.streams import Interrupts, may_write, reader_has_left, to_json, write_to_nobody
+from pyrocket_consumer.cli.streams import (
+    Interrupts,
+    may_write,
+    reader_has_left,
+    say,
+    say_json,
+    tell,
+    write_to_nobody,
+)
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.text import printable
 
 if TYPE_CHECKING:
     from pyrocket_consumer.cli.look import Look
@@ -68,6 +77,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("--selector", default="*", help="tags, for example 'paid || refunded' (default: *)")
     command.add_argument("--sql", help="properties, for example \"region = 'eu' AND price > 5\"")
     command.add_argument("--count", type=positive, help="stop after this many messages")
+    command.add_argument(
+        "--raw", action="store_true",
+        help="print bodies as they are on a terminal, too, which obeys the escapes in them; else they are shown",
+    )  # fmt: skip
     command.set_defaults(wrong_usage=command.error)
 
 
@@ -77,11 +90,12 @@ class Printer:
     What is told of a printed message belongs within `interrupts.held()`, too: so no signal comes in between.
     """
 
-    def __init__(self, interrupts: Interrupts, as_json: bool, most: int | None) -> None:
+    def __init__(self, interrupts: Interrupts, as_json: bool, raw: bool, most: int | None) -> None:
         self.ended = False
         self.interrupts = interrupts
         self.printed = 0
         self._as_json = as_json
+        self._raw = raw
         self._left = most
 
     def show(self, message: Message) -> bool:
@@ -91,7 +105,7 @@ class Printer:
         if self.ended:
             return False
         try:
-            print(_as_json(message) if self._as_json else _as_text(message), flush=True)
+            self._print(message)
         except BrokenPipeError:
             self._nobody_reads()
             return False
@@ -101,6 +115,14 @@ class Printer:
             self.ended = self._left == 0
         return True
 
+    def _print(self, message: Message) -> None:
+        if self._as_json:
+            say_json(_as_json(message))
+        elif self._raw:
+            print(printable(_head(message)) + _body(message), flush=True)
+        else:
+            say(_head(message) + _body(message))
+
     def nothing_came(self) -> None:
         """Look whether anybody still reads."""
         if reader_has_left():
@@ -108,18 +130,18 @@ class Printer:
 
     def tell_how_many(self) -> None:
         """Tell how many were printed: who stops in the middle does not see it from the last one."""
-        _tell(f"{self.printed} {'message' if self.printed == 1 else 'messages'} printed")
+        tell(f"{self.printed} {'message' if self.printed == 1 else 'messages'} printed")
 
     def _nobody_reads(self) -> None:
         self.ended = True
         write_to_nobody()
 
 
-def _as_text(message: Message) -> str:
-    return f"{message.queue}@{message.queue_offset}  {message.tags or '-'}  {_body(message)}"
+def _head(message: Message) -> str:
+    return f"{message.queue}@{message.queue_offset}  {message.tags or '-'}  "
 
 
-def _as_json(message: Message) -> str:
+def _as_json(message: Message) -> dict[str, object]:
     facts: dict[str, object] = {
         "topic": message.topic,
         "queue": str(message.queue),
@@ -132,7 +154,7 @@ def _as_json(message: Message) -> str:
     }
     if not _is_text(message.body):
         facts["body_base64"] = base64.b64encode(message.body).decode()
-    return to_json(facts)
+    return facts
 
 
 def _is_text(body: bytes) -> bool:
@@ -151,12 +173,15 @@ def run(options: argparse.Namespace) -> int:
     named = options.queue or []
     if options.sql is not None and options.selector != "*":
         options.wrong_usage("either --selector or --sql, not both")
+    if options.raw and options.output == "json":
+        options.wrong_usage("--raw is for text: JSON has its own escapes, and body_base64")
     if options.offset is not None and (options.start is not None or len(named) != 1):
         options.wrong_usage("--offset N is for one queue, without --from: --queue BROKER/ID --offset N")
     if options.group is not None and named:
         options.wrong_usage("a group's members share all queues; --queue and --offset are for looking, without --group")
     with Interrupts() as interrupts:
-        printer = Printer(interrupts, options.output == "json", options.count)
+        raw = options.raw or not sys.stdout.isatty()  # a program reads it: it gets bodies as they are
+        printer = Printer(interrupts, options.output == "json", raw, options.count)
         try:
             if options.group is None:
                 _look(options, printer)
@@ -170,10 +195,6 @@ def run(options: argparse.Namespace) -> int:
             raise
         printer.tell_how_many()
     return 0
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # --- as a member of a group
@@ -229,7 +250,7 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
     try:
         with consumer:
             try:
-                _tell(f"consuming {options.topic} as a member of {options.group}; Ctrl-C ends")
+                tell(f"consuming {options.topic} as a member of {options.group}; Ctrl-C ends")
                 handover.print_until_ended(consumer, printer)
             except KeyboardInterrupt:
                 pass  # the rest is the consumer's end, and what it says counts
@@ -278,7 +299,7 @@ def _look(options: argparse.Namespace, printer: Printer) -> None:
             _print(messages, printer)
         if options.follow or options.start == "last":
             cluster.run(_follow(look, options), None)
-            _tell(f"looking at {options.topic}; Ctrl-C ends")
+            tell(f"looking at {options.topic}; Ctrl-C ends")
             while not printer.ended:
                 _print(cluster.run(look.new_messages(_LOOK_EVERY_S), None), printer)
                 printer.nothing_came()
@@ -320,7 +341,7 @@ async def _begin(cluster: Cluster, options: argparse.Namespace, subscription: Su
         for queue, (low, high) in (await first_and_last(cluster, queues)).items():
             if not low <= options.offset <= high:
                 raise ConfigError(f"offset {options.offset} is not in {queue}, which holds {low} to {high}")
-    return Look(cluster, subscription, begins, ends, _tell)
+    return Look(cluster, subscription, begins, ends, tell)
 
 
 async def _queues(cluster: Cluster, options: argparse.Namespace) -> list[MessageQueue]:

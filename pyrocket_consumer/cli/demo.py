@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 
 from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output, positive
 from pyrocket_consumer.cli.progress import Progress
-from pyrocket_consumer.cli.streams import Interrupts
+from pyrocket_consumer.cli.streams import Interrupts, say, say_json
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.errors import RocketError
 
@@ -254,13 +253,13 @@ def report(result: dict[str, Any], output: str) -> int:
     lost = sum(row["lost"] for row in result["groups"])
     right = result["file"]["sum"] == result["groups"][1]["sent"]
     if output == "json":
-        print(json.dumps(result, indent=2))
+        say_json(result, indent=2)
     else:
         heads = ("group", "sent", "consumed", "repeated", "lost")
         print_table("What happened", heads, [[row[head] for head in heads] for row in result["groups"]])
         rows = [[queue, offset] for queue, offset in result["file"]["offsets"].items()]
         print_table("Offsets found in the broadcasting member's file", ("queue", "offset"), rows)
-        print(
+        say(
             "every message was consumed; repeats are what was in hand when a member was killed"
             if not lost
             else f"{lost} messages were lost: this must not happen, please report it"

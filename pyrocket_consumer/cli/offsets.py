@@ -20,7 +20,7 @@ from pyrocket_consumer.cli.arguments import (
     seconds,
     whole,
 )
-from pyrocket_consumer.cli.streams import Interrupts, to_json
+from pyrocket_consumer.cli.streams import Interrupts, say, say_json, tell
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.model import MessageQueue
 
@@ -141,7 +141,7 @@ def _admin(options: argparse.Namespace) -> Admin:
 
 
 def _print_json(value: object) -> None:
-    print(to_json(value, indent=2))
+    say_json(value, indent=2)
 
 
 # --- show, lag
@@ -154,7 +154,7 @@ def run_show(options: argparse.Namespace) -> int:
         _print_json(_lag_as_json(found))
         return 3 if found.missing else 0
     if not found.rows:
-        print(f"{options.group} has no offset in {options.topic}{_online(found)}")
+        say(f"{options.group} has no offset in {options.topic}{_online(found)}")
         return _tell_unreached(found)
     broadcasting = any(row.member for row in found.rows)
     heads = [*(["member"] if broadcasting else []), "queue", "min", "committed", "max", "lag", "consumed up to"]
@@ -203,17 +203,16 @@ def _online(found: GroupLag) -> str:
 
 def _tell_unreached(found: GroupLag) -> int:
     for broker, reason in found.missing.items():
-        print(f"  {broker} is missing: {reason}", file=sys.stderr)
+        tell(f"  {broker} is missing: {reason}")
     for client_id, reason in found.unreached.items():
-        print(f"  {client_id} did not tell: {reason}", file=sys.stderr)
+        tell(f"  {client_id} did not tell: {reason}")
     if found.not_known:
-        print(f"  not known: {found.not_known}", file=sys.stderr)
+        tell(f"  not known: {found.not_known}")
     for row in found.rows:
         if row.is_above_end:
-            print(
+            tell(
                 f"  {row.queue} is committed at {row.committed}, above its end {row.max}: nothing of it comes until "
-                "a member that stays online corrects it, or a reset does",
-                file=sys.stderr,
+                "a member that stays online corrects it, or a reset does"
             )
     return 3 if found.missing else 0
 
@@ -272,7 +271,8 @@ def run_reset(options: argparse.Namespace) -> int:
             if as_json:
                 _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": None})
             else:
-                print("\nNothing was changed. Add --execute to do it.")
+                say()
+                say("Nothing was changed. Add --execute to do it.")
             return 0
         left_s = max(0.0, options.wait - (time.monotonic() - began))
         try:
@@ -281,7 +281,7 @@ def run_reset(options: argparse.Namespace) -> int:
                 partial=options.partial, unsubscribed=options.unsubscribed, wait_s=left_s,
             )  # fmt: skip
         except KeyboardInterrupt:
-            print(f"pyrocket: {_INTERRUPTED}", file=sys.stderr)
+            tell(f"pyrocket: {_INTERRUPTED}")
             if as_json:
                 _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": None, "stopped_by": "interrupted"})
             raise
@@ -313,14 +313,15 @@ def _undo(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
 
 def _print_undo(plan: ResetPlan, commands: Sequence[str]) -> None:
     if commands:
-        print("\nTo undo it:")
+        say()
+        say("To undo it:")
         for command in commands:
-            print(f"  {command}")
+            say(f"  {command}")
     for member in sorted({move.member for move in plan.moves if move.member and move.current is None}):
-        print(f"  where {member} is, is not known, at least of some queues: no command can bring it back there")
+        say(f"  where {member} is, is not known, at least of some queues: no command can bring it back there")
     nowhere = sorted(_name(move.queue) for move in plan.moves if move.current is None)
     if nowhere and not plan.broadcasting:
-        print(f"  nothing is committed yet in {', '.join(nowhere)}: no command takes away again what a reset commits")
+        say(f"  nothing is committed yet in {', '.join(nowhere)}: no command takes away again what a reset commits")
 
 
 def _where(options: argparse.Namespace) -> tuple[Any, list[MessageQueue] | None]:
@@ -348,35 +349,35 @@ def _print_plan(plan: ResetPlan) -> None:
         who = [move.member or "(offline)"] if broadcasting else []
         rows.append([*who, _name(move.queue), current, move.target, *amounts, note])
     print_table(f"Reset of {plan.subject} in topic {plan.topic}: {plan.way_text}", heads, rows)
-    print()
+    say()
     if plan.unsubscribed:
-        print(f"  {plan.unsubscribed}")
+        say(f"  {plan.unsubscribed}")
     for broker in plan.brokers:
-        print(f"  {broker}")
+        say(f"  {broker}")
     for each in plan.members:
-        print(f"  {each.client_id} ({each.client}): {each.how}")
+        say(f"  {each.client_id} ({each.client}): {each.how}")
     if not plan.members:
-        print("  nobody of the group is online")
+        say("  nobody of the group is online")
     if broadcasting and plan.member is None:
-        print("  members that are offline will follow at their next start")
+        say("  members that are offline will follow at their next start")
 
 
 def _print_step(step: ResetProgress) -> None:
-    print(f"... {step}", file=sys.stderr, flush=True)
+    tell(f"... {step}")
 
 
 def _print_result(result: ResetResult) -> None:
     rows = [[outcome.subject, outcome.state, outcome.text] for outcome in result.outcomes]
-    print()
+    say()
     if rows:
         print_table(result.heading, ["who", "state", ""], rows)
     else:
-        print(result.heading)
+        say(result.heading)
     for name, text in sorted(result.brokers.items()):
-        print(f"  {name}: {text}")
+        say(f"  {name}: {text}")
     if result.raced:
         names = ", ".join(map(_name, result.raced))
-        print(f"  somebody else has reset {names} at the same time; theirs was later, and counts")
+        say(f"  somebody else has reset {names} at the same time; theirs was later, and counts")
 
 
 def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
@@ -432,7 +433,7 @@ def run_forget(options: argparse.Namespace) -> int:
     if options.output == "json":
         _print_json({"group": options.group, "topic": options.topic, "forgotten": True})
     else:
-        print(f"nothing is recorded any more for {options.group} in {options.topic}")
+        say(f"nothing is recorded any more for {options.group} in {options.topic}")
     return 0
 
 
@@ -446,5 +447,5 @@ def run_adopt(options: argparse.Namespace) -> int:
     if options.output == "json":
         _print_json({"directory": options.directory, "kept": str(kept)})
     else:
-        print(f"its offsets are in {options.directory} now; the old store is kept in {kept}")
+        say(f"its offsets are in {options.directory} now; the old store is kept in {kept}")
     return 0

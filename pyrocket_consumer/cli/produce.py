@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection
-from pyrocket_consumer.cli.streams import Interrupts, may_write, to_json, write_to_nobody
+from pyrocket_consumer.cli.streams import Interrupts, may_write, say, say_json, tell, write_to_nobody
 from pyrocket_consumer.errors import RocketError
 
 _EXAMPLES = """\
@@ -49,7 +48,10 @@ def run(options: argparse.Namespace) -> int:
         with Interrupts() as interrupts:
             _send(options, interrupts, sent)
         # Flushed here: where it cannot be written, how many there are is told beside.
-        print(_as_json(options, sent, None) if options.output == "json" else _text(options, sent), flush=True)
+        if options.output == "json":
+            say_json(_as_json(options, sent, None))
+        else:
+            say(_text(options, sent))
     except BaseException as error:
         _tell_stopped(options, sent, error)
         raise
@@ -70,26 +72,26 @@ def _send(options: argparse.Namespace, interrupts: Interrupts, sent: _Sent) -> N
                         pass
                     if may_write(0):
                         stored = {"queue": str(result.queue), "offset": result.queue_offset, "id": result.message_id}
-                        print(json.dumps(stored), flush=True)
+                        say_json(stored)
 
 
 def _text(options: argparse.Namespace, sent: _Sent) -> str:
     return f"{sent.count} {'message' if sent.count == 1 else 'messages'} sent to {options.topic}"
 
 
-def _as_json(options: argparse.Namespace, sent: _Sent, stopped_by: str | None) -> str:
-    return to_json({"topic": options.topic, "sent": sent.count, "last": sent.last or None, "stopped_by": stopped_by})
+def _as_json(options: argparse.Namespace, sent: _Sent, stopped_by: str | None) -> dict[str, object]:
+    return {"topic": options.topic, "sent": sent.count, "last": sent.last or None, "stopped_by": stopped_by}
 
 
 def _tell_stopped(options: argparse.Namespace, sent: _Sent, error: BaseException) -> None:
     """Tell how many were sent before something stopped it; of the first message its error says enough."""
     if sent.count or not isinstance(error, RocketError):
         last = f"; the last was {sent.last}" if sent.last else ""
-        print(f"pyrocket: stopped, {_text(options, sent)}{last}", file=sys.stderr, flush=True)
+        tell(f"pyrocket: stopped, {_text(options, sent)}{last}")
     if options.output == "json" and sys.stdout is not None and may_write(0):
         try:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-            print(_as_json(options, sent, reason), flush=True)
+            say_json(_as_json(options, sent, reason))
         except OSError:
             write_to_nobody()
 
@@ -114,7 +116,7 @@ class _Bodies:
         if sys.stdin is None:
             raise RocketError("- reads standard input, which is closed; give it something to read, as in: seq 10 | …")
         if sys.stdin.isatty():
-            print("a message a line, until Ctrl-D", file=sys.stderr, flush=True)
+            tell("a message a line, until Ctrl-D")
         number = 0
         while line := sys.stdin.buffer.readline(self._most_bytes + len(b"\r\n")):
             number += 1

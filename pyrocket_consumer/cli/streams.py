@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
+from pyrocket_consumer.text import as_json_strings, printable
+
 
 def write_anywhere() -> None:
     """Have what a console's encoding lacks written as an escape, so that no text is an error."""
@@ -24,10 +26,21 @@ def write_anywhere() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def to_json(value: object, indent: int | None = None) -> str:
-    """Return JSON that comes out whole: an escape of the console's, instead of JSON's, would make it none."""
+def say(text: str = "") -> None:
+    """Print a line at once. Whoever wrote parts of it, it moves no cursor and makes no second line."""
+    print(printable(text), flush=True)
+
+
+def tell(text: str) -> None:
+    """Print such a line on standard error."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def say_json(value: object, indent: int | None = None) -> None:
+    """Print JSON that comes out whole: an escape of the console's, instead of JSON's, would make it none."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
-    return json.dumps(value, ensure_ascii=codecs.lookup(encoding).name != "utf-8", indent=indent)
+    text = json.dumps(value, ensure_ascii=codecs.lookup(encoding).name != "utf-8", indent=indent)
+    print(as_json_strings(text), flush=True)
 
 
 def reader_has_left() -> bool:

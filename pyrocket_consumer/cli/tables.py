@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from pyrocket_consumer.cli.streams import say
+from pyrocket_consumer.text import printable
+
 
 def print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table; columns of numbers are aligned to the right."""
-    texts = [[str(cell) for cell in row] for row in rows]
+    texts = [[printable(str(cell)) for cell in row] for row in rows]
     numeric = [all(isinstance(row[place], (int, float)) for row in rows) for place in range(len(heads))]
     if sys.stdout.isatty():
         try:
@@ -17,18 +20,18 @@ def print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object
         except ImportError:
             pass
         else:
-            table = Table(title=title, title_justify="left")
+            table = Table(title=printable(title), title_justify="left")
             for head, right in zip(heads, numeric, strict=True):
                 table.add_column(head, justify="right" if right else "left")
             for row in texts:
                 table.add_row(*row)
-            Console().print(table)
+            Console(markup=False, emoji=False).print(table)  # brackets are text
             return
     widths = [max(len(head), *(len(row[place]) for row in texts), 0) for place, head in enumerate(heads)]
-    print(title)
+    say(title)
     for row in [list(heads), ["-" * width for width in widths], *texts]:
         cells = [
             cell.rjust(width) if right else cell.ljust(width)
             for cell, width, right in zip(row, widths, numeric, strict=True)
         ]
-        print("  " + "  ".join(cells).rstrip())
+        say("  " + "  ".join(cells).rstrip())
