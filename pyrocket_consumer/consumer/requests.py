@@ -37,7 +37,7 @@ from pyrocket_consumer.wire.command import (
 )
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.message import Bodies, Message, decode_message
-from pyrocket_consumer.wire.reset_plan import is_relayed
+from pyrocket_consumer.wire.reset_plan import is_order, is_relayed
 from pyrocket_consumer.wire.subscription import matches
 
 log = logger("consumer")
@@ -151,9 +151,11 @@ class BrokerRequests:
         refusal = self._not_ours(command, header.consumer_group)
         if refusal is not None:
             return refusal
-        if is_relayed(command.fields):
+        if is_order(command.fields):
             return await self._resets.answer_relayed(command)
         async with self._turns:
+            if is_relayed(command.fields):
+                return await self._resets.answer_relayed(command)
             stacks = await asyncio.to_thread(_stacks) if header.jstack_enable else None
             return command.answer(body=bodies.encode_running_info(self.running_info(stacks)))
 

@@ -100,6 +100,11 @@ def is_relayed(fields: Mapping[str, str]) -> bool:
     return "pyrocketOp" in fields
 
 
+def is_order(fields: Mapping[str, str]) -> bool:
+    """Tell whether a request for running info orders a member of ours to move."""
+    return fields.get("pyrocketOp") == "reset"
+
+
 def is_acknowledged(fields: Mapping[str, str]) -> bool:
     """Tell whether an answer comes from a member of ours."""
     return "pyrocketAck" in fields

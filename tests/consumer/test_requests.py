@@ -263,14 +263,21 @@ def test_stacks_tell_where_threads_are_and_no_more(embedded):
 
 
 @pytest.mark.parametrize(
-    "code", [RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT], ids=["info", "status"]
+    ("code", "more"),
+    [
+        (RequestCode.GET_CONSUMER_RUNNING_INFO, {}),
+        (RequestCode.GET_CONSUMER_RUNNING_INFO, {"pyrocketOp": "status", "pyrocketV": "1", "pyrocketId": "1"}),
+        (RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, {}),
+    ],
+    ids=["info", "our status", "status"],
 )
-def test_questions_in_their_thousands_are_answered_busy(embedded, code):
+def test_questions_in_their_thousands_are_answered_busy(embedded, code, more):
     """And messages are consumed, and offsets stored, meanwhile."""
+    question = {**ASKED[code], **more}
     embedded.create_topic("T", queues=4)
     events = Events()
     with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
-        answers = Asking(embedded.broker("broker-a")).ask_each(code, 5000 * [ASKED[code]])
+        answers = Asking(embedded.broker("broker-a")).ask_each(code, 5000 * [question])
         first = next(answers)
         fill(embedded, "T", 20)
         seen.wait_for(20)
@@ -279,7 +286,7 @@ def test_questions_in_their_thousands_are_answered_busy(embedded, code):
         assert codes.keys() == {0, 2}
         assert codes[2] > codes[0]
         assert "64 of them are under way" in events.wait_for("request-refused").text
-        assert Asking(embedded.broker("broker-a")).ask(code, ASKED[code]).code == 0
+        assert Asking(embedded.broker("broker-a")).ask(code, question).code == 0
         assert events.of("commit-failed") == []
 
 

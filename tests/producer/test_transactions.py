@@ -6,10 +6,12 @@ import threading
 
 import pytest
 
-from pyrocket_consumer import ConfigError, MessageQueue, RouteNotFound, SendError
+from pyrocket_consumer import ConfigError, MessageQueue, ProtocolError, RouteNotFound, SendError
 from pyrocket_consumer.producer import OutgoingMessage, TransactionProducer, TransactionState
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.codes import RequestCode, SysFlag
+from pyrocket_consumer.wire.message import StoredMessage, encode_message
+from tests.asking import Asking
 from tests.real_brokers import wait_until
 
 # The broker looks every second, and asks about half messages older than a second.
@@ -230,6 +232,29 @@ def test_another_producer_of_the_group_answers_for_one_that_is_gone(quick, produ
     producing(quick, TransactionProducer, group="payments", check=check, topics=["orders"])
     assert check.wait_for(1).message_id == half.sent.message_id
     quick.wait_until(lambda: quick.messages("orders") != [])
+
+
+ASKED = {"tranStateTableOffset": "0", "commitLogOffset": "0", "msgId": "A"}
+
+
+def test_a_name_server_may_not_ask(quick, producing):
+    producing(quick, TransactionProducer, group="payments", check=never, topics=["orders"])
+    record = encode_message(StoredMessage("orders", b"x", {"UNIQ_KEY": "A"}))
+    refused = Asking(quick.name_server_node).ask(RequestCode.CHECK_TRANSACTION_STATE, ASKED, record)
+    assert refused.remark == "CHECK_TRANSACTION_STATE is not obeyed: only brokers of the topics in use may ask"
+
+
+def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, producing):
+    """Thousands may wait, and each may be small as it is stored, and large; or not to be unpacked at all."""
+    check = Check()
+    producing(quick, TransactionProducer, group="payments", check=check, topics=["orders"])
+    quick.broker("broker-a").wait_for(RequestCode.HEART_BEAT)
+    packed = StoredMessage("orders", b"no zlib", {"UNIQ_KEY": "A"}, sys_flag=SysFlag.COMPRESSED)
+    Asking(quick.broker("broker-a")).tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED, encode_message(packed))
+    message = check.wait_for(1)
+    assert message.message_id == "A"
+    with pytest.raises(ProtocolError):
+        print(message.body)
 
 
 def test_a_message_that_is_not_stored_runs_nothing(quick, producing):
