@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pyrocket_consumer import EventKind, ProducerConfig, admin, consumer, errors
 from pyrocket_consumer.config import ConsumerConfig
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 
 OPTIONS = sorted({field.name for kind in (ConsumerConfig, ProducerConfig) for field in fields(kind)})
@@ -49,3 +51,34 @@ def test_the_design_notes_print_the_table_of_states():
 
     notes = (ROOT / "docs" / "design.md").read_text()
     assert all(state.name in notes for state in QueueState)
+
+
+def test_the_security_policy_names_the_version_that_gets_fixes():
+    release = ".".join(pyrocket_consumer.__version__.split(".")[:2])
+    assert f"\n| {release} | yes |\n" in (ROOT / "SECURITY.md").read_text()
+
+
+LINKED = re.compile(r"\]\(([^)\s]+)\)")
+
+
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *DOCS.glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    wrong = []
+    for link in LINKED.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            wrong.append(link)
+    assert wrong == []
+
+
+def anchors(text: str) -> set[str]:
+    """Return what links may name in a page: its headings, as code hosts write them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
