@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -28,6 +29,8 @@ class BodyRoom(Bodies):
         self._changed = threading.Condition(threading.Lock())
         self._used = 0
         self._waiting: deque[Entry] = deque()
+        self.unpacking = asyncio.Lock()
+        """Held while a large inner batch is unpacked, until its messages count."""
 
     def entry(self, messages: Sequence[Message]) -> Entry | None:
         """Return what a listener call with `messages` needs to enter; None when it has none whose body is packed."""

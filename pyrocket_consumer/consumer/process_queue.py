@@ -135,6 +135,10 @@ class Budget:
             self._expected += expected
             return True
 
+    def may_unpack(self, held: int) -> bool:
+        """Tell whether a window that holds `held` bytes may unpack an inner batch, whose size nobody knows before."""
+        return self._held < self._limit or (not held and self._idle())
+
     def take(self, window: ProcessQueue, expected: int, size: int) -> bool:
         """Tell whether an answer of `size` bytes is taken; they then count as what was expected, until it is settled.
 
@@ -395,6 +399,11 @@ class ProcessQueue:
             self._waiting_for = wanted
             self._is_crowded = has_room
             return False
+
+    def may_unpack(self, wanted: int) -> bool:
+        """Tell whether messages may be added whose number is not known: there is room for `wanted`, and for bytes."""
+        with self._lock:
+            return self._room(wanted) and self.budget.may_unpack(self._bytes)
 
     @property
     def waits_for_room(self) -> bool:

@@ -22,7 +22,7 @@ from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.compression import decompress
 from pyrocket_consumer.wire.frame import Extent
 from pyrocket_consumer.wire.ids import decode_host
-from pyrocket_consumer.wire.message import Message, decode_messages, stored_body
+from pyrocket_consumer.wire.message import Message, decode_messages, inner_messages, stored_body
 from pyrocket_consumer.wire.properties import PropertyName
 
 MAX_BODY_BYTES_OF_BATCH = 16 * 1024 * 1024
@@ -139,14 +139,17 @@ class _Rows:
     """Messages, one object each: for records that numpy cannot read, and for few."""
 
     def __init__(self, pulled: Sequence[PulledRecords], instead: Instead) -> None:
-        def packed(batch: Message, error: ProtocolError) -> Message | None:
-            given = instead(batch.queue, batch.queue_offset, stored_body(batch), error)
-            return None if given is None else batch  # whose body is what is stored
+        def unpack(batch: Message) -> Iterable[Message]:
+            try:
+                return inner_messages(batch)
+            except ProtocolError as error:
+                given = instead(batch.queue, batch.queue_offset, stored_body(batch), error)
+            return [] if given is None else [batch]  # whose body is what is stored
 
         self._messages = [
             message
             for answer in pulled
-            for message in decode_messages(bytes(answer.records), answer.queue, packed)
+            for message in decode_messages(bytes(answer.records), answer.queue, unpack)
             if answer.begin <= message.queue_offset < answer.end
         ]
 

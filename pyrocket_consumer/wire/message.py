@@ -74,6 +74,10 @@ _LAST_OFFSET = 2**63 - 1
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+_STRETCH = 64 * 1024
+"""Bytes of an answer that are decoded before its records are counted: to count each one costs more."""
+
+
 class Bodies:
     """How the bodies of messages are unpacked: each up to `max_bytes`, from which on it is too large."""
 
@@ -84,6 +88,9 @@ class Bodies:
 
 
 _USUAL_BODIES = Bodies()
+
+Unpack = Callable[["Message"], Iterable["Message"]]
+"""Gives what stands for an inner batch."""
 
 
 class Message:
@@ -366,44 +373,53 @@ def forget_body(message: Message) -> None:
 def decode_messages(
     data: bytes,
     queue: MessageQueue | None = None,
-    packed: Callable[[Message, ProtocolError], Message | None] | None = None,
+    unpack: Unpack | None = None,
     bodies: Bodies = _USUAL_BODIES,
+    most: int | None = None,
 ) -> list[Message]:
     """Return the messages in the body of a pull's answer, in order; inner batches are unpacked.
 
     `queue` is the one pulled from; without it each message names the queue in its record, with no broker name. What
-    `packed` gives for an inner batch that cannot be unpacked stands for it, as one message or none; without it that is
-    an error. `bodies` says how much may be unpacked.
+    `unpack` gives for an inner batch stands for it; without it that is what `inner_messages` gives. `bodies` says how
+    much may be unpacked. `most` is how many records there may be; a few hundred more are read before that is noticed.
 
     Raises:
-        ProtocolError: not a sequence of records. Damage inside a record raises when that part is read.
+        ProtocolError: not a sequence of records, or too many. Damage inside a record raises when that part is read.
         ConfigError: an inner batch is compressed in a way whose package is not installed.
     """
     messages: list[Message] = []
     add, glance, size = messages.append, _GLANCE.unpack_from, len(data)
     start, last = 0, size - 91  # the shortest record
-    unpacked = 0
+    until = last if most is None else min(last, _STRETCH)
+    unpacked = surplus = 0
     while start <= last:
-        total, magic, queue_offset, sys_flag, body_length = glance(data, start)
-        end, body_end = start + total, start + 88 + body_length
-        if magic != _MAGIC_V1 or sys_flag & _UNUSUAL:
-            end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, packed, bodies)
-        elif body_end + 3 <= end <= size:
-            message = Message()
-            message.queue_offset = queue_offset
-            message.sys_flag = sys_flag
-            message._data = data
-            message._start = start
-            message._body_end = body_end
-            message._end = end
-            message._queue = queue
-            message._fixed = message._body = message._properties = None
-            message._done = False
-            message._extra_attempts = 0
-            add(message)
-        else:
-            raise ProtocolError(f"record at {start} of {size}: size {total}, body of {body_length} bytes")
-        start = end
+        while start <= until:
+            total, magic, queue_offset, sys_flag, body_length = glance(data, start)
+            end, body_end = start + total, start + 88 + body_length
+            if magic != _MAGIC_V1 or sys_flag & _UNUSUAL:
+                before = len(messages)
+                end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, unpack, bodies)
+                surplus += len(messages) - before - 1
+            elif body_end + 3 <= end <= size:
+                message = Message()
+                message.queue_offset = queue_offset
+                message.sys_flag = sys_flag
+                message._data = data
+                message._start = start
+                message._body_end = body_end
+                message._end = end
+                message._queue = queue
+                message._fixed = message._body = message._properties = None
+                message._done = False
+                message._extra_attempts = 0
+                add(message)
+            else:
+                raise ProtocolError(f"record at {start} of {size}: size {total}, body of {body_length} bytes")
+            start = end
+        if most is not None:
+            if len(messages) - surplus > most:
+                raise ProtocolError(f"more than {most} records in {size} bytes, which no pull asks for")
+            until = min(last, start + _STRETCH)
     if start != size:
         raise ProtocolError(f"{size - start} bytes at {start} are too few for a record")
     return messages
@@ -431,7 +447,7 @@ def _decode_unusual(
     queue: MessageQueue | None,
     messages: list[Message],
     unpacked: int,
-    packed: Callable[[Message, ProtocolError], Message | None] | None,
+    unpack: Unpack | None,
     bodies: Bodies,
 ) -> tuple[int, int]:
     """Add the messages of a record with IPv6 hosts, a long topic, a packed body or an inner batch.
@@ -442,20 +458,44 @@ def _decode_unusual(
     if message.sys_flag & _UNPACK != _UNPACK:
         messages.append(message)
         return message._end, unpacked
-    items = list[Message]()
+    if unpack is not None:
+        messages += unpack(message)
+        return message._end, unpacked
     try:
-        for record in _unpack(message):
-            unpacked += len(record)
-            if unpacked > MAX_BODY_BYTES:  # a few bytes can hold millions of items
-                raise ProtocolError(f"inner batches hold more than {MAX_BODY_BYTES} bytes of records")
-            items.append(_message_at(record, 0, queue, bodies))
+        items = inner_messages(message, bodies.max_bytes - unpacked)
     except ProtocolError as error:
-        if packed is None:
-            raise ProtocolError(f"record at {start}, inner batch at offset {message.queue_offset}: {error}") from error
-        instead = packed(message, error)
-        items = [] if instead is None else [instead]
+        raise ProtocolError(f"record at {start}, inner batch at offset {message.queue_offset}: {error}") from error
     messages += items
-    return message._end, unpacked
+    return message._end, unpacked + sum(item.store_size for item in items)
+
+
+def inner_messages(batch: Message, most_bytes: int | None = None) -> list[Message]:
+    """Return the messages of an inner batch, each with a record of its own.
+
+    Raises:
+        ProtocolError: it is damaged; or its records take more than `most_bytes` (as much as a body may hold), or are
+            more than a broker can count, which is a BodyTooLarge.
+        ConfigError: it is compressed in a way whose package is not installed.
+    """
+    most = batch._bodies.max_bytes if most_bytes is None else most_bytes
+    items, size = list[Message](), 0
+    for record in _unpack(batch, most):
+        size += len(record)
+        if size > most:  # a few bytes can hold millions of items
+            raise BodyTooLarge(f"inner batches hold more than {batch._bodies.max_bytes} bytes of records")
+        if len(items) == _MOST_INNER:
+            raise BodyTooLarge(f"an inner batch holds more than {_MOST_INNER} messages")
+        items.append(_message_at(record, 0, batch._queue, batch._bodies))
+    return items
+
+
+def refuse_batch(batch: Message, error: ProtocolError) -> None:
+    """Have an inner batch be one message whose body raises `error`."""
+    batch._refused = error
+
+
+_MOST_INNER = 2**15 - 1
+"""Brokers count the messages of an inner batch in 16 bits. Source: BatchConsumeQueue."""
 
 
 def _message_at(data: bytes, start: int, queue: MessageQueue | None, bodies: Bodies) -> Message:
@@ -491,7 +531,7 @@ def _one(record: bytes, queue: MessageQueue | None, extra_attempts: int, max_bod
     return message
 
 
-def _unpack(batch: Message) -> Iterator[bytes]:
+def _unpack(batch: Message, most_bytes: int) -> Iterator[bytes]:
     """Yield a record for each item of an inner batch: everything is the batch's but offset, flag, body and properties.
 
     Source: MessageDecoder.decodeMessage(MessageExt, List).
@@ -501,7 +541,7 @@ def _unpack(batch: Message) -> Iterator[bytes]:
     topic = batch._data[batch._body_end : batch._properties_start() - 2]  # with its length
     body = batch._data[batch._start + fixed.size : batch._body_end]
     if batch.sys_flag & SysFlag.COMPRESSED:
-        body = decompress(body, batch.sys_flag)
+        body = decompress(body, batch.sys_flag, most_bytes)
     for number, item in enumerate(_batch_items(body)):
         length = item.properties - item.body
         size = fixed.size + len(topic) + item.end - item.body

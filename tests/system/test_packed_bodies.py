@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import struct
 import threading
+import time
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -17,7 +20,10 @@ from pyrocket_consumer import ConsumerState, ProtocolError, PushConsumer
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.model import dlq_topic
+from pyrocket_consumer.testing import rewrite
+from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import SendMessageHeader
+from pyrocket_consumer.wire.message import BatchItem, StoredMessage, encode_batch, encode_message
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
 
 MIB = 1 << 20
@@ -246,3 +252,118 @@ def test_a_consumer_closes_while_calls_wait_for_room(embedded, topic, group, is_
     threading.Timer(0.3, goes_on.set).start()
     consumer.close()
     assert embedded.committed(group, topic) == {0: 1}, "the others had not begun"
+
+
+# --- inner batches
+
+BATCH = 0xC0  # sysFlag: an inner batch, to be unpacked
+ITEM = struct.pack(">IIIiIH", 22, 0, 0, 0, 0, 0)
+
+
+def batch(*bodies):
+    return encode_batch(BatchItem(body) for body in bodies)
+
+
+class IoPauses:
+    """How long the I/O thread of a consumer stood still at most."""
+
+    def __init__(self, consumer):
+        self._loop, self.longest_s, self._on = consumer._life.loop, 0.0, True
+        self._loop.call_soon_threadsafe(self._tick, time.thread_time())
+
+    def _tick(self, before):
+        now = time.thread_time()
+        self.longest_s = max(self.longest_s, now - before)
+        if self._on:
+            self._loop.call_soon(self._tick, now)
+
+    def stop(self):
+        self._on = False
+
+
+@pytest.mark.parametrize("kind", [0, ZSTD], ids=["plain", "zstd"])
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_batch_that_no_broker_could_count_is_one_failed_message(embedded, topic, group, kind, orderly):
+    """3.4 KB that hold 610 000 messages; what is behind them is consumed."""
+    embedded.create_topic(topic, queues=1)
+    body = ITEM * 100_000
+    send(embedded, topic, PACKED[kind](body * 6) if kind else body, sys_flag=BATCH | kind)
+    send(embedded, topic, b"next")
+    events = Events()
+    bodies = []
+
+    def listener(message):
+        bodies.append(message.body)
+
+    with traced() as peak, consuming(embedded, topic, group, listener, on_event=events, orderly=orderly):
+        event = events.wait_for("message-too-large")
+        assert event.facts["offset"] == 0
+        until(lambda: embedded.committed(group, topic) == {0: 2}, "consumed")
+    assert bodies == [b"next"]
+    assert peak[0] < 120 * MIB
+
+
+@pytest.mark.parametrize("bits", [0, ZLIB], ids=["plain", "zlib"])
+def test_a_large_batch_is_consumed_whole_and_leaves_the_io_thread_alone(embedded, broker, topic, group, bits):
+    """As large as a broker takes it, and legitimate."""
+    embedded.create_topic(topic, queues=1)
+    bodies = [b"%d" % number for number in range(20_000)]
+    whole = batch(*bodies)
+    send(embedded, topic, zlib.compress(whole) if bits else whole, sys_flag=BATCH | bits)
+    count = len(bodies)
+
+    def stretched(answer):
+        """As a broker answers that knows how many messages are in it."""
+        return dataclasses.replace(
+            answer, fields={**answer.fields, "nextBeginOffset": str(count), "maxOffset": str(count)}
+        )
+
+    broker.on(RequestCode.PULL_MESSAGE, rewrite(lambda answer: stretched(answer) if answer.body else answer))
+    seen = set()
+    consumer = PushConsumer(group, name_server=embedded.name_server, **QUICK)
+    consumer.subscribe(topic, lambda message: seen.add(message.body))
+    consumer.start()
+    pauses = IoPauses(consumer)
+    try:
+        until(lambda: len(seen) == count, "consumed")
+    finally:
+        pauses.stop()
+        consumer.close()
+    assert seen == set(bodies)
+    assert pauses.longest_s < 0.1
+
+
+def test_a_batch_that_is_damaged_is_one_failed_message(embedded, topic, group):
+    embedded.create_topic(topic, queues=1)
+    send(embedded, topic, ITEM + b"\xff" * 40, sys_flag=BATCH)
+    send(embedded, topic, ITEM * 20_000 + b"\xff" * 40, sys_flag=BATCH)
+    send(embedded, topic, b"next")
+    bodies, errors = [], []
+
+    def listener(message):
+        try:
+            bodies.append(message.body)
+        except ProtocolError as error:
+            errors.append(str(error))
+
+    with consuming(embedded, topic, group, listener):
+        until(lambda: embedded.committed(group, topic) == {0: 3}, "consumed")
+    assert bodies == [b"next"]
+    assert len(errors) == 2
+    assert all("batch item" in error for error in errors)
+
+
+def test_an_answer_with_more_records_than_anybody_asks_for_is_refused_and_tried_again(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+    send(embedded, topic, b"fine")
+
+    def flood(answer):
+        record = encode_message(StoredMessage(topic, b""))
+        return dataclasses.replace(answer, body=record * 60_000)
+
+    broker.on(RequestCode.PULL_MESSAGE, rewrite(lambda answer: flood(answer) if answer.body else answer), times=2)
+    seen, events = Seen(), Events()
+    with consuming(embedded, topic, group, seen, on_event=events):
+        seen.wait_for(1)
+    assert seen.bodies == [b"fine"]
+    assert "more than 1024 records" in "".join(event.text for event in events.all)
