@@ -10,6 +10,7 @@ from typing import Any
 from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
 from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.config import check_bool, check_int
@@ -96,7 +97,9 @@ async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
     """Return the groups that any master knows, sorted."""
     asked = await masters(cluster)
     answers = await at_each(asked, lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader()))
-    found = {name for answer in answers.values() for name in decode_subscription_groups(answer.body)}
+    found: set[str] = set()
+    for answer in answers.values():
+        found.update(await read_body(decode_subscription_groups, answer.body))
     if include_system:
         return sorted(found)
     namespace = cluster.config.namespace
@@ -131,7 +134,7 @@ async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str,
             if address is None:
                 raise ConnectError(f"broker {name}", "the name server knows no master of it")
             answer = await cluster.call(address, GetAllSubscriptionGroupsHeader())
-            known.update(decode_subscription_groups(answer.body))
+            known.update(await read_body(decode_subscription_groups, answer.body))
         except PermissionDenied:
             forbidden.append(name)
         except (ConnectError, ConnectionLost, RequestTimeout) as error:

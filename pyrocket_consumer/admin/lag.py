@@ -12,6 +12,7 @@ from pyrocket_consumer.admin.groups import check_group_exists
 from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.admin.topics import list_topics
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.members import GroupMembers, Member, group_members, member_offsets
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
@@ -234,7 +235,7 @@ async def _of_brokers(
     async def ask(name: str) -> None:
         try:
             answer = await cluster.call(survey.brokers[name], GetConsumeStatsHeader(group, topic))
-            stats.update(decode_consume_stats(answer.body).queues)
+            stats.update((await read_body(decode_consume_stats, answer.body)).queues)
         except RocketError as error:
             failures[name] = error
 

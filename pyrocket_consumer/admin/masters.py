@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 async def cluster_info(cluster: Cluster) -> ClusterInfo:
     """Return all brokers and clusters that the name server knows."""
-    return decode_cluster_info((await cluster.ask_name_server(GetClusterInfoHeader())).body)
+    return await cluster.read_from_name_server(GetClusterInfoHeader(), decode_cluster_info)
 
 
 def check_targets(brokers: Iterable[str] | None, cluster_name: str | None) -> list[str] | None:

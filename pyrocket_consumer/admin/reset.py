@@ -13,6 +13,7 @@ from pyrocket_consumer.admin.groups import check_group_exists
 from pyrocket_consumer.admin.reset_plan import BrokerPlan, MemberPlan, ResetPlan, ResetWay, way_for
 from pyrocket_consumer.admin.reset_result import ResetOutcome, ResetProgress, ResetResult, ResetState, queue_name
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.members import (
     Member,
@@ -494,7 +495,7 @@ class _Execution:
             answer = await self._cluster.call(
                 broker.address, ResetOffsetHeader(self._topic, self._group, -1, False, -1)
             )
-            sent = decode_offset_table(answer.body)
+            sent = await read_body(decode_offset_table, answer.body)
             if all(sent.get(queue) == self._targets[queue] for queue in queues):
                 return
             self._tell("broker", broker.name, "a member committed at the same moment; repeated")

@@ -18,6 +18,7 @@ from pyrocket_consumer.admin.reset_plan import (
 )
 from pyrocket_consumer.admin.reset_result import queue_name
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.cluster.members import (
     RELAYS_AT_ONCE,
@@ -217,7 +218,7 @@ async def _brokers(cluster: Cluster, route: TopicRoute) -> list[BrokerPlan]:
             return BrokerPlan(name, address, problem=str(error))
         except RocketError as error:
             return BrokerPlan(name, address, problem=str(error))
-        setting = decode_java_properties(answer.body).get(_SERVER_SIDE_SETTING)
+        setting = (await read_body(decode_java_properties, answer.body)).get(_SERVER_SIDE_SETTING)
         if setting is None:  # it is absent before 5.1
             server_side = answer.version >= _SERVER_SIDE_SINCE
         else:

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.namespace import is_system, unwrap, wrap
 from pyrocket_consumer.errors import BrokerError, ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.model import DLQ_PREFIX, PERM_READ, PERM_WRITE, RETRY_PREFIX, MessageQueue, TopicRoute
@@ -98,7 +100,7 @@ async def _queue_count(cluster: Cluster, topic: str, address: str) -> int | None
         answer = await cluster.call(address, GetTopicStatsInfoHeader(topic))
     except BrokerError:
         return None
-    return len(decode_topic_stats(answer.body).queues)
+    return len((await read_body(decode_topic_stats, answer.body)).queues)
 
 
 def check_perm(perm: object) -> None:
@@ -161,12 +163,12 @@ async def _until_routed(
 
 async def _route_at(cluster: Cluster, name_server: str, topic: str) -> TopicRoute | None:
     answer = await cluster.call(name_server, GetRouteInfoHeader(topic), accept=(0, ResponseCode.TOPIC_NOT_EXIST))
-    return decode_route(topic, answer.body) if answer.code == 0 else None
+    return await read_body(partial(decode_route, topic), answer.body) if answer.code == 0 else None
 
 
 async def list_topics(cluster: Cluster, *, include_system: bool) -> list[str]:
     """Return the topics there are, sorted."""
-    found = decode_topic_list((await cluster.ask_name_server(GetAllTopicsHeader())).body)
+    found = await cluster.read_from_name_server(GetAllTopicsHeader(), decode_topic_list)
     namespace = cluster.config.namespace
     if include_system:
         return sorted(found)
@@ -194,7 +196,7 @@ async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, Offse
     )
     ranges: dict[MessageQueue, OffsetRange] = {}
     for answer in answers.values():
-        for queue, stats in decode_topic_stats(answer.body).queues.items():
+        for queue, stats in (await read_body(decode_topic_stats, answer.body)).queues.items():
             at_ms = stats.last_update_timestamp
             ranges[MessageQueue(name, queue.broker_name, queue.queue_id)] = OffsetRange(
                 stats.min_offset, stats.max_offset, datetime.fromtimestamp(at_ms / 1000, UTC) if at_ms > 0 else None

@@ -1,13 +1,20 @@
-"""What an answer means: fine, or which error."""
+"""What an answer means: fine, or which error; and what is in it."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+import asyncio
+from collections.abc import Callable, Container
+from typing import TypeVar
 
 from pyrocket_consumer.errors import MOST_OF_A_REMARK, BrokerError, FlowControl, PermissionDenied
 from pyrocket_consumer.text import cut
 from pyrocket_consumer.wire.codes import ResponseCode, response_name
 from pyrocket_consumer.wire.frame import RemotingCommand
+
+T = TypeVar("T")
+
+LARGE_BODY_BYTES = 16 * 1024
+"""Bodies above this are decoded apart: they would keep the I/O thread for more than a few milliseconds."""
 
 _ACL_REMARK = "AclException"  # ACL 1.0 refuses with SYSTEM_ERROR; only the text tells
 
@@ -34,3 +41,14 @@ def refusal(answer: RemotingCommand, address: str) -> BrokerError:
     elif code in _BUSY:
         kind = FlowControl
     return kind(code, cut(remark, MOST_OF_A_REMARK), address, response_name(code))
+
+
+async def read_body(decode: Callable[[bytes], T], body: bytes) -> T:
+    """Return `decode(body)`; if it is large, from another thread, so that the I/O thread goes on meanwhile.
+
+    Raises:
+        ProtocolError: it is no such body.
+    """
+    if len(body) <= LARGE_BODY_BYTES:
+        return decode(body)
+    return await asyncio.get_running_loop().run_in_executor(None, decode, body)

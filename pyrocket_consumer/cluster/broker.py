@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container
 from typing import TYPE_CHECKING, TypeVar
 
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
 from pyrocket_consumer.net.connection import OnLate
@@ -326,7 +327,7 @@ class Broker:
             if error.code == ResponseCode.SYSTEM_ERROR and _NO_CONSUMER_REMARK in error.remark:
                 return []
             raise
-        return sorted(set(decode_consumer_list(answer.body)))
+        return sorted(set(await read_body(decode_consumer_list, answer.body)))
 
     async def lock(self, group: str, queues: Collection[MessageQueue]) -> set[MessageQueue]:
         """Lock `queues` for this client, or prolong the locks; return those it holds now. They last 60 s.
@@ -337,7 +338,7 @@ class Broker:
             return set()
         body = encode_lock_request(LockRequest(group, self._cluster.client_id, frozenset(queues)))
         answer = await self._call(LockBatchHeader(), next(iter(queues)).topic, body)
-        return set(decode_lock_answer(answer.body))
+        return await read_body(decode_lock_answer, answer.body)
 
     async def unlock(self, group: str, queues: Collection[MessageQueue]) -> None:
         """Release this client's locks of `queues`; return when the broker has acknowledged it."""

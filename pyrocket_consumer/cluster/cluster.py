@@ -355,6 +355,15 @@ class Cluster:
         """
         return await self._name_servers.ask(header, body, timeout_s=timeout_s, accept=accept)
 
+    async def read_from_name_server(self, header: Header, decode: Callable[[bytes], T]) -> T:
+        """Return `decode(body)` of the first name server whose answer can be read.
+
+        Raises:
+            ProtocolError: there is one name server, and what it answered cannot be read.
+            ConnectError, BrokerError: as `ask_name_server` does.
+        """
+        return await self._name_servers.read(header, decode)
+
     async def ask_every_name_server(self, header: Header, body: bytes = b"") -> list[RemotingCommand]:
         """Return every name server's answer: for changes, which name servers do not pass on to each other.
 
@@ -412,12 +421,11 @@ class Cluster:
 
     async def _ask_route(self, topic: str) -> TopicRoute:
         try:
-            answer = await self.ask_name_server(GetRouteInfoHeader(topic))
+            return await self.read_from_name_server(GetRouteInfoHeader(topic), partial(decode_route, topic))
         except BrokerError as error:
             if error.code == ResponseCode.TOPIC_NOT_EXIST:
                 raise RouteNotFound(topic, error.address) from error
             raise
-        return decode_route(topic, answer.body)
 
     def known_route(self, topic: str) -> TopicRoute | None:
         """Return what is known of `topic` without asking anybody."""

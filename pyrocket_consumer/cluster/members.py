@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.cluster import Cluster
 from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.errors import BrokerError, PermissionDenied, ProtocolError, RocketError
@@ -101,7 +102,7 @@ async def group_members(
             return
         if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
             return
-        found = decode_consumer_connection(answer.body)
+        found = await read_body(decode_consumer_connection, answer.body)
         models.add(found.message_model.lower())
         topics.update(each.topic for each in found.subscriptions)
         here: dict[str, int] = {}
@@ -163,7 +164,8 @@ async def speak_to(
             if not is_acknowledged(answer.fields):
                 return MemberReply(Reply.FOREIGN)
             header = RelayAnswerHeader.from_fields(answer.fields)
-            return MemberReply(Reply.OURS, header.state, header.reason or "", decode_report(answer.body))
+            report = await read_body(decode_report, answer.body)
+            return MemberReply(Reply.OURS, header.state, header.reason or "", report)
         except PermissionDenied as error:
             return MemberReply(Reply.FORBIDDEN, reason=str(error))
         except ProtocolError as error:
@@ -228,7 +230,7 @@ async def _told_offsets(cluster: Cluster, group: str, member: Member, topic: str
             answer = await cluster.call(
                 address, GetConsumerStatusHeader(topic, group, member.client_id), timeout_s=STATUS_TIMEOUT_S
             )
-            table = decode_consumer_status_table(answer.body)
+            table = await read_body(decode_consumer_status_table, answer.body)
         except PermissionDenied:  # it wants a right on the topic; what follows is content with one on the group
             return await _shown_offsets(cluster, address, group, member, topic)
         except RocketError as error:
@@ -246,8 +248,9 @@ async def _shown_offsets(
     """Return where a member stands in the queues it holds, as its running info shows."""
     header = GetConsumerRunningInfoHeader(group, member.client_id)
     answer = await cluster.call(address, header, timeout_s=RELAY_TIMEOUT_S)
+    found = await read_body(decode_running_info, answer.body)
     return {
         queue: info.commit_offset
-        for queue, info in decode_running_info(answer.body).queues.items()
+        for queue, info in found.queues.items()
         if info.commit_offset >= 0 and topic in ("", queue.topic)
     }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Container
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Container
+from typing import Protocol, TypeVar
 
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.errors import (
     BrokerError,
     ConnectError,
@@ -21,6 +22,8 @@ from pyrocket_consumer.wire.command import GetRouteInfoHeader, Header
 from pyrocket_consumer.wire.frame import RemotingCommand
 
 log = logger("cluster")
+
+T = TypeVar("T")
 
 _ANY_TOPIC = "TBW102"
 
@@ -92,12 +95,29 @@ class NameServers:
             ConnectError: none answered; names every address and its reason. With one name server its own error.
             BrokerError: it said no.
         """
+        return await self._first(lambda address: self._ask_one(address, header, body, timeout_s, accept))
+
+    async def read(self, header: Header, decode: Callable[[bytes], T]) -> T:
+        """Return `decode(body)` of the first name server whose answer can be read: `ask` for what has a body.
+
+        Raises:
+            ProtocolError: with one name server; what it answered cannot be read.
+            ConnectError, BrokerError: as `ask` does.
+        """
+
+        async def read_one(address: str) -> T:
+            return await read_body(decode, (await self._ask_one(address, header, b"", None, (0,))).body)
+
+        return await self._first(read_one)
+
+    async def _first(self, ask: Callable[[str], Awaitable[T]]) -> T:
+        """Return what the first name server gives to `ask(address)`, beginning with the one that did last."""
         failures: dict[str, RocketError] = {}
         for step in range(len(self.addresses)):
             index = (self._current + step) % len(self.addresses)
             address = self.addresses[index]
             try:
-                answer = await self._ask_one(address, header, body, timeout_s, accept)
+                answer = await ask(address)
             except BrokerError as error:
                 if error.code not in _IN_TROUBLE:
                     self._stay_at(index)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.errors import BrokerError, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
@@ -67,7 +68,7 @@ class Refusals:
             return
         try:
             answer = await group.cluster.call(address, GetConsumerConnectionListHeader(group.name))
-            found = decode_consumer_connection(answer.body)
+            found = await read_body(decode_consumer_connection, answer.body)
         except BrokerError:  # it knows no member of the group, or does not tell us
             return
         except RocketError as error:

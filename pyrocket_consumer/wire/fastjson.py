@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -17,7 +18,14 @@ from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
 
 MAX_DEPTH = 64
+"""How deep text, and what becomes of it, is nested; nothing that travels needs more than ten levels."""
+
 MAX_CHARACTERS = 64 * 1024 * 1024
+MAX_VALUES = 1_000_000
+"""How many values one text holds: a listing of 20,000 groups, which fills a frame of 16 MiB, has 600,000."""
+
+_SMALL_CHARACTERS = 64 * 1024
+_QUICK_VALUES = 50_000  # of more, orjson makes one piece of work that no other thread gets a word in for
 _LONG_CHARACTERS = 20  # a Java long has at most 19 digits and a sign; longer numbers are floats, as orjson has it
 
 _BOM = "\ufeff"
@@ -61,26 +69,58 @@ class ObjectKey(Mapping[str, Any]):
         return f"ObjectKey({self._fields!r})"
 
 
-def loads(text: bytes | bytearray | memoryview | str) -> Any:
+def loads(text: bytes | bytearray | memoryview | str, most_values: int = MAX_VALUES) -> Any:
     """Return the value that `text` holds. Object keys become ObjectKey, unquoted numbers as keys int.
 
     Whole numbers of up to 64 bits are exact. A byte order mark is skipped.
 
     Raises:
-        ProtocolError: it is cut short, followed by something else, nested too deep, or no JSON for another reason.
+        ProtocolError: it is cut short, followed by something else, nested too deep, has more than `most_values`, or is
+            no JSON for another reason.
     """
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        pass  # what only fastjson writes, or garbage: the reader below tells which
     if len(text) > MAX_CHARACTERS:
         raise ProtocolError(f"JSON text of {len(text)} characters; at most {MAX_CHARACTERS} are read")
+    if isinstance(text, memoryview):
+        text = bytes(text)
+    brackets = _count(text, "[") + _count(text, "{")
+    values = brackets + _count(text, ",") if len(text) > _SMALL_CHARACTERS else 0
+    if values > most_values:
+        raise ProtocolError(f"JSON text of {values} values; at most {most_values} are read")
+    if values <= _QUICK_VALUES:
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            pass  # what only fastjson writes, or garbage: the reader below tells which
+        else:
+            if brackets > MAX_DEPTH:
+                _check_depth(value)
+            return value
     if not isinstance(text, str):
         try:
-            text = bytes(text).decode()
+            text = text.decode()
         except UnicodeDecodeError as error:
             raise ProtocolError(f"JSON text is not UTF-8: {error}") from error
     return _Reader(text.removeprefix(_BOM)).document()
+
+
+def _count(text: bytes | bytearray | str, sign: str) -> int:
+    return text.count(sign) if isinstance(text, str) else text.count(sign.encode())
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        children = chain.from_iterable(
+            each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))
+        )
+        level = [child for child in children if isinstance(child, (dict, list))]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> ProtocolError:
+    return ProtocolError(f"JSON nested deeper than {MAX_DEPTH} levels")
 
 
 class _Reader:
@@ -221,6 +261,10 @@ def dumps(value: Any) -> bytes:
     """Return `value` as compact JSON. MessageQueue and ObjectKey become objects, as keys too; int keys stay unquoted.
 
     That is what every Java side reads; a JSON string in place of an object key is not.
+
+    Raises:
+        ProtocolError: it is nested too deep.
+        TypeError: it holds something that JSON has not.
     """
     try:
         return orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATACLASS)
@@ -228,34 +272,36 @@ def dumps(value: Any) -> bytes:
         return b"".join(_pieces(value))
 
 
-def _pieces(value: Any) -> Iterator[bytes]:
+def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
     if isinstance(value, MessageQueue):
         yield _queue_object(value)
+    elif depth >= MAX_DEPTH and isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        raise _too_deep()
     elif isinstance(value, Mapping):
         before = b"{"
         for key, item in value.items():
             yield before
-            yield _key_text(key)
+            yield _key_text(key, depth)
             yield b":"
-            yield from _pieces(item)
+            yield from _pieces(item, depth + 1)
             before = b","
         yield b"{}" if before == b"{" else b"}"
     elif isinstance(value, (list, tuple, set, frozenset)):
         before = b"["
         for item in value:
             yield before
-            yield from _pieces(item)
+            yield from _pieces(item, depth + 1)
             before = b","
         yield b"[]" if before == b"[" else b"]"
     else:
         yield orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATACLASS)
 
 
-def _key_text(key: Any) -> bytes:
+def _key_text(key: Any, depth: int) -> bytes:
     if isinstance(key, MessageQueue):
         return _queue_object(key)
     if isinstance(key, ObjectKey):
-        return b"".join(_pieces(key))
+        return b"".join(_pieces(key, depth + 1))
     if isinstance(key, (str, int)):
         return orjson.dumps(key)
     raise TypeError(f"a JSON key is text, a whole number, a MessageQueue or an ObjectKey, not {key!r}")

@@ -27,6 +27,12 @@ BINARY_HEADER = 1
 RESPONSE_FLAG = 1
 ONEWAY_FLAG = 2
 
+MAX_HEADER_BYTES = 512 * 1024
+"""The largest header: the properties of a message, at most 32 KiB, grow to six times that as text in JSON."""
+
+_MOST_VALUES = 20_000  # of a header that is no JSON as others know it, and read slowly
+_MOST_FIELDS = 1024  # no header has more than thirty
+
 _PREFIX = struct.Struct(">II")  # bytes that follow; header type << 24 | header length
 _BINARY_FIXED = struct.Struct(">hBhiii")  # code, language, version, opaque, flag, remark length
 
@@ -69,6 +75,10 @@ def encode_command(command: RemotingCommand, header_type: int = JSON_HEADER) -> 
     """
     header = _json_header(command) if header_type == JSON_HEADER else _binary_header(command)
     body = command.body
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are sent: shorten the message's properties"
+        )
     if _PREFIX.size + len(header) + len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(
             f"frame of {_PREFIX.size + len(header) + len(body)} bytes; servers take at most {MAX_FRAME_BYTES}"
@@ -144,7 +154,10 @@ def _decode_header(header: memoryview, header_type: int, body: bytes = b"") -> R
 
 
 def _decode_json_header(data: memoryview, body: bytes) -> RemotingCommand:
-    header = fastjson.loads(data)
+    try:
+        header = orjson.loads(data)  # may be nested as deep as it likes: nothing but `_text` and `_kind` looks into it
+    except orjson.JSONDecodeError:
+        header = fastjson.loads(data, _MOST_VALUES)  # half a surrogate pair in a remark, or garbage
     try:
         fields = header.get("extFields")
         command = RemotingCommand(
@@ -167,14 +180,23 @@ def _check_types(command: RemotingCommand) -> None:
     code, opaque, flag, fields, version = command.code, command.opaque, command.flag, command.fields, command.version
     if not (type(code) is type(opaque) is type(flag) is type(version) is int and type(fields) is dict):
         raise ProtocolError(
-            f"header has a field of the wrong type: {code=!r:.20} {opaque=!r:.20} {flag=!r:.20} {version=!r:.20}"
+            f"header has a field of the wrong type: code={_kind(code)} opaque={_kind(opaque)} flag={_kind(flag)} "
+            f"version={_kind(version)} extFields={_kind(fields)}"
         )
     if type(command.language) is not str or (command.remark is not None and type(command.remark) is not str):
-        raise ProtocolError(f"header has a field of the wrong type: {command.language=!r:.20} {command.remark=!r:.20}")
+        raise ProtocolError(
+            f"header has a field of the wrong type: language={_kind(command.language)} remark={_kind(command.remark)}"
+        )
+    if len(fields) > _MOST_FIELDS:
+        raise ProtocolError(f"header of {len(fields)} fields; at most {_MOST_FIELDS} are read")
     for value in fields.values():
         if type(value) is not str:  # numbers and booleans are tolerated, as Java does
             command.fields = {str(name): _text(value) for name, value in fields.items() if value is not None}
             break
+
+
+def _kind(value: object) -> str:
+    return f"{value!r:.20}" if isinstance(value, (int, float, str)) else type(value).__name__
 
 
 def _text(value: object) -> str:
@@ -188,8 +210,11 @@ def _decode_binary_header(data: bytes, body: bytes) -> RemotingCommand:
         remark, place = _take(data, place, remark_length)
         (fields_length,) = struct.unpack_from(">i", data, place)
         entries, _ = _take(data, place + 4, fields_length)
-        fields, place = {}, 0
+        fields, place, left = {}, 0, _MOST_FIELDS
         while place < len(entries):
+            if not left:
+                raise ProtocolError(f"header of more than {_MOST_FIELDS} fields")
+            left -= 1
             (name_length,) = struct.unpack_from(">h", entries, place)
             name, place = _take(entries, place + 2, name_length)
             (value_length,) = struct.unpack_from(">i", entries, place)
@@ -422,5 +447,8 @@ def _check_prefix(length: int, word: int) -> None:
             f"frame of {length} bytes, beginning with {length.to_bytes(4)!r}; "
             f"4 to {MAX_FRAME_BYTES - 4} are allowed"
         )
-    if 4 + (word & 0xFFFFFF) > length:
-        raise ProtocolError(f"header of {word & 0xFFFFFF} bytes in a frame of {length}")
+    header = word & 0xFFFFFF
+    if header > MAX_HEADER_BYTES:
+        raise ProtocolError(f"header of {header} bytes; at most {MAX_HEADER_BYTES} are read")
+    if 4 + header > length:
+        raise ProtocolError(f"header of {header} bytes in a frame of {length}")

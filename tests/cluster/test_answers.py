@@ -1,11 +1,14 @@
 """Which error an answer stands for."""
 
+import asyncio
 import pickle
+import threading
 
 import pytest
 
-from pyrocket_consumer.cluster.answers import check_answer
-from pyrocket_consumer.errors import BrokerError, FlowControl, PermissionDenied
+from pyrocket_consumer.cluster.answers import LARGE_BODY_BYTES, check_answer, read_body
+from pyrocket_consumer.errors import BrokerError, FlowControl, PermissionDenied, ProtocolError
+from pyrocket_consumer.wire.bodies import decode_lock_answer
 from pyrocket_consumer.wire.frame import RemotingCommand
 
 ACL_1_REMARK = "org.apache.rocketmq.acl.common.AclException: No accessKey is configured, AclClientRPCHook.java:42"
@@ -36,3 +39,19 @@ def test_other_codes_say_what_went_wrong_and_where(code, remark, kind, retryable
     assert (error.code, error.remark, error.address, error.retryable) == (code, remark, "10.0.0.1:10911", retryable)
     assert "10.0.0.1:10911" in str(error)
     assert remark in str(error)
+
+
+@pytest.mark.parametrize("size", [0, 1, LARGE_BODY_BYTES, LARGE_BODY_BYTES + 1])
+def test_only_a_large_body_is_read_by_another_thread(size):
+    async def reader():
+        return await read_body(lambda body: (len(body), threading.get_ident()), b"x" * size)
+
+    length, thread = asyncio.run(reader())
+    assert length == size
+    assert (thread != threading.get_ident()) == (size > LARGE_BODY_BYTES)
+
+
+@pytest.mark.parametrize("size", [1, LARGE_BODY_BYTES + 1])
+def test_what_is_no_such_body_is_an_error_for_whoever_asked(size):
+    with pytest.raises(ProtocolError, match="lock answer"):
+        asyncio.run(read_body(decode_lock_answer, b"[%b]" % (b" " * size)))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
 from pyrocket_consumer.errors import BrokerError, ConnectError, RequestTimeout, RouteNotFound
-from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, delay, drop, garbage
+from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, delay, drop, garbage, rewrite
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import GetKvConfigHeader, HeartbeatHeader, PutKvConfigHeader
 from tests.cluster.conftest import Told
+from tests.consuming import quick
 
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
 
@@ -186,3 +189,46 @@ def test_routes_in_use_are_kept_fresh_and_outlive_the_name_server(embedded, conn
     embedded.name_server_node.register()
     assert client.run(client.route("orders", refresh=True), 30) == changed
     assert told.nothing
+
+
+def padded(body: bytes) -> bytes:
+    """A body with a field more, that only the slow reader takes, and that it takes long for."""
+    return b"{pad:[" + b"0," * 900_000 + b"0]," + body[1:]
+
+
+def test_a_large_answer_does_not_stop_the_io_thread(embedded, connect):
+    client = connect(embedded)
+    embedded.name_server_node.on(ROUTE, rewrite(lambda answer: replace(answer, body=padded(answer.body))), times=None)
+
+    async def longest_piece() -> float:
+        """Return the most CPU time that the I/O thread needs in one piece while it gets a route."""
+        longest, last = 0.0, time.thread_time()
+        asked = asyncio.ensure_future(client.route("orders", refresh=True))
+        while not asked.done():
+            await asyncio.sleep(0)
+            last, before = time.thread_time(), last
+            longest = max(longest, last - before)
+        assert len((await asked).queues) == 1
+        return longest
+
+    assert quick(0.05, lambda: client.run(longest_piece(), 60))
+
+
+UNREADABLE = [b"", b"[]", b"{", b'{"queueDatas":5}', b"[" * 1000 + b"]" * 1000, b"{0:[" + b"0," * 2_000_000]
+
+
+@pytest.mark.parametrize("body", UNREADABLE, ids=lambda body: f"{len(body)} bytes")
+def test_a_name_server_whose_answer_cannot_be_read_is_left_for_another(three, connect, body):
+    client = connect(three)
+    (first,) = asked(three, client)
+    first.on(ROUTE, answer(0, body=body), times=None)
+    for node in three.name_server_nodes:
+        node.forget_requests()
+    assert client.run(client.route("orders", refresh=True), 30).topic == "orders"
+    assert first not in asked(three, client)
+    for node in three.name_server_nodes:
+        node.on(ROUTE, answer(0, body=body), times=None)
+    with pytest.raises(ConnectError) as failure:
+        client.run(client.route("orders", refresh=True), 30)
+    assert all(node.address in str(failure.value) for node in three.name_server_nodes)
+    assert len(str(failure.value)) < 1000

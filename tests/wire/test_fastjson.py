@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.wire.fastjson import MAX_DEPTH, ObjectKey, dumps, loads
+from pyrocket_consumer.wire.fastjson import MAX_DEPTH, MAX_VALUES, ObjectKey, dumps, loads
 from tests.trials import trials
 
 
@@ -93,6 +93,55 @@ def test_the_error_tells_where():
 def test_text_that_is_not_utf8_is_refused():
     with pytest.raises(ProtocolError, match="UTF-8"):
         loads(b'{0:"\xff"}')
+
+
+def deep(depth: int, piece: str) -> str:
+    begin, _, end = piece.partition("|")
+    return begin * depth + "1" + end * depth
+
+
+@pytest.mark.parametrize("piece", ["[|]", '{"a":|}', "{0:|}", "{{0:|}:2}", '[{"a":|}]'])
+@pytest.mark.parametrize("change", [str, str.encode, lambda text: memoryview(text.encode())])
+def test_text_is_nested_as_deep_as_said_and_no_deeper_whoever_reads_it(piece, change):
+    levels = piece.partition("|")[0].count("{") + piece.partition("|")[0].count("[")
+    loads(change(deep(MAX_DEPTH // levels, piece)))
+    for depth in (MAX_DEPTH // levels + 1, 500, 1000, 5000):
+        with pytest.raises(ProtocolError, match="deeper than 64"):
+            loads(change(deep(depth, piece)))
+
+
+def test_the_depth_is_looked_for_in_every_branch():
+    wide = json.dumps([{"a": [[], {}, number]} for number in range(1000)])
+    loads(wide)
+    with pytest.raises(ProtocolError, match="deeper than 64"):
+        loads(wide[:-1] + "," + deep(70, "[|]") + "]")
+
+
+@pytest.mark.parametrize("change", [lambda value: [value], lambda value: {"a": value}, lambda value: {0: value}])
+def test_what_is_nested_too_deep_is_not_written(change):
+    value = {0: 1}
+    for _ in range(MAX_DEPTH - 1):
+        value = change(value)
+    assert loads(dumps(value)) == value
+    for _ in range(1000):
+        value = change(value)
+    with pytest.raises(ProtocolError, match="deeper than 64"):
+        dumps(value)
+
+
+@pytest.mark.parametrize("text", ["[|]", "{0:[|]}"])
+@pytest.mark.parametrize("value", ["0", "[]", '{"a":0}'])
+def test_text_of_more_values_than_anybody_sends_is_refused_at_once(text, value):
+    many = text.replace("|", ",".join([value] * (MAX_VALUES + 1)))
+    for each in (many, many.encode()):
+        with pytest.raises(ProtocolError, match=f"values; at most {MAX_VALUES}"):
+            loads(each)
+
+
+@pytest.mark.parametrize("value", ['{"a":[1,2.5]}', '"x"', '{{"queueId":1}:null}'])
+def test_text_is_read_alike_whatever_its_size(value):
+    for count in (1, 5000, 40_000, 100_000):
+        assert loads("[" + ",".join([value] * count) + "]") == [loads(value)] * count
 
 
 @pytest.mark.parametrize("piece", ["[", "{0:", "{", '{"a":{0:', "{{0:"])

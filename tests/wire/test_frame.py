@@ -13,6 +13,7 @@ from pyrocket_consumer.wire.frame import (
     BINARY_HEADER,
     JSON_HEADER,
     MAX_FRAME_BYTES,
+    MAX_HEADER_BYTES,
     Extent,
     FrameBuffer,
     InPlaceFrames,
@@ -369,3 +370,79 @@ def test_an_answer_carries_the_opaque_of_its_request():
     answer = RemotingCommand(221, opaque=99, flag=0).answer(body=b"{}")
     assert (answer.code, answer.opaque, answer.is_response, answer.is_oneway) == (0, 99, True, False)
     assert RemotingCommand(40, flag=2).is_oneway
+
+
+@pytest.mark.parametrize("depth", [100, 300, 1000, 1020, 5000, 100_000])
+@pytest.mark.parametrize("kind", ["[|]", '{"a":|}'])
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"code":%s}', '{"code":0,"flag":%s}', '{"code":0,"remark":%s}', '{"code":0,"language":%s}',
+        '{"code":0,"version":%s}', '{"code":0,"extFields":%s}', '{"code":0,"extFields":{"a":%s}}',
+        '{code:0,"extFields":{"a":%s}}', '{"code":0,"other":%s}', "%s",
+    ],
+)  # fmt: skip
+def test_a_header_nested_deep_is_a_command_or_a_protocol_error(header, kind, depth):
+    begin, _, end = kind.partition("|")
+    data = (header % (begin * depth + "1" + end * depth)).encode()
+    frame = struct.pack(">II", 4 + len(data), len(data)) + data
+    for decode in (decode_command, lambda data: feed(FrameBuffer(), data), lambda data: put(InPlaceFrames(), data)):
+        told = ""
+        try:
+            decode(frame)
+        except ProtocolError as error:
+            told = str(error)
+        assert len(told) < 500
+
+
+def sized_header(size: int) -> bytes:
+    begin, end = b'{"code":0,"remark":"', b'"}'
+    data = begin + b"x" * (size - len(begin) - len(end)) + end
+    return struct.pack(">II", 4 + len(data), len(data)) + data
+
+
+def test_a_header_has_at_most_512_kib():
+    assert len(decode_command(sized_header(MAX_HEADER_BYTES)).remark or "") > 500_000
+    for decode in (decode_command, lambda data: feed(FrameBuffer(), data), lambda data: put(InPlaceFrames(), data)):
+        with pytest.raises(ProtocolError, match="header of 524289 bytes; at most 524288"):
+            decode(sized_header(MAX_HEADER_BYTES + 1))
+    with pytest.raises(ProtocolError, match="at most 524288"):  # before anything of it has come
+        feed(FrameBuffer(), struct.pack(">II", 10_000_000, MAX_HEADER_BYTES + 1))
+    for header_type in (0, BINARY_HEADER):
+        with pytest.raises(ProtocolError, match="at most 524288 are sent"):
+            encode_command(RemotingCommand(10, {"properties": "x" * MAX_HEADER_BYTES}), header_type)
+
+
+def test_the_properties_of_a_message_fit_into_a_header_however_they_are_written():
+    command = RemotingCommand(310, {"i": "\x01" * 32767, "a": "group"})
+    assert decode_command(encode_command(command)).fields == command.fields
+
+
+@pytest.mark.parametrize("header_type", [0, BINARY_HEADER])
+def test_a_header_has_at_most_1024_fields(header_type):
+    fields = {f"f{number}": "x" for number in range(1024)}
+    assert decode_command(encode_command(RemotingCommand(10, fields), header_type)).fields == fields
+    with pytest.raises(ProtocolError, match="1024"):
+        decode_command(encode_command(RemotingCommand(10, fields | {"one": "more"}), header_type))
+
+
+def test_fields_of_the_same_name_are_counted_each():
+    entry = struct.pack(">h1si1s", 1, b"a", 1, b"x")
+
+    def frame(count: int) -> bytes:
+        data = struct.pack(">hBhiiii", 10, 0, 0, 1, 0, 0, count * len(entry)) + count * entry
+        return struct.pack(">II", 4 + len(data), 1 << 24 | len(data)) + data
+
+    assert decode_command(frame(1024)).fields == {"a": "x"}
+    with pytest.raises(ProtocolError, match="1024"):
+        decode_command(frame(1025))
+
+
+def test_a_header_that_is_read_slowly_has_few_values():
+    def frame(count: int) -> bytes:
+        data = b'{code:0,"extFields":{"a":[' + b"0," * count + b"0]}}"
+        return struct.pack(">II", 4 + len(data), len(data)) + data
+
+    assert decode_command(frame(10_000)).code == 0
+    with pytest.raises(ProtocolError, match="at most 20000 are read"):
+        decode_command(frame(200_000))
