@@ -235,6 +235,8 @@ class BrokerRequests:
         if refusal is not None:
             return refusal
         config = self._group.config
+        if self._group.closing:
+            raise RocketError("this consumer is closing")
         if not config.server_messages:
             raise RocketError("this consumer has server_messages=False")
         most = min(MOST_DIRECTLY, config.consume_threads)

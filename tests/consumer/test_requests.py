@@ -85,6 +85,25 @@ def test_a_name_server_gets_no_answer_to_what_wants_none(embedded):
         assert len(seen.messages) == 6
 
 
+def test_of_what_is_asked_in_vain_some_is_told_with_how_often_it_was(embedded):
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 1)
+    events = Events()
+    with consuming(embedded, "T", "G", on_event=events) as (_, seen):
+        seen.wait_for(1)
+        name_server, code = Asking(embedded.name_server_node), RequestCode.NOTIFY_CONSUMER_IDS_CHANGED
+        name_server.tell(code, ASKED[code], times=2000)
+        fill(embedded, "T", 1, start=1)
+        seen.wait_for(2)
+
+        def told() -> int:
+            name_server.tell(code, ASKED[code])
+            return sum(1 + event.facts.get("left_out", 0) for event in events.of("request-refused"))
+
+        until(lambda: told() > 2000, "all that came together are told of")
+        assert len(events.of("request-refused")) < 50
+
+
 # --- consume this message
 
 
@@ -168,6 +187,25 @@ def test_a_message_that_its_listener_would_never_get_is_not_consumed(embedded):
         embedded.send("T", b"last", tags="B")
         seen.wait_for(2)
         assert seen.bodies == [b"first", b"last"]
+
+
+def test_a_consumer_that_closes_consumes_nothing_that_a_broker_passes_on(embedded):
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 1)
+    began, go_on = threading.Event(), threading.Event()
+
+    def handle(message):
+        if not began.is_set():
+            began.set()
+            go_on.wait(60)
+
+    with consuming(embedded, "T", "G", handle) as (consumer, _):
+        began.wait(60)
+        closing = threading.Thread(target=consumer.close)
+        closing.start()
+        until(lambda: directed(embedded).remark == "this consumer is closing", "it closes")
+        go_on.set()
+        closing.join(60)
 
 
 def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded):

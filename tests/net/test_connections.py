@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ConsumerClosed, RocketError
-from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
 from tests.net.peer import Lost, Server, client, run, run_on_time, serving, until
 
 CERTIFICATE = Path(__file__).parent.parent / "cluster" / "localhost.pem"  # of no worth: its key is in the same file
@@ -209,6 +209,28 @@ def test_calls_over_tls():
             peer.close()
             await until(lambda: connection.closed)
             assert not (await connections.get(server.address)).closed
+
+    run(scenario())
+
+
+def test_a_flood_over_tls_is_taken_little_by_little_and_whole():
+    async def scenario():
+        handled = 0
+
+        def on_request(asked, connection):
+            nonlocal handled
+            handled += 1
+
+        async with serving(server_tls()) as server, client(tls=trusting(), on_request=on_request) as connections:
+            connection = await connections.get(server.address)
+            peer = await server.peer()
+            for _ in range(2):
+                call = connection.call(RemotingCommand(11), 30)
+                ours = await peer.next()
+                peer.send(10_000 * encode_command(RemotingCommand(40, flag=2)))
+                peer.answer(ours, body=b"behind them")
+                assert (await call).body == b"behind them"
+            assert handled == 20_000
 
     run(scenario())
 
