@@ -3,6 +3,7 @@ PYTHON ?= python3
 BENCH ?= consume
 SPARK ?= 4.0 4.1
 RUN := .venv/bin
+LOCK := uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header --no-annotate
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each would compile everything anew
 
 # Adds an extra to the virtual environment, once per change of the metadata.
@@ -10,11 +11,26 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each w
 	$(RUN)/python -m pip install --quiet --editable '.[$*]'
 	@touch $@
 
+# What CI tests in: versions and files that .ci/lock.txt names, for every extra that tests need.
+.PHONY: locked
+locked: | .venv/bin/python
+	$(RUN)/python -m pip install --quiet --require-hashes --requirement .ci/lock.txt
+	$(RUN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch .venv/.cli .venv/.dev .venv/.spark .venv/.test
+
+.venv/audit/bin/pip-audit: .ci/lock-audit.txt | .venv/bin/python
+	$(PYTHON) -m venv .venv/audit
+	.venv/audit/bin/python -m pip install --quiet --require-hashes --requirement .ci/lock-audit.txt
+	@touch $@
+
+.venv/constraints.txt: .ci/lock.txt | .venv/bin/python
+	@grep -E '^[a-z]' $< | grep -vE '^(pyspark|py4j)==' | sed 's/\\$$//' > $@
+
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick test system-packages java check wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
+.PHONY: help quick test system-packages java check audit lock wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,9 +53,18 @@ check: .venv/.dev  ## ruff and mypy --strict
 	$(RUN)/ruff check .
 	$(RUN)/mypy
 
+audit: .venv/.test .venv/audit/bin/pip-audit  ## known weaknesses of what CI installs, from PyPI's database if it can be asked
+	$(RUN)/python -m tests.audit --pip-audit .venv/audit/bin/pip-audit
+
+lock:  ## what CI installs anew: the newest versions, for every Python, with their hashes
+	$(PYTHON) -m venv .venv/lock
+	.venv/lock/bin/python -m pip install --quiet uv
+	.venv/lock/bin/$(LOCK) --extra dev setup.cfg --output-file .ci/lock.txt
+	echo pip-audit | .venv/lock/bin/$(LOCK) - --output-file .ci/lock-audit.txt
+
 wheel: .venv/.test  ## dist/pyrocket_consumer-*.whl
 	@rm -rf build dist
-	$(RUN)/python -m build --quiet --wheel
+	$(RUN)/python -m build --quiet --no-isolation --wheel
 
 demo: .venv/.cli  ## produce and consume on the embedded broker, or on a real one: make demo BROKER=5.5.0
 ifdef BROKER
@@ -72,10 +97,11 @@ spark-soak: java .venv/.test  ## streaming queries: one killed eight times, one 
 	PYROCKET_SPARK_KILLS=8 PYROCKET_SPARK_MESSAGES=80000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_kill.py
 	PYROCKET_SPARK_TROUBLES=12 PYROCKET_SPARK_MESSAGES=60000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_trouble.py
 
-spark-versions: java .venv/.test  ## the Spark tests with older releases: make spark-versions SPARK="4.0 4.1"
+spark-versions: java .venv/.test .venv/constraints.txt  ## the Spark tests with older releases: make spark-versions SPARK="4.0 4.1"
 	for version in $(SPARK); do \
 	    $(PYTHON) -m venv .venv/spark-$$version && \
-	    .venv/spark-$$version/bin/python -m pip install --quiet --editable '.[test]' "pyspark==$$version.*" && \
+	    .venv/spark-$$version/bin/python -m pip install --quiet --constraint .venv/constraints.txt \
+	        --editable '.[test]' "pyspark==$$version.*" && \
 	    CI=true .venv/spark-$$version/bin/python -m pytest -q --real=none -m spark_versions tests/spark || exit 1; \
 	done
 

@@ -1,0 +1,119 @@
+"""What CI installs is what the metadata demands, and has no known weakness; `make audit` says what it could ask."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.audit import ADVISORIES, CI, KNOWN_TO_BE_WEAK, LOCK, ONLY_TESTS, advisories, pinned, too_old
+
+ROOT = CI.parent
+TEXT = ADVISORIES.read_text()
+FOR_USERS = advisories(TEXT.partition(ONLY_TESTS)[0])
+
+
+def demanded() -> dict[str, list[Requirement]]:
+    """Return what setup.cfg demands, by extra; "" is the package itself."""
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    texts = {"": metadata["options"]["install_requires"], **metadata["options.extras_require"]}
+    return {extra: [Requirement(line) for line in text.split("\n") if line] for extra, text in texts.items()}
+
+
+def test_the_lock_has_all_that_ci_needs():
+    locked = {name for name, _ in pinned(LOCK.read_text())}
+    wanted, extras = dict[str, Requirement](), ["", "dev"]
+    for extra in extras:
+        for each in demanded()[extra]:
+            extras += [one for one in sorted(each.extras) if one not in extras]
+            wanted[each.name] = each
+    del wanted["pyrocket-consumer"]
+    assert wanted.keys() <= locked, "make lock"
+    for name, version in pinned(LOCK.read_text()):
+        if name in wanted:
+            assert version in wanted[name].specifier, "make lock"
+
+
+@pytest.mark.parametrize("lock", ["lock.txt", "lock-audit.txt"])
+def test_what_is_locked_can_be_nothing_else(lock):
+    blocks = (CI / lock).read_text().split("\n    --hash=sha256:")
+    assert len(blocks) > 200
+    assert all("--hash" not in block for block in blocks)
+    heads = [line for line in (CI / lock).read_text().splitlines() if not line.startswith("    ")]
+    assert all("==" in head and head.endswith("\\") for head in heads)
+
+
+def test_what_ci_installs_has_no_known_weakness():
+    assert list(too_old(LOCK.read_text(), advisories(TEXT))) == []
+
+
+def test_what_users_install_has_no_known_weakness_that_concerns_them():
+    oldest = {each.name: each for extra in demanded().values() for each in extra}
+    assert {advisory.name for advisory in FOR_USERS} <= oldest.keys()
+    for advisory in FOR_USERS:
+        (bound,) = oldest[advisory.name].specifier
+        assert bound.operator == ">="
+        assert list(too_old(f"{advisory.name}=={bound.version}", FOR_USERS)) == []
+
+
+def test_a_weak_version_is_found():
+    lock = "orjson==3.9.10 \\\n    --hash=sha256:00\npytest==9.2.0 ; python_version >= '3.11' \\\n"
+    (found,) = too_old(lock, FOR_USERS)
+    assert found.startswith("orjson 3.9.10 is older than 3.9.15: CVE-2024-27454")
+
+
+WEAKNESS = {"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["2"]}
+
+
+def audited(tmp_path: Path, *, weak: list[dict[str, object]], lock: list[dict[str, object]]) -> tuple[int, str]:
+    """Run the audit with a pip-audit that says so of the version known to be weak, and so of the lock."""
+    answers, program = tmp_path / "answers.json", tmp_path / "pip-audit"
+    answers.write_text(json.dumps([{"dependencies": weak}, {"dependencies": lock}]))
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        f"weak, lock = json.load(open({str(answers)!r}))\n"
+        f"print(json.dumps(weak if {KNOWN_TO_BE_WEAK!r} in open(sys.argv[-1]).read() else lock))\n"
+    )
+    program.chmod(0o700)
+    return run("--pip-audit", str(program))
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "tests.audit", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_database_that_knows_is_asked(tmp_path):
+    weak = [{"name": "orjson", "version": "3.9.14", "vulns": [WEAKNESS]}]
+    code, text = audited(tmp_path, weak=weak, lock=[{"name": "rich", "version": "15.0.0", "vulns": []}])
+    assert (code, "PyPI's database was asked" in text, "nothing was found" in text) == (0, True, True)
+    code, text = audited(tmp_path, weak=weak, lock=[{"name": "rich", "version": "1", "vulns": [WEAKNESS]}])
+    assert (code, "rich 1: PYSEC-1, CVE-1, mended in 2" in text) == (1, True)
+
+
+def test_a_weakness_that_no_version_lacks_is_told_and_stops_nobody(tmp_path):
+    weak = [{"name": "orjson", "version": "3.9.14", "vulns": [WEAKNESS]}]
+    lock = [{"name": "rich", "version": "1", "vulns": [{**WEAKNESS, "fix_versions": []}]}]
+    code, text = audited(tmp_path, weak=weak, lock=lock)
+    assert (code, "rich 1: PYSEC-1, CVE-1, mended in no version" in text) == (0, True)
+
+
+def test_a_database_that_does_not_know_what_is_known_is_not_believed(tmp_path):
+    code, text = audited(tmp_path, weak=[{"name": "orjson", "skip_reason": "not found on PyPI"}], lock=[])
+    assert (code, "WAS NOT ASKED" in text) == (0, True)
+
+
+def test_without_an_answer_the_known_weaknesses_decide(tmp_path):
+    code, text = run("--pip-audit", str(tmp_path / "not-there"))
+    assert (code, "WAS NOT ASKED" in text) == (0, True)
+    lock = tmp_path / "lock.txt"
+    lock.write_text("orjson==3.9.10 \\\n    --hash=sha256:00\n")
+    code, text = run("--pip-audit", str(tmp_path / "not-there"), "--lock", str(lock))
+    assert (code, "orjson 3.9.10 is older" in text) == (1, True)
