@@ -23,11 +23,8 @@ from pyrocket_consumer.wire.codes import ResponseCode
 from pyrocket_consumer.wire.command import PullMessageHeader, PullTemplate, request
 from pyrocket_consumer.wire.compression import BodyTooLarge
 from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import Message, decode_messages, inner_messages, refuse_batch
+from pyrocket_consumer.wire.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
 from pyrocket_consumer.wire.subscription import matches
-
-MOST_RECORDS = 1024
-"""An answer with more records than any pull asks for is refused. Fewer cost nothing, be they asked for or not."""
 
 UNPACKED_AT_ONCE_BYTES = 128 * 1024
 """Inner batches of one answer that hold no more are unpacked where they come in; larger ones beside the I/O thread."""
@@ -145,7 +142,7 @@ def _unpack_beside(
     try:
         items = inner_messages(batch)
     except ProtocolError as error:
-        refuse_batch(batch, error)
+        refuse_batch(batch, error, begin)
         return [batch], batch.store_size
     tags = subscription is not None and subscription.tags
     items = [
@@ -215,6 +212,7 @@ class Puller:
         self._waits = False  # for a connection, a heartbeat or the consumer's decision on an offset
         self._large: list[Message] = []  # inner batches of the present answer that are to be unpacked beside
         self._at_once_left = 0  # bytes that may be unpacked of it where it comes in
+        self._from = offset  # where it was asked for
         self._behind: list[Callable[[], None]] | None = None  # deliveries behind an answer that is put bit by bit
         self._stopped = False
         self._template: PullTemplate | None = None
@@ -424,7 +422,7 @@ class Puller:
 
     def _put(self, offset: int, body: bytes, next_offset: int) -> list[Message]:
         """Put the messages of an answer into the window; return those from the first large inner batch on."""
-        self._large, self._at_once_left = [], UNPACKED_AT_ONCE_BYTES
+        self._large, self._at_once_left, self._from = [], UNPACKED_AT_ONCE_BYTES, offset
         bodies = self.window.budget.bodies
         try:
             messages = decode_messages(body, self.queue, self._unpack, bodies, MOST_RECORDS) if body else []
@@ -466,7 +464,7 @@ class Puller:
             self._large.append(batch)
             return [batch]
         except ProtocolError as error:  # its listener meets the error
-            refuse_batch(batch, error)
+            refuse_batch(batch, error, self._from)
             return [batch]
         self._at_once_left -= sum(item.store_size for item in items)
         return items

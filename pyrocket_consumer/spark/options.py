@@ -42,9 +42,9 @@ LATEST = -1
 NAMES = (
     "nameServer", "subscribe", "topic", "subscribePattern", "assign", "tags", "subExpression", "sqlFilter",
     "startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp", "consumerGroup", "commitOffsets",
-    "failOnDataLoss", "failOnUnreachable", "damagedBodies", "maxOffsetsPerTrigger", "minOffsetsPerTrigger",
-    "maxTriggerDelay", "minPartitions", "maxPartitions", "minRecordsPerPartition", "maxRecordsPerPartition",
-    "pullBatchSize", "pullsInFlight",
+    "failOnDataLoss", "failOnUnreachable", "damagedBodies", "maxBodyBytes", "maxOffsetsPerTrigger",
+    "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxPartitions", "minRecordsPerPartition",
+    "maxRecordsPerPartition", "pullBatchSize", "pullsInFlight",
     "requestTimeoutMs", "readTimeoutMs", "retries", "planningIntervalMs", "accessKey", "secretKey", "securityToken",
     "namespace", "tls", "tlsCaFile", "sendTimeoutMs", "sendRetries", "maxInFlight", "maxMessageBytes",
     "acceptDegraded", "autoCreateTopic", "dedupProperties",
@@ -131,6 +131,7 @@ class ReadOptions:
     fail_on_data_loss: bool = True
     read_timeout_s: float = 120.0
     damaged_bodies: DamagedBodies = DamagedBodies.FAIL
+    max_body_bytes: int = 64 << 20
 
     def patience(self, clock: Callable[[], float] = time.monotonic) -> Patience:
         """Return how long to try again what heals: nobody answers, or says that it cannot just now."""
@@ -337,6 +338,7 @@ def _source(given: _Given) -> SourceOptions:
             pulls_in_flight=given.whole("pullsInFlight", 16, 1, 1024),
             fail_on_data_loss=given.flag("failOnDataLoss", True),
             damaged_bodies=given.choice("damagedBodies", DamagedBodies.FAIL),
+            max_body_bytes=given.whole("maxBodyBytes", 64 << 20, 1024, 1 << 30),
             read_timeout_s=given.whole("readTimeoutMs", 120_000, 10, 86_400_000) / 1000,
         ),
         topics=topics,

@@ -27,6 +27,7 @@ from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.worker import forget, kept
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.columns import PulledRecords, record_batches
+from pyrocket_consumer.wire.compression import BodyTooLarge
 
 log = logger("spark")
 
@@ -69,7 +70,9 @@ def read_ranges(
     try:
         for pulled in reading.portions():
             try:
-                yield from record_batches(pulled, columns, options.selector.tags, damaged.instead)
+                yield from record_batches(
+                    pulled, columns, options.selector.tags, damaged.instead, options.max_body_bytes
+                )
             except ProtocolError as error:
                 places = ", ".join(str(QueueRange(each.queue, each.begin, each.end)) for each in pulled)
                 raise ReadFailed(places, 1, f"a record is damaged: {error}") from error
@@ -90,6 +93,8 @@ class _Damaged:
         place = f"{queue} at offset {offset}"
         if self._what is DamagedBodies.FAIL:
             remedy = "with the option damagedBodies=skip such messages are left out, with raw they are given as stored"
+            if isinstance(error, BodyTooLarge):
+                remedy = f"maxBodyBytes allows more, or {remedy}"
             raise ReadFailed(place, 1, f"its body cannot be unpacked: {error}; {remedy}") from error
         self._count += 1
         if len(self._first) < _MOST_NAMED:

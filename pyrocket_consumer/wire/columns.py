@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,27 @@ import pyarrow.compute as pc
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.wire.codes import SysFlag
-from pyrocket_consumer.wire.compression import decompress
+from pyrocket_consumer.wire.compression import MAX_BODY_BYTES, decompress
 from pyrocket_consumer.wire.frame import Extent
 from pyrocket_consumer.wire.ids import decode_host
-from pyrocket_consumer.wire.message import Message, decode_messages, inner_messages, stored_body
+from pyrocket_consumer.wire.message import (
+    MOST_RECORDS,
+    Bodies,
+    Message,
+    as_one,
+    decode_messages,
+    forget_body,
+    inner_messages,
+    is_inner_batch,
+    stored_body,
+)
 from pyrocket_consumer.wire.properties import PropertyName
 
 MAX_BODY_BYTES_OF_BATCH = 16 * 1024 * 1024
 """A batch ends before its unpacked bodies are longer than this; few packed bytes can hold many."""
+
+_MOST_ROWS = 8192
+"""A batch made row by row ends there; records that are no inner batches are fewer."""
 
 FEW_RECORDS = 40
 """So few records are read row by row: what numpy costs per call is more than it saves. Measured."""
@@ -79,12 +92,14 @@ def record_batches(
     columns: pa.Schema,
     tags: frozenset[str] = frozenset(),
     instead: Instead = _refused,
+    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the messages in `pulled` as rows of `columns`, in order; only those with one of `tags`, if there are any.
 
     Of records in a bytearray the last byte must belong to none: it is written to. No batch refers to any records.
-    It is one batch, unless packed bodies are very long, and none when no message is left. Columns have the names of
-    the Spark source, see `COLUMNS`; only those asked for are made. A time that is no date is null.
+    It is one batch, unless what is packed is very long, and none when no message is left. Columns have the names of
+    the Spark source, see `COLUMNS`; only those asked for are made. A time that is no date is null. A body that holds
+    more than `max_body_bytes` is not unpacked.
 
     Raises:
         ProtocolError: a record is damaged, or a body, and nothing is given `instead`: that names its queue and offset.
@@ -94,11 +109,11 @@ def record_batches(
     try:
         rows = _Columnar(pulled)
         rows.choose(tags)
-        yield from rows.batches(columns, instead)
+        yield from rows.batches(columns, instead, max_body_bytes)
     except _IrregularError:
-        rows = _Rows(pulled, instead)
+        rows = _Rows(pulled, instead, max_body_bytes)
         rows.choose(tags)
-        yield from rows.batches(columns, instead)
+        yield from rows.batches(columns)
 
 
 class _IrregularError(Exception):
@@ -138,33 +153,52 @@ COLUMNS = tuple(_VALUES)
 class _Rows:
     """Messages, one object each: for records that numpy cannot read, and for few."""
 
-    def __init__(self, pulled: Sequence[PulledRecords], instead: Instead) -> None:
-        def unpack(batch: Message) -> Iterable[Message]:
-            try:
-                return inner_messages(batch)
-            except ProtocolError as error:
-                given = instead(batch.queue, batch.queue_offset, stored_body(batch), error)
-            return [] if given is None else [batch]  # whose body is what is stored
-
-        self._messages = [
-            message
+    def __init__(self, pulled: Sequence[PulledRecords], instead: Instead, max_body_bytes: int) -> None:
+        self._instead = instead
+        self._bodies = Bodies(max_body_bytes)
+        self._answers = [
+            (answer, decode_messages(bytes(answer.records), answer.queue, as_one, self._bodies, MOST_RECORDS))
             for answer in pulled
-            for message in decode_messages(bytes(answer.records), answer.queue, unpack)
-            if answer.begin <= message.queue_offset < answer.end
         ]
+        self._tags = frozenset[str]()
 
     def choose(self, tags: frozenset[str]) -> None:
-        if tags:
-            self._messages = [message for message in self._messages if message.tags in tags]
+        self._tags = tags
 
-    def batches(self, columns: pa.Schema, instead: Instead) -> Iterator[pa.RecordBatch]:
+    def batches(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
+        portion, size = list[Message](), 0
+        for answer, records in self._answers:
+            for message in chain.from_iterable(map(self._each, records)):
+                if not answer.begin <= message.queue_offset < answer.end:
+                    continue
+                if self._tags and message.tags not in self._tags:
+                    continue
+                portion.append(message)
+                size += message.store_size
+                if len(portion) >= _MOST_ROWS or size >= MAX_BODY_BYTES_OF_BATCH:
+                    yield from self._rows(portion, columns)
+                    portion, size = [], 0
+        yield from self._rows(portion, columns)
+
+    def _each(self, record: Message) -> Iterable[Message]:
+        """Return the message of a record, or those of an inner batch."""
+        if not is_inner_batch(record):
+            return [record]
+        try:
+            return inner_messages(record)
+        except ProtocolError as error:
+            given = self._instead(record.queue, record.queue_offset, stored_body(record), error)
+        return [] if given is None else [record]  # whose body is what is stored
+
+    def _rows(self, messages: list[Message], columns: pa.Schema) -> Iterator[pa.RecordBatch]:
         def body(message: Message) -> bytes | None:
             try:
                 return message.body
             except ProtocolError as error:
-                return instead(message.queue, message.queue_offset, stored_body(message), error)
+                return self._instead(message.queue, message.queue_offset, stored_body(message), error)
+            finally:
+                forget_body(message)
 
-        messages = self._messages
         arrays = {
             field.name: pa.array([_VALUES[field.name](each) for each in messages], field.type)
             for field in columns
@@ -267,7 +301,7 @@ class _Columnar:
             chosen = pc.is_in(found, value_set=pa.array([tag.encode() for tag in tags], pa.binary()))
             self._keep(chosen.to_numpy(zero_copy_only=False))
 
-    def batches(self, columns: pa.Schema, instead: Instead) -> Iterator[pa.RecordBatch]:
+    def batches(self, columns: pa.Schema, instead: Instead, max_body_bytes: int) -> Iterator[pa.RecordBatch]:
         if not len(self._starts):
             return
         packed = "body" in columns.names and (self._flags & SysFlag.COMPRESSED).any()
@@ -277,16 +311,16 @@ class _Columnar:
             if not packed or field.name != "body"
         }
         if packed:
-            yield from _cut(columns, arrays, len(self._starts), self._unpacked_bodies(instead))
+            yield from _cut(columns, arrays, len(self._starts), self._unpacked_bodies(instead, max_body_bytes))
         else:
             yield pa.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=columns)
 
-    def _unpacked_bodies(self, instead: Instead) -> Iterator[bytes | None]:
+    def _unpacked_bodies(self, instead: Instead, max_body_bytes: int) -> Iterator[bytes | None]:
         parts = (each.tolist() for each in (self._body, self._body_end, self._flags))
         for row, (start, end, flag) in enumerate(zip(*parts, strict=True)):
             stored = bytes(self._data[start:end])
             try:
-                body: bytes | None = decompress(stored, flag)
+                body: bytes | None = decompress(stored, flag, max_body_bytes)
             except ProtocolError as error:
                 queue = self._pulled[self._answer[row]].queue
                 body = instead(queue, int(self._head["queue_offset"][row]), stored, error)
@@ -522,6 +556,7 @@ def _record_starts(data: bytes | bytearray, extents: Sequence[Extent]) -> tuple[
 
     Raises:
         _IrregularError: an answer is no sequence of records.
+        ProtocolError: it has more of them than any pull asks for.
     """
     counts, starts = list[int](), list[int]()
     add, length_at = starts.append, _LENGTH.unpack_from
@@ -537,6 +572,8 @@ def _record_starts(data: bytes | bytearray, extents: Sequence[Extent]) -> tuple[
         if place != extent.stop:
             raise _IrregularError
         counts.append(len(starts) - before)
+        if counts[-1] > MOST_RECORDS:
+            raise ProtocolError(f"more than {MOST_RECORDS} records in {len(extent)} bytes, which no pull asks for")
     return counts, starts
 
 

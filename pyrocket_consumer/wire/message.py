@@ -74,6 +74,9 @@ _LAST_OFFSET = 2**63 - 1
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+MOST_RECORDS = 1024
+"""An answer with more records than any pull asks for is refused. Fewer cost nothing, be they asked for or not."""
+
 _STRETCH = 64 * 1024
 """Bytes of an answer that are decoded before its records are counted: to count each one costs more."""
 
@@ -489,9 +492,20 @@ def inner_messages(batch: Message, most_bytes: int | None = None) -> list[Messag
     return items
 
 
-def refuse_batch(batch: Message, error: ProtocolError) -> None:
-    """Have an inner batch be one message whose body raises `error`."""
+def as_one(batch: Message) -> tuple[Message]:
+    """Leave an inner batch as it is: one message whose body is what is stored."""
+    return (batch,)
+
+
+def is_inner_batch(record: Message) -> bool:
+    """Tell whether a message is an inner batch; it must have been left as one, for each item of it says so, too."""
+    return record.sys_flag & _UNPACK == _UNPACK
+
+
+def refuse_batch(batch: Message, error: ProtocolError, begin: int) -> None:
+    """Have an inner batch be one message, at `begin` if it starts before that, whose body raises `error`."""
     batch._refused = error
+    batch.queue_offset = max(batch.queue_offset, begin)
 
 
 _MOST_INNER = 2**15 - 1

@@ -218,6 +218,7 @@ WRONG = [
     ("retries", "0", "from 1", {}),
     ("readTimeoutMs", "0", "from 10", {}),
     ("failOnUnreachable", "", "empty", {}),
+    ("maxBodyBytes", "1023", "from 1024 to 1073741824", {}),
     ("damagedBodies", "leave", "give fail, skip, raw", {}),
     ("planningIntervalMs", "-1", "from 0", {}),
     ("secretKey", "k", "accessKey is missing", {}),

@@ -6,6 +6,7 @@ import logging
 import pickle
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -32,7 +33,7 @@ from pyrocket_consumer.testing import (
     rewrite,
 )
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, SysFlag
-from pyrocket_consumer.wire.message import BatchItem, StoredMessage, encode_batch, encode_message
+from pyrocket_consumer.wire.message import BatchItem, StoredMessage, compress, encode_batch, encode_message
 from pyrocket_consumer.wire.subscription import parse_subscription
 
 PULL = RequestCode.PULL_MESSAGE
@@ -552,6 +553,76 @@ def test_an_inner_batch_that_cannot_be_unpacked_counts_as_one_message(embedded, 
     else:
         found = [(row["queueOffset"], row["body"]) for row in rows(embedded, wanted(topic, 0, 11), **options)]
         assert found == [*([(0, b"no zlib")] if what is DamagedBodies.RAW else []), (10, b"fine")]
+
+
+MIB = 1 << 20
+
+
+def found_once(broker, topic, *stored):
+    """Have pulls answered with these messages."""
+    end = stored[-1].queue_offset + 1
+    records = b"".join(map(encode_message, stored))
+    broker.on(PULL, answer(ResponseCode.SUCCESS, "FOUND", place(end, 0, end), records), times=None)
+    return end
+
+
+@pytest.mark.parametrize("count", [8, 100])
+def test_a_body_larger_than_allowed_is_damaged(embedded, broker, topic, count):
+    body, flag = compress(bytes(2 * MIB))
+    stored = [StoredMessage(topic, body, queue_offset=each, sys_flag=flag) for each in range(count)]
+    end = found_once(broker, topic, *stored)
+    with pytest.raises(ReadFailed, match=r"offset 0 failed.*holds more than 1048576; maxBodyBytes allows more, or"):
+        rows(embedded, wanted(topic, 0, end), columns=("body",), max_body_bytes=MIB)
+    found = rows(embedded, wanted(topic, 0, end), columns=("body",), max_body_bytes=2 * MIB)
+    assert [len(row["body"]) for row in found] == [2 * MIB] * count
+
+
+def test_packed_bodies_of_few_messages_are_not_held_together(embedded, broker, topic):
+    """Thirty messages are read row by row; each row's body is gone with its batch."""
+    body, flag = compress(bytes(32 * MIB))
+    stored = [StoredMessage(topic, body, queue_offset=each, sys_flag=flag) for each in range(30)]
+    end = found_once(broker, topic, *stored)
+    sizes = []
+    tracemalloc.start()
+    try:
+        for batch in batches(embedded, wanted(topic, 0, end), columns=("body",)):
+            sizes += [len(each.as_buffer()) for each in batch.column("body")]
+            del batch
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sizes == [32 * MIB] * 30
+    assert peak < 300 * MIB
+
+
+def test_an_inner_batch_that_no_broker_could_count_is_damaged(embedded, broker, topic):
+    body, flag = compress(encode_batch([BatchItem(b"")]) * 600_000)
+    stored = StoredMessage(topic, body, queue_offset=0, sys_flag=flag | 0xC0)
+    end = found_once(broker, topic, stored, StoredMessage(topic, b"next", queue_offset=600_000))
+    with pytest.raises(ReadFailed, match="offset 0 failed.*inner batch holds more than 32767 messages"):
+        rows(embedded, wanted(topic, 0, end))
+    found = rows(embedded, wanted(topic, 0, end), columns=("queueOffset",), damaged_bodies=DamagedBodies.SKIP)
+    assert [row["queueOffset"] for row in found] == [600_000]
+
+
+def test_large_inner_batches_come_in_several_batches_of_rows(embedded, broker, topic):
+    body, flag = compress(encode_batch([BatchItem(b"x")]) * 30_000)
+    stored = [StoredMessage(topic, body, queue_offset=first, sys_flag=flag | 0xC0) for first in (0, 30_000)]
+    broker.on(
+        PULL,
+        answer(ResponseCode.SUCCESS, "FOUND", place(60_000, 0, 60_000), b"".join(map(encode_message, stored))),
+        times=None,
+    )
+    found = [batch.num_rows for batch in batches(embedded, wanted(topic, 0, 60_000))]
+    assert sum(found) == 60_000
+    assert max(found) <= 8192
+
+
+def test_an_answer_with_more_records_than_any_pull_asks_for_fails_the_task(embedded, broker, topic):
+    record = encode_message(StoredMessage(topic, b""))
+    broker.on(PULL, answer(ResponseCode.SUCCESS, "FOUND", place(32, 0, 32), record * 50_000), times=None)
+    with pytest.raises(ReadFailed, match="more than 1024 records"):
+        rows(embedded, wanted(topic, 0, 32))
 
 
 # ---- how it is read
