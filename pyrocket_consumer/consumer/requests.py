@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.consume import Service
@@ -42,7 +44,10 @@ from pyrocket_consumer.wire.subscription import matches
 
 log = logger("consumer")
 
+T = TypeVar("T")
+
 LONGEST_PAUSE_S = 1.0
+MANY_QUEUES = 50
 MOST_CALLS = 64  # of one thread
 MOST_STACK_CHARACTERS = 256 * 1024
 
@@ -53,7 +58,7 @@ MOST_DIRECTLY = 4
 
 
 class _Turns:
-    """Makes answers one after the other, and with pauses: however many are asked for, they take a tenth of the time."""
+    """Has work done one after the other, and with pauses: however much is asked for, it takes a tenth of the time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -97,6 +102,7 @@ class BrokerRequests:
         self._calls = calls
         self._directly: set[asyncio.Task[Any]] = set()
         self._turns = _Turns(group.loop)
+        self._readings = _Turns(group.loop)
 
     def begin(self) -> None:
         """Answer from now on."""
@@ -128,7 +134,8 @@ class BrokerRequests:
         if header.group != self._group.name or not command.body:
             return None
         try:
-            targets = bodies.decode_offset_table(command.body)
+            async with self._readings:
+                targets = await read_body(bodies.decode_offset_table, command.body)
         except ProtocolError as error:
             self._group.event(
                 EventKind.OFFSET_RESET,
@@ -144,7 +151,8 @@ class BrokerRequests:
         if header.group != self._group.name:
             return command.answer(body=bodies.encode_consumer_status({}))
         async with self._turns:
-            return command.answer(body=bodies.encode_consumer_status(self._commits.table(header.topic)))
+            table = self._commits.table(header.topic)
+            return command.answer(body=await _encoded(bodies.encode_consumer_status, table, len(table)))
 
     async def _running_info(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = GetConsumerRunningInfoHeader.from_fields(command.fields)
@@ -157,7 +165,8 @@ class BrokerRequests:
             if is_relayed(command.fields):
                 return await self._resets.answer_relayed(command)
             stacks = await asyncio.to_thread(_stacks) if header.jstack_enable else None
-            return command.answer(body=bodies.encode_running_info(self.running_info(stacks)))
+            info = self.running_info(stacks)
+            return command.answer(body=await _encoded(bodies.encode_running_info, info, len(info.queues)))
 
     def running_info(self, stacks: str | None) -> bodies.RunningInfo:
         """Return what tools show of this member."""
@@ -285,6 +294,11 @@ class BrokerRequests:
         if found is None or message.topic.startswith(RETRY_PREFIX) or not matches(found.subscription, message.tags):
             raise RocketError(f"no listener of this consumer takes messages of {message.topic} like that one")
         return message, found.listener
+
+
+async def _encoded(encode: Callable[[T], bytes], value: T, queues: int) -> bytes:
+    """Return `encode(value)`; of many queues from another thread, for that takes a tenth of a millisecond for each."""
+    return encode(value) if queues <= MANY_QUEUES else await asyncio.to_thread(encode, value)
 
 
 def _stacks() -> str:

@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster, RequestCode
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies import decode_running_info, encode_offset_table
+from pyrocket_consumer.wire.bodies import decode_consumer_status, decode_running_info, encode_offset_table
 from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.asking import Asking, directly, stored
 from tests.consuming import Events, Seen, consuming, until
@@ -270,7 +270,32 @@ def test_a_reset_of_a_thousand_queues_and_a_message_of_four_mebibytes_are_none_t
         assert events.of("request-refused") == []
 
 
+def test_messages_do_not_wait_while_resets_are_read_that_take_long_to_read(embedded):
+    embedded.create_topic("T", queues=1)
+    events = Events()
+    with consuming(embedded, "T", "G", on_event=events) as (_, seen):
+        slow = b'{"offsetTable":{' + b"0:1," * 200_000 + b"0:1}}"
+        code = RequestCode.RESET_CONSUMER_CLIENT_OFFSET
+        Asking(embedded.broker("broker-a")).tell(code, ASKED[code], slow, times=5)
+        fill(embedded, "T", 1)
+        seen.wait_for(1)
+        assert len(events.of("offset-reset")) < 5
+        assert "cannot be read, nothing moved" in events.wait_for("offset-reset").text
+
+
 # --- how it is
+
+
+def test_of_many_queues_each_is_told(embedded):
+    embedded.create_topic("T", queues=120)
+    with consuming(embedded, "T", "G") as (consumer, _):
+        until(lambda: sum(queue.topic == "T" for queue in consumer.progress()) == 120, "all queues are held")
+        for code, told in (
+            (RequestCode.GET_CONSUMER_RUNNING_INFO, lambda body: decode_running_info(body).queues),
+            (RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, decode_consumer_status),
+        ):
+            answer = Asking(embedded.broker("broker-a")).ask(code, ASKED[code])
+            assert sum(queue.topic == "T" for queue in told(answer.body)) == 120
 
 
 def test_stacks_tell_where_threads_are_and_no_more(embedded):
