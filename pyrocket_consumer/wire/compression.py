@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from types import ModuleType
 
@@ -55,7 +55,12 @@ def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> b
     """
     if not sys_flag & SysFlag.COMPRESSED:
         return body
-    parts = list(_bounded(body, sys_flag, max_bytes, max_bytes + 1))
+    parts, length = list[bytes](), 0
+    for piece in _of_kind(sys_flag)(body, max_bytes + 1):
+        length += len(piece)
+        if length > max_bytes:
+            raise _too_large(body, max_bytes)
+        parts.append(piece)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -63,7 +68,12 @@ def unpacked_size(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -
     """Return how many bytes `decompress` would give, and hold only a few of them at a time. Raises what it does."""
     if not sys_flag & SysFlag.COMPRESSED:
         return len(body)
-    return sum(map(len, _bounded(body, sys_flag, max_bytes, _MEASURED_BYTES)))
+    length = 0
+    for piece in _of_kind(sys_flag)(body, _MEASURED_BYTES):
+        length += len(piece)
+        if length > max_bytes:
+            raise _too_large(body, max_bytes)
+    return length
 
 
 _MOST_UNPACKED = {
@@ -80,25 +90,17 @@ def most_unpacked(stored_bytes: int, sys_flag: int) -> int:
     return (stored_bytes + 64) * _MOST_UNPACKED.get(sys_flag & SysFlag.COMPRESSION_MASK, 1)
 
 
-def _bounded(body: bytes, sys_flag: int, max_bytes: int, most: int) -> Iterator[bytes]:
-    """Yield what a body holds, in pieces of about `most` bytes; no more than `max_bytes` of it and one piece."""
-    length = 0
-    for piece in _pieces(body, sys_flag, most):
-        length += len(piece)
-        if length > max_bytes:
-            raise BodyTooLarge(f"compressed body of {len(body)} bytes holds more than {max_bytes}")
-        yield piece
+def _too_large(body: bytes, max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"compressed body of {len(body)} bytes holds more than {max_bytes}")
 
 
-def _pieces(body: bytes, sys_flag: int, most: int) -> Iterator[bytes]:
-    kind = sys_flag & SysFlag.COMPRESSION_MASK
-    if kind in (0, SysFlag.COMPRESSION_ZLIB):  # 0: written before 4.9.4
-        return _zlib_pieces(body, most)
-    if kind == SysFlag.COMPRESSION_LZ4:
-        return _lz4_pieces(body, most)
-    if kind == SysFlag.COMPRESSION_ZSTD:
-        return _zstd_pieces(body, max(32, min(_ZSTD_INPUT_BYTES, most // 8192)))
-    raise ProtocolError(f"compression type {kind >> 8} of sysFlag {sys_flag:#x} is unknown; 0 to 3 are known")
+def _of_kind(sys_flag: int) -> Callable[[bytes, int], Iterator[bytes]]:
+    """Return what yields what a body holds, in pieces of about as many bytes as it is told."""
+    found = _PIECES.get(sys_flag & _KIND)
+    if found is None:
+        kind = (sys_flag & _KIND) >> 8
+        raise ProtocolError(f"compression type {kind} of sysFlag {sys_flag:#x} is unknown; 0 to 3 are known")
+    return found
 
 
 def _damaged(kind: Compression, body: bytes, reason: object) -> ProtocolError:
@@ -143,34 +145,47 @@ _MEASURED_BYTES = 256 * 1024
 _ZSTD_INPUT_BYTES = 1024
 """Most input given at a time. A block of 4 bytes can hold 128 KiB, so this bounds the memory beyond `max_bytes`."""
 
-_ZSTD_KEPT_WINDOW = 8 * 1024 * 1024
-"""A context keeps the memory that a frame wanted of it. One that was given more than what usual levels want is left."""
+_ZSTD_KEPT_BYTES = 8 * 1024 * 1024
+"""A context keeps the memory that a frame filled. One that has seen a larger one is left."""
 
 _contexts = threading.local()  # a context costs more than most bodies, and serves one thread at a time
 
 
-def _zstd_pieces(body: bytes, input_bytes: int) -> Iterator[bytes]:
+def _zstd_pieces(body: bytes, most: int) -> Iterator[bytes]:
+    input_bytes = _ZSTD_INPUT_BYTES if most > _MEASURED_BYTES else 32
     zstd = _zstd()
     context = getattr(_contexts, "zstd", None)
     if context is None:
         context = _contexts.zstd = zstd.ZstdDecompressor(max_window_size=MAX_BODY_BYTES)
-    start = 0
+    start = length = 0
     complete = False
     try:
         while start < len(body) and not (complete and body[start : start + 4] != _ZSTD_MAGIC):
-            if zstd.get_frame_parameters(body[start : start + 18]).window_size > _ZSTD_KEPT_WINDOW:
-                _contexts.zstd = None
             # Streams, because Java writes no content size; more than one, because a body may be several frames.
             stream = context.decompressobj()
             while start < len(body) and not stream.eof:
                 piece = body[start : start + input_bytes]
-                yield stream.decompress(piece)
+                plain = stream.decompress(piece)
+                length += len(plain)
+                yield plain
                 start += len(piece) - len(stream.unused_data)
             complete = stream.eof
     except zstd.ZstdError as error:
         raise _damaged(Compression.ZSTD, body, error) from error
+    finally:
+        if length > _ZSTD_KEPT_BYTES:
+            _contexts.zstd = None
     if not complete:
         raise _damaged(Compression.ZSTD, body, "it is cut short")
+
+
+_KIND = int(SysFlag.COMPRESSION_MASK)
+_PIECES: dict[int, Callable[[bytes, int], Iterator[bytes]]] = {
+    0: _zlib_pieces,  # written before 4.9.4
+    int(SysFlag.COMPRESSION_ZLIB): _zlib_pieces,
+    int(SysFlag.COMPRESSION_LZ4): _lz4_pieces,
+    int(SysFlag.COMPRESSION_ZSTD): _zstd_pieces,
+}
 
 
 def _lz4() -> ModuleType:

@@ -61,6 +61,7 @@ _FIXED = {
     for born_v6 in (0, SysFlag.BORN_HOST_V6)
     for store_v6 in (0, SysFlag.STORE_HOST_V6)
 }
+_HOW = 15  # behind these, of a message whose body is packed: how to unpack it
 _HOSTS_V6 = SysFlag.BORN_HOST_V6 | SysFlag.STORE_HOST_V6
 _UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
 _PACKED = SysFlag.COMPRESSED | _UNPACK
@@ -112,13 +113,11 @@ class Message:
         "_body_end",
         "_end",
         "_queue",
-        "_fixed",  # what stands before the body, once asked for
+        "_fixed",  # what stands before the body, once asked for; of a packed one from the start, and how to unpack it
         "_body",
         "_properties",
         "_done",  # for the consumer: it has finished with the message
         "_extra_attempts",  # for the consumer: attempts the record does not count
-        "_bodies",  # how its body is unpacked; set only if there may be anything to unpack, as is the next one
-        "_refused",  # why its body cannot be read, once that is known
     )
 
     queue_offset: int
@@ -133,8 +132,6 @@ class Message:
     _properties: dict[str, str] | None
     _done: bool
     _extra_attempts: int
-    _bodies: Bodies
-    _refused: ProtocolError | None
 
     @property
     def queue(self) -> MessageQueue:
@@ -171,22 +168,22 @@ class Message:
         return body
 
     def _unpacked(self, stored: bytes) -> bytes:
-        if self._refused is not None:
-            raise self._refused
-        flag = self.sys_flag
+        flag, how = self.sys_flag, self._how()
+        if isinstance(how, ProtocolError):
+            raise how
         # The items of an inner batch keep its sysFlag, but it was the batch that was compressed.
         if not flag & SysFlag.COMPRESSED or flag & _UNPACK == _UNPACK:
             return stored
         try:
-            return decompress(stored, flag, self._bodies.max_bytes)
+            return decompress(stored, flag, how.max_bytes)
         except BodyTooLarge as error:
-            self._refused = error
+            self._refuse(error)
             raise
 
     @property
     def is_too_large(self) -> bool:
         """Whether its body was asked for, and holds more than may be unpacked: it can never be read."""
-        return bool(self.sys_flag & _PACKED) and isinstance(self._refused, BodyTooLarge)
+        return isinstance(self._how(), BodyTooLarge)
 
     @property
     def tags(self) -> str | None:
@@ -293,16 +290,27 @@ class Message:
         """Return the message with its own bytes only, so that the answer it came in can be freed."""
         if self._end - self._start == len(self._data):
             return self
-        message = _message_at(self._data[self._start : self._end], 0, self._queue, self._how())
+        message = _message_at(self._data[self._start : self._end], 0, self._queue, self._bodies())
         message._extra_attempts = self._extra_attempts
         return message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        most = self._how().max_bytes
+        most = self._bodies().max_bytes
         return _one, (self._data[self._start : self._end], self._queue, self._extra_attempts, most)
 
-    def _how(self) -> Bodies:
-        return self._bodies if self.sys_flag & _PACKED else _USUAL_BODIES
+    def _how(self) -> Bodies | ProtocolError:
+        """Return how the body is unpacked, or why it cannot be read, if that is known."""
+        if not self.sys_flag & _PACKED:
+            return _USUAL_BODIES
+        how: Bodies | ProtocolError = self._fields()[_HOW]
+        return how
+
+    def _bodies(self) -> Bodies:
+        how = self._how()
+        return _USUAL_BODIES if isinstance(how, ProtocolError) else how
+
+    def _refuse(self, error: ProtocolError) -> None:
+        self._fixed = (*self._fields()[:_HOW], error)
 
     def __repr__(self) -> str:
         try:
@@ -359,7 +367,7 @@ def least_room(message: Message, *, measured: bool) -> int:
 
     A body that cannot be unpacked counts with all that is tried.
     """
-    most = message._bodies.max_bytes
+    most = message._bodies().max_bytes
     if not measured:
         return min(most, most_unpacked(message._body_end - message._start, message.sys_flag))
     try:
@@ -393,7 +401,7 @@ def decode_messages(
     messages: list[Message] = []
     add, glance, size = messages.append, _GLANCE.unpack_from, len(data)
     start, last = 0, size - 91  # the shortest record
-    until = last if most is None else min(last, _STRETCH)
+    until = last if most is None or last < _STRETCH else _STRETCH
     unpacked = surplus = 0
     while start <= last:
         while start <= until:
@@ -422,6 +430,8 @@ def decode_messages(
         if most is not None:
             if len(messages) - surplus > most:
                 raise ProtocolError(f"more than {most} records in {size} bytes, which no pull asks for")
+            if start > last:
+                break
             until = min(last, start + _STRETCH)
     if start != size:
         raise ProtocolError(f"{size - start} bytes at {start} are too few for a record")
@@ -480,15 +490,16 @@ def inner_messages(batch: Message, most_bytes: int | None = None) -> list[Messag
             more than a broker can count, which is a BodyTooLarge.
         ConfigError: it is compressed in a way whose package is not installed.
     """
-    most = batch._bodies.max_bytes if most_bytes is None else most_bytes
+    bodies = batch._bodies()
+    most = bodies.max_bytes if most_bytes is None else most_bytes
     items, size = list[Message](), 0
     for record in _unpack(batch, most):
         size += len(record)
         if size > most:  # a few bytes can hold millions of items
-            raise BodyTooLarge(f"inner batches hold more than {batch._bodies.max_bytes} bytes of records")
+            raise BodyTooLarge(f"inner batches hold more than {bodies.max_bytes} bytes of records")
         if len(items) == _MOST_INNER:
             raise BodyTooLarge(f"an inner batch holds more than {_MOST_INNER} messages")
-        items.append(_message_at(record, 0, batch._queue, batch._bodies))
+        items.append(_message_at(record, 0, batch._queue, bodies))
     return items
 
 
@@ -504,7 +515,7 @@ def is_inner_batch(record: Message) -> bool:
 
 def refuse_batch(batch: Message, error: ProtocolError, begin: int) -> None:
     """Have an inner batch be one message, at `begin` if it starts before that, whose body raises `error`."""
-    batch._refused = error
+    batch._refuse(error)
     batch.queue_offset = max(batch.queue_offset, begin)
 
 
@@ -532,7 +543,7 @@ def _message_at(data: bytes, start: int, queue: MessageQueue | None, bodies: Bod
     message._body = message._properties = None
     message._done, message._extra_attempts = False, 0
     if sys_flag & _PACKED:
-        message._bodies, message._refused = bodies, None
+        message._fixed = (*fields, bodies)
         bodies.met = True
     return message
 
