@@ -188,6 +188,7 @@ class EventKind(StrEnum):
     NOTHING_SUBSCRIBED = "nothing-subscribed"
     REQUEST_REFUSED = "request-refused"
     ANSWER_REFUSED = "answer-refused"
+    RECORD_IGNORED = "record-ignored"
     EVENTS_LEFT_OUT = "events-left-out"
     CONSUMER_FAILED = "consumer-failed"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.bodies import decode_offset_table
 from pyrocket_consumer.wire.command import ResetOffsetHeader, UpdateConsumerOffsetHeader
-from pyrocket_consumer.wire.reset_plan import PlanBody, encode_plan, encode_status_question
+from pyrocket_consumer.wire.reset_plan import PlanBody, encode_plan, encode_status_question, is_epoch
 
 ASK_AGAIN_AFTER_S = (2.0, 3.0, 5.0)
 """A member that had no answer ready is asked for its state after 2, 5 and 10 s, and every 5 s from then on."""
@@ -109,7 +110,9 @@ class _Execution:
     async def broadcasting(self, partial: bool) -> ResetResult:
         """Record the reset at every master, tell every member, ask until each has confirmed."""
         records = {
-            name: ResetRecord(self._cluster, self._group, self._topic, name)
+            name: ResetRecord(
+                self._cluster, self._group, self._topic, name, on_nonsense=functools.partial(self._tell, "record", name)
+            )
             for name in sorted(self._brokers)
             if self._at(name)
         }
@@ -154,12 +157,14 @@ class _Execution:
         highest = 0
         for name, record in list(records.items()):
             try:
-                highest = max(highest, await record.head())
+                highest = max(highest, await record.head() or 0)
             except RocketError as error:
                 self._failed_at(name, error, partial)
+        now_ms = int(time.time() * 1000)
         for member in self._plan.members:
-            highest = max(highest, *member.reply.report.epochs.values(), 0)
-        return max(int(time.time() * 1000), highest + 1)
+            told = member.reply.report.epochs.values()
+            highest = max(highest, *(epoch for epoch in told if is_epoch(epoch, now_ms)), 0)
+        return max(now_ms, highest + 1)
 
     def _failed_at(self, broker_name: str, error: RocketError, partial: bool) -> None:
         if not partial:

@@ -6,6 +6,7 @@ register, as durable as the group's offsets are.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,10 @@ from pyrocket_consumer.cluster.each import for_each
 from pyrocket_consumer.errors import BrokerError, RocketError
 from pyrocket_consumer.model import MessageQueue, retry_topic
 from pyrocket_consumer.wire.codes import ResponseCode
-from pyrocket_consumer.wire.reset_plan import RecordArea, name_of, record_areas
+from pyrocket_consumer.wire.reset_plan import MAX_OFFSET, RecordArea, is_epoch, name_of, record_areas
+
+MOST_LOOKS = 10
+"""How often a queue's epoch is looked at that changes all the time; then it is left for the next time."""
 
 _NOTHING_CODES = frozenset({ResponseCode.TOPIC_NOT_EXIST, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST})
 
@@ -42,19 +46,56 @@ class EpochTaken(RocketError):
         return f"a reset with epoch {self.head} was recorded at the same time"
 
 
-class ResetRecord:
-    """The record for one group and topic at one master. Confined to the I/O thread."""
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000
 
-    def __init__(self, cluster: Cluster, group: str, topic: str, broker_name: str) -> None:
+
+def _nobody(text: str) -> None:
+    pass
+
+
+class ResetRecord:
+    """The record for one group and topic at one master. Confined to the I/O thread.
+
+    Whoever may commit for the group can write into it, what he likes. What is no epoch counts as nothing, is told by
+    `on_nonsense`, and is written over by the next reset.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        group: str,
+        topic: str,
+        broker_name: str,
+        *,
+        now_ms: Callable[[], int] = _wall_ms,
+        on_nonsense: Callable[[str], None] = _nobody,
+    ) -> None:
         self.topic, self.broker_name = topic, broker_name
         self._group = group
         self._broker = cluster.broker(broker_name)
+        self._now_ms = now_ms
+        self._on_nonsense = on_nonsense
         self._area: RecordArea | None = None
 
-    async def head(self) -> int:
-        """Return the highest epoch recorded, 0 when nothing is. One small request, or two if there is a record."""
+    async def head(self) -> int | None:
+        """Return the highest epoch recorded, 0 when nothing is, None when what stands there is none.
+
+        One small request, or two if there is a record.
+        """
         area = self._area or await self._find()
-        return await self._get(area.head) if area is not None else 0
+        return await self._epoch(area.head, "as the newest of all") if area is not None else 0
+
+    async def _epoch(self, slot: int, what: str) -> int | None:
+        found = await self._get(slot)
+        if found and not is_epoch(found, self._now_ms()):
+            self._on_nonsense(
+                f"the record of resets of {self.topic} at {self.broker_name} has {found} {what}, which is no time, or "
+                "more than a day ahead: it is ignored, and written over by the next reset; see who may commit offsets "
+                f"for {self._group}, and the clocks"
+            )
+            return None
+        return found
 
     async def read(
         self, queue_ids: Iterable[int], newer_than: Callable[[int], int] = lambda queue_id: 0
@@ -65,12 +106,15 @@ class ResetRecord:
             return {}
 
         async def one(queue_id: int) -> RecordedReset | None:
-            epoch = await self._get(area.epoch(queue_id))
-            while epoch > newer_than(queue_id):
+            what = f"for queue {queue_id}"
+            epoch = await self._epoch(area.epoch(queue_id), what) or 0
+            for _ in range(MOST_LOOKS):
+                if epoch <= newer_than(queue_id):
+                    break
                 target = await self._get(area.target(queue_id))
-                again = await self._get(area.epoch(queue_id))
+                again = await self._epoch(area.epoch(queue_id), what) or 0
                 if again == epoch:  # else another reset was being written, and the target may be either's
-                    return RecordedReset(target - 1, epoch) if target > 0 else None
+                    return RecordedReset(target - 1, epoch) if 0 < target <= MAX_OFFSET else None
                 epoch = again
             return None
 
@@ -98,7 +142,7 @@ class ResetRecord:
             await for_each(targets, one)
             # The head is looked at after all is written. Of two who write at the same time with the same epoch, the one
             # who writes his last target later finds the other's head here, or the other finds these targets below.
-            head = await self._get(area.head)
+            head = await self._epoch(area.head, "as the newest of all") or 0
             if head >= epoch:
                 raise EpochTaken(head)
             await self._put(area.head, epoch)
@@ -146,17 +190,22 @@ class ResetRecord:
 
     async def _found(self) -> RecordArea:
         """Take the first free area for the topic; another may have done so since we looked."""
-        name = name_of(self.topic)
-        for area in record_areas(self.topic):
+        name, areas = name_of(self.topic), list(record_areas(self.topic))
+        for area in areas:
             stored = await self._get(area.name)
             if not stored:
                 await self._put(area.name, name)
             if stored in (0, name):
                 self._area = area
                 return area
-        raise RocketError(
-            f"no room is left at {self.broker_name} to record a reset of {self.topic} for group {self._group}"
+        # By chance so many topics do not share their areas: somebody has filled them, and it is the first that counts.
+        self._on_nonsense(
+            f"all {len(areas)} places at {self.broker_name} for resets of {self.topic} are taken: the first is written "
+            f"over; see who may commit offsets for {self._group}"
         )
+        await self._put(areas[0].name, name)
+        await self._put(areas[0].head, 0)
+        return areas[0]
 
     def _slot(self, slot: int) -> MessageQueue:
         return MessageQueue(retry_topic(self._group), self.broker_name, slot)

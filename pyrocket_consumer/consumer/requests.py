@@ -133,6 +133,9 @@ class BrokerRequests:
         header = ResetOffsetHeader.from_fields(command.fields)
         if header.group != self._group.name or not command.body:
             return None
+        if self._group.config.remote_reset == "refuse":
+            self._resets.told_to_refuse(f"a reset of {header.topic}")
+            return None
         try:
             async with self._readings:
                 targets = await read_body(bodies.decode_offset_table, command.body)

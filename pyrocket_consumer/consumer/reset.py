@@ -34,6 +34,7 @@ from pyrocket_consumer.wire.reset_plan import (
     decode_status_question,
     encode_plan,
     encode_report,
+    is_epoch,
 )
 
 log = logger("consumer")
@@ -43,6 +44,9 @@ ANSWER_WITHIN_S = 5.0
 
 REPEATED_WITHIN_S = 60.0
 """The same targets by another way within this time are the same reset."""
+
+ROUTE_EVERY_S = 1.0
+"""How often a plan for queues that are not known has the route asked for."""
 
 RETRY_S = 5.0
 """When a broker could not be asked for the record."""
@@ -75,6 +79,7 @@ class Resets:
         self._plans: dict[str, dict[MessageQueue, int]] = {}  # of clustering: id -> moved by it
         self._resets: dict[MessageQueue, tuple[int, int]] = {}  # how many so far, and where the last one led to
         self._told_memory_only = False
+        self._route_asked_at = float("-inf")
 
     def moved(
         self, queue: MessageQueue, target: int, why: str, came_from: int | None = None, epoch: int | None = None
@@ -96,13 +101,20 @@ class Resets:
             return self._refused(command, rid, f"version {fields.get('pyrocketV')} of resets is not known here")
         try:
             header = RelayHeader.from_fields(fields)
+            refuses = self._group.config.remote_reset == "refuse"
             if header.operation == "status":
                 topic = decode_status_question(command.body) if command.body else ""
-                refuses = self._group.config.remote_reset == "refuse"
                 state, reason = ("refused", _REFUSES) if refuses else ("ok", None)
                 return self._answer(command, rid, state, self.report(topic, rid), reason)
+            if header.operation == "reset" and refuses:
+                self.told_to_refuse(f"reset {rid}")
+                return self._refused(command, rid, _REFUSES)
             if header.operation == "reset":
-                return await self._ordered(command, rid, decode_plan(command.body))
+                plan = decode_plan(command.body)
+                if why := await self._why_not(plan):
+                    self._told_nothing(f"reset {rid} is not followed, nothing moved: {why}")
+                    return self._refused(command, rid, why)
+                return await self._ordered(command, rid, plan)
         except ProtocolError as error:
             self._told_nothing(f"an order of reset {rid} cannot be read, nothing moved: {error}")
             return self._refused(command, rid, str(error))
@@ -110,9 +122,6 @@ class Resets:
 
     async def _ordered(self, command: RemotingCommand, rid: str, plan: PlanBody) -> RemotingCommand:
         config, tasks = self._group.config, self._group.tasks
-        if config.remote_reset == "refuse":
-            self._told_nothing(f"reset {rid} of {plan.topic} refused: remote_reset='refuse'")
-            return self._refused(command, rid, _REFUSES)
         work: asyncio.Task[bool]
         if config.broadcasting:
             resets = {queue: QueueReset(target, plan.epoch) for queue, target in plan.targets.items()}
@@ -131,8 +140,50 @@ class Resets:
         reason = f"{len(waits)} queues moved in memory only: the store cannot be written" if waits else None
         return self._answer(command, rid, state, self.report(plan.topic, rid), reason)
 
+    async def _why_not(self, plan: PlanBody) -> str:
+        """Return why a plan cannot be for us, "" if it can: brokers pass on what anybody asks them to."""
+        group = self._group
+        now_ms = group.now_ms()
+        if not is_epoch(plan.epoch, now_ms):
+            return f"its epoch {plan.epoch} is more than a day ahead of this consumer's clock, {now_ms}"
+        if not group.config.broadcasting:
+            return ""  # nothing is kept of what is not ours
+        if group.subscriptions.get(plan.topic) is None:
+            return f"this consumer does not subscribe to {plan.topic}"
+        if self._unknown_queue(plan) is not None and group.loop.time() - self._route_asked_at > ROUTE_EVERY_S:
+            self._route_asked_at = group.loop.time()  # perhaps a queue was added just now
+            await group.cluster.route(plan.topic, refresh=True)
+        queue = self._unknown_queue(plan)
+        return f"there is no queue {queue}" if queue is not None else ""
+
+    def _unknown_queue(self, plan: PlanBody) -> MessageQueue | None:
+        held = set(self._assignments.held(plan.topic))
+        ids = {name: self._queue_ids(plan.topic, name) for name in {queue.broker_name for queue in plan.targets}}
+        for queue in plan.targets:
+            if queue.queue_id not in ids[queue.broker_name] and queue not in held:
+                return queue
+        return None
+
+    def told_to_refuse(self, what: str) -> None:
+        """Tell that a reset is refused, because the consumer is to follow none."""
+        self._told_nothing(f"{what} refused: remote_reset='refuse'")
+
     def _told_nothing(self, text: str) -> None:
         self._group.event(EventKind.OFFSET_RESET, text, level=logging.WARNING)
+
+    def _nonsense(self, text: str) -> None:
+        self._group.trouble(EventKind.RECORD_IGNORED, text)
+
+    def _epoch(self, queue: MessageQueue) -> int:
+        """Return the epoch of the newest reset the queue has followed; one that is none does not count."""
+        epoch = self._commits.reset_epoch(queue)
+        if not epoch or is_epoch(epoch, self._group.now_ms()):
+            return epoch
+        self._nonsense(
+            f"the stored epoch {epoch} of {queue} is more than a day ahead of our clock: it does not count; "
+            "a reset that was followed before may be followed once more"
+        )
+        return 0
 
     def _answer(
         self, command: RemotingCommand, rid: str, state: str, report: ReportBody | None, reason: str | None = None
@@ -148,7 +199,7 @@ class Resets:
         commits = self._commits
         queues = {queue for queue in self._followed if queue.topic == topic}
         queues.update(self._assignments.held(topic))
-        epochs = {queue: commits.reset_epoch(queue) for queue in queues - self._undurable}
+        epochs = {queue: self._epoch(queue) for queue in queues - self._undurable}
         return ReportBody(
             topic,
             rid,
@@ -176,7 +227,7 @@ class Resets:
         async with assignments.kept_still(resets):
             newer: dict[MessageQueue, QueueReset] = {}
             for queue, reset in resets.items():
-                if reset.epoch <= commits.reset_epoch(queue):
+                if reset.epoch <= self._epoch(queue):
                     continue
                 never_consumed = recorded and assignments.get(queue) is None and not await self._is_stored(queue)
                 newer[queue] = QueueReset(None, reset.epoch) if never_consumed else reset
@@ -272,7 +323,10 @@ class Resets:
     def _record(self, topic: str, broker_name: str) -> ResetRecord:
         key = topic, broker_name
         if key not in self._records:
-            self._records[key] = ResetRecord(self._group.cluster, self._group.name, topic, broker_name)
+            group = self._group
+            self._records[key] = ResetRecord(
+                group.cluster, group.name, topic, broker_name, now_ms=group.now_ms, on_nonsense=self._nonsense
+            )
         return self._records[key]
 
     async def _read(self, topic: str, broker_name: str, *, first: bool = False) -> None:
@@ -296,12 +350,12 @@ class Resets:
         commits, key = self._commits, (topic, broker_name)
         record = self._record(topic, broker_name)
         head = await record.head()
-        if head == self._heads.get(key, 0):
+        if head is not None and head == self._heads.get(key, 0):
             self._heads[key] = head
             return
 
         def followed(queue_id: int) -> int:
-            return commits.reset_epoch(MessageQueue(topic, broker_name, queue_id))
+            return self._epoch(MessageQueue(topic, broker_name, queue_id))
 
         found = await record.read(self._queue_ids(topic, broker_name), followed)
         resets = {
@@ -315,16 +369,14 @@ class Resets:
             self._tell_memory_only()
         elif resets:
             await self._follow_all(resets, "recorded while we did not hear of it", recorded=True)
-        self._heads[key] = head
+        self._heads[key] = head or 0
 
     # --- resets made by brokers
 
     async def told_by_broker(self, topic: str, targets: Mapping[MessageQueue, int]) -> None:
         """A broker tells every member to move (220)."""
         group = self._group
-        if group.config.remote_reset == "refuse":
-            self._told_nothing(f"a reset of {topic} refused: remote_reset='refuse'")
-        elif group.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
+        if group.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
             log.info("group=%s a reset of %s to where it was reset just now is not repeated", group.name, topic)
         else:
             await self.move_held(topic, targets, "told by the broker")
@@ -339,7 +391,11 @@ class Resets:
             self.moved(queue, target, why)
             return queue, target
 
-        chosen = [(queue, target) for queue, target in targets.items() if queue.topic == topic and target >= 0]
+        chosen = [
+            (queue, target)
+            for queue, target in targets.items()
+            if queue.topic == topic and 0 <= target <= MAX_OFFSET
+        ]
         moved = await asyncio.gather(*(move(queue, target) for queue, target in chosen))
         return dict(each for each in moved if each is not None)
 
@@ -361,7 +417,7 @@ class Resets:
         if group.config.broadcasting and answer.max_offset > 0 and not self._is_repeated(queue, target):
             epoch = max(
                 group.now_ms(),
-                self._commits.reset_epoch(queue) + 1,
+                self._epoch(queue) + 1,
                 self._heads.get((queue.topic, queue.broker_name), 0) + 1,
             )
             await self._follow_all({queue: QueueReset(target, epoch)}, how)
@@ -379,7 +435,7 @@ class Resets:
         assignment = self._assignments.get(queue)
         place = assignment.window.commit_offset() if assignment is not None else None
         if assignment is not None and place is not None:
-            self._told_nothing(f"a reset of {queue} refused: remote_reset='refuse'")
+            self.told_to_refuse(f"a reset of {queue}")
             await self._assignments.move(queue, place, assignment.window, "reset refused")
 
     # --- telling the others
@@ -419,7 +475,7 @@ class Resets:
 
     async def _date(self, targets: Mapping[MessageQueue, int], at_least: int) -> int:
         """Return one epoch for resets we have followed, and note that it is that one which we have followed."""
-        epoch = max(at_least, *(self._commits.reset_epoch(queue) for queue in targets))
+        epoch = max(at_least, *(self._epoch(queue) for queue in targets))
         await self._follow_all({queue: QueueReset(None, epoch) for queue in targets}, "spread")
         return epoch
 

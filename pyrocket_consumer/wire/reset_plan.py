@@ -24,11 +24,19 @@ MAX_QUEUE_ID = 32_000
 MAX_PLAN_BYTES = 512 * 1024  # 19,000 queues; the largest request may have twice that
 MAX_OFFSET = 2**63 - 2  # one is added to it in the record
 
+FARTHEST_AHEAD_MS = 24 * 3600 * 1000
+"""How far an epoch may be ahead of a clock. No clock is that wrong; of a higher one no later reset would count."""
+
 _FIRST_SLOT = 0x40000000
 _AREAS = 0x4000
 _PROBES = 8
 
 PlanOffsets = Mapping[MessageQueue, int]
+
+
+def is_epoch(number: int, now_ms: int) -> bool:
+    """Tell whether a number can be the epoch of a reset: milliseconds since 1970, up to a day from now."""
+    return 0 < number <= now_ms + FARTHEST_AHEAD_MS
 
 
 @dataclass(frozen=True, slots=True)

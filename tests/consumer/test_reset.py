@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
+import random
 import threading
 import time
 import uuid
 
 import pytest
 
-from pyrocket_consumer import Admin, ConfigError, MessageQueue, PushConsumer
-from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore
+from pyrocket_consumer import Admin, ConfigError, ConsumerState, MessageQueue, PushConsumer
+from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, QueueReset
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.bodies import encode_offset_table
 from pyrocket_consumer.wire.codes import RequestCode
@@ -93,6 +94,11 @@ def record(broker, epoch: int, targets: dict[int, int]) -> None:
     for queue_id, target in targets.items():
         slots |= {area.target(queue_id): target + 1, area.epoch(queue_id): epoch}
     broker.commit("G", RETRY, slots)
+
+
+def soon() -> int:
+    """An epoch above those of all resets before."""
+    return time.time_ns() // 1_000_000 + 3_600_000
 
 
 # --- told by the broker (220)
@@ -359,17 +365,142 @@ def test_an_order_that_is_none_is_refused_and_nothing_moves(embedded, broker, st
         assert set(seen.places.values()) == {1}
 
 
-def test_a_target_for_queues_that_are_not_there_yet_is_kept_for_them(embedded, broker, stores):
+def test_a_target_for_a_queue_that_was_added_just_now_is_kept_for_it(embedded, broker, stores):
     fill(embedded, "T", 2)
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+    with consuming(embedded, "T", "G", rebalance_interval_s=3600, route_refresh_interval_s=3600, **stores) as (
+        consumer,
+        seen,
+    ):
         wait_until_seen(seen, 1, 2)
-        assert order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, {queue("T", 2): 3}))).code == 0
         embedded.create_topic("T", queues=3)
+        answer = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, {queue("T", 2): 3})))
+        assert answer.fields["pyrocketState"] == "applied"
         for number in range(5):
             embedded.send("T", b"new%d" % number, queue_id=2)
-        seen.wait(lambda seen: {b"new3", b"new4"} <= set(seen.bodies))
+        with consuming(embedded, "T", "G", instance_name="another", **stores):  # a change of members: rebalance
+            seen.wait(lambda seen: {b"new3", b"new4"} <= set(seen.bodies))
         assert consumer.progress()[queue("T", 2)].start_offset == 3
         assert b"new0" not in seen.bodies
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (PlanBody("U", 5000, {queue("U", 0): 3}), "does not subscribe to U"),
+        (PlanBody("T", 5000, {queue("T", 0): 3, queue("T", 2): 3}), "no queue T/broker-a/2"),
+        (PlanBody("T", 5000, {queue("T", 0, "broker-x"): 3}), "no queue T/broker-x/0"),
+        (PlanBody("T", 2**63 - 1, {queue("T", 0): 3}), "more than a day ahead"),
+        (PlanBody("T", (time.time_ns() // 1_000_000) + 25 * 3_600_000, {queue("T", 0): 3}), "more than a day ahead"),
+    ],
+)
+def test_a_plan_that_cannot_be_for_us_is_refused_and_nothing_is_stored(embedded, broker, admin, stores, plan, reason):
+    fill(embedded, "T", 20)
+    events = Events()
+    with consuming(embedded, "T", "G", on_event=events, **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        answer = order(broker, consumer.client_id, encode_plan(plan))
+        assert answer.fields["pyrocketState"] == "refused"
+        assert reason in answer.fields["pyrocketReason"]
+        assert reason in events.wait_for("offset-reset").text
+        assert reset(admin, "G", "T", "earliest").verified  # later ones count
+        wait_until_seen(seen, 2, 20)
+    files = b"".join(path.read_bytes() for path in stores["offset_store_dir"].rglob("offsets.*") if path.is_file())
+    assert not any(text in files for text in (b'"U"', b"broker-x", b'"2":'))
+
+
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+def test_who_refuses_resets_reads_none(embedded, broker, tmp_path, model):
+    events = Events()
+    options = {"message_model": model, "offset_store_dir": tmp_path, "remote_reset": "refuse", "on_event": events}
+    with consuming(embedded, "T", "G", **options) as (consumer, _):
+        answer = order(broker, consumer.client_id, b"this is no plan")
+        assert (answer.fields["pyrocketState"], answer.fields["pyrocketReason"]) == (
+            "refused", "this consumer has remote_reset='refuse'",
+        )  # fmt: skip
+        tell_members(broker, b"neither is this")
+        assert "refused" in events.wait_for("offset-reset", 2).text
+
+
+# --- records that make no sense
+
+ABSURD = (2**63 - 1, 2**62, 2**50, 1 << 42)
+
+
+@pytest.mark.parametrize("online", [True, False])
+@pytest.mark.parametrize("absurd", ABSURD)
+def test_a_record_that_makes_no_sense_is_told_and_written_over(embedded, broker, admin, stores, absurd, online):
+    """Whoever may commit offsets for the group can write it, with four plain commits."""
+    fill(embedded, "T", 20)
+    events = Events()
+    options = {**stores, "on_event": events, "reset_record_interval_s": 0.2}
+    with consuming(embedded, "T", "G", **options) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+        if online:
+            record(broker, absurd, {0: 3, 1: absurd - 1})
+            assert "is ignored" in events.wait_for("record-ignored").text
+            assert reset(admin, "G", "T", "earliest").verified
+            wait_until_seen(seen, 2, 20)
+    if not online:
+        record(broker, absurd, {0: 3, 1: absurd - 1})
+        with consuming(embedded, "T", "G", **options) as (_, again):
+            assert "is ignored" in events.wait_for("record-ignored").text
+            fill(embedded, "T", 1, start=20)
+            again.wait_for(1)
+            assert again.bodies == [b"m20"]
+        reset(admin, "G", "T", "earliest", model="broadcasting")
+        with consuming(embedded, "T", "G", **options) as (_, at_last):
+            at_last.wait_for(21)
+
+
+def test_any_number_in_any_place_of_a_record_ends_no_member_and_stops_no_reset(embedded, broker, admin, stores):
+    fill(embedded, "T", 20)
+    chance = random.Random(7)
+    area = next(record_areas("T"))
+    places = [area.head, *(place(each) for each in (0, 1) for place in (area.target, area.epoch))]
+    now = time.time_ns() // 1_000_000
+    numbers = (0, 1, -1, -(2**63), 2**63 - 1, 2**62, now, now + 3_600_000, now + 90_000_000)
+    with consuming(embedded, "T", "G", reset_record_interval_s=0.05, **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        for _ in range(20):
+            broker.commit("G", RETRY, {area.name: name_of("T")})
+            broker.commit("G", RETRY, {place: chance.choice(numbers) for place in places})
+            assert reset(admin, "G", "T", "latest").verified
+        assert consumer.state is ConsumerState.RUNNING
+        fill(embedded, "T", 1, start=20)
+        seen.wait(lambda seen: b"m20" in seen.bodies)
+
+
+def test_places_that_somebody_has_filled_are_taken(embedded, broker, admin, stores):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+    broker.commit("G", RETRY, {area.name: 4711 for area in record_areas("T")})
+    told = []
+    plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
+    plan.execute(told.append)
+    assert any("are taken" in each.text for each in told)
+    with consuming(embedded, "T", "G", **stores) as (_, again):
+        again.wait_for(20)
+
+
+def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, broker, admin, stores):
+    fill(embedded, "T", 20)
+    events = Events()
+    options = {**stores, "on_event": events}
+    with consuming(embedded, "T", "G", **options) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+    folder = next(stores["offset_store_dir"].rglob("offsets.json")).parent
+    poisoned = LocalFileOffsetStore(folder)
+    poisoned.load()
+    poisoned.persist_resets({queue("T", number): QueueReset(None, 2**63 - 1) for number in (0, 1)})
+    poisoned.close()
+    with consuming(embedded, "T", "G", **options) as (_, again):
+        assert reset(admin, "G", "T", "earliest").verified
+        again.wait_for(20)
+        assert "does not count" in events.wait_for("record-ignored").text
 
 
 def test_a_broker_s_word_for_what_was_just_done_is_not_done_again(embedded, broker, stores):
@@ -425,7 +556,7 @@ def test_a_store_without_epochs_works_and_says_what_it_cannot(embedded, broker, 
         fill(embedded, "T", 2, start=20)
         again.wait_for(2)
         assert len(again.messages) == 2, "the reset of its former life is not followed again"
-        record(broker, 2**50, {0: 8})
+        record(broker, soon(), {0: 8})
         again.wait(lambda seen: len(seen.messages) >= 5)
 
 
