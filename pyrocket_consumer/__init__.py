@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyrocket_consumer.config import ConsumerConfig, ProducerConfig
 from pyrocket_consumer.errors import (
+    AddressRefused,
     BrokerError,
     ConfigError,
     ConnectError,
@@ -68,6 +69,7 @@ _HOMES = {  # imported when first used, so that the import is quick
 }
 
 __all__ = [
+    "AddressRefused",
     "Admin",
     "AsyncProducer",
     "AsyncPushConsumer",

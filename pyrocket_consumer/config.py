@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from datetime import datetime
+from ipaddress import ip_network
 from pathlib import Path
 from ssl import SSLContext, create_default_context
 from typing import Any, Literal, Self, TypedDict
@@ -21,7 +22,8 @@ MAX_GROUP_CHARACTERS = 120  # 255 before broker 5.5.0; its %RETRY% topic must st
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024 - 128 * 1024  # a frame has 16 MiB
 _NAME = re.compile(r"[%|a-zA-Z0-9_-]+")
 _NO_NAME_SERVER = "no name server: pass name_server='host:9876' (pyrocket: -n host:9876), or set NAMESRV_ADDR"
-_ADDRESS = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
+_HOST = re.compile(r"[\w.-]{1,255}")
+_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+(?:%[\w.-]+)?\]|[\w.-]{1,255}):(?P<port>[0-9]{1,5})")
 
 Allocation = (
     Literal["average", "circle", "hash", "machine-room"]
@@ -98,9 +100,40 @@ def parse_address(address: str, what: str = "address") -> tuple[str, int]:
     found = _ADDRESS.fullmatch(address)
     if not found or not 0 < int(found["port"]) < 65536:
         raise ConfigError(
-            f"{what} {address!r} is not host:port with a port from 1 to 65535 (for example 127.0.0.1:9876)"
+            f"{what} {address!r:.200} is not host:port with a port from 1 to 65535 (for example 127.0.0.1:9876)"
         )
     return found["host"].strip("[]"), int(found["port"])
+
+
+def parse_allowed_addresses(value: str | Iterable[str]) -> tuple[str, ...]:
+    """Return what brokers' addresses may be: hosts, `host:port`, networks like `10.0.0.0/8`; one, or several.
+
+    Raises:
+        ConfigError: there is none, or one is none of these.
+    """
+    names = check_names("allowed_addresses", value)
+    if not names:
+        raise ConfigError("allowed_addresses is empty, so no broker could be reached; leave it out to allow any")
+    return tuple(_allowed_address(name.strip()) for name in names)
+
+
+def _allowed_address(text: str) -> str:
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    reason = ""
+    try:
+        return str(ip_network(bare))
+    except ValueError as error:
+        if "/" in text:
+            reason = f" ({error})"
+    if _HOST.fullmatch(text) and not text.replace(".", "").isdigit():
+        return text
+    if not reason and _ADDRESS.fullmatch(text):
+        parse_address(text, "allowed_addresses:")
+        return text
+    raise ConfigError(
+        f"allowed_addresses: {text!r:.200} is not allowed{reason}; give a host (broker-a, 10.0.0.5), host:port, or a "
+        "network (10.0.0.0/8)"
+    )
 
 
 def trusting(ca_file: str, what: str, where: str = "") -> SSLContext:
@@ -225,6 +258,7 @@ class ClientConfig:
     secret_key: str | None = field(default=None, repr=False)
     security_token: str | None = field(default=None, repr=False)
     tls: bool | SSLContext = False
+    allowed_addresses: str | Iterable[str] | None = None
     call_timeout_s: float = 3.0
     connect_timeout_s: float = 3.0
     heartbeat_interval_s: float = 30.0
@@ -240,6 +274,8 @@ class ClientConfig:
                 raise ConfigError(f"{name} is a {type(getattr(self, name)).__name__}; it must be a text, or left out")
         if not isinstance(self.tls, bool | SSLContext):
             raise ConfigError(f"tls={self.tls!r} is not allowed; it must be True, False or an ssl.SSLContext")
+        if self.allowed_addresses is not None:
+            object.__setattr__(self, "allowed_addresses", parse_allowed_addresses(self.allowed_addresses))
         if (self.access_key is None) != (self.secret_key is None):
             raise ConfigError("access_key and secret_key go together; one of them is missing")
         for name in ("call_timeout_s", "connect_timeout_s"):
@@ -254,6 +290,12 @@ class ClientConfig:
         """The name servers' addresses, checked."""
         assert isinstance(self.name_server, tuple)
         return self.name_server
+
+    @property
+    def brokers_allowed(self) -> tuple[str, ...] | None:
+        """What brokers' addresses may be, checked; None: any."""
+        assert isinstance(self.allowed_addresses, tuple | None)
+        return self.allowed_addresses
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
@@ -284,6 +326,7 @@ class ClientOptions(TypedDict, total=False):
     secret_key: str | None
     security_token: str | None
     tls: bool | SSLContext
+    allowed_addresses: str | Iterable[str] | None
     call_timeout_s: float
     connect_timeout_s: float
     heartbeat_interval_s: float

@@ -35,6 +35,13 @@ class ConnectError(RocketError):
         )
 
 
+class AddressRefused(ConnectError):
+    """An address that a route names is not connected to: it is none, or not one of `allowed_addresses`."""
+
+    def __str__(self) -> str:
+        return printable(f"broker address {self.address!r} is not connected to: {self.reason}")
+
+
 class ConnectionLost(RocketError):
     """A connection ended while a call waited on it. The call may or may not have been executed."""
 

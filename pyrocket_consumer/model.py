@@ -149,7 +149,7 @@ class PullAnswer:
     offset_reset: bool = False
 
 
-MOST_OF_A_TEXT = 4000
+MOST_OF_A_TEXT = 3000
 """How many characters an event's sentence has at most: what servers, listeners and files say is quoted in it."""
 
 MOST_OF_A_FACT = 500
@@ -189,6 +189,7 @@ class EventKind(StrEnum):
     REQUEST_REFUSED = "request-refused"
     ANSWER_REFUSED = "answer-refused"
     RECORD_IGNORED = "record-ignored"
+    ADDRESS_REFUSED = "address-refused"
     EVENTS_LEFT_OUT = "events-left-out"
     CONSUMER_FAILED = "consumer-failed"
 

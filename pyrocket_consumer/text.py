@@ -8,7 +8,7 @@ import re
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What controls a terminal, breaks a line, has text read in another order than written, or is half a character."""
 
-MOST_OF_A_LINE = 8000
+MOST_OF_A_LINE = 4000
 
 
 def printable(text: str) -> str:

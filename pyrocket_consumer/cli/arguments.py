@@ -48,6 +48,10 @@ def add_connection(command: argparse.ArgumentParser) -> None:
     group.add_argument("-n", "--name-server", metavar="HOST:PORT[;...]", help="name servers (default: NAMESRV_ADDR)")
     group.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
     group.add_argument("--tls-ca", metavar="FILE", help="encrypt, and trust the authorities in this PEM file")
+    group.add_argument(
+        "--allowed-addresses", metavar="LIST",
+        help="where brokers may be, joined by commas: hosts, host:port, networks like 10.0.0.0/8 (default: anywhere)",
+    )  # fmt: skip
 
 
 def connection(options: argparse.Namespace) -> dict[str, Any]:
@@ -61,7 +65,13 @@ def connection(options: argparse.Namespace) -> dict[str, Any]:
         if account[one] is not None and account[other] is None:
             raise ConfigError(f"PYROCKET_{one.upper()} is set, and PYROCKET_{other.upper()} is missing; set both")
     tls = trusting(options.tls_ca, "--tls-ca ") if options.tls_ca is not None else options.tls
-    return {"name_server": options.name_server, "tls": tls, **account}
+    allowed = options.allowed_addresses
+    return {
+        "name_server": options.name_server,
+        "tls": tls,
+        "allowed_addresses": allowed if allowed is None else allowed.split(","),
+        **account,
+    }
 
 
 def add_output(command: argparse.ArgumentParser) -> None:

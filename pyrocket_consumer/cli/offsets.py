@@ -297,6 +297,7 @@ def _undo(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
     """Return the commands that bring everybody back to where the plan found them."""
     where = [*(["-n", options.name_server] if options.name_server else []), *(["--tls"] if options.tls else [])]
     where += ["--tls-ca", options.tls_ca] if options.tls_ca else []
+    where += ["--allowed-addresses", options.allowed_addresses] if options.allowed_addresses else []
     command = ["pyrocket", "offsets"]
     commands = [
         [

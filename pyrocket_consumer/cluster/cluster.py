@@ -31,6 +31,7 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import MASTER_ID, TopicRoute
+from pyrocket_consumer.net.addresses import Addresses, OnAddressRefused
 from pyrocket_consumer.net.connection import Connection, OnLate, Sign
 from pyrocket_consumer.net.connections import PERHAPS_PLAIN, Connections
 from pyrocket_consumer.net.direct import DirectConnection, open_direct
@@ -84,6 +85,7 @@ class Cluster:
         self._tls = tls_context(config.tls)
         self._pid: int | None = None
         self._connections: Connections | None = None
+        self._addresses = Addresses(config.name_servers, config.brokers_allowed, self._address_refused)
         self._name_servers = NameServers(config.name_servers, self.call, self._random)
         self._routes = Routes(self._ask_route, self._route_changed)
         self._heartbeats = Heartbeats(client_id, self._connect_member, self._ask_member, self._reconnected)
@@ -91,6 +93,7 @@ class Cluster:
         self._route_hooks: list[Callable[[str, TopicRoute], None]] = []
         self._lost_hooks: list[Callable[[str, str], None]] = []
         self._reconnect_hooks: list[Callable[[str], None]] = []
+        self._refused_hooks: list[OnAddressRefused] = []
         self._failure_hooks: list[Callable[[BaseException], None]] = []
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._greeting: set[str] = set()
@@ -131,6 +134,7 @@ class Cluster:
         self._connections = Connections(
             self.loop,
             connect_timeout_s=self.config.connect_timeout_s,
+            resolve=self._addresses.resolve,
             on_request=self._requests.take,
             on_lost=self._connection_lost,
             tls=self._tls,
@@ -387,7 +391,12 @@ class Cluster:
             ConnectError: there is none to be had.
         """
         return await open_direct(
-            self.loop, address, timeout_s=self.config.connect_timeout_s, tls=self._tls, sign=self._signer
+            self.loop,
+            address,
+            timeout_s=self.config.connect_timeout_s,
+            resolve=self._addresses.resolve,
+            tls=self._tls,
+            sign=self._signer,
         )
 
     @property
@@ -472,6 +481,15 @@ class Cluster:
             self._greet(address)
         if route is not None:
             self._tell(self._route_hooks, route.topic, route)
+
+    def on_address_refused(self, hook: OnAddressRefused) -> None:
+        """Have `hook(address, why)` called, on the I/O thread, when a broker is not connected to for where it is."""
+        self._refused_hooks.append(hook)
+
+    def _address_refused(self, address: str, why: str) -> None:
+        if not self._refused_hooks:
+            log.warning("%s", why)
+        self._tell(self._refused_hooks, address, why)
 
     def keep_brokers(self, in_use: Callable[[str], bool]) -> None:
         """Have brokers that no route names any more kept within reach while `in_use(broker_name)`.

@@ -167,6 +167,7 @@ class GroupMember:
         cluster.add_consumer(group.name, group.heartbeat_data)
         self._requests.begin()
         cluster.on_route_changed(self._route_changed)
+        cluster.on_address_refused(self._address_refused)
         cluster.on_broker_lost(lambda address, reason: self._names_of(address, self.commits.broker_lost))
         cluster.on_broker_reconnected(self._reconnected)
         cluster.on_failure(lambda error: group.surprised("a background task of the cluster ended", error))
@@ -318,6 +319,10 @@ class GroupMember:
         self.on_ended()
 
     # --- what the cluster tells
+
+    def _address_refused(self, address: str, why: str) -> None:
+        facts = {"address": address}
+        self.group.event(EventKind.ADDRESS_REFUSED, why, facts=facts, level=logging.WARNING)
 
     def _route_changed(self, topic: str, route: TopicRoute) -> None:
         for broker in route.brokers:

@@ -127,6 +127,8 @@ class _Face:
             unit_name, namespace (–; text): as in Java
             access_key, secret_key, security_token (–): sign every request; never shown
             tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities
+            allowed_addresses (–; host, host:port, network, or a list): where brokers may be: whatever routes name,
+                nothing else is connected to, or gets signed requests
             call_timeout_s, connect_timeout_s (3; 0.01–600 s): deadlines of calls
             heartbeat_interval_s, route_refresh_interval_s (30; 0.05–3600 s): how often brokers are told that we are
                 there, and routes are asked for

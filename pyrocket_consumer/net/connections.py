@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,9 @@ log = logger("net")
 
 PERHAPS_PLAIN = "if it speaks without TLS, leave tls out"
 _TRUST = "to trust its authority pass tls=ssl.create_default_context(cafile=...)"
+
+Resolve = Callable[[str], tuple[str, int]]
+"""Returns host and port of an address, or raises AddressRefused."""
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
@@ -42,6 +45,7 @@ class Connections:
         loop: asyncio.AbstractEventLoop,
         *,
         connect_timeout_s: float,
+        resolve: Resolve = parse_address,
         on_request: OnRequest,
         on_lost: OnLost = lambda connection, reason: None,
         tls: ssl.SSLContext | None = None,
@@ -50,6 +54,7 @@ class Connections:
     ) -> None:
         self._loop = loop
         self._connect_timeout_s = connect_timeout_s
+        self._resolve = resolve
         self._on_request = on_request
         self._on_lost = on_lost
         self._tls = tls
@@ -114,7 +119,7 @@ class Connections:
             target.attempt = None
 
     async def _connect(self, address: str) -> Connection:
-        host, port = parse_address(address)
+        host, port = self._resolve(address)
         async with connecting(address, self._connect_timeout_s, self._tls):
             _, connection = await self._loop.create_connection(
                 lambda: Connection(self._loop, address, self._on_request, self._lost, self._sign),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pyrocket_consumer.config import parse_address
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout
 from pyrocket_consumer.net.connection import Sign
-from pyrocket_consumer.net.connections import connecting
+from pyrocket_consumer.net.connections import Resolve, connecting
 from pyrocket_consumer.net.forks import close_in_children
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.frame import Extent, InPlaceFrames, RemotingCommand, encode_command, no_frame
@@ -183,6 +183,7 @@ async def open_direct(
     address: str,
     *,
     timeout_s: float,
+    resolve: Resolve = parse_address,
     tls: ssl.SSLContext | None = None,
     sign: Sign | None = None,
 ) -> DirectConnection:
@@ -191,7 +192,7 @@ async def open_direct(
     Raises:
         ConnectError: nobody answers there within `timeout_s`.
     """
-    host, port = parse_address(address)
+    host, port = resolve(address)
 
     def connect() -> socket.socket:
         connected = socket.create_connection((host, port), timeout_s)

@@ -22,6 +22,7 @@ from pyrocket_consumer.config import (
     ClientConfig,
     check_group,
     check_topic,
+    parse_allowed_addresses,
     parse_name_servers,
     trusting,
 )
@@ -46,13 +47,14 @@ NAMES = (
     "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxPartitions", "minRecordsPerPartition",
     "maxRecordsPerPartition", "pullBatchSize", "pullsInFlight",
     "requestTimeoutMs", "readTimeoutMs", "retries", "planningIntervalMs", "accessKey", "secretKey", "securityToken",
-    "namespace", "tls", "tlsCaFile", "sendTimeoutMs", "sendRetries", "maxInFlight", "maxMessageBytes",
-    "acceptDegraded", "autoCreateTopic", "dedupProperties",
+    "namespace", "tls", "tlsCaFile", "allowedAddresses", "sendTimeoutMs", "sendRetries", "maxInFlight",
+    "maxMessageBytes", "acceptDegraded", "autoCreateTopic", "dedupProperties",
 )  # fmt: skip
 """Every option there is, as the documentation writes it; Spark hands them over in lower case."""
 
 _AS_WRITTEN = {
     "name_server": "nameServer",
+    "allowed_addresses": "allowedAddresses",
     "sharding_key": "shardingKey",
     "delay_level": "delayLevel",
     "deliver_at": "deliverAt",
@@ -94,6 +96,7 @@ class ClientOptions:
     security_token: str | None = field(default=None, repr=False)
     tls: bool = False
     tls_ca_file: str | None = None
+    allowed_addresses: tuple[str, ...] | None = None
     request_timeout_s: float = 10.0
     retries: int | None = None
 
@@ -113,6 +116,7 @@ class ClientOptions:
             secret_key=self.secret_key,
             security_token=self.security_token,
             tls=tls,
+            allowed_addresses=self.allowed_addresses,
             call_timeout_s=self.request_timeout_s,
         )
 
@@ -368,6 +372,7 @@ def _client(given: _Given) -> ClientOptions:
     tls, ca_file = given.flag("tls", False), given.text("tlsCaFile")
     if ca_file is not None and not tls:
         raise ConfigError("option tlsCaFile has no effect without tls=true; give both")
+    allowed = given.text("allowedAddresses")
     return ClientOptions(
         name_server=addresses,
         namespace=given.text("namespace"),
@@ -376,9 +381,14 @@ def _client(given: _Given) -> ClientOptions:
         security_token=given.text("securityToken"),
         tls=tls,
         tls_ca_file=ca_file,
+        allowed_addresses=None if allowed is None else _named(_allowed_addresses, "allowedAddresses", allowed),
         request_timeout_s=given.whole("requestTimeoutMs", 10_000, 10, 600_000) / 1000,
         retries=given.optional("retries", 1000),
     )
+
+
+def _allowed_addresses(text: str) -> tuple[str, ...]:
+    return parse_allowed_addresses(text.split(","))
 
 
 def _selection(given: _Given, namespace: str | None) -> tuple[tuple[str, ...], str | None, tuple[MessageQueue, ...]]:

@@ -77,3 +77,13 @@ def test_what_is_missing_is_said_in_one_sentence(secured, options, account, told
 def test_help_says_where_an_account_comes_from(secured):
     for command in (("consume",), ("produce",), ("offsets", "reset")):
         assert "PYROCKET_ACCESS_KEY" in pyrocket(secured, *command, "--help").stdout
+
+
+def test_only_brokers_at_allowed_addresses_are_connected_to(secured):
+    done = pyrocket(secured, "produce", "orders", "one", *TRUSTING, "--allowed-addresses", "10.0.0.0/8,broker-a")
+    assert done.returncode == 1
+    assert "allowed_addresses=['10.0.0.0/8', 'broker-a'] has no such address" in done.stderr
+    done = pyrocket(secured, "produce", "orders", "one", *TRUSTING, "--allowed-addresses", "127.0.0.1,10.0.0.0/8")
+    assert done.returncode == 0, done.stderr
+    done = pyrocket(secured, "produce", "orders", "one", *TRUSTING, "--allowed-addresses", "10.0.0.1/8")
+    assert done.returncode == 2

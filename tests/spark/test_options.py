@@ -225,6 +225,7 @@ WRONG = [
     ("accessKey", "k", "secretKey is missing", {}),
     ("tls", "maybe", "true or false", {}),
     ("tlsCaFile", "ca.pem", "tls=true", {}),
+    ("allowedAddresses", "10.0.0.1/8", "allowedAddresses: '10.0.0.1/8'", {}),
     ("sendTimeoutMs", "0", "from 10", {}),
     ("sendRetries", "0", "from 1 to 99", {}),
     ("maxMessageBytes", "0", "from 1", {}),
@@ -350,3 +351,8 @@ def test_options_travel():
 
 def test_every_option_is_known_by_one_name():
     assert len({name.lower() for name in NAMES}) == len(NAMES)
+
+
+def test_allowed_addresses_are_joined_by_commas():
+    options = given(allowedAddresses="10.0.0.0/8, broker-a:10911")
+    assert parse_source(options, None).client.config().allowed_addresses == ("10.0.0.0/8", "broker-a:10911")
