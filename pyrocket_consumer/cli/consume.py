@@ -30,7 +30,7 @@ from pyrocket_consumer.cli.streams import (
     write_to_nobody,
 )
 from pyrocket_consumer.config import check_topic
-from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.text import printable
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class Printer:
 
     def show(self, message: Message) -> bool:
         """Print a message; returns False, and it counts as not printed, when there were enough or nobody reads."""
+        from pyrocket_consumer.wire.message import forget_body
+
         while not self.ended and not may_write(_LOOK_EVERY_S):
             self.ended = self.interrupts.wanted
         if self.ended:
@@ -109,6 +111,8 @@ class Printer:
         except BrokenPipeError:
             self._nobody_reads()
             return False
+        finally:
+            forget_body(message)  # others wait beside it to be printed
         self.printed += 1
         if self._left is not None:
             self._left -= 1
@@ -142,6 +146,7 @@ def _head(message: Message) -> str:
 
 
 def _as_json(message: Message) -> dict[str, object]:
+    body, unreadable = _read(message)
     facts: dict[str, object] = {
         "topic": message.topic,
         "queue": str(message.queue),
@@ -150,11 +155,21 @@ def _as_json(message: Message) -> dict[str, object]:
         "tag": message.tags,
         "keys": message.keys,
         "born_at_ms": message.born_at_ms,
-        "body": _body(message),
+        "body": None if unreadable else body.decode(errors="backslashreplace"),
     }
-    if not _is_text(message.body):
-        facts["body_base64"] = base64.b64encode(message.body).decode()
+    if unreadable:
+        facts["body_error"] = unreadable
+    elif not _is_text(body):
+        facts["body_base64"] = base64.b64encode(body).decode()
     return facts
+
+
+def _read(message: Message) -> tuple[bytes, str | None]:
+    """Return the body; or why it cannot be read, which ends nothing: those behind it are to be seen, too."""
+    try:
+        return message.body, None
+    except ProtocolError as error:
+        return b"", str(error)
 
 
 def _is_text(body: bytes) -> bool:
@@ -166,7 +181,8 @@ def _is_text(body: bytes) -> bool:
 
 
 def _body(message: Message) -> str:
-    return message.body.decode(errors="backslashreplace")
+    body, unreadable = _read(message)
+    return f"<the body cannot be read: {unreadable}>" if unreadable else body.decode(errors="backslashreplace")
 
 
 def run(options: argparse.Namespace) -> int:

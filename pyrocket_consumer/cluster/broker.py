@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pyrocket_consumer.cluster.answers import read_body
@@ -34,7 +35,7 @@ from pyrocket_consumer.wire.command import (
     request,
 )
 from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import Message, decode_messages
+from pyrocket_consumer.wire.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
 from pyrocket_consumer.wire.subscription import matches
 
 if TYPE_CHECKING:
@@ -72,6 +73,15 @@ _STORED_REMARKS = frozenset({"FLUSH_DISK_TIMEOUT", "FLUSH_SLAVE_TIMEOUT", "SLAVE
 _RESET_PENDING_REMARK = "previously reset"
 _NO_CONSUMER_REMARK = "no consumer for this group"
 _EXACT_SEARCH_VERSION = version_ordinal(5, 1, 1)
+
+
+def _unpacked(batch: Message, begin: int) -> list[Message]:
+    """Return the messages of an inner batch; it stands for them, and its body raises, when it cannot be unpacked."""
+    try:
+        return inner_messages(batch)
+    except ProtocolError as error:
+        refuse_batch(batch, error, begin)
+        return [batch]
 
 
 class Broker:
@@ -125,7 +135,8 @@ class Broker:
         found = read_pull_answer(answer)
         if found.status is not PullStatus.FOUND:
             return found, []
-        messages = decode_messages(answer.body, queue)  # an inner batch may begin before `offset`
+        messages = decode_messages(answer.body, queue, partial(_unpacked, begin=offset), most=MOST_RECORDS)
+        # an inner batch may begin before `offset`
         return found, [each for each in messages if each.queue_offset >= offset and matches(subscription, each.tags)]
 
     async def send(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +20,7 @@ from pyrocket_consumer.cli import main
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import consuming, until
+from tests.packing import ZLIB, send
 
 ROOT = Path(__file__).parents[2]
 MEMBER = ["--group", "g", "--from", "first"]
@@ -309,3 +312,22 @@ def test_who_may_not_look_is_told_what_it_takes(orders, capsys):
     orders.broker("broker-a").on(RequestCode.PULL_MESSAGE, answer(16, "no permission"), times=None)
     assert main(["consume", "orders", "-n", orders.name_server]) == 1
     assert "the right to subscribe with group TOOLS_CONSUMER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_member", [[], [*MEMBER, "--count", "10"]], ids=["looking", "member"])
+def test_bodies_that_cannot_be_read_are_told_in_their_place_and_end_nothing(orders, as_member):
+    """One that holds more than is unpacked, an inner batch of a hundred thousand messages, and a damaged one."""
+    send(orders, "orders", zlib.compress(bytes(65 << 20)), sys_flag=ZLIB)
+    send(orders, "orders", struct.pack(">IIIiIH", 22, 0, 0, 0, 0, 0) * 100_000, sys_flag=0xC0)
+    send(orders, "orders", b"no zlib", sys_flag=ZLIB)
+    send(orders, "orders", b"last", b"and done")
+    lines, _ = consume(orders, *as_member)
+    assert len(lines) == 10
+    assert "holds more than 67108864>" in lines[5]
+    assert "more than 32767 messages>" in lines[6]
+    assert "<the body cannot be read: zlib body of 7 bytes" in lines[7]
+    assert [line.split("  ")[-1] for line in lines[8:]] == ["last", "and done"]
+    lines, _ = consume(orders, "--offset", "7", "--queue", "broker-a/0", "-o", "json")
+    shown = json.loads(lines[0])
+    assert shown["body"] is None
+    assert "zlib body of 7 bytes" in shown["body_error"]

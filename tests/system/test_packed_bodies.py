@@ -12,57 +12,18 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import lz4.frame
 import pytest
-import zstandard
 
 from pyrocket_consumer import ConsumerState, ProtocolError, PushConsumer
-from pyrocket_consumer.cluster import Cluster, make_client_id
-from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.model import dlq_topic
 from pyrocket_consumer.testing import rewrite
 from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.command import SendMessageHeader
 from pyrocket_consumer.wire.message import BatchItem, StoredMessage, encode_batch, encode_message
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
+from tests.packing import PACKED, ZLIB, ZSTD, send
 
 MIB = 1 << 20
-ZLIB, LZ4, ZSTD = 0x301, 0x101, 0x201
-PACKED = {ZLIB: zlib.compress, LZ4: lz4.frame.compress, ZSTD: zstandard.compress}
 KINDS = pytest.mark.parametrize("kind", PACKED, ids=["zlib", "lz4", "zstd"])
-
-
-def send(cluster, topic, *bodies, sys_flag=0, queue_id=0):
-    """Send bodies as they are, to one queue, with any sysFlag: as a producer that is not ours can."""
-    config = ClientConfig(name_server=cluster.name_server)
-    with_cluster = Cluster(config, make_client_id(config))
-    with_cluster.start()
-    try:
-        for body in bodies:
-            header = SendMessageHeader(
-                producer_group="stranger",
-                topic=topic,
-                default_topic="TBW102",
-                default_topic_queue_nums=4,
-                queue_id=queue_id,
-                sys_flag=sys_flag,
-                born_timestamp=0,
-                flag=0,
-                properties="",
-                reconsume_times=0,
-                unit_mode=False,
-                max_reconsume_times=0,
-                batch=False,
-                broker_name="broker-a",
-            )
-
-            async def sent(header=header, body=body):
-                await with_cluster.route(topic)
-                await with_cluster.broker("broker-a").send(header, body)
-
-            with_cluster.run(sent(), WAIT_S)
-    finally:
-        with_cluster.close()
 
 
 @contextmanager
