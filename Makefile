@@ -30,7 +30,7 @@ locked: | .venv/bin/python
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick test system-packages java check audit lock wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
+.PHONY: help quick test system-packages java check audit lock oldest wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -61,6 +61,13 @@ lock:  ## what CI installs anew: the newest versions, for every Python, with the
 	.venv/lock/bin/python -m pip install --quiet uv
 	.venv/lock/bin/$(LOCK) --extra dev setup.cfg --output-file .ci/lock.txt
 	echo pip-audit | .venv/lock/bin/$(LOCK) - --output-file .ci/lock-audit.txt
+
+oldest:  ## tests that need no Java, with the oldest versions that setup.cfg allows (ARGS='-k offsets')
+	$(PYTHON) -m venv .venv/oldest
+	.venv/oldest/bin/python -m pip install --quiet uv
+	.venv/oldest/bin/uv pip compile --quiet --resolution lowest-direct --no-annotate --extra test setup.cfg --output-file .venv/oldest.txt
+	.venv/oldest/bin/python -m pip install --quiet --requirement .venv/oldest.txt
+	.venv/oldest/bin/python -m pytest -q -n auto --quick $(ARGS)
 
 wheel: .venv/.test  ## dist/pyrocket_consumer-*.whl
 	@rm -rf build dist
