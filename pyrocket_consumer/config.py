@@ -263,6 +263,7 @@ class ClientConfig:
     connect_timeout_s: float = 3.0
     heartbeat_interval_s: float = 30.0
     route_refresh_interval_s: float = 30.0
+    max_frame_bytes: int = 16 * 1024 * 1024
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name_server", parse_name_servers(self.name_server))
@@ -282,6 +283,7 @@ class ClientConfig:
             check_range(name, getattr(self, name), 0.01, 600)
         for name in ("heartbeat_interval_s", "route_refresh_interval_s"):
             check_range(name, getattr(self, name), 0.05, 3600)
+        check_int("max_frame_bytes", self.max_frame_bytes, 64 * 1024, 1024 * 1024 * 1024)
         if not isinstance(self.instance_name, str) or not self.instance_name:
             raise ConfigError(f"instance_name={self.instance_name!r} is not allowed; it must be a non-empty text")
 
@@ -331,6 +333,7 @@ class ClientOptions(TypedDict, total=False):
     connect_timeout_s: float
     heartbeat_interval_s: float
     route_refresh_interval_s: float
+    max_frame_bytes: int
 
 
 _STORE_METHODS = [name for name in vars(OffsetStore) if inspect.isfunction(vars(OffsetStore)[name]) and name[0] != "_"]

@@ -86,6 +86,8 @@ class Admin:
             call_timeout_s, connect_timeout_s (3; 0.01–600 s): deadlines of calls
             heartbeat_interval_s, route_refresh_interval_s (30; 0.05–3600 s): how often brokers are told that we are
                 there, and routes are asked for
+            max_frame_bytes (16 MiB; 65536–1073741824, bytes): the largest frame that is sent, and taken; a server that
+                sends more loses its connection. Servers take 16 MiB, unless told otherwise
 
         Raises:
             ConfigError: an option is unknown, or its value is not allowed; the text says what is.

@@ -139,6 +139,7 @@ class Cluster:
             on_lost=self._connection_lost,
             tls=self._tls,
             sign=self._signer,
+            max_frame_bytes=self.config.max_frame_bytes,
             rng=self._random,
         )
         if self._owns_io:
@@ -397,6 +398,7 @@ class Cluster:
             resolve=self._addresses.resolve,
             tls=self._tls,
             sign=self._signer,
+            max_frame_bytes=self.config.max_frame_bytes,
         )
 
     @property

@@ -12,6 +12,7 @@ from pyrocket_consumer.net.forks import close_in_children
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.codes import ResponseCode, request_name
 from pyrocket_consumer.wire.frame import (
+    MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
     ONEWAY_FLAG,
     FrameBuffer,
@@ -54,15 +55,18 @@ class Connection(asyncio.BufferedProtocol):
         on_request: OnRequest,
         on_lost: OnLost,
         sign: Sign | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         self.address = address
         self.closed = False
+        self.damaged = False  # what came was no frame
         self.received_bytes = 0  # to tell whether the server has said anything meanwhile
         self._loop = loop
         self._on_request = on_request
         self._on_lost = on_lost
         self._sign = sign
-        self._frames = FrameBuffer(largest_request=MAX_REQUEST_BYTES)
+        self._max_frame_bytes = max_frame_bytes
+        self._frames = FrameBuffer(max_frame_bytes, largest_request=MAX_REQUEST_BYTES)
         self._transport: asyncio.Transport | None = None
         self._opaque = 0
         self._waiting: dict[int, tuple[OnAnswer, float, str, float, OnLate | None]] = {}
@@ -195,7 +199,7 @@ class Connection(asyncio.BufferedProtocol):
         command.opaque = opaque
         if self._sign is not None and not command.is_response:
             self._sign(command)
-        return encode_command(command)
+        return encode_command(command, max_frame_bytes=self._max_frame_bytes)
 
     def _write(self, data: bytes) -> None:
         self._out.append(data)
@@ -286,6 +290,7 @@ class Connection(asyncio.BufferedProtocol):
         except ProtocolError as damage:
             error = no_frame(self.address, damage)
             log.error("connection=%s closed reason=%s", self.address, error)
+            self.damaged = True
             self._reason = f"bad frame: {damage}"
             if self._transport is not None:
                 self._transport.abort()

@@ -13,6 +13,7 @@ from pyrocket_consumer.config import parse_address
 from pyrocket_consumer.errors import ConnectError, ConsumerClosed
 from pyrocket_consumer.net.connection import Connection, OnLost, OnRequest, Sign
 from pyrocket_consumer.text import logger
+from pyrocket_consumer.wire.frame import MAX_FRAME_BYTES
 
 log = logger("net")
 
@@ -24,6 +25,7 @@ Resolve = Callable[[str], tuple[str, int]]
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+_LONGEST_AFTER_DAMAGE_S = 30.0  # each attempt may be as good as the last, until it is not
 
 
 @dataclass(slots=True)
@@ -34,6 +36,9 @@ class _Target:
     attempt: asyncio.Task[Connection] | None = None
     failures: int = 0
     not_before: float = 0.0
+    opened_at: float = 0.0
+    damages: int = 0  # connections in a row that soon ended because what came was no frame
+    damage: str = ""
     dropped: str = ""  # why nobody wants it any more
 
 
@@ -50,6 +55,7 @@ class Connections:
         on_lost: OnLost = lambda connection, reason: None,
         tls: ssl.SSLContext | None = None,
         sign: Sign | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
         rng: random.Random | None = None,
     ) -> None:
         self._loop = loop
@@ -59,6 +65,7 @@ class Connections:
         self._on_lost = on_lost
         self._tls = tls
         self._sign = sign
+        self._max_frame_bytes = max_frame_bytes
         self._random = rng or random.Random()
         self._targets: dict[str, _Target] = {}
         self._closed = False
@@ -79,7 +86,8 @@ class Connections:
 
         Raises:
             ConnectError: nobody answers there, or the address was dropped meanwhile. After a failure the next attempt
-                waits a little, up to 1 s after many.
+                waits a little, up to 1 s after many. A server that sends what is no frame, again and again, is left
+                alone for up to 30 s.
         """
         if (connection := self.peek(address)) is not None:
             return connection
@@ -87,6 +95,9 @@ class Connections:
             raise ConsumerClosed("the client is closed; make a new one")
         target = self._targets.setdefault(address, _Target())
         if target.attempt is None:
+            pause_s = target.not_before - self._loop.time()
+            if pause_s > _LONGEST_PAUSE_S:
+                raise ConnectError(address, f"it is left alone for {pause_s:.0f} s: {target.damage}")
             target.attempt = self._loop.create_task(self._open(address, target))
             target.attempt.add_done_callback(lambda task: task.cancelled() or task.exception())
         attempt = target.attempt
@@ -106,23 +117,28 @@ class Connections:
             pause = target.not_before - self._loop.time()
             if pause > 0:
                 await asyncio.sleep(pause)
+            target.opened_at = self._loop.time()
             connection = await self._connect(address)
             target.connection, target.failures = connection, 0
             log.debug("connection=%s opened", address)
             return connection
         except ConnectError:
             target.failures += 1
-            longest = min(_FIRST_PAUSE_S * 2**target.failures, _LONGEST_PAUSE_S)
-            target.not_before = self._loop.time() + longest * (0.5 + self._random.random() / 2)
+            target.not_before = self._loop.time() + self._pause_s(target.failures, _LONGEST_PAUSE_S)
             raise
         finally:
             target.attempt = None
+
+    def _pause_s(self, failures: int, longest_s: float) -> float:
+        return min(_FIRST_PAUSE_S * 2.0 ** min(failures, 20), longest_s) * (0.5 + self._random.random() / 2)
 
     async def _connect(self, address: str) -> Connection:
         host, port = self._resolve(address)
         async with connecting(address, self._connect_timeout_s, self._tls):
             _, connection = await self._loop.create_connection(
-                lambda: Connection(self._loop, address, self._on_request, self._lost, self._sign),
+                lambda: Connection(
+                    self._loop, address, self._on_request, self._lost, self._sign, self._max_frame_bytes
+                ),
                 host,
                 port,
                 ssl=self._tls,
@@ -134,6 +150,10 @@ class Connections:
         target = self._targets.get(connection.address)
         if target is not None and target.connection is connection:
             target.connection = None
+        if target is not None and connection.damaged:
+            now = self._loop.time()
+            target.damages = target.damages + 1 if now - target.opened_at < 2 * _LONGEST_AFTER_DAMAGE_S else 1
+            target.not_before, target.damage = now + self._pause_s(target.damages, _LONGEST_AFTER_DAMAGE_S), reason
         log.debug("connection=%s ended reason=%s", connection.address, reason)
         self._on_lost(connection, reason)
 

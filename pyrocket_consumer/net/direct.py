@@ -15,7 +15,14 @@ from pyrocket_consumer.net.connection import Sign
 from pyrocket_consumer.net.connections import Resolve, connecting
 from pyrocket_consumer.net.forks import close_in_children
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.wire.frame import Extent, InPlaceFrames, RemotingCommand, encode_command, no_frame
+from pyrocket_consumer.wire.frame import (
+    MAX_FRAME_BYTES,
+    Extent,
+    InPlaceFrames,
+    RemotingCommand,
+    encode_command,
+    no_frame,
+)
 
 log = logger("net")
 
@@ -34,12 +41,19 @@ class DirectConnection:
     Requests that the server sends are not answered.
     """
 
-    def __init__(self, connected: socket.socket, address: str, sign: Sign | None = None) -> None:
+    def __init__(
+        self,
+        connected: socket.socket,
+        address: str,
+        sign: Sign | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
         self.socket = connected
         self.address = address
         self.closed = False
         self._sign = sign
-        self._frames = InPlaceFrames()
+        self._max_frame_bytes = max_frame_bytes
+        self._frames = InPlaceFrames(max_frame_bytes)
         self._opaque = 0
         self._waiting: dict[int, tuple[OnBulkAnswer, float, str, float]] = {}
         self._out = bytearray()
@@ -61,7 +75,7 @@ class DirectConnection:
         command.opaque = opaque
         if self._sign is not None:
             self._sign(command)
-        return encode_command(command)
+        return encode_command(command, max_frame_bytes=self._max_frame_bytes)
 
     def send(
         self,
@@ -186,6 +200,7 @@ async def open_direct(
     resolve: Resolve = parse_address,
     tls: ssl.SSLContext | None = None,
     sign: Sign | None = None,
+    max_frame_bytes: int = MAX_FRAME_BYTES,
 ) -> DirectConnection:
     """Return a connection to `address`, for whichever thread asked.
 
@@ -209,7 +224,7 @@ async def open_direct(
     attempt = loop.run_in_executor(None, connect)
     async with connecting(address, timeout_s, tls):
         try:
-            return DirectConnection(await asyncio.shield(attempt), address, sign)
+            return DirectConnection(await asyncio.shield(attempt), address, sign, max_frame_bytes)
         except asyncio.CancelledError:
             attempt.add_done_callback(_not_wanted)
             raise

@@ -15,6 +15,7 @@ from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.errors import (
     ConnectError,
     ConsumerClosed,
+    ProtocolError,
     RequestTimeout,
     RocketError,
     RouteNotFound,
@@ -123,6 +124,8 @@ class Sender:
                     self._post(sending, queue, connection)
                     return
             self._prepare_soon(sending, queue)
+        except ProtocolError as error:  # no frame has room for it
+            self._finish(sending, error)
         except Exception as error:
             self._surprised(sending, error)
 

@@ -46,7 +46,8 @@ NAMES = (
     "failOnDataLoss", "failOnUnreachable", "damagedBodies", "maxBodyBytes", "maxOffsetsPerTrigger",
     "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxPartitions", "minRecordsPerPartition",
     "maxRecordsPerPartition", "pullBatchSize", "pullsInFlight",
-    "requestTimeoutMs", "readTimeoutMs", "retries", "planningIntervalMs", "accessKey", "secretKey", "securityToken",
+    "requestTimeoutMs", "readTimeoutMs", "retries", "planningIntervalMs", "maxFrameBytes",
+    "accessKey", "secretKey", "securityToken",
     "namespace", "tls", "tlsCaFile", "allowedAddresses", "sendTimeoutMs", "sendRetries", "maxInFlight",
     "maxMessageBytes", "acceptDegraded", "autoCreateTopic", "dedupProperties",
 )  # fmt: skip
@@ -98,6 +99,7 @@ class ClientOptions:
     tls_ca_file: str | None = None
     allowed_addresses: tuple[str, ...] | None = None
     request_timeout_s: float = 10.0
+    max_frame_bytes: int = 16 << 20
     retries: int | None = None
 
     def config(self) -> ClientConfig:
@@ -118,6 +120,7 @@ class ClientOptions:
             tls=tls,
             allowed_addresses=self.allowed_addresses,
             call_timeout_s=self.request_timeout_s,
+            max_frame_bytes=self.max_frame_bytes,
         )
 
 
@@ -383,6 +386,7 @@ def _client(given: _Given) -> ClientOptions:
         tls_ca_file=ca_file,
         allowed_addresses=None if allowed is None else _named(_allowed_addresses, "allowedAddresses", allowed),
         request_timeout_s=given.whole("requestTimeoutMs", 10_000, 10, 600_000) / 1000,
+        max_frame_bytes=given.whole("maxFrameBytes", 16 << 20, 64 << 10, 1 << 30),
         retries=given.optional("retries", 1000),
     )
 

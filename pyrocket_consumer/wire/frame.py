@@ -14,7 +14,7 @@ from pyrocket_consumer.wire import fastjson
 from pyrocket_consumer.wire.codes import CLIENT_VERSION, LANGUAGE_NAMES, LanguageCode, RequestCode
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
-"""The largest frame either side sends, its length field included."""
+"""The largest frame either side sends, its length field included, unless `max_frame_bytes` says otherwise."""
 
 MAX_REQUEST_BYTES = 1024 * 1024
 """The largest body of a request that a server sends us, unless that is a stored message: a reset of 4,000 queues."""
@@ -67,11 +67,13 @@ class RemotingCommand:
         return RemotingCommand(code, fields or {}, body, self.opaque, RESPONSE_FLAG, remark)
 
 
-def encode_command(command: RemotingCommand, header_type: int = JSON_HEADER) -> bytes:
+def encode_command(
+    command: RemotingCommand, header_type: int = JSON_HEADER, max_frame_bytes: int = MAX_FRAME_BYTES
+) -> bytes:
     """Return the whole frame of `command`. JSON is what every server understands, and the faster one.
 
     Raises:
-        ProtocolError: the frame would be larger than any server takes, or a field cannot be written.
+        ProtocolError: the frame would be larger than `max_frame_bytes`, or a field cannot be written.
     """
     header = _json_header(command) if header_type == JSON_HEADER else _binary_header(command)
     body = command.body
@@ -79,9 +81,10 @@ def encode_command(command: RemotingCommand, header_type: int = JSON_HEADER) -> 
         raise ProtocolError(
             f"header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are sent: shorten the message's properties"
         )
-    if _PREFIX.size + len(header) + len(body) > MAX_FRAME_BYTES:
+    if _PREFIX.size + len(header) + len(body) > max_frame_bytes:
         raise ProtocolError(
-            f"frame of {_PREFIX.size + len(header) + len(body)} bytes; servers take at most {MAX_FRAME_BYTES}"
+            f"frame of {_PREFIX.size + len(header) + len(body)} bytes; at most max_frame_bytes={max_frame_bytes} are "
+            "sent: send less at a time, or pass a larger one if the servers take it (16 MiB unless told otherwise)"
         )
     return _PREFIX.pack(4 + len(header) + len(body), header_type << 24 | len(header)) + header + body
 
@@ -134,7 +137,7 @@ def decode_command(frame: bytes) -> RemotingCommand:
     length, word = _PREFIX.unpack_from(frame)
     if length + 4 != len(frame):
         raise ProtocolError(f"frame says {length} bytes follow, {len(frame) - 4} do")
-    _check_prefix(length, word)
+    _check_prefix(length, word, MAX_FRAME_BYTES)
     return _decode(memoryview(frame), 4, length, word)
 
 
@@ -241,16 +244,17 @@ class FrameBuffer:
     request above `largest_request`, unless that is a message, is passed over as it comes, and nothing of it held.
     """
 
-    __slots__ = ("_buffer", "_view", "_start", "_end", "_largest_request", "_looked_at", "_to_pass")
+    __slots__ = ("_buffer", "_view", "_start", "_end", "_max_frame_bytes", "_largest_request", "_looked_at", "_to_pass")
 
     INITIAL_BYTES = 512 * 1024
     LEAST_BYTES = 128 * 1024  # of space: receiving a little costs a wake-up as receiving a lot does
 
-    def __init__(self, *, largest_request: int = MAX_FRAME_BYTES) -> None:
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES, *, largest_request: int | None = None) -> None:
         self._buffer = bytearray(self.INITIAL_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
-        self._largest_request = largest_request
+        self._max_frame_bytes = max_frame_bytes
+        self._largest_request = max_frame_bytes if largest_request is None else largest_request
         self._looked_at = False  # a large frame that is not complete yet: it is wanted
         self._to_pass = 0  # bytes to come that are not
 
@@ -298,10 +302,10 @@ class FrameBuffer:
             self._to_pass -= passed
         commands: list[RemotingCommand] = []
         view, start, end = self._view, self._start, self._end
-        unpack, size = _PREFIX.unpack_from, _PREFIX.size
+        unpack, size, max_frame_bytes = _PREFIX.unpack_from, _PREFIX.size, self._max_frame_bytes
         while end - start >= size and len(commands) < most:
             length, word = unpack(view, start)
-            _check_prefix(length, word)
+            _check_prefix(length, word, max_frame_bytes)
             if length > self._largest_request and not self._looked_at:
                 request = self._too_large(view[start + size : end], length, word)
                 if request is not None:
@@ -363,12 +367,13 @@ class InPlaceFrames:
     are still wanted. The last byte of `data` is never received into: it is free for whoever reads the bodies.
     """
 
-    __slots__ = ("data", "_view", "_start", "_end")
+    __slots__ = ("data", "_view", "_start", "_end", "_max_frame_bytes")
 
     INITIAL_BYTES = 4 * 1024 * 1024
     LEAST_BYTES = 256 * 1024  # of space
 
-    def __init__(self) -> None:
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_frame_bytes = max_frame_bytes
         self.data = bytearray(self.INITIAL_BYTES)
         self._view = memoryview(self.data)
         self._start = self._end = 0  # of what is no complete frame yet
@@ -403,10 +408,10 @@ class InPlaceFrames:
         self._end += count
         found = []
         view, start, end = self._view, self._start, self._end
-        unpack, size = _PREFIX.unpack_from, _PREFIX.size
+        unpack, size, max_frame_bytes = _PREFIX.unpack_from, _PREFIX.size, self._max_frame_bytes
         while end - start >= size:
             length, word = unpack(view, start)
-            _check_prefix(length, word)
+            _check_prefix(length, word, max_frame_bytes)
             stop = start + 4 + length
             if stop > end:
                 break
@@ -441,11 +446,11 @@ def no_frame(address: str, damage: ProtocolError) -> ProtocolError:
     )
 
 
-def _check_prefix(length: int, word: int) -> None:
-    if not 4 <= length <= MAX_FRAME_BYTES - 4:
+def _check_prefix(length: int, word: int, max_frame_bytes: int) -> None:
+    if not 4 <= length <= max_frame_bytes - 4:
         raise ProtocolError(
             f"frame of {length} bytes, beginning with {length.to_bytes(4)!r}; "
-            f"4 to {MAX_FRAME_BYTES - 4} are allowed"
+            f"4 to {max_frame_bytes - 4} are allowed (max_frame_bytes={max_frame_bytes}; pass more if servers send it)"
         )
     header = word & 0xFFFFFF
     if header > MAX_HEADER_BYTES:

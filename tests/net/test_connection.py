@@ -242,6 +242,27 @@ def test_bytes_that_are_no_frame_end_the_connection_and_every_call_with_the_same
     run(scenario())
 
 
+@pytest.mark.parametrize("max_frame_bytes", [64 * 1024, 20 << 20])
+def test_frames_are_as_large_as_they_may_be(max_frame_bytes):
+    async def scenario():
+        async with connected(max_frame_bytes=max_frame_bytes) as (connection, peer):
+            body = b"x" * (max_frame_bytes - 1000)
+            call = connection.call(command(), 30)
+            asked = await peer.next()
+            peer.send(encode_command(asked.answer(body=body), max_frame_bytes=max_frame_bytes))
+            assert (await call).body == body
+            with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
+                connection.call(RemotingCommand(10, body=b"x" * max_frame_bytes), 30)
+            call = connection.call(command(), 30)
+            await peer.next()
+            peer.send(frame(max_frame_bytes, 10))
+            with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
+                await call
+            assert connection.closed
+
+    run(scenario())
+
+
 def test_an_answer_cut_anywhere_is_a_lost_connection():
     async def scenario():
         async with connected() as (_, peer):
@@ -297,7 +318,7 @@ def test_large_answers_and_small_ones():
 def test_a_request_no_server_would_take_is_refused_and_nothing_of_it_is_sent():
     async def scenario():
         async with connected() as (connection, peer):
-            with pytest.raises(ProtocolError, match="servers take at most"):
+            with pytest.raises(ProtocolError, match="at most max_frame_bytes="):
                 await connection.call(RemotingCommand(10, body=b"x" * MAX_FRAME_BYTES), 5)
             assert connection.waiting == 0
             call = connection.call(command(77), 30)

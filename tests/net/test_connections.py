@@ -93,6 +93,40 @@ def test_attempts_to_a_server_that_is_away_grow_rarer_and_succeed_once_it_is_bac
     run_on_time(scenario)
 
 
+def test_a_server_that_sends_no_frames_again_and_again_is_left_alone_and_the_reason_is_told():
+    async def scenario():
+        async with serving() as server, client() as connections:
+
+            async def garbage() -> None:
+                while True:
+                    (await server.peer()).send(b"\xff" * 64)
+
+            sending = asyncio.create_task(garbage())
+            with pytest.raises(ConnectError, match=r"left alone for \d+ s: bad frame: frame of 4294967295 bytes"):
+                for _ in range(100):
+                    connection = await connections.get(server.address)
+                    await until(lambda connection=connection: connection.closed)
+            assert 4 <= server.accepted <= 6
+            sending.cancel()
+
+    run(scenario())
+
+
+def test_one_damaged_frame_is_no_reason_to_wait_for_long():
+    async def scenario():
+        async with serving() as server, client() as connections:
+            connection = await connections.get(server.address)
+            (await server.peer()).send(b"\xff" * 64)
+            await until(lambda: connection.closed)
+            connection = await connections.get(server.address)
+            peer = await server.peer()
+            call = connection.call(RemotingCommand(10), 30)
+            peer.answer(await peer.next())
+            assert (await call).code == 0
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("address", "error"),
     [

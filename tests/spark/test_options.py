@@ -215,6 +215,7 @@ WRONG = [
     ("pullBatchSize", "0", "from 1 to 1024", {}),
     ("pullsInFlight", "0", "from 1 to 1024", {}),
     ("requestTimeoutMs", "0", "from 10", {}),
+    ("maxFrameBytes", "65535", "from 65536 to 1073741824", {}),
     ("retries", "0", "from 1", {}),
     ("readTimeoutMs", "0", "from 10", {}),
     ("failOnUnreachable", "", "empty", {}),

@@ -198,6 +198,22 @@ def test_a_frame_of_the_largest_size_passes():
     assert feed(FrameBuffer(), frame + JSON_RESPONSE)[0] == command
 
 
+@pytest.mark.parametrize("max_frame_bytes", [64 * 1024, 1 << 20, 64 << 20])
+def test_how_large_a_frame_may_be_can_be_said(max_frame_bytes):
+    command = RemotingCommand(11, {}, b"x" * (max_frame_bytes - 2000))
+    frame = encode_command(command, max_frame_bytes=max_frame_bytes)
+    assert feed(FrameBuffer(max_frame_bytes), frame) == [command]
+    ((_, extent),) = put(InPlaceFrames(max_frame_bytes), frame)
+    assert len(extent) == len(command.body)
+    with pytest.raises(ProtocolError, match=f"at most max_frame_bytes={max_frame_bytes} are sent"):
+        encode_command(replace(command, body=b"x" * max_frame_bytes), max_frame_bytes=max_frame_bytes)
+    larger = struct.pack(">II", max_frame_bytes - 3, 10)
+    for buffer in (FrameBuffer(max_frame_bytes), InPlaceFrames(max_frame_bytes)):
+        buffer.space()[: len(larger)] = larger
+        with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
+            buffer.received(len(larger))
+
+
 def test_a_frame_larger_than_servers_take_is_not_written():
     with pytest.raises(ProtocolError, match="16777216"):
         encode_command(RemotingCommand(11, {}, b"x" * MAX_FRAME_BYTES))
