@@ -15,7 +15,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any, TypeVar
 
-from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.consume import Service
@@ -25,6 +24,7 @@ from pyrocket_consumer.consumer.listener import ConsumeContext, Listener, failed
 from pyrocket_consumer.consumer.locks import VALID_S
 from pyrocket_consumer.consumer.reset import Resets
 from pyrocket_consumer.consumer.statistics import Statistics
+from pyrocket_consumer.consumer.tasks import Turns
 from pyrocket_consumer.errors import ProtocolError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue, retry_topic
 from pyrocket_consumer.text import logger
@@ -46,7 +46,6 @@ log = logger("consumer")
 
 T = TypeVar("T")
 
-LONGEST_PAUSE_S = 1.0
 MANY_QUEUES = 50
 MOST_CALLS = 64  # of one thread
 MOST_STACK_CHARACTERS = 256 * 1024
@@ -55,30 +54,6 @@ CONSUME_DIRECTLY_S = 9.0  # the broker waits 10 s
 
 MOST_DIRECTLY = 4
 """How many messages that brokers pass on are consumed at once; never more than `consume_threads`."""
-
-
-class _Turns:
-    """Has work done one after the other, and with pauses: however much is asked for, it takes a tenth of the time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = asyncio.Lock()
-        self._not_before = 0.0
-
-    async def __aenter__(self) -> None:
-        await self._lock.acquire()
-        try:
-            if (wait_s := self._not_before - self._loop.time()) > 0:
-                await asyncio.sleep(wait_s)
-        except BaseException:
-            self._lock.release()
-            raise
-        self._began = self._loop.time()
-
-    async def __aexit__(self, *raised: object) -> None:
-        now = self._loop.time()
-        self._not_before = now + min(9 * (now - self._began), LONGEST_PAUSE_S)
-        self._lock.release()
 
 
 class BrokerRequests:
@@ -101,8 +76,7 @@ class BrokerRequests:
         self._statistics = statistics
         self._calls = calls
         self._directly: set[asyncio.Task[Any]] = set()
-        self._turns = _Turns(group.loop)
-        self._readings = _Turns(group.loop)
+        self._turns = Turns(group.loop)
 
     def begin(self) -> None:
         """Answer from now on."""
@@ -137,8 +111,7 @@ class BrokerRequests:
             self._resets.told_to_refuse(f"a reset of {header.topic}")
             return None
         try:
-            async with self._readings:
-                targets = await read_body(bodies.decode_offset_table, command.body)
+            targets = await self._resets.read(bodies.decode_offset_table, command.body)
         except ProtocolError as error:
             self._group.event(
                 EventKind.OFFSET_RESET,

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 from uuid import UUID
 
+from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.members import Member, Reply, speak_to_all
 from pyrocket_consumer.cluster.reset_record import EpochTaken, NobodyWasHere, ResetRecord
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.group import Group
+from pyrocket_consumer.consumer.tasks import Turns
 from pyrocket_consumer.errors import PermissionDenied, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, PullAnswer
 from pyrocket_consumer.offsets import QueueReset
@@ -38,6 +41,8 @@ from pyrocket_consumer.wire.reset_plan import (
 )
 
 log = logger("consumer")
+
+T = TypeVar("T")
 
 ANSWER_WITHIN_S = 5.0
 """A reset that takes longer is answered "pending"; the broker waits 10 s."""
@@ -80,6 +85,7 @@ class Resets:
         self._resets: dict[MessageQueue, tuple[int, int]] = {}  # how many so far, and where the last one led to
         self._told_memory_only = False
         self._route_asked_at = float("-inf")
+        self._readings = Turns(group.loop)
 
     def moved(
         self, queue: MessageQueue, target: int, why: str, came_from: int | None = None, epoch: int | None = None
@@ -110,7 +116,7 @@ class Resets:
                 self.told_to_refuse(f"reset {rid}")
                 return self._refused(command, rid, _REFUSES)
             if header.operation == "reset":
-                plan = decode_plan(command.body)
+                plan = await self.read(decode_plan, command.body)
                 if why := await self._why_not(plan):
                     self._told_nothing(f"reset {rid} is not followed, nothing moved: {why}")
                     return self._refused(command, rid, why)
@@ -119,6 +125,15 @@ class Resets:
             self._told_nothing(f"an order of reset {rid} cannot be read, nothing moved: {error}")
             return self._refused(command, rid, str(error))
         return self._refused(command, rid, f"operation {header.operation!r:.40} is not known here")
+
+    async def read(self, decode: Callable[[bytes], T], body: bytes) -> T:
+        """Return what `body` says, read in turn with others: a server may send many, and some take long to read.
+
+        Raises:
+            ProtocolError: it cannot be read.
+        """
+        async with self._readings:
+            return await read_body(decode, body)
 
     async def _ordered(self, command: RemotingCommand, rid: str, plan: PlanBody) -> RemotingCommand:
         config, tasks = self._group.config, self._group.tasks

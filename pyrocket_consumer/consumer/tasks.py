@@ -10,6 +10,9 @@ from pyrocket_consumer.errors import RocketError
 
 T = TypeVar("T")
 
+LONGEST_PAUSE_S = 1.0
+"""Between two turns."""
+
 
 class Tasks:
     """Owns every task of a member. Confined to the I/O thread.
@@ -73,3 +76,27 @@ class Tasks:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
+
+
+class Turns:
+    """Has work done one after the other, and with pauses: however much is asked for, it takes a tenth of the time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = asyncio.Lock()
+        self._not_before = 0.0
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+        try:
+            if (wait_s := self._not_before - self._loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._began = self._loop.time()
+
+    async def __aexit__(self, *raised: object) -> None:
+        now = self._loop.time()
+        self._not_before = now + min(9 * (now - self._began), LONGEST_PAUSE_S)
+        self._lock.release()

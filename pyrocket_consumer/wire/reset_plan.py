@@ -22,6 +22,7 @@ from pyrocket_consumer.wire.header import Header, wire
 RELAY_VERSION = 1
 MAX_QUEUE_ID = 32_000
 MAX_PLAN_BYTES = 512 * 1024  # 19,000 queues; the largest request may have twice that
+MAX_QUESTION_BYTES = 4096
 MAX_OFFSET = 2**63 - 2  # one is added to it in the record
 
 FARTHEST_AHEAD_MS = 24 * 3600 * 1000
@@ -174,7 +175,13 @@ def encode_status_question(topic: str) -> bytes:
 
 
 def decode_status_question(body: bytes) -> str:
-    """Return the topic asked about."""
+    """Return the topic asked about.
+
+    Raises:
+        ProtocolError: it is no such question, or one that is far too long.
+    """
+    if len(body) > MAX_QUESTION_BYTES:
+        raise ProtocolError(f"the status question has {len(body)} bytes; at most {MAX_QUESTION_BYTES} are allowed")
     return read_object(body, "status question").text("topic")
 
 

@@ -270,13 +270,17 @@ def test_a_reset_of_a_thousand_queues_and_a_message_of_four_mebibytes_are_none_t
         assert events.of("request-refused") == []
 
 
-def test_messages_do_not_wait_while_resets_are_read_that_take_long_to_read(embedded):
+@pytest.mark.parametrize("by", ["the broker", "an admin of ours"])
+def test_messages_do_not_wait_while_resets_are_read_that_take_long_to_read(embedded, by):
     embedded.create_topic("T", queues=1)
     events = Events()
     with consuming(embedded, "T", "G", on_event=events) as (_, seen):
-        slow = b'{"offsetTable":{' + b"0:1," * 200_000 + b"0:1}}"
-        code = RequestCode.RESET_CONSUMER_CLIENT_OFFSET
-        Asking(embedded.broker("broker-a")).tell(code, ASKED[code], slow, times=5)
+        code, more = RequestCode.RESET_CONSUMER_CLIENT_OFFSET, {}
+        slow = b'{"offsetTable":{' + b"0:1," * 120_000 + b"0:1}}"
+        if by != "the broker":
+            code = RequestCode.GET_CONSUMER_RUNNING_INFO
+            more = {"pyrocketOp": "reset", "pyrocketV": "1", "pyrocketId": "1"}
+        Asking(embedded.broker("broker-a")).tell(code, {**ASKED[code], **more}, slow, times=5)
         fill(embedded, "T", 1)
         seen.wait_for(1)
         assert len(events.of("offset-reset")) < 5

@@ -75,6 +75,8 @@ def test_a_refusal_may_have_no_body():
 
 def test_a_question_comes_back():
     assert decode_status_question(encode_status_question("T")) == "T"
+    with pytest.raises(ProtocolError, match="the status question has 4097 bytes; at most 4096 are allowed"):
+        decode_status_question(encode_status_question("T").ljust(4097))
 
 
 def test_what_the_scheme_s_first_program_sent_is_read():
