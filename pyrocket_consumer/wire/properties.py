@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -134,8 +135,23 @@ def find_property(data: bytes, start: int, end: int, name: str) -> str | None:
     if value_end < 0:
         value_end = end
     if value_end == value:  # an empty value does not count; an earlier item of that name does
-        return decode_properties(data[start:end]).get(name)
+        item = _last_with_value(name).match(data, start, end) or _first_with_value(name).match(data, start, end)
+        if item is None:
+            return None
+        value, value_end = item.span(1)
     return data[value:value_end].decode("utf-8", "replace")
+
+
+@lru_cache(maxsize=256)
+def _last_with_value(name: str) -> re.Pattern[bytes]:
+    """Return what matches a text up to its last item `name` that has a value, unless that is its first item."""
+    return re.compile(rb"(?s:.*)\x02" + re.escape(name.encode()) + rb"\x01([^\x02]+)")
+
+
+@lru_cache(maxsize=256)
+def _first_with_value(name: str) -> re.Pattern[bytes]:
+    """Return what matches a text whose first item is `name`, and has a value."""
+    return re.compile(re.escape(name.encode()) + rb"\x01([^\x02]+)")
 
 
 @lru_cache(maxsize=256)

@@ -1,3 +1,6 @@
+import itertools
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,3 +107,33 @@ def test_reserved_names_are_named_once():
     names = [value for name, value in vars(PropertyName).items() if name.isupper()]
     assert len(names) == len(set(names))
     assert {"KEYS", "TAGS", "UNIQ_KEY", "RETRY_TOPIC", "ORIGIN_MESSAGE_ID", "__SHARDINGKEY"} <= set(names)
+
+
+EMPTY_AND_NOT = ["TAGS\x01", "TAGS\x01a", "TAGS\x01b\x01c", "TAGS\x01\x01", "XTAGS\x01x", "TAGS", "", "k\x01v"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_empty_values_among_others_are_passed_over_as_when_all_is_read(count):
+    for items in itertools.product(EMPTY_AND_NOT, repeat=count):
+        for end in ("", "\x02"):
+            text = "\x02".join(items) + end
+            data = b"TAGS\x01before\x02" + text.encode() + b"\x01after\x02TAGS\x01after\x02"
+            found = find_property(data, 12, 12 + len(text), "TAGS")
+            assert found == decode_properties(text).get("TAGS"), repr(text)
+
+
+@pytest.mark.parametrize("text", ["a\x01b\x02" * 8000 + "TAGS\x01\x02", "TAGS\x01\x02" * 5000], ids=["others", "empty"])
+def test_an_empty_value_in_a_long_text_costs_no_more_than_to_pass_over_it(text):
+    """Tags are looked for on the I/O thread, in 16 MiB of such texts at once."""
+    data = text.encode()
+
+    def spent(find):
+        times = []
+        for _ in range(15):
+            begin = time.thread_time()
+            find()
+            times.append(time.thread_time() - begin)
+        return min(times)
+
+    assert find_property(data, 0, len(data), "TAGS") is None
+    assert spent(lambda: find_property(data, 0, len(data), "TAGS")) < spent(lambda: decode_properties(data)) * 0.6
