@@ -36,6 +36,7 @@ from pyrocket_consumer.wire.command import (
 )
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
+from pyrocket_consumer.wire.reset_plan import MAX_OFFSET
 from pyrocket_consumer.wire.subscription import matches
 
 if TYPE_CHECKING:
@@ -58,9 +59,15 @@ DEGRADED_CODES = frozenset(
 STORED_CODES = DEGRADED_CODES | {ResponseCode.SUCCESS}
 """Answers to a send that mean "stored"."""
 
+MOST_MEMBERS = 10_000
+"""No group has more members: each asks for all the others."""
+
 _PULL_CODES = frozenset(status.value for status in PullStatus)
-NEWER = 1 << 16
-"""So far beyond the end it tells an answer to a pull may lead: brokers look at their end first, and then read on."""
+NEWER = 1024
+"""So far beyond the end it tells an answer to a pull may lead: brokers look at their end first, and then read on.
+
+They read 800 places for a pull, or as many as there may be messages, which is 1024 at most.
+"""
 
 _LAST = (1 << 63) - 1
 
@@ -132,7 +139,7 @@ class Broker:
         )
         timeout_s = hold_s + HOLD_TICK_S + self._cluster.config.call_timeout_s
         answer = await self._cluster.call(address, header, timeout_s=timeout_s, accept=_PULL_CODES)
-        found = read_pull_answer(answer)
+        found = read_pull_answer(answer, offset)
         if found.status is not PullStatus.FOUND:
             return found, []
         messages = decode_messages(answer.body, queue, partial(_unpacked, begin=offset), most=MOST_RECORDS)
@@ -283,7 +290,7 @@ class Broker:
         """
         header = SearchOffsetHeader(queue.topic, queue.queue_id, timestamp_ms, broker_name=self.name)
         answer = await self._call(header, queue.topic)
-        offset = OffsetResponseHeader.from_fields(answer.fields).offset
+        offset = _offset_of(answer)
         if group is None or answer.version >= _EXACT_SEARCH_VERSION:
             return offset
         return await self._first_stored_at(queue, timestamp_ms, group)
@@ -324,7 +331,7 @@ class Broker:
 
     async def _offset(self, header: Header, queue: MessageQueue) -> int:
         answer = await self._call(header, queue.topic)
-        return max(0, OffsetResponseHeader.from_fields(answer.fields).offset)  # -1 is the begin of an empty batch queue
+        return max(0, _offset_of(answer))  # -1 is the begin of an empty batch queue
 
     # --- membership
 
@@ -338,7 +345,10 @@ class Broker:
             if error.code == ResponseCode.SYSTEM_ERROR and _NO_CONSUMER_REMARK in error.remark:
                 return []
             raise
-        return sorted(set(await read_body(decode_consumer_list, answer.body)))
+        ids = await read_body(decode_consumer_list, answer.body)
+        if len(ids) > MOST_MEMBERS:
+            raise ProtocolError(f"{address} names {len(ids)} members of group {group!r}; no group has so many")
+        return sorted(set(ids))
 
     async def lock(self, group: str, queues: Collection[MessageQueue]) -> set[MessageQueue]:
         """Lock `queues` for this client, or prolong the locks; return those it holds now. They last 60 s.
@@ -349,7 +359,7 @@ class Broker:
             return set()
         body = encode_lock_request(LockRequest(group, self._cluster.client_id, frozenset(queues)))
         answer = await self._call(LockBatchHeader(), next(iter(queues)).topic, body)
-        return await read_body(decode_lock_answer, answer.body)
+        return set(queues).intersection(await read_body(decode_lock_answer, answer.body))
 
     async def unlock(self, group: str, queues: Collection[MessageQueue]) -> None:
         """Release this client's locks of `queues`; return when the broker has acknowledged it."""
@@ -391,22 +401,37 @@ def _offset_in(answer: RemotingCommand | RocketError) -> int | RocketError:
     if isinstance(answer, RocketError):
         return answer
     try:
-        return max(0, int(answer.fields["offset"]))
+        offset = int(answer.fields["offset"])
+        if offset <= MAX_OFFSET:
+            return max(0, offset)
     except (KeyError, ValueError):
-        try:
-            return OffsetResponseHeader.from_fields(answer.fields).offset  # takes longer, and says what is wrong
-        except ProtocolError as error:
-            return error
+        pass
+    try:
+        return max(0, _offset_of(answer))  # takes longer, and says what is wrong
+    except ProtocolError as error:
+        return error
 
 
-def read_pull_answer(answer: RemotingCommand) -> PullAnswer:
-    """Return what the header of a pull's answer says. Its code must be one of PullStatus.
+def _offset_of(answer: RemotingCommand) -> int:
+    """Return the offset that an answer tells of a queue; a negative one means none.
+
+    Raises:
+        ProtocolError: it is missing, no number, or none that a queue can have.
+    """
+    offset = OffsetResponseHeader.from_fields(answer.fields).offset
+    if offset > MAX_OFFSET:
+        raise ProtocolError(f"a broker tells the offset {offset}; no queue goes beyond {MAX_OFFSET}")
+    return offset
+
+
+def read_pull_answer(answer: RemotingCommand, asked: int) -> PullAnswer:
+    """Return what the header of the answer to a pull at `asked` says. Its code must be one of PullStatus.
 
     Read field by field, not through the header class: it is done for every pull.
 
     Raises:
-        ProtocolError: a field is missing or no number, the next offset is none or lies beyond the queue's end, or the
-            queue belongs to a static topic.
+        ProtocolError: a field is missing or no number, the next offset is none or lies beyond the queue's end, the
+            queue ends before it begins, or belongs to a static topic.
     """
     fields = answer.fields
     if fields.get("offsetDelta", "0") != "0":
@@ -415,10 +440,10 @@ def read_pull_answer(answer: RemotingCommand) -> PullAnswer:
         next_offset = int(fields["nextBeginOffset"])
         min_offset, max_offset = int(fields["minOffset"]), int(fields["maxOffset"])
         is_reset = answer.code == ResponseCode.PULL_OFFSET_MOVED and answer.remark == RESET_REMARK
-        if not 0 <= next_offset <= _LAST or not -_LAST <= min_offset <= _LAST or not -_LAST <= max_offset <= _LAST:
+        if not 0 <= next_offset <= _LAST or not -1 <= min_offset <= max_offset <= MAX_OFFSET:
             raise ValueError("offsets that a queue can have")
-        if next_offset > max_offset + NEWER and not (is_reset and max_offset == 0):  # that hands over, and knows no end
-            raise ProtocolError(f"answer to a pull leads to {next_offset}, far beyond the queue's end, {max_offset}")
+        if next_offset > max_offset and next_offset > _furthest(answer.code, asked, max_offset, is_reset):
+            raise ProtocolError(f"answer to a pull leads to {next_offset}, beyond the queue's end, {max_offset}")
         return PullAnswer(
             PullStatus(answer.code),
             next_offset,
@@ -431,6 +456,18 @@ def read_pull_answer(answer: RemotingCommand) -> PullAnswer:
         raise ProtocolError(
             f"answer to a pull lacks {error!s:.200} (code {answer.code}, fields {fields!s:.200})"
         ) from error
+
+
+def _furthest(code: int, asked: int, end: int, is_reset: bool) -> int:
+    """Return how far beyond the end it tells an answer to a pull can lead.
+
+    Source: DefaultMessageStore.getMessage, which looks at its end first, and reads on only if that lies ahead.
+    """
+    if is_reset and end == 0:  # that hands over, and knows no end
+        return MAX_OFFSET
+    if code == ResponseCode.PULL_OFFSET_MOVED:
+        return end
+    return end + NEWER if asked < end else asked
 
 
 def _checked(offset: int) -> int:

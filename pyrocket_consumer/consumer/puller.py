@@ -7,6 +7,7 @@ the ranges that are expected next; answers are taken in order of offset, and a w
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -43,6 +44,12 @@ UNHELD_S = 0.5
 
 UNHELD = 3
 """After so many answers in a row that bring nothing and were not held, the next pulls wait: longer and longer."""
+
+BUSY = 5
+"""After so many answers in a row that a broker is busy it is left alone longer and longer."""
+
+LONGEST_STEP_PAUSE_S = 0.1
+"""The longest pause of a queue that goes on, and of whose messages none is wanted."""
 
 LONGEST_PAUSE = 10
 """The longest pause after answers that cannot be right, in units of `pull_retry_delay_s`."""
@@ -195,6 +202,7 @@ class Puller:
         self._batch = batch
         self._hold_s = hold_s
         self._timeout_s = max(2 * hold_s, hold_s + HOLD_TICK_S + call_timeout_s)  # Java waits for twice its hold
+        self._unheld_s = min(UNHELD_S, hold_s / 2)
         self._retry_delay_s = retry_delay_s
         self._read_ahead = read_ahead
         self._broker_id = MASTER_ID
@@ -208,6 +216,7 @@ class Puller:
         self._last_step = 0
         self._idle = 0  # answers in a row that brought nothing and were not held
         self._damaged = 0  # answers in a row that cannot be right
+        self._busy = 0  # answers in a row that said the broker is busy
         self._retry: asyncio.TimerHandle | None = None
         self._waits = False  # for a connection, a heartbeat or the consumer's decision on an offset
         self._large: list[Message] = []  # inner batches of the present answer that are to be unpacked beside
@@ -358,7 +367,7 @@ class Puller:
             self._refused(answer)
             return None
         try:
-            header = read_pull_answer(answer)
+            header = read_pull_answer(answer, pull.offset)
         except ProtocolError as error:
             self._failed(error)
             return None
@@ -388,21 +397,22 @@ class Puller:
         if self._under_way and self._under_way[0].offset != next_offset:
             self._abandon()  # the guess was wrong
         undecodable = self._undecodable
+        waited_s = self._host.loop.time() - pull.asked_at
+        is_idle = step < self._batch and waited_s < self._unheld_s
+        self._idle = min(self._idle + 1, 16) if is_idle else 0
         if is_found:
-            self._idle = 0
+            if self._idle > UNHELD + self._read_ahead:  # of so many one was put, which ends the count if it brought any
+                excess = self._idle - UNHELD - self._read_ahead
+                self._pause(min(0.005 * 2**excess, LONGEST_STEP_PAUSE_S, self._retry_delay_s))
             count = min(step, self._batch)  # an answer with few matches steps far
             self._undelivered += count
             self.pulls += 1
-            self.pull_time_s += self._host.loop.time() - pull.asked_at
+            self.pull_time_s += waited_s
             body = answer.body
             return lambda: self._deliver(pull, body, next_offset, count, undecodable)
-        if step < self._batch and self._host.loop.time() - pull.asked_at < min(UNHELD_S, self._hold_s / 2):
-            # A slave sends us to its master, unmoved, and while that is away again and again. Others are out of order.
-            self._idle = min(self._idle + 1, 16)
-            if self._idle > UNHELD or (not step and header.status is PullStatus.NO_MATCHED_MESSAGE):
-                self._pause(min(0.005 * 2**self._idle, self._retry_delay_s))
-        else:
-            self._idle = 0
+        # A slave sends us to its master, unmoved, and while that is away again and again. Others are out of order.
+        if is_idle and (self._idle > UNHELD or (not step and header.status is PullStatus.NO_MATCHED_MESSAGE)):
+            self._pause(min(0.005 * 2**self._idle, self._retry_delay_s))
         return lambda: self._deliver(pull, b"", next_offset, 0, undecodable)
 
     def _deliver(self, pull: _Pull, body: bytes, next_offset: int, count: int, undecodable: int) -> None:
@@ -427,8 +437,13 @@ class Puller:
         try:
             messages = decode_messages(body, self.queue, self._unpack, bodies, MOST_RECORDS) if body else []
             offsets = [message.queue_offset for message in messages]
-            if offsets != sorted(offsets):  # the edge of the window would go to and fro
+            if offsets != sorted(offsets) or len(set(offsets)) != len(offsets):  # the window's edge would go to and fro
                 raise ProtocolError(f"pull of {self.queue} at {offset} was answered with messages out of order")
+            if offsets and not self._large and bisect_left(offsets, offset) == bisect_left(offsets, next_offset):
+                raise ProtocolError(
+                    f"pull of {self.queue} at {offset} was answered with messages from {offsets[0]} to {offsets[-1]}, "
+                    f"and with none up to {next_offset}, where it leads"
+                )
         except (ProtocolError, ConfigError) as error:  # damaged, or packed with a codec that is not installed
             self.next_offset = offset  # nothing of this answer was put: ask for it again
             self._undecodable += 1
@@ -447,10 +462,11 @@ class Puller:
         if subscription is not None and subscription.tags:
             messages = [message for message in messages if _wanted(subscription, message)]
             rest = [message for message in rest if message in self._large or _wanted(subscription, message)]
-        self._damaged = 0
+        self._damaged = self._busy = 0
         if self.window.put(messages, next_offset, len(body)) and messages:
             self.last_read = witness(messages[-1])
             self.pulled += len(messages)
+            self._idle = 0
             self._host.deliver(self.window, messages)
         return rest
 
@@ -516,6 +532,7 @@ class Puller:
             return
         self.last_read = witness(messages[-1])
         self.pulled += len(messages)
+        self._idle = 0
         for start in range(0, len(messages), DELIVERED_AT_ONCE):
             self._host.deliver(self.window, messages[start : start + DELIVERED_AT_ONCE])
             await asyncio.sleep(0)
@@ -538,7 +555,8 @@ class Puller:
             self._pause(self._retry_delay_s)
             self._await(partial(self._host.refresh_route, self.queue))
         elif answer.code == ResponseCode.FLOW_CONTROL:
-            self._pause(0.02)
+            self._busy = min(self._busy + 1, 16)
+            self._pause(min(0.02 * 2 ** max(0, self._busy - BUSY), self._retry_delay_s))
         else:
             self._pause(self._retry_delay_s)
 
@@ -564,7 +582,9 @@ class Puller:
 
     def _resume(self) -> None:
         self._retry = None
-        self.pull()
+        rest = self._go_on()  # an answer may have come meanwhile
+        if rest is not None:
+            rest()
 
     def _await(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do something that takes a while, then go on pulling."""
@@ -599,7 +619,7 @@ class Puller:
             return
         if answer.remark == RESET_REMARK:
             try:
-                self._host.late_reset(self.queue, read_pull_answer(answer))
+                self._host.late_reset(self.queue, read_pull_answer(answer, 0))
             except ProtocolError as error:
                 self._tell(error)
 

@@ -301,7 +301,7 @@ class RangePuller:
             self._failed(refusal(answer, self._where()))
             return
         try:
-            header = read_pull_answer(answer)
+            header = read_pull_answer(answer, pull.offset)
         except ProtocolError as error:
             self._failed(error)
             return

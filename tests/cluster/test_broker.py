@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -484,6 +485,34 @@ def test_a_member_list_that_cannot_be_had_is_an_error_not_an_empty_list(embedded
     embedded.broker("broker-a").on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, answer(code, remark))
     with pytest.raises(BrokerError, match=remark):
         do("consumer_ids", "app", "orders")
+
+
+def test_more_members_than_a_group_can_have_are_no_answer(embedded, do):
+    body = json.dumps({"consumerIdList": [f"10.0.0.1@{number}" for number in range(100_000)]}).encode()
+    embedded.broker("broker-a").on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, answer(0, body=body))
+    with pytest.raises(ProtocolError, match="names 100000 members"):
+        do("consumer_ids", "app", "orders")
+
+
+@pytest.mark.parametrize("offset", ["9223372036854775807", "9223372036854775808", "1" * 5000, "soon"])
+def test_offsets_that_no_queue_can_have_are_no_answer(embedded, do, offset):
+    for code in (RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP):
+        embedded.broker("broker-a").on(code, answer(0, fields={"offset": offset}), times=None)
+    for ask in ("max_offset", "min_offset"):
+        with pytest.raises(ProtocolError):
+            do(ask, QUEUE)
+        assert isinstance(do(f"{ask}s", [QUEUE])[QUEUE], ProtocolError)
+    with pytest.raises(ProtocolError):
+        do("search_offset", QUEUE, 0)
+
+
+def test_locks_that_were_not_asked_for_are_not_ours(embedded, do):
+    other = MessageQueue("orders", "broker-a", 7)
+    both = (QUEUE, other)
+    queues = [{"topic": each.topic, "brokerName": each.broker_name, "queueId": each.queue_id} for each in both]
+    body = json.dumps({"lockOKMQSet": queues}).encode()
+    embedded.broker("broker-a").on(RequestCode.LOCK_BATCH_MQ, answer(0, body=body))
+    assert do("lock", "app", [QUEUE]) == {QUEUE}
 
 
 def test_a_queue_is_locked_for_one_client_at_a_time(embedded, connect):

@@ -447,6 +447,15 @@ UNUSABLE = {
     "found nothing": answer(FOUND, 24),
     "negative": answer(NO_MATCHED, -1),
     "a correction to a negative offset": answer(MOVED, -1),
+    "a next offset beyond the end": answer(FOUND, END + 2000, body=found(16).body),
+    "nothing new, beyond the end": answer(NO_NEW, 2**63 - 1),
+    "none that match, though the queue ends where it was asked": answer(NO_MATCHED, 24, end=16),
+    "a correction beyond the end": answer(MOVED, END + 1),
+    "a reset beyond the end": answer(MOVED, 2**62, remark="OFFSET_RESET"),
+    "an end before the begin": answer(NO_MATCHED, 24, end=-1),
+    "messages of elsewhere": answer(FOUND, 24, body=found(500).body),
+    "a message twice": answer(FOUND, 24, body=found(16, 4).body + found(19, 5).body),
+    "a message at the end of time": answer(FOUND, 24, body=found(16, 4).body + found(2**62, 1).body + found(21).body),
     "no fields": RemotingCommand(FOUND, {}, found(16).body, flag=1),
     "no next offset": RemotingCommand(NO_NEW, {"minOffset": "0", "maxOffset": "9"}, flag=1),
     "next offset that is no number": RemotingCommand(
@@ -631,6 +640,62 @@ def test_a_broker_that_does_not_move_on_is_not_asked_without_a_pause(end):
             (await pulling.asked()).answer(answer(NO_MATCHED, 500, end=end))
             asked += 1
         assert 10 < asked < 300
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_queue_of_which_nothing_is_wanted_though_messages_come_takes_no_time_from_others(step):
+    async def scenario():
+        pulling = Pulling(host=Host("Aa"))
+        asked = 0
+        while pulling.host.loop.time() < 30 and asked < 10_000:
+            (await pulling.asked()).found(step, tags="BB", end=2**40)
+            asked += 1
+        assert 100 < asked < 600
+        before = pulling.host.loop.time()
+        (await pulling.asked()).found(step, tags="Aa", end=2**40)
+        for _ in range(6):
+            (await pulling.asked()).found(step, tags="Aa", end=2**40)
+        assert pulling.host.loop.time() - before < 0.5, "it goes on at once"
+
+    run(scenario())
+
+
+def test_single_messages_that_come_quickly_are_not_slowed():
+    async def scenario():
+        pulling = Pulling(read_ahead=4)
+        while pulling.puller.pulled < 500:
+            (await pulling.asked()).found(1)
+            pulling.ack(*pulling.host.offsets[-1:])
+        assert pulling.host.loop.time() < 1
+
+    run(scenario())
+
+
+def test_an_answer_that_comes_during_a_pause_is_taken_after_it():
+    async def scenario():
+        pulling = Pulling(host=Host("Aa"), read_ahead=4)
+        answered = 0
+        while not pulling.silent:  # until it rests, with pulls under way whose answers wait
+            one = pulling.host.asked.popleft()
+            one.found(1, tags="BB")
+            answered += 1
+        assert pulling.puller.next_offset < answered
+        await asyncio.sleep(5)  # meanwhile the broker holds what is asked
+        assert pulling.puller.next_offset == answered
+
+    run(scenario())
+
+
+def test_a_broker_that_is_busy_for_long_is_asked_less_and_less():
+    async def scenario():
+        pulling = Pulling()
+        asked = 0
+        while pulling.host.loop.time() < 30:
+            (await pulling.asked()).answer(answer(215, 0))
+            asked += 1
+        assert 20 < asked < 60
 
     run(scenario())
 

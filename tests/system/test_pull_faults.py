@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from pyrocket_consumer import ConsumerState, MessageQueue
+from pyrocket_consumer import ConsumerState, MessageQueue, PushConsumer
 from pyrocket_consumer.testing import (
     answer,
     close_connection,
@@ -24,7 +24,7 @@ from pyrocket_consumer.testing import (
 )
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
-from tests.consuming import WAIT_S, Events, consuming, numbered, until
+from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
 
 
 def changed(**changes):
@@ -46,7 +46,51 @@ def backwards(answer: RemotingCommand) -> RemotingCommand:
     return dataclasses.replace(answer, fields=fields)
 
 
+def record_at(number: int, offset: int):
+    """The messages, one of them with another offset; or without that one, if there are fewer."""
+
+    def change(data: bytes) -> bytes:
+        records, start = [], 0
+        while start < len(data):
+            end = start + int.from_bytes(data[start : start + 4])
+            records.append(data[start:end])
+            start = end
+        if number < len(records):
+            one = records[number]
+            records[number] = one[:20] + offset.to_bytes(8, signed=True) + one[28:]
+        return b"".join(records)
+
+    return body(change)
+
+
+IMPOSSIBLE = {
+    **{f"next offset {name}": changed(nextBeginOffset=str(value)) for name, value in {
+        "of 64 bits": 2**63, "of 65 bits": 2**64, "of 100 digits": 10**99, "the last there is": 2**63 - 1,
+        "far beyond the end": 5000,
+    }.items()},
+    "nothing new, and a next offset beyond the end": answer(
+        19, "", {"nextBeginOffset": "9223372036854775806", "minOffset": "0", "maxOffset": "10"}
+    ),
+    "none that match, and a next offset beyond the end": answer(
+        20, "", {"nextBeginOffset": "9223372036854775806", "minOffset": "0", "maxOffset": "10"}
+    ),
+    "a correction beyond the end": answer(
+        21, "OFFSET_OVERFLOW_BADLY", {"nextBeginOffset": "9223372036854775806", "minOffset": "0", "maxOffset": "10"}
+    ),
+    "a reset beyond the end": answer(
+        21, "OFFSET_RESET", {"nextBeginOffset": "9223372036854775806", "minOffset": "0", "maxOffset": "10"}
+    ),
+    "an end of 64 bits": changed(maxOffset=str(2**63)),
+    "a begin beyond the end": changed(minOffset="1000000"),
+    "a begin far below zero": changed(minOffset=str(-(2**63))),
+    "a message far behind the others": record_at(3, 2**62),
+    "a message twice": record_at(1, 0),
+    "a message at a negative offset": record_at(2, -5),
+    "the first message far behind the others": record_at(0, 2**62),
+}  # fmt: skip
+
 FAULTS = {
+    **IMPOSSIBLE,
     **{f"refused with {code}": answer(code, "not now") for code in (1, 2, 16, 17, 24, 25, 26, 215, 999)},
     "late": delay(0.2),
     "answered twice": duplicate,
@@ -90,6 +134,69 @@ def test_nothing_is_lost_or_repeated(embedded, broker, topic, group, what):
         until(lambda: embedded.committed(group, topic) == {0: 100}, "everything is committed")
         assert consumer.state is ConsumerState.RUNNING
     assert Counter(seen.bodies) == Counter(numbered(100))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "next offset of 64 bits",
+        "none that match, and a next offset beyond the end",
+        "a correction beyond the end",
+        "a message far behind the others",
+        "the first message far behind the others",
+    ],
+)
+def test_an_answer_that_cannot_be_right_is_told_once_and_nothing_of_it_is_taken(embedded, broker, topic, group, what):
+    embedded.create_topic(topic, queues=1)
+    embedded.send(topic, lambda number: b"m%d" % number, count=20)
+    events, seen, others = Events(), Seen(), f"{topic}-neighbour"
+    embedded.create_topic(others, queues=1)
+
+    def is_ours(command: RemotingCommand) -> bool:
+        return command.fields["topic"] == topic
+
+    broker.on(RequestCode.PULL_MESSAGE, IMPOSSIBLE[what], times=None, when=is_ours)
+    consumer = PushConsumer(group, name_server=embedded.name_server, consume_from="first", on_event=events)
+    consumer.subscribe(topic, seen)
+    consumer.subscribe(others, seen)
+    with consumer:
+        event = events.wait_for("answer-refused")
+        assert event.queue == MessageQueue(topic, "broker-a", 0)
+        broker.wait_for(RequestCode.PULL_MESSAGE, 2, when=is_ours)
+        embedded.send(others, b"neighbour")
+        seen.wait_for(1)
+        assert consumer.state is ConsumerState.RUNNING
+        assert consumer.progress()[event.queue].committed in (0, None)
+        assert seen.bodies == [b"neighbour"]
+        broker.clear_faults()
+        seen.wait_for(21)
+    assert embedded.committed(group, topic) == {0: 20}
+    assert Counter(seen.bodies) == Counter([*numbered(20), b"neighbour"])
+
+
+def test_a_broker_that_holds_no_pull_is_asked_less_and_less(embedded, broker, topic, group):
+    embedded.create_topic(topic, queues=1)
+
+    def is_ours(command: RemotingCommand) -> bool:
+        return command.fields["topic"] == topic
+
+    def nothing(exchange) -> None:
+        here = exchange.request.fields["queueOffset"]
+        fields = {"nextBeginOffset": here, "minOffset": "0", "maxOffset": here, "suggestWhichBrokerId": "0"}
+        exchange.answer(exchange.request.answer(19, "OFFSET_OVERFLOW_ONE", fields))
+
+    broker.on(RequestCode.PULL_MESSAGE, nothing, times=None, when=is_ours)
+    seen = Seen()
+    consumer = PushConsumer(group, name_server=embedded.name_server, consume_from="first")
+    consumer.subscribe(topic, seen)
+    with consumer:
+        broker.wait_for(RequestCode.PULL_MESSAGE, when=is_ours)
+        began = time.monotonic()
+        broker.wait_for(RequestCode.PULL_MESSAGE, 14, when=is_ours)
+        assert time.monotonic() - began > 2
+        embedded.send(topic, b"m0")
+        broker.clear_faults()
+        seen.wait_for(1)
 
 
 def test_an_answer_cut_at_every_byte(embedded, broker, topic, group):

@@ -90,6 +90,11 @@ def test_a_route_may_lack_anything(text):
         "[]", "null", '"x"', '{"queueDatas":{}}', '{"queueDatas":[5]}', '{"brokerDatas":[{"brokerAddrs":{"a":"x"}}]}',
         '{"queueDatas":[{"readQueueNums":"many"}]}', '{"queueDatas":[{"readQueueNums":2000000000}]}',
         '{"queueDatas":[{"writeQueueNums":-1}]}', '{"brokerDatas":[{"brokerAddrs":{"0":[]}}]}',
+        '{"queueDatas":[{"brokerName":"a","readQueueNums":40000},{"brokerName":"b","readQueueNums":40000}]}',
+        '{"queueDatas":[{"brokerName":"a","writeQueueNums":40000},{"brokerName":"a","writeQueueNums":40000}]}',
+        '{"orderTopicConf":"a:2147483647"}', '{"orderTopicConf":"a:' + "9" * 5000 + '"}',
+        '{"orderTopicConf":"a:40000;b:40000"}', '{"brokerDatas":[' + ",".join(['{"brokerAddrs":{}}'] * 10_001) + "]}",
+        '{"brokerDatas":[{"brokerAddrs":{' + ",".join(f'"{each}":"a:1"' for each in range(10_001)) + "}}]}",
         '{"brokerDatas":[{"brokerName":{}}]}', '{"queueDatas":[{"perm":1.5}]}', '{"queueDatas":[{"perm":true}]}',
     ],
 )

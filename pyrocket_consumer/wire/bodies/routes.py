@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,23 +11,47 @@ from pyrocket_consumer.model import BrokerData, QueueData, TopicRoute
 from pyrocket_consumer.wire import fastjson
 from pyrocket_consumer.wire.bodies.json_object import JsonObject, read_number, read_object, read_text
 
-MAX_QUEUES = 1 << 20
-"""Nobody has so many queues of a topic on one broker; a larger number is a broken route."""
+MAX_QUEUES = 1 << 16
+"""Nobody has more queues of a topic; a larger number is a broken route."""
+
+MAX_ADDRESSES = 10_000
+"""Nobody has more brokers."""
 
 
 def decode_route(topic: str, body: bytes) -> TopicRoute:
     """Return where `topic` lives. Source: TopicRouteData."""
     found = read_object(body, "route")
-    queues = []
+    queues, all_read, all_write = [], 0, 0
     for each in found.objects("queueDatas"):
         read, write = each.number("readQueueNums"), each.number("writeQueueNums")
-        if not (0 <= read <= MAX_QUEUES and 0 <= write <= MAX_QUEUES):
+        all_read, all_write = all_read + read, all_write + write
+        if min(read, write) < 0 or max(all_read, all_write) > MAX_QUEUES:
             raise ProtocolError(f"route: {read} queues to read and {write} to write; 0 to {MAX_QUEUES} are possible")
         queues.append(
             QueueData(each.text("brokerName"), read, write, each.number("perm"), each.number("topicSysFlag"))
         )
-    brokers = tuple(_broker_data(each) for each in found.objects("brokerDatas"))
-    return TopicRoute(topic, tuple(queues), brokers, found.optional_text("orderTopicConf"))
+    brokers = _brokers(found.items("brokerDatas"), "route.brokerDatas")
+    order_conf = found.optional_text("orderTopicConf")
+    if order_conf is not None:
+        _check_order(order_conf)
+    return TopicRoute(topic, tuple(queues), tuple(brokers), order_conf)
+
+
+def _check_order(order_conf: str) -> None:
+    """Look whether the queues that the order of a topic names can be as many."""
+    counts = [count for _, _, count in (part.rpartition(":") for part in order_conf.split(";")) if count.isdecimal()]
+    if max(map(len, counts), default=0) > 9 or sum(map(int, counts)) > MAX_QUEUES:
+        raise ProtocolError(f"route: orderTopicConf names more than {MAX_QUEUES} queues: {order_conf!r:.200}")
+
+
+def _brokers(items: Iterable[Any], what: str) -> Iterator[BrokerData]:
+    left = MAX_ADDRESSES
+    for item in items:
+        found = JsonObject(item, what)
+        left -= 1 + max(0, len(found.table("brokerAddrs")) - 1)
+        if left < 0:
+            raise ProtocolError(f"{what}: more than {MAX_ADDRESSES} addresses of brokers")
+        yield _broker_data(found)
 
 
 def encode_route(route: TopicRoute, standard_json: bool = True, acting_master: bool | None = None) -> bytes:
@@ -86,10 +110,8 @@ class ClusterInfo:
 def decode_cluster_info(body: bytes) -> ClusterInfo:
     """Return the brokers and clusters. Source: ClusterInfo."""
     found = read_object(body, "cluster info")
-    brokers = {
-        str(name): _broker_data(JsonObject(data, "brokerAddrTable"))
-        for name, data in found.table("brokerAddrTable").items()
-    }
+    table = found.table("brokerAddrTable")
+    brokers = dict(zip(map(str, table), _brokers(table.values(), "brokerAddrTable"), strict=True))
     clusters = JsonObject(found.table("clusterAddrTable"), "clusterAddrTable")
     return ClusterInfo(brokers, {str(name): tuple(clusters.texts(name)) for name in found.table("clusterAddrTable")})
 
