@@ -1,4 +1,4 @@
-"""Settings: frozen, checked once when made, picklable. Secrets never show in a repr."""
+"""Settings: frozen, checked once when made; picklable without an account. Secrets never show in a repr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import datetime
 from ipaddress import ip_network
 from pathlib import Path
 from ssl import SSLContext, create_default_context
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypedDict
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import ConsumerEvent, MessageModel, MessageQueue, OffsetStore
@@ -187,6 +187,46 @@ def check_text(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r} is not allowed; it must be a text, or left out")
 
 
+class Secret(str):
+    """A text that no repr shows and no pickle takes along, wherever it is held; `str()` of it is the plain one."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ConfigError(
+            "a config with access_key, secret_key or security_token is not pickled: whoever reads that would have the "
+            "account. Pickle dataclasses.replace(config, access_key=None, secret_key=None, security_token=None), and "
+            "hand over the account by itself; str(config.secret_key) is the plain text"
+        )
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+def check_secret(name: str, value: object) -> Secret:
+    """Return a part of an account. Its value shows in no error.
+
+    Raises:
+        ConfigError: it is no text, empty, or has characters that no key has.
+    """
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} is of type {type(value).__name__}; it must be a text, or left out")
+    if not value:
+        raise ConfigError(f"{name} is empty; give it, or leave the account out")
+    if not (value.isascii() and value.isprintable()) or value != value.strip():
+        raise ConfigError(
+            f"{name} has a character that is not allowed (a line break at its end, perhaps); it must be printable "
+            "ASCII without blanks around"
+        )
+    return Secret(value)
+
+
 def check_queues(name: str, value: object) -> list[MessageQueue]:
     """Return the queues in an iterable of them.
 
@@ -270,15 +310,17 @@ class ClientConfig:
         for name in ("client_ip", "unit_name", "namespace"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not allowed; it must be a text, or left out")
-        for name in ("access_key", "secret_key", "security_token"):  # whose values show nowhere
-            if not isinstance(getattr(self, name), str | None):
-                raise ConfigError(f"{name} is a {type(getattr(self, name)).__name__}; it must be a text, or left out")
+        for name in ("access_key", "secret_key", "security_token"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_secret(name, value))
         if not isinstance(self.tls, bool | SSLContext):
             raise ConfigError(f"tls={self.tls!r} is not allowed; it must be True, False or an ssl.SSLContext")
         if self.allowed_addresses is not None:
             object.__setattr__(self, "allowed_addresses", parse_allowed_addresses(self.allowed_addresses))
         if (self.access_key is None) != (self.secret_key is None):
             raise ConfigError("access_key and secret_key go together; one of them is missing")
+        if self.security_token is not None and self.access_key is None:
+            raise ConfigError("security_token goes with access_key and secret_key, which are missing")
         for name in ("call_timeout_s", "connect_timeout_s"):
             check_range(name, getattr(self, name), 0.01, 600)
         for name in ("heartbeat_interval_s", "route_refresh_interval_s"):
@@ -286,6 +328,12 @@ class ClientConfig:
         check_int("max_frame_bytes", self.max_frame_bytes, 64 * 1024, 1024 * 1024 * 1024)
         if not isinstance(self.instance_name, str) or not self.instance_name:
             raise ConfigError(f"instance_name={self.instance_name!r} is not allowed; it must be a non-empty text")
+
+    def __copy__(self) -> Self:
+        return self  # nothing of it changes
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
     @property
     def name_servers(self) -> tuple[str, ...]:
@@ -508,6 +556,8 @@ class ProducerConfig(ClientConfig):
         check_int("max_message_bytes", self.max_message_bytes, 1, MAX_MESSAGE_BYTES)
         check_int("max_in_flight_messages", self.max_in_flight_messages, 1, 10_000_000)
         check_int("max_in_flight_bytes", self.max_in_flight_bytes, 1, 1 << 40)
+        check_bool("auto_create_topic", self.auto_create_topic)
+        check_bool("accept_degraded", self.accept_degraded)
 
 
 class ProducerOptions(ClientOptions, total=False):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from ssl import create_default_context
 
 import pytest
 
-from pyrocket_consumer import ConfigError
-from pyrocket_consumer.config import ClientConfig, ConsumerConfig
+from pyrocket_consumer import Admin, ConfigError, Producer, PushConsumer
+from pyrocket_consumer.config import ClientConfig, ConsumerConfig, ProducerConfig
+from pyrocket_consumer.offsets.adoption import adopt
+from pyrocket_consumer.testing import EmbeddedCluster
 
 
 def consume_from(value):
@@ -72,3 +78,95 @@ def test_what_is_no_allowed_address_is_told(given, told):
     with pytest.raises(ConfigError, match="allowed_addresses") as raised:
         allowed(given)
     assert told in str(raised.value)
+
+
+ACCOUNT = {"access_key": "reader-1", "secret_key": "do-not-show-2", "security_token": "do-not-show-3"}
+PLACE = {"name_server": "127.0.0.1:9876"}
+
+
+def assert_hidden(*shown):
+    for text in map(repr, shown):
+        assert "do-not-show" not in text and "reader-1" not in text, text
+
+
+def test_an_account_shows_in_no_repr():
+    configs = [kind(**PLACE, **ACCOUNT) for kind in (ClientConfig, ProducerConfig)]
+    configs.append(ConsumerConfig(group="g", **PLACE, **ACCOUNT))
+    clients = [Admin(config=configs[0]), Producer(**PLACE, **ACCOUNT), PushConsumer("g", **PLACE, **ACCOUNT)]
+    for config in configs:
+        assert_hidden(config, asdict(config), vars(config), config.secret_key, [config.access_key])
+        assert str(config.secret_key) == "do-not-show-2"
+    assert_hidden(*clients, *map(vars, clients))
+
+
+def test_a_config_with_an_account_is_not_pickled_unawares():
+    config = ConsumerConfig(group="g", **PLACE, **ACCOUNT)
+    with pytest.raises(ConfigError, match="is not pickled") as raised:
+        pickle.dumps(config)
+    assert_hidden(str(raised.value))
+    without = replace(config, access_key=None, secret_key=None, security_token=None)
+    there = pickle.loads(pickle.dumps(without))
+    assert there == without
+    account = {name: str(getattr(config, name)) for name in ACCOUNT}
+    assert b"do-not-show-2" in pickle.dumps(account), "who asks for it gets it"
+    assert replace(there, **account) == config
+
+
+def test_a_config_is_copied_and_changed_with_its_account():
+    told = []
+    config = ConsumerConfig(group="g", on_event=told.append, tls=create_default_context(), **PLACE, **ACCOUNT)
+    for other in (copy.copy(config), copy.deepcopy(config), replace(config, consume_threads=3)):
+        assert (other.access_key, other.secret_key, other.tls) == ("reader-1", "do-not-show-2", config.tls)
+        assert other.on_event.__self__ is told, "events go where they went"
+    plain = ClientConfig(**PLACE, **ACCOUNT)
+    assert ClientConfig.from_options(asdict(plain)) == plain
+
+
+@pytest.mark.parametrize("name", ACCOUNT)
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (5, "is of type int; it must be a text"),
+        (b"do-not-show", "is of type bytes"),
+        ("", "is empty"),
+        ("do-not-show\n", "printable ASCII"),
+        (" do-not-show", "blanks around"),
+        ("do-not-show\x00", "printable ASCII"),
+        ("do-not-show-ключ", "printable ASCII"),
+    ],
+)
+def test_each_part_of_an_account_is_a_text_of_printable_ascii(name, value, told):
+    with pytest.raises(ConfigError, match=name) as raised:
+        ClientConfig(**PLACE, **{**ACCOUNT, name: value})
+    assert told in str(raised.value)
+    assert_hidden(str(raised.value))
+
+
+def test_a_token_without_an_account_is_told():
+    with pytest.raises(ConfigError, match="security_token goes with access_key and secret_key"):
+        ClientConfig(**PLACE, security_token="t")
+
+
+@pytest.mark.parametrize("word", ["no", "false", "", 0, 1, None])
+def test_no_word_is_taken_for_a_truth(word, tmp_path):
+    for name in ("auto_create_topic", "accept_degraded"):
+        with pytest.raises(ConfigError, match=name):
+            ProducerConfig(**PLACE, **{name: word})
+    for name in ("orderly", "auto_commit", "server_messages"):
+        with pytest.raises(ConfigError, match=name):
+            ConsumerConfig(group="g", **PLACE, **{name: word})
+    for name in ("auto_create_topics", "auto_create_groups"):
+        with pytest.raises(ConfigError, match=name):
+            EmbeddedCluster(**{name: word})
+    with pytest.raises(ConfigError, match="tls"):
+        ClientConfig(**PLACE, tls=word)
+    with pytest.raises(ConfigError, match="replace"):
+        adopt(tmp_path / "a", tmp_path / "b", replace=word)
+
+
+def test_an_embedded_cluster_takes_a_context_and_an_account_of_texts():
+    with pytest.raises(ConfigError, match="tls='no' is not allowed"):
+        EmbeddedCluster(tls="no")
+    for account in ((5, "x"), ("a", ""), "ab", ("a", "b\n"), ("a", "b", "c")):
+        with pytest.raises(ConfigError, match="account"):
+            EmbeddedCluster(account=account)

@@ -125,7 +125,7 @@ class _Face:
             client_ip (detected): the first part of the client id
             instance_name ("DEFAULT"): the second; of a name of your own every process needs another one
             unit_name, namespace (–; text): as in Java
-            access_key, secret_key, security_token (–): sign every request; never shown
+            access_key, secret_key, security_token (–): sign every request; never shown, and not pickled
             tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities
             allowed_addresses (–; host, host:port, network, or a list): where brokers may be: whatever routes name,
                 nothing else is connected to, or gets signed requests

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from pyrocket_consumer.config import check_bool
 from pyrocket_consumer.errors import OffsetStoreError
 from pyrocket_consumer.offsets.local_file_store import LocalFileOffsetStore
 from pyrocket_consumer.offsets.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE
@@ -23,6 +24,7 @@ def adopt(orphan: str | os.PathLike[str], directory: str | os.PathLike[str], *, 
         OffsetStoreLocked: one of them is in use.
         OffsetStoreUnwritable: the offsets could not be written; `orphan` is as it was.
     """
+    check_bool("replace", replace)
     source, target = (Path(os.path.abspath(given)) for given in (orphan, directory))
     if source.resolve() == target.resolve():
         raise OffsetStoreError(f"{source} cannot adopt itself; name the store left behind first, then the one used now")

@@ -23,7 +23,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Literal, Self
 
-from pyrocket_consumer.config import ConsumerConfig, check_choice, check_int, check_range
+from pyrocket_consumer.config import ConsumerConfig, check_bool, check_choice, check_int, check_range
 from pyrocket_consumer.errors import (
     ConfigError,
     OffsetStoreCorrupt,
@@ -136,6 +136,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
+        check_bool("existing_only", existing_only)
         check_choice("durability", durability, ["fsync", "process", "checkpoint"])
         check_choice("on_unreadable", on_unreadable, ["raise", "backup", "start_over"])
         check_range("checkpoint_interval_s", checkpoint_interval_s, 0, 86400)

@@ -21,6 +21,7 @@ from pyrocket_consumer.config import (
     MAX_MESSAGE_BYTES,
     ClientConfig,
     check_group,
+    check_secret,
     check_topic,
     parse_allowed_addresses,
     parse_name_servers,
@@ -369,6 +370,9 @@ def _client(given: _Given) -> ClientOptions:
         raise ConfigError("option nameServer is missing; give host:port, several joined by ';'")
     addresses = _named(lambda text: ";".join(parse_name_servers(text)), "nameServer", name_server)
     access_key, secret_key = given.text("accessKey"), given.text("secretKey")
+    for name in ("accessKey", "secretKey", "securityToken"):
+        if (text := given.text(name)) is not None:
+            check_secret(f"option {name}", text)
     if (access_key is None) != (secret_key is None):
         missing = "accessKey" if access_key is None else "secretKey"
         raise ConfigError(f"option {missing} is missing; accessKey and secretKey go together")

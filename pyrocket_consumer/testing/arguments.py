@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterable
 
 from pyrocket_consumer.errors import ConfigError
@@ -38,6 +39,23 @@ def check_bool(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} is not allowed; it must be True or False")
+
+
+def check_account(value: object) -> tuple[str, str]:
+    """Return an access key and its secret key. They show in no error."""
+    parts = value if isinstance(value, tuple) else ()
+    if len(parts) != 2 or not all(isinstance(part, str) and part.isascii() and part.isprintable() for part in parts):
+        raise ConfigError("account must be a pair of texts, (access key, secret key), of printable ASCII")
+    if not all(parts):
+        raise ConfigError("account has an empty key; give an access key and a secret key")
+    return parts[0], parts[1]
+
+
+def check_tls(value: object) -> ssl.SSLContext:
+    """Return the context of a server."""
+    if not isinstance(value, ssl.SSLContext):
+        raise ConfigError(f"tls={value!r} is not allowed; it must be an ssl.SSLContext with a certificate, or left out")
+    return value
 
 
 def check_names(name: str, value: object) -> list[str]:

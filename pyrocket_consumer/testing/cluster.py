@@ -12,7 +12,14 @@ from typing import Any, Self, TypeVar
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.testing.acl import Accounts
-from pyrocket_consumer.testing.arguments import check_bool, check_int, check_names, check_topic
+from pyrocket_consumer.testing.arguments import (
+    check_account,
+    check_bool,
+    check_int,
+    check_names,
+    check_tls,
+    check_topic,
+)
 from pyrocket_consumer.testing.broker import Broker
 from pyrocket_consumer.testing.clock import Clock
 from pyrocket_consumer.testing.config import BrokerConfig, Timing
@@ -105,6 +112,10 @@ class EmbeddedCluster:
             slave_sync_s,
         )
         self._cluster_name = cluster_name
+        check_bool("auto_create_topics", auto_create_topics)
+        check_bool("auto_create_groups", auto_create_groups)
+        if server_side_reset is not None:
+            check_bool("server_side_reset", server_side_reset)
         self._settings: dict[str, object] = {
             "autoCreateTopicEnable": auto_create_topics,
             "autoCreateSubscriptionGroup": auto_create_groups,
@@ -118,8 +129,8 @@ class EmbeddedCluster:
         BrokerConfig().change(self._settings)  # says now what is wrong with them
         if server_side_reset and not self._release.has_server_side_reset:
             raise ConfigError(f"server_side_reset: brokers {version} cannot do that; 5.1.0 and later can")
-        self._accounts = Accounts(dict([account])) if account is not None else None
-        self._tls = tls
+        self._accounts = Accounts(dict([check_account(account)])) if account is not None else None
+        self._tls = check_tls(tls) if tls is not None else None
         self._idle_timeout_s = idle_timeout_s
         self._side_by_side_s = _within("side_by_side_s", side_by_side_s, 0, 60)
         self._record_limit = record_limit

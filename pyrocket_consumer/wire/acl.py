@@ -9,6 +9,8 @@ import hmac
 ACCESS_KEY = "AccessKey"
 SECURITY_TOKEN = "SecurityToken"  # noqa: S105  # the name of a field
 SIGNATURE = "Signature"
+SIGNED = frozenset({ACCESS_KEY, SECURITY_TOKEN, SIGNATURE})
+"""The fields that signing adds; their values show nowhere."""
 
 
 def sign(

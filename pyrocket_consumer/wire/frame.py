@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import orjson
 
 from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.text import cut
 from pyrocket_consumer.wire import fastjson
+from pyrocket_consumer.wire.acl import SIGNED
 from pyrocket_consumer.wire.codes import CLIENT_VERSION, LANGUAGE_NAMES, LanguageCode, RequestCode
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -27,6 +29,8 @@ BINARY_HEADER = 1
 RESPONSE_FLAG = 1
 ONEWAY_FLAG = 2
 
+_MOST_SHOWN = 200  # characters of a field, or of the remark
+
 MAX_HEADER_BYTES = 512 * 1024
 """The largest header: the properties of a message, at most 32 KiB, grow to six times that as text in JSON."""
 
@@ -37,7 +41,7 @@ _PREFIX = struct.Struct(">II")  # bytes that follow; header type << 24 | header 
 _BINARY_FIXED = struct.Struct(">hBhiii")  # code, language, version, opaque, flag, remark length
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class RemotingCommand:
     """One request or answer. `fields` is the header's string map (extFields), `header_type` the form it came in."""
 
@@ -52,6 +56,14 @@ class RemotingCommand:
     header_type: int = JSON_HEADER
     left_out: int = 0
     """The bytes of a body that is too large for its request, and was not kept."""
+
+    def __repr__(self) -> str:
+        fields = {name: "***" if name in SIGNED else cut(value, _MOST_SHOWN) for name, value in self.fields.items()}
+        remark = f", remark={cut(self.remark, _MOST_SHOWN)!r}" if self.remark else ""
+        return (
+            f"RemotingCommand(code={self.code}, opaque={self.opaque}, flag={self.flag}, fields={fields!r}, "
+            f"body=<{len(self.body)} bytes>{remark})"
+        )
 
     @property
     def is_response(self) -> bool:

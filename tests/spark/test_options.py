@@ -224,6 +224,7 @@ WRONG = [
     ("planningIntervalMs", "-1", "from 0", {}),
     ("secretKey", "k", "accessKey is missing", {}),
     ("accessKey", "k", "secretKey is missing", {}),
+    ("secretKey", "k\n", "printable ASCII", {"accessKey": "k"}),
     ("tls", "maybe", "true or false", {}),
     ("tlsCaFile", "ca.pem", "tls=true", {}),
     ("allowedAddresses", "10.0.0.1/8", "allowedAddresses: '10.0.0.1/8'", {}),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pyrocket_consumer.wire.acl import sign, signature
+from pyrocket_consumer.wire.frame import RemotingCommand
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,12 @@ def test_every_part_counts():
 
 def test_names_sort_upper_case_first_and_values_only_are_signed():
     assert signature({"b": "1", "Z": "2"}, b"", "sk") == signature({"x": "2", "y": "1"}, b"", "sk")
+
+
+def test_a_signed_request_shows_neither_account_nor_body_and_is_short():
+    fields = sign({"topic": "orders", "long": "x" * 100_000}, b"body", "reader-1", "hidden-2", "hidden-3")
+    shown = repr(RemotingCommand(10, fields, b"body" * 1000, remark="y" * 100_000))
+    assert "orders" in shown and "AccessKey" in shown and "4000 bytes" in shown
+    for secret in ("reader-1", "hidden", fields["Signature"]):
+        assert secret not in shown
+    assert len(shown) < 1000
