@@ -29,6 +29,7 @@ class BodyRoom(Bodies):
         self._changed = threading.Condition(threading.Lock())
         self._used = 0
         self._waiting: deque[Entry] = deque()
+        self._measuring = threading.Lock()  # it takes memory and time itself: one after the other
         self.unpacking = asyncio.Lock()
         """Held while a large inner batch is unpacked, until its messages count."""
 
@@ -46,6 +47,10 @@ class BodyRoom(Bodies):
 
     def _measure(self, entry: Entry, messages: Sequence[Message]) -> None:
         """Find out what `messages` need; of those that are too many for all the room there is, only the first enter."""
+        with self._measuring:
+            self._measure_each(entry, messages)
+
+    def _measure_each(self, entry: Entry, messages: Sequence[Message]) -> None:
         size = 0
         for place, message in enumerate(messages):
             more = least_room(message, measured=True) if holds_packed(message) else 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.wire.codes import SysFlag
-from pyrocket_consumer.wire.compression import Compression, compress, decompress
+from pyrocket_consumer.wire.compression import BodyTooLarge, Compression, compress, decompress, unpacked_size
 
 KINDS = list(Compression)
 ZLIB, LZ4, ZSTD = 0x301, 0x101, 0x201
@@ -146,3 +146,11 @@ def test_a_bomb_takes_no_more_memory_than_the_limit_allows(make_body, sys_flag):
     grown_kib, _, error = child.stdout.decode().partition(" ")
     assert "holds more than 67108864" in error
     assert int(grown_kib) < 300 * 1024
+
+
+def test_a_body_is_measured_without_being_held():
+    for kind in KINDS:
+        body, flags = compress(bytes(range(256)) * 4096, kind)
+        assert unpacked_size(body, flags) == 1 << 20
+        with pytest.raises(BodyTooLarge, match="holds more than 1000"):
+            unpacked_size(body, flags, 1000)
