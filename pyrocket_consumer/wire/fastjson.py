@@ -37,7 +37,7 @@ _QUEUE_KEY = re.compile(  # the usual object key, read at one go
     r'\{\s*"brokerName"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"queueId"\s*:\s*(-?[0-9]{1,10})\s*,'
     r'\s*"topic"\s*:\s*"([^"\\\x00-\x1f]*)"\s*\}[ \t\r\n]*:'
 )
-_STRING = json.JSONDecoder(strict=False)  # for strings only: it takes raw control characters, as Java does
+_STRING = json.JSONDecoder(strict=False)  # takes raw control characters, as Java does
 _WORDS = {"true": True, "false": False, "null": None}
 
 
@@ -69,13 +69,13 @@ class ObjectKey(Mapping[str, Any]):
         return f"ObjectKey({self._fields!r})"
 
 
-def loads(text: bytes | bytearray | memoryview | str, most_values: int = MAX_VALUES) -> Any:
+def loads(text: bytes | bytearray | memoryview | str) -> Any:
     """Return the value that `text` holds. Object keys become ObjectKey, unquoted numbers as keys int.
 
     Whole numbers of up to 64 bits are exact. A byte order mark is skipped.
 
     Raises:
-        ProtocolError: it is cut short, followed by something else, nested too deep, has more than `most_values`, or is
+        ProtocolError: it is cut short, followed by something else, nested too deep, has more than MAX_VALUES, or is
             no JSON for another reason.
     """
     if len(text) > MAX_CHARACTERS:
@@ -84,8 +84,8 @@ def loads(text: bytes | bytearray | memoryview | str, most_values: int = MAX_VAL
         text = bytes(text)
     brackets = _count(text, "[") + _count(text, "{")
     values = brackets + _count(text, ",") if len(text) > _SMALL_CHARACTERS else 0
-    if values > most_values:
-        raise ProtocolError(f"JSON text of {values} values; at most {most_values} are read")
+    if values > MAX_VALUES:
+        raise ProtocolError(f"JSON text of {values} values; at most {MAX_VALUES} are read")
     if values <= _QUICK_VALUES:
         try:
             value = orjson.loads(text)
@@ -101,6 +101,21 @@ def loads(text: bytes | bytearray | memoryview | str, most_values: int = MAX_VAL
         except UnicodeDecodeError as error:
             raise ProtocolError(f"JSON text is not UTF-8: {error}") from error
     return _Reader(text.removeprefix(_BOM)).document()
+
+
+def loads_loosely(text: bytes) -> Any:
+    """Return the value of JSON whose strings are as Java's: with control characters, with halves of surrogate pairs.
+
+    Keys are strings, as others know JSON: what `loads` takes besides takes its time.
+
+    Raises:
+        ProtocolError: it is no JSON.
+    """
+    try:
+        standard = json.dumps(_STRING.decode(text.decode()), ensure_ascii=False, allow_nan=False)
+        return orjson.loads(standard.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not JSON: {error!s:.200}") from None
 
 
 def _count(text: bytes | bytearray | str, sign: str) -> int:

@@ -31,10 +31,10 @@ ONEWAY_FLAG = 2
 
 _MOST_SHOWN = 200  # characters of a field, or of the remark
 
-MAX_HEADER_BYTES = 512 * 1024
+MAX_HEADER_BYTES = 256 * 1024
 """The largest header: the properties of a message, at most 32 KiB, grow to six times that as text in JSON."""
 
-_MOST_VALUES = 20_000  # of a header that is no JSON as others know it, and read slowly
+_MOST_LOOSE_BYTES = 64 * 1024  # of a header that no quick reader reads, for the half of a character in its remark
 _MOST_FIELDS = 1024  # no header has more than thirty
 
 _PREFIX = struct.Struct(">II")  # bytes that follow; header type << 24 | header length
@@ -171,8 +171,10 @@ def _decode_header(header: memoryview, header_type: int, body: bytes = b"") -> R
 def _decode_json_header(data: memoryview, body: bytes) -> RemotingCommand:
     try:
         header = orjson.loads(data)  # may be nested as deep as it likes: nothing but `_text` and `_kind` looks into it
-    except orjson.JSONDecodeError:
-        header = fastjson.loads(data, _MOST_VALUES)  # half a surrogate pair in a remark, or garbage
+    except orjson.JSONDecodeError as error:
+        if len(data) > _MOST_LOOSE_BYTES:
+            raise ProtocolError(f"header of {len(data)} bytes is not JSON: {error!s:.100}") from None
+        header = fastjson.loads_loosely(bytes(data))
     try:
         fields = header.get("extFields")
         command = RemotingCommand(
