@@ -6,7 +6,7 @@ import asyncio
 import logging
 import pickle
 import socket
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -74,8 +74,10 @@ def leading(cluster, broker_name: str, address: str):
     node = cluster.name_server_node
     node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, route, times=None)
     node.on(RequestCode.GET_BROKER_CLUSTER_INFO, info, times=None)
-    yield
-    node.clear_faults()
+    try:
+        yield
+    finally:
+        node.clear_faults()
 
 
 def addresses_of(cluster) -> list[str]:
@@ -103,12 +105,12 @@ def test_a_consumer_goes_on_when_the_route_is_right_again(cluster, elsewhere):
     cluster.send("orders", b"one", broker_name="broker-a", queue_id=0)
     events = Events()
     options = {"allowed_addresses": addresses_of(cluster), "on_event": events, "start_wait_s": 0.1}
-    with leading(cluster, "broker-a", place(elsewhere)):
-        consumer = consuming(cluster, "orders", "g", route_refresh_interval_s=0.2, **options)
-        _, seen = consumer.__enter__()
-        events.wait_for("address-refused")
-    seen.wait_for(1)
-    consumer.__exit__(None, None, None)
+    with ExitStack() as running:
+        with leading(cluster, "broker-a", place(elsewhere)):
+            consumer = consuming(cluster, "orders", "g", route_refresh_interval_s=0.2, **options)
+            _, seen = running.enter_context(consumer)
+            events.wait_for("address-refused")
+        seen.wait_for(1)
 
 
 ABSURD = {
