@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import random
 import ssl
@@ -51,6 +52,8 @@ _CLOSE_TIMEOUT_S = 5.0
 _REFRESH_GAP_S = 1.0  # between two refreshes of routes that lost connections ask for
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
+_LOSSES_APART_S = 10.0  # between two connections lost in a row
+_LOSSES_TOLD = 3  # so many are told, and the broker is greeted at once
 _DEAD_AFTER = 2  # calls in a row without an answer
 _JITTER = 0.1  # of an interval, so that clients that start together do not ask together for ever
 
@@ -100,6 +103,7 @@ class Cluster:
         self._in_use: Callable[[str], bool] = lambda broker_name: False
         self._lingering: dict[str, str] = {}  # addresses that no route names, of brokers in use
         self._unanswered: dict[str, int] = {}
+        self._losses: dict[str, tuple[float, int]] = {}  # by address: when the last was, and how many in a row
         self._refresh_wanted = asyncio.Event()
 
     # --- life
@@ -504,6 +508,7 @@ class Cluster:
         self._lingering.pop(address, None)
         self._routes.let_go(address)
         self._heartbeats.forget(address)
+        self._losses.pop(address, None)
         if self._connections is not None:
             self._connections.drop(address, "no route names this broker any more")
 
@@ -617,15 +622,22 @@ class Cluster:
         self._unanswered.pop(address, None)
         if self.state is not ClusterState.RUNNING or address not in self._members(every=True):
             return
-        log.warning("broker=%s connection lost reason=%s", address, reason)
+        now, (last_at, losses) = self.loop.time(), self._losses.get(address, (0.0, 0))
+        self._losses[address] = now, losses + 1 if losses and now - last_at < _LOSSES_APART_S else 1
+        log.log(self._loss_level(address), "broker=%s connection lost reason=%s", address, reason)
         self._refresh_wanted.set()
         if address in self._members():
             self._greet(address)
         self._tell(self._lost_hooks, address, reason)
 
     def _reconnected(self, address: str) -> None:
-        log.info("broker=%s is connected again", address)
+        log.log(min(logging.INFO, self._loss_level(address)), "broker=%s is connected again", address)
         self._tell(self._reconnect_hooks, address)
+
+    def _loss_level(self, address: str) -> int:
+        """Return how a loss is logged: of a broker that takes connections and ends them, the first ones are enough."""
+        losses = self._losses.get(address, (0.0, 0))[1]
+        return logging.DEBUG if losses > _LOSSES_TOLD else logging.WARNING
 
     def _greet(self, address: str) -> None:
         """Get a heartbeat to a broker that is new, or was lost, as soon as it can be had."""
@@ -635,7 +647,10 @@ class Cluster:
 
     async def _greet_until_known(self, address: str) -> None:
         pause_s = _FIRST_PAUSE_S
+        excess = min(self._losses.get(address, (0.0, 0))[1] - _LOSSES_TOLD, 16)
         try:
+            if excess > 0:  # it takes connections and ends them
+                await asyncio.sleep(min(_FIRST_PAUSE_S * 2**excess, _LONGEST_PAUSE_S))
             while self._heartbeats.needed and address in self._members():
                 try:
                     await self.member_connection(address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -242,6 +243,24 @@ def test_a_broker_that_returns_hears_of_us_and_its_return_is_told(embedded, conn
         assert returned.next() == (broker.address,)
         assert broker.members("app") == [client.client_id]
     assert client.peek_member(broker.address) is not None
+
+
+def test_a_broker_that_ends_each_connection_is_greeted_less_and_less_and_told_a_few_times(embedded, connect, caplog):
+    broker, client = embedded.broker("broker-a"), connect(embedded)
+
+    def answer_and_close(exchange):
+        exchange.answer(exchange.request.answer(0))
+        exchange.later(0.001, lambda: exchange.connection.close(False))
+
+    client.add_consumer("app", consumer_of("app"))
+    broker.on(RequestCode.HEART_BEAT, answer_and_close, times=None)
+    began = time.monotonic()
+    client.run(client.route("orders"), 30)
+    broker.wait_for(RequestCode.HEART_BEAT, 8)
+    assert time.monotonic() - began > 2
+    assert len([each for each in caplog.records if "connection lost" in each.getMessage()]) < 8
+    broker.clear_faults()
+    broker.wait_for(RequestCode.HEART_BEAT, 9)
 
 
 def test_calls_that_wait_fail_when_the_broker_dies_and_later_ones_work(embedded, connect):
