@@ -51,7 +51,7 @@ class CheckpointFile:
         while self._unreadable:
             self._set_aside(self._unreadable[-1])
             self._unreadable.pop()
-        if self._main_is_good:
+        if self._main_is_good and self.main != identity(text):  # the backup shall tell a checkpoint from the one before
             self._rotate(main)
         disk.replace(new, main)
         self.main, self._main_is_good = identity(text), True

@@ -16,6 +16,10 @@ from filelock import lock_descriptor, unlock_descriptor
 
 _ON_WINDOWS = sys.platform == "win32"
 _LOCK_ATTEMPTS = 10
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
+
+MOST_BYTES = 1 << 30
+"""No larger file is read into memory: it is not one of ours, whose journal has at most so much."""
 
 
 class DiskFile(Protocol):
@@ -51,10 +55,16 @@ class Disk(Protocol):
     """File operations by path. All raise OSError when the disk, or the permission, does not allow them."""
 
     def make_directories(self, path: str) -> None:
-        """Create the directory and those above it, where missing."""
+        """Create the directory and those above it, where missing, for nobody else to look into.
+
+        That the directory is another user's is an error: he can exchange what is in it at any time.
+        """
 
     def read(self, path: str) -> bytes | None:
-        """Return what the file holds, None when there is no such file. Never waits: a pipe, a device is an error."""
+        """Return what the file holds, None when there is no such file. Never waits: a pipe, a device is an error.
+
+        So are a link, and a file larger than any of ours.
+        """
 
     def open(self, path: str, *, create: bool) -> DiskFile:
         """Open a file for writing: an existing one as it is, or with `create` a new one in its place."""
@@ -203,29 +213,62 @@ class LocalDisk:
     """The disk of this machine."""
 
     def make_directories(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            parent = os.path.dirname(path)
+            if parent == path or (os.path.lexists(path) and not os.path.isdir(path)):
+                break
+            path = parent
+        for each in reversed(missing):
+            try:
+                os.mkdir(each, 0o700)
+            except FileExistsError:  # another process was faster, or it is no directory
+                if not os.path.isdir(each):
+                    raise
+            path = each
+        self._check_owner(path)
+
+    @staticmethod
+    def _check_owner(directory: str) -> None:
+        if _ON_WINDOWS:
+            return
+        owner, us = os.stat(directory).st_uid, os.geteuid()
+        if owner not in (us, 0):
+            raise PermissionError(
+                errno.EPERM, f"it belongs to user {owner}, and this process runs as user {us}: run it as {owner}, or "
+                f"chown the directory to {us}", directory,
+            )  # fmt: skip
 
     def read(self, path: str) -> bytes | None:
         try:
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+            fd = os.open(path, os.O_RDONLY | _NO_LINKS | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
             return None
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise OSError(errno.EISDIR, "it is not a regular file", path)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise OSError(errno.EISDIR, "it is a link, not a regular file", path) from error
+            raise
         with open(fd, "rb") as file:
-            return file.read()
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EISDIR, "it is not a regular file", path)
+            if found.st_size > MOST_BYTES:
+                raise OSError(
+                    errno.EFBIG, f"it has {found.st_size} bytes; no file of a store has more than {MOST_BYTES}", path
+                )
+            return file.read(MOST_BYTES)
 
     def open(self, path: str, *, create: bool) -> DiskFile:
-        flags = os.O_RDWR | getattr(os, "O_BINARY", 0)
+        flags = os.O_RDWR | _NO_LINKS | getattr(os, "O_BINARY", 0)
         if not create:
             return _LocalFile(os.open(path, flags))
         flags |= os.O_CREAT | os.O_EXCL
         try:
-            return _LocalFile(os.open(path, flags, 0o666))
+            return _LocalFile(os.open(path, flags, 0o600))
         except FileExistsError:  # what a crash has left, or somebody's link: what that leads to is not ours to write
             os.remove(path)
-            return _LocalFile(os.open(path, flags, 0o666))
+            return _LocalFile(os.open(path, flags, 0o600))
 
     def link(self, source: str, target: str) -> None:
         os.link(source, target)
@@ -258,10 +301,10 @@ class LocalDisk:
             os.close(fd)
 
     def lock(self, path: str) -> DiskLock | None:
-        flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        flags = os.O_RDWR | _NO_LINKS | getattr(os, "O_NONBLOCK", 0)
         for _ in range(_LOCK_ATTEMPTS):
             try:
-                fd, is_new = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
+                fd, is_new = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
             except FileExistsError:
                 try:
                     fd, is_new = os.open(path, flags), False

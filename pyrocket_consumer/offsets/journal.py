@@ -73,6 +73,13 @@ class JournalHeader:
         """Tell whether the frames were written after `checkpoint`, and not after an older or another one."""
         return self.checkpoint == identity(checkpoint)
 
+    def denies(self, checkpoint: bytes, backup: bytes | None) -> bool:
+        """Tell whether nobody can have written `checkpoint`, as it is.
+
+        Whoever replaces one makes it the backup, Java clients too. While the backup is what it was, so must it be.
+        """
+        return self.backup == identity(backup or b"") and self.checkpoint not in (identity(checkpoint), self.backup)
+
     def follows_backup(self, backup: bytes) -> bool:
         """Tell whether the frames are newer than `backup`: it is what they follow, or was the backup of that.
 

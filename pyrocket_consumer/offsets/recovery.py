@@ -60,7 +60,7 @@ def recover(
         # A crash between a checkpoint and the header that names it, or another program wrote offsets.json since.
         # Either way it is newer than the frames.
         differing = sum(result.offsets.get(mq) != offset for mq, offset in frames.offsets.items())
-        if differing:
+        if differing or not frames.offsets:
             result.note(
                 f"{MAIN_FILE if result.source == 'file' else BACKUP_FILE} is newer than {JOURNAL_FILE}: another "
                 "program wrote it, or a crash came between the two; its offsets are used",
@@ -107,8 +107,15 @@ def _read_checkpoint(
             return
         reason = f"{MAIN_FILE} is missing"
     else:
+        header = result.header
         try:
             result.offsets, result.epochs = decode_checkpoint(main)
+            if header is not None and header.denies(main, backup):
+                result.offsets, result.epochs = {}, {}
+                raise ProtocolError(
+                    "it is not what was written, by its checksum: damaged, or edited by hand (to have it used as it "
+                    f"is, remove {JOURNAL_FILE})"
+                )
         except ProtocolError as error:
             result.unreadable.append(MAIN_FILE)
             reason = f"{MAIN_FILE} is unreadable: {error}" if main else f"{MAIN_FILE} is empty"

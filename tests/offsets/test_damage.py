@@ -90,6 +90,48 @@ def test_no_flipped_bit_of_offsets_json_goes_unnoticed():
             assert offsets
 
 
+@pytest.mark.parametrize("closes", [1, 2, 3])
+def test_no_flipped_bit_of_offsets_json_goes_unnoticed_after_a_clean_close(closes):
+    """The journal is empty then, but knows what was written: the copy that is whole is used, or nothing."""
+    disk = MemoryDisk()
+    for number in range(closes):
+        with LocalFileOffsetStore("/s", journal_bytes=4096, disk=disk) as store:
+            for queue in QUEUES:
+                store.update_offset(queue, 1000 + 10 * number)
+    good = disk.files()
+    for byte in range(len(good[MAIN])):
+        for bit in range(8):
+            damaged, events = bytearray(good[MAIN]), []
+            damaged[byte] ^= 1 << bit
+            again = MemoryDisk()
+            for path, data in (good | {MAIN: bytes(damaged)}).items():
+                again.put(path, data)
+            store = LocalFileOffsetStore("/s", journal_bytes=4096, disk=again, on_event=events.append)
+            if closes == 1:
+                with pytest.raises(OffsetStoreCorrupt):  # there is no copy
+                    store.load()
+                continue
+            store.load()
+            assert store.clone_offset_table() == dict.fromkeys(QUEUES, 1000 + 10 * (closes - 2))
+            assert "offsets.json.bak and the journal are used" in events[0].text
+            store.close()
+
+
+@pytest.mark.parametrize("name", [MAIN, BACKUP, JOURNAL])
+def test_a_flipped_bit_in_one_file_never_gives_an_offset_that_nobody_stored(name):
+    stored = {queue: {offset} for queue, offset in EXPECTED.items()}
+    for text in (GOOD[MAIN], GOOD[BACKUP]):
+        for queue, offset in decode_checkpoint(text)[0].items():
+            stored[queue].add(offset)
+    stored[QUEUES[0]] |= set(range(120, 131))
+    for byte in range(min(len(GOOD[name]), 1500)):
+        damaged = bytearray(GOOD[name])
+        damaged[byte] ^= 1 << byte % 8
+        offsets, _, _ = loaded({name: bytes(damaged)})
+        for queue, offset in offsets.items():
+            assert offset in stored[queue], (name, byte)
+
+
 def test_offsets_json_cut_anywhere_is_replaced_by_backup_and_journal():
     for length in range(len(GOOD[MAIN])):
         offsets, events, disk = loaded({MAIN: GOOD[MAIN][:length]})
@@ -300,3 +342,56 @@ def test_nothing_is_written_through_a_link(tmp_path, name, link):
             assert found.clone_offset_table() == store.clone_offset_table()
     assert found.clone_offset_table() == {QUEUES[0]: 3}
     assert other.read_bytes() == b"of somebody else"
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="this system cannot tell links from files when it opens them")
+@pytest.mark.parametrize("name", ["offsets.json", "offsets.json.bak", "offsets.journal", "offsets.lock"])
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path, name):
+    directory, other = tmp_path / "store", tmp_path / "other"
+    for offset in range(2):
+        with LocalFileOffsetStore(directory) as store:
+            store.update_offset(QUEUES[0], offset)
+            store.persist_all()
+    (directory / name).rename(other)
+    before = other.read_bytes()
+    (directory / name).symlink_to(other)
+    with pytest.raises(OffsetStoreError):
+        LocalFileOffsetStore(directory).load()
+    assert other.read_bytes() == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX")
+def test_files_and_directories_are_for_their_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        with LocalFileOffsetStore(tmp_path / "a" / "b") as store:
+            for offset in (1, 2):
+                store.update_offset(QUEUES[0], offset)
+                store.persist_all()
+        with LocalFileOffsetStore(tmp_path / "a" / "b") as store:
+            store.update_offset(QUEUES[0], 3)
+    finally:
+        os.umask(before)
+    modes = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert {mode for path, mode in modes.items() if path in ("a", "a/b")} == {0o700}
+    assert {mode for path, mode in modes.items() if path not in ("a", "a/b")} == {0o600}
+    assert len(modes) >= 7
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give a directory to somebody else")
+def test_the_directory_of_another_user_is_refused(tmp_path):
+    (tmp_path / "his").mkdir()
+    os.chown(tmp_path / "his", 12345, 12345)
+    with pytest.raises(OffsetStoreUnwritable, match="belongs to user 12345, and this process runs as user 0"):
+        LocalFileOffsetStore(tmp_path / "his").load()
+    assert not list((tmp_path / "his").iterdir())
+
+
+@pytest.mark.parametrize("name", ["offsets.json", "offsets.json.bak", "offsets.journal"])
+def test_a_file_larger_than_any_of_ours_is_not_read(tmp_path, name):
+    with LocalFileOffsetStore(tmp_path) as store:
+        store.update_offset(QUEUES[0], 1)
+    with open(tmp_path / name, "ab") as file:
+        file.truncate(5 << 30)
+    with pytest.raises(OffsetStoreError, match=rf"{name}.* has 5368709120 bytes"):
+        LocalFileOffsetStore(tmp_path).load()

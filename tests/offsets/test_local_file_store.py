@@ -445,14 +445,30 @@ def test_what_java_wrote_after_us_counts(tmp_path):
     assert "another program" in events[0].text
 
 
-def test_java_clean_rewrite_between_two_runs_is_no_event(tmp_path):
-    events = []
-    for offset in (5, 6):
-        with LocalFileOffsetStore(tmp_path, on_event=events.append) as store:
+def as_java_does(directory, text):
+    """Replace offsets.json, and keep the one before: MixAll.string2File."""
+    main = directory / "offsets.json"
+    (directory / "offsets.json.bak").write_bytes(main.read_bytes())
+    main.write_bytes(text)
+
+
+@pytest.mark.parametrize("writes", [1, 2, 5])
+@pytest.mark.parametrize("runs_before", [1, 2])
+def test_what_a_java_client_wrote_between_two_runs_is_followed_and_told(tmp_path, writes, runs_before):
+    for offset in range(runs_before):
+        with LocalFileOffsetStore(tmp_path) as store:
             store.update_offset(QUEUE, offset)
-        (tmp_path / "offsets.json").write_bytes(encode_offsets({QUEUE: offset + 100}))
-    assert read_store(tmp_path).offsets == {QUEUE: 106}
-    assert events == []
+    for number in range(1, writes + 1):
+        as_java_does(tmp_path, encode_offsets({QUEUE: 100 * number}))
+    events = []
+    with LocalFileOffsetStore(tmp_path, on_event=events.append) as store:
+        assert store.clone_offset_table() == {QUEUE: 100 * writes}
+        store.update_offset(QUEUE, 1000)
+    assert [str(event.kind) for event in events] == ["store-fallback"]
+    assert "another program wrote it" in events[0].text
+    with LocalFileOffsetStore(tmp_path, on_event=events.append) as store:
+        assert store.clone_offset_table() == {QUEUE: 1000}
+    assert len(events) == 1
 
 
 # -- hazards -----------------------------------------------------------------------------------------------------
