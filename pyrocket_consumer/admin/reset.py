@@ -25,7 +25,7 @@ from pyrocket_consumer.cluster.members import (
     speak_to_all,
 )
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.reset_record import EpochTaken, NobodyWasHere, ResetRecord
+from pyrocket_consumer.cluster.reset_record import MOST_TIMES_TAKEN, EpochTaken, NobodyWasHere, ResetRecord
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.bodies import decode_offset_table
@@ -117,11 +117,13 @@ class _Execution:
             if self._at(name)
         }
         epoch = await self._epoch(records, partial)
-        while True:
+        for times_left in reversed(range(MOST_TIMES_TAKEN)):
             try:
                 raced = await self._write(records, epoch, partial) if self._plan.member is None else []
                 break
             except EpochTaken as error:
+                if not times_left:
+                    raise
                 self._tell("record", self._topic, f"{error}; recorded again after it")
                 epoch = error.head + 1
         targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}

@@ -20,6 +20,9 @@ from pyrocket_consumer.wire.reset_plan import MAX_OFFSET, RecordArea, is_epoch, 
 MOST_LOOKS = 10
 """How often a queue's epoch is looked at that changes all the time; then it is left for the next time."""
 
+MOST_TIMES_TAKEN = 20
+"""How often a reset is dated anew because of another's: more than any admins who meet, less than for ever."""
+
 _NOTHING_CODES = frozenset({ResponseCode.TOPIC_NOT_EXIST, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST})
 
 

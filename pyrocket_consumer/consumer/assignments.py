@@ -121,6 +121,10 @@ class Assignments:
     def get(self, queue: MessageQueue) -> Assignment | None:
         return self._held.get(queue)
 
+    def is_begun(self, queue: MessageQueue) -> bool:
+        """Tell whether `queue` is held, or is just being begun, moved or ended."""
+        return queue in self._held or queue in self._changing
+
     def all(self) -> dict[MessageQueue, Assignment]:
         """Return a copy of what is held."""
         return dict(self._held)

@@ -28,6 +28,7 @@ FLOODS = frozenset(
         EventKind.OFFSET_WENT_BACK,
         EventKind.REQUEST_REFUSED,
         EventKind.ANSWER_REFUSED,
+        EventKind.RECORD_IGNORED,
         EventKind.BROKER_UNREACHABLE,
         EventKind.COMMIT_FAILED,
         EventKind.LOCK_LOST,

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 from uuid import UUID
 
 from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.members import Member, Reply, speak_to_all
-from pyrocket_consumer.cluster.reset_record import EpochTaken, NobodyWasHere, ResetRecord
+from pyrocket_consumer.cluster.reset_record import MOST_TIMES_TAKEN, EpochTaken, NobodyWasHere, ResetRecord
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.group import Group
@@ -165,19 +165,20 @@ class Resets:
             return ""  # nothing is kept of what is not ours
         if group.subscriptions.get(plan.topic) is None:
             return f"this consumer does not subscribe to {plan.topic}"
-        if self._unknown_queue(plan) is not None and group.loop.time() - self._route_asked_at > ROUTE_EVERY_S:
+        if self._unknown_queues(plan.topic, plan.targets) and group.loop.time() - self._route_asked_at > ROUTE_EVERY_S:
             self._route_asked_at = group.loop.time()  # perhaps a queue was added just now
-            await group.cluster.route(plan.topic, refresh=True)
-        queue = self._unknown_queue(plan)
-        return f"there is no queue {queue}" if queue is not None else ""
+            try:
+                await group.cluster.route(plan.topic, refresh=True)
+            except RocketError as error:
+                log.info("group=%s the route of %s is not known anew: %s", group.name, plan.topic, error)
+        unknown = self._unknown_queues(plan.topic, plan.targets)
+        return f"there is no queue {unknown[0]}" if unknown else ""
 
-    def _unknown_queue(self, plan: PlanBody) -> MessageQueue | None:
-        held = set(self._assignments.held(plan.topic))
-        ids = {name: self._queue_ids(plan.topic, name) for name in {queue.broker_name for queue in plan.targets}}
-        for queue in plan.targets:
-            if queue.queue_id not in ids[queue.broker_name] and queue not in held:
-                return queue
-        return None
+    def _unknown_queues(self, topic: str, queues: Iterable[MessageQueue]) -> list[MessageQueue]:
+        """Return those of the queues that are neither ours nor in the route as it is known."""
+        held = set(self._assignments.held(topic))
+        ids = {name: self._queue_ids(topic, name) for name in {queue.broker_name for queue in queues}}
+        return [queue for queue in queues if queue.queue_id not in ids[queue.broker_name] and queue not in held]
 
     def told_to_refuse(self, what: str) -> None:
         """Tell that a reset is refused, because the consumer is to follow none."""
@@ -389,12 +390,26 @@ class Resets:
     # --- resets made by brokers
 
     async def told_by_broker(self, topic: str, targets: Mapping[MessageQueue, int]) -> None:
-        """A broker tells every member to move (220)."""
+        """A broker tells every member to move (220). A table with anything that no broker would say moves nothing."""
         group = self._group
-        if group.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
+        if why := self._why_no_table(topic, targets):
+            self._told_nothing(f"a reset of {topic} by a broker is not followed, nothing moved: {why}")
+        elif group.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
             log.info("group=%s a reset of %s to where it was reset just now is not repeated", group.name, topic)
         else:
             await self.move_held(topic, targets, "told by the broker")
+
+    def _why_no_table(self, topic: str, targets: Mapping[MessageQueue, int]) -> str:
+        if self._group.subscriptions.get(topic) is None and not self._assignments.held(topic):
+            return f"this consumer does not subscribe to {topic}"
+        for queue, target in targets.items():
+            if queue.topic != topic:
+                return f"it names {queue}"
+            if not 0 <= target <= MAX_OFFSET:
+                return f"{target} is no offset of {queue}"
+        # The broker may know of a queue before any route does: only a table of none but such is told.
+        unknown = self._unknown_queues(topic, targets)
+        return f"there is no queue {unknown[0]}" if unknown and len(unknown) == len(targets) else ""
 
     async def move_held(self, topic: str, targets: Mapping[MessageQueue, int], why: str) -> dict[MessageQueue, int]:
         """Move the queues of `topic` we hold to their targets; returns those moved, when they are durable."""
@@ -406,13 +421,19 @@ class Resets:
             self.moved(queue, target, why)
             return queue, target
 
-        chosen = [
-            (queue, target)
-            for queue, target in targets.items()
-            if queue.topic == topic and 0 <= target <= MAX_OFFSET
-        ]
+        chosen = [(queue, target) for queue, target in self._begun(targets) if queue.topic == topic]
         moved = await asyncio.gather(*(move(queue, target) for queue, target in chosen))
         return dict(each for each in moved if each is not None)
+
+    def _begun(self, targets: Mapping[MessageQueue, int]) -> list[tuple[MessageQueue, int]]:
+        """Return what concerns queues that are ours or become ours now; of all others, forget where they once were."""
+        chosen = []
+        for queue, target in targets.items():
+            if self._assignments.is_begun(queue):
+                chosen.append((queue, target))
+            else:
+                self._commits.forget_last_known(queue)
+        return chosen
 
     def _is_repeated(self, queue: MessageQueue, target: int) -> bool:
         at, offset = self._recent.get(queue, (0.0, -1))
@@ -464,6 +485,7 @@ class Resets:
                 return  # they went with those before
             epoch = await self._date(targets, 0)
             pauses = list(SPREAD_PAUSES_S)
+            times_taken = 0
             failure = ""
             while True:
                 try:
@@ -473,6 +495,9 @@ class Resets:
                     failure = ""
                     break
                 except EpochTaken as error:
+                    failure, times_taken = str(error), times_taken + 1
+                    if times_taken == MOST_TIMES_TAKEN:
+                        break
                     epoch = await self._date(targets, error.head + 1)
                 except RocketError as error:
                     failure = str(error)
@@ -550,5 +575,5 @@ class Resets:
                 self._commits.forget_last_known(queue)
 
         before = len(moved)
-        await asyncio.gather(*(move(queue, target) for queue, target in plan.targets.items()))
+        await asyncio.gather(*(move(queue, target) for queue, target in self._begun(plan.targets)))
         return len(moved) > before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 import threading
 import time
@@ -10,11 +11,11 @@ import uuid
 
 import pytest
 
-from pyrocket_consumer import Admin, ConfigError, ConsumerState, MessageQueue, PushConsumer
+from pyrocket_consumer import Admin, ConfigError, ConsumerState, MessageQueue, PushConsumer, RocketError
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, QueueReset
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.bodies import encode_offset_table
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
 from pyrocket_consumer.wire.reset_plan import (
     MAX_PLAN_BYTES,
@@ -152,6 +153,37 @@ def test_what_names_nothing_moves_nothing(embedded, broker, body):
         fill(embedded, "T", 2, start=10)
         seen.wait_for(12)
         assert set(seen.places.values()) == {1}
+
+
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+@pytest.mark.parametrize(
+    ("targets", "topic", "reason"),
+    [
+        ({queue("T", 0): 2, queue("T", 1): -5}, "T", "-5 is no offset of T/broker-a/1"),
+        ({queue("T", 0): 2, queue("T", 1): 2**63 - 1}, "T", f"{2**63 - 1} is no offset"),
+        ({queue("T", 0): 2, queue("T", 1): -(2**63)}, "T", f"{-(2**63)} is no offset"),
+        ({queue("T", 0): 2, queue("U", 1): 3}, "T", "it names U/broker-a/1"),
+        ({queue("U", 0): 2}, "U", "does not subscribe to U"),
+        ({queue("T", number): 2 for number in range(7, 5000)}, "T", "there is no queue T/broker-a/7"),
+    ],
+)
+def test_a_table_that_no_broker_would_send_is_told_and_moves_nothing(
+    embedded, broker, tmp_path, model, targets, topic, reason
+):
+    fill(embedded, "T", 20)
+    events = Events()
+    options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events}
+    with consuming(embedded, "T", "G", **options) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        tell_members(broker, encode_offset_table(targets), topic)
+        told = events.wait_for("offset-reset").text
+        assert reason in told
+        assert "nothing moved" in told
+        assert consumer.state is ConsumerState.RUNNING
+        tell_members(broker, encode_offset_table({queue("T", 0): 8, queue("T", 7): 0}))  # 7: no route has it yet
+        seen.wait(lambda seen: len(seen.messages) == 22)
+        assert {message.queue_offset for message in seen.messages[20:]} == {8, 9}
+        assert "-> 8" in events.wait_for("offset-reset", 2).text
 
 
 def test_h02_of_two_resets_at_once_the_last_counts(embedded, broker):
@@ -406,6 +438,33 @@ def test_a_plan_that_cannot_be_for_us_is_refused_and_nothing_is_stored(embedded,
         wait_until_seen(seen, 2, 20)
     files = b"".join(path.read_bytes() for path in stores["offset_store_dir"].rglob("offsets.*") if path.is_file())
     assert not any(text in files for text in (b'"U"', b"broker-x", b'"2":'))
+
+
+def test_a_plan_for_queues_that_are_not_there_is_refused_while_no_name_server_answers(embedded, broker, stores):
+    fill(embedded, "T", 2)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 2)
+        refusal = answer(ResponseCode.SYSTEM_ERROR, "not now")
+        embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, refusal, times=None)
+        replied = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, {queue("T", 9): 3})))
+        assert replied.fields["pyrocketState"] == "refused"
+        assert "no queue T/broker-a/9" in replied.fields["pyrocketReason"]
+
+
+def test_a_stranger_who_is_always_newer_keeps_no_admin_for_ever(embedded, broker, admin, stores):
+    fill(embedded, "T", 20)
+    area, newer = next(record_areas("T")), itertools.count(soon(), 1000)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 20)
+
+        def write_a_newer_head(exchange):
+            exchange.handle(exchange.answer)
+            broker.core.state.offsets.commit(RETRY, "G", area.head, next(newer))
+
+        plan = admin.plan_reset("G", "T", "earliest")
+        embedded.broker("broker-a").on(RequestCode.UPDATE_CONSUMER_OFFSET, write_a_newer_head, times=None)
+        with pytest.raises(RocketError, match="recorded at the same time"):
+            plan.execute()
 
 
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
