@@ -15,12 +15,16 @@ LOOK_EVERY_S = 0.1
 """How often who waits for room looks whether it is wanted otherwise."""
 
 
+PATIENCE_S = 0.5
+"""So long a call that needs much room is passed by those that need little."""
+
+
 class BodyRoom(Bodies):
     """What the listener calls that run may unpack together: `limit` bytes, and always what one of them needs.
 
-    A call enters before it begins and leaves when it has returned; what its messages had unpacked is freed then. Who
-    comes when there is no room waits for it in turn. Sizes are guessed from the stored bytes as long as that is
-    enough, and measured else. Any thread.
+    A call enters before it begins and leaves when it has returned; what its messages had unpacked is freed then. Sizes
+    are guessed from the stored bytes as long as that is enough, and measured else, by one call at a time, which then
+    waits for room. Any thread.
     """
 
     def __init__(self, limit: int, max_bytes: int = MAX_BODY_BYTES) -> None:
@@ -30,6 +34,8 @@ class BodyRoom(Bodies):
         self._used = 0
         self._waiting: deque[Entry] = deque()
         self._measuring = threading.Lock()  # it takes memory and time itself: one after the other
+        self._is_taken = False
+        self._parked: dict[object, deque[Callable[[], None]]] = {}
         self.unpacking = asyncio.Lock()
         """Held while a large inner batch is unpacked, until its messages count."""
 
@@ -41,13 +47,48 @@ class BodyRoom(Bodies):
         entry = Entry(self, packed)
         entry.size = sum(least_room(message, measured=False) for message in packed)
         entry.count = len(messages)
-        if (len(packed) > 1 and entry.size > self._limit) or not self._enter(entry):
-            self._measure(entry, messages)
+        if len(packed) == 1 or entry.size <= self._limit:
+            self._enter(entry)
+            if self._parked:
+                self._next()
         return entry
 
-    def _measure(self, entry: Entry, messages: Sequence[Message]) -> None:
+    # --- one call at a time finds out what it needs, and waits for room
+
+    def turn_or(self, queue: object, again: Callable[[], None]) -> bool:
+        """Return True if it is the caller's turn to measure and wait, until `pass_turn`; else `again` is called later.
+
+        So calls that need much room occupy one worker while they wait, and the others are left to those that do not.
+        Queues have their turns one after the other, whoever has more that waits.
+        """
+        with self._changed:
+            if self._is_taken:
+                self._parked.setdefault(queue, deque()).append(again)
+                return False
+            self._is_taken = True
+            return True
+
+    def pass_turn(self) -> None:
+        """Have the next one try again."""
+        with self._changed:
+            self._is_taken = False
+        self._next()
+
+    def _next(self) -> None:
+        """Have one that waits for its turn try again, if it is nobody's: perhaps there is room without."""
+        with self._changed:
+            if self._is_taken or not self._parked:
+                return
+            queue, parked = next(iter(self._parked.items()))
+            again = parked.popleft()
+            del self._parked[queue]
+            if parked:
+                self._parked[queue] = parked  # the last one now
+        again()
+
+    def measure(self, entry: Entry, messages: Sequence[Message]) -> None:
         """Find out what `messages` need; of those that are too many for all the room there is, only the first enter."""
-        with self._measuring:
+        with self._measuring:  # orderly queues have no turns
             self._measure_each(entry, messages)
 
     def _measure_each(self, entry: Entry, messages: Sequence[Message]) -> None:
@@ -67,7 +108,9 @@ class BodyRoom(Bodies):
 
     def _try(self, entry: Entry) -> bool:
         first = self._waiting[0] if self._waiting else entry
-        if first is not entry or (self._used and self._used + entry.size > self._limit):
+        if first is not entry and (entry in self._waiting or time.monotonic() - first.waits_since > PATIENCE_S):
+            return False  # those who need little may pass, but not for ever
+        if self._used and self._used + entry.size > self._limit:
             return False
         self._admit(entry)
         return True
@@ -91,6 +134,7 @@ class BodyRoom(Bodies):
 
     def _line_up(self, entry: Entry) -> None:
         if entry not in self._waiting:
+            entry.waits_since = time.monotonic()
             self._waiting.append(entry)
 
     def _leave(self, entry: Entry) -> None:
@@ -101,18 +145,21 @@ class BodyRoom(Bodies):
             elif entry in self._waiting:
                 self._waiting.remove(entry)
             self._changed.notify_all()
+        if self._parked:
+            self._next()
 
 
 class Entry:
     """One listener call's part of the room."""
 
-    __slots__ = ("messages", "count", "size", "is_in", "_room")
+    __slots__ = ("messages", "count", "size", "is_in", "waits_since", "_room")
 
     def __init__(self, room: BodyRoom, messages: list[Message]) -> None:
         self.messages = messages  # those that are packed
         self.count = 0  # so many of all messages of the call may be given to it at once
         self.size = 0
         self.is_in = False
+        self.waits_since = 0.0
         self._room = room
 
     def wait(self, wanted: Callable[[], bool], timeout_s: float) -> bool:

@@ -309,6 +309,11 @@ class ThreadWorkers(_Runner):
             self._wake_due = True
             self._loop.call_soon(self._wake_enough)
 
+    def _put_again(self, window: ProcessQueue, listener: Listener, unit: Any) -> None:
+        """Put what had to wait for room behind what has come meanwhile. Any thread."""
+        self._chunks.append(Chunk(window, listener, deque((unit,))))
+        self._wake(len(self.slots) - len(self._asleep) + 1)
+
     def _wake_enough(self) -> None:
         waiting, slowest_s, self._slowest_s, self._wake_due = len(self._chunks), self._slowest_s, 0.0, False
         if waiting and self._wake(1 + int(2 * waiting * slowest_s / CHUNK_TIME_S)) and self._next_look is None:
@@ -408,12 +413,19 @@ class ThreadWorkers(_Runner):
                 except IndexError:
                     break
                 entry = bodies.entry(messages_of(unit)) if bodies.met else None
-                if entry is not None:
-                    unit = self.fitting(chunk, unit, entry)
-                    if not entry.wait(may_begin, self.consume_timeout_s):
-                        entry.leave()
-                        chunk.todo.appendleft(unit)
-                        break
+                if entry is not None and not entry.is_in:
+                    if turn is None and not bodies.turn_or(window, partial(self._put_again, window, listener, unit)):
+                        continue
+                    try:
+                        bodies.measure(entry, messages_of(unit))
+                        unit = self.fitting(chunk, unit, entry)
+                        if not entry.wait(may_begin, self.consume_timeout_s):
+                            entry.leave()
+                            chunk.todo.appendleft(unit)
+                            break
+                    finally:
+                        if turn is None:
+                            bodies.pass_turn()
                 chunk.current = unit
                 calls += 1
                 try:
@@ -586,10 +598,18 @@ class AsyncWorkers(_Runner):
                 except IndexError:
                     break
                 entry = bodies.entry(messages_of(unit)) if bodies.met else None
-                if entry is not None:
-                    unit = self.fitting(chunk, unit, entry)
-                    if not await self._entered(chunk, unit, entry):
-                        break
+                if entry is not None and not entry.is_in:
+                    again = partial(self._put_again, Chunk(chunk.window, listener, deque((unit,))))
+                    if turn is None and not bodies.turn_or(chunk.window, again):
+                        continue
+                    try:
+                        bodies.measure(entry, messages_of(unit))
+                        unit = self.fitting(chunk, unit, entry)
+                        if not await self._entered(chunk, unit, entry):
+                            break
+                    finally:
+                        if turn is None:
+                            bodies.pass_turn()
                 chunk.current = unit
                 calls += 1
                 try:
@@ -623,6 +643,13 @@ class AsyncWorkers(_Runner):
                     raise asyncio.CancelledError
         finally:
             self.finish(chunk, calls)
+
+    def _put_again(self, chunk: Chunk) -> None:
+        """Put what had to wait for room behind what has come meanwhile. Any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._chunks.put_nowait, chunk)
+        except RuntimeError:
+            pass  # the loop has ended
 
     async def _entered(self, chunk: Chunk, unit: Any, entry: Entry) -> bool:
         """Wait until there is room for what the call may unpack. Tells whether it may begin; else its unit is left."""

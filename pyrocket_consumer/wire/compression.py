@@ -55,12 +55,17 @@ def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> b
     """
     if not sys_flag & SysFlag.COMPRESSED:
         return body
-    parts, length = list[bytes](), 0
+    parts, length, suspicious = list[bytes](), 0, _USUAL_RATIO * len(body) + _MEASURED_BYTES
     for piece in _of_kind(sys_flag)(body, max_bytes + 1):
         length += len(piece)
         if length > max_bytes:
+            parts.clear()  # the error has this frame
             raise _too_large(body, max_bytes)
         parts.append(piece)
+        if length > suspicious:
+            del piece
+            parts.clear()
+            return _in_one_piece(body, sys_flag, max_bytes)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -74,6 +79,20 @@ def unpacked_size(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -
         if length > max_bytes:
             raise _too_large(body, max_bytes)
     return length
+
+
+_USUAL_RATIO = 64
+"""Of a body that holds more it is found out first how much: allocators keep for each thread what many pieces took."""
+
+
+def _in_one_piece(body: bytes, sys_flag: int, max_bytes: int) -> bytes:
+    size = unpacked_size(body, sys_flag, max_bytes)
+    buffer, place = bytearray(size), 0
+    with memoryview(buffer) as view:
+        for piece in _of_kind(sys_flag)(body, _MEASURED_BYTES):
+            view[place : place + len(piece)] = piece
+            place += len(piece)
+    return bytes(buffer)
 
 
 _MOST_UNPACKED = {
@@ -152,7 +171,7 @@ _contexts = threading.local()  # a context costs more than most bodies, and serv
 
 
 def _zstd_pieces(body: bytes, most: int) -> Iterator[bytes]:
-    input_bytes = _ZSTD_INPUT_BYTES if most > _MEASURED_BYTES else 32
+    input_bytes = min(_ZSTD_INPUT_BYTES, max(len(body) // 8, 64)) if most > _MEASURED_BYTES else 32
     zstd = _zstd()
     context = getattr(_contexts, "zstd", None)
     if context is None:

@@ -170,7 +170,7 @@ class Message:
     def _unpacked(self, stored: bytes) -> bytes:
         flag, how = self.sys_flag, self._how()
         if isinstance(how, ProtocolError):
-            raise how
+            raise _anew(how)
         # The items of an inner batch keep its sysFlag, but it was the batch that was compressed.
         if not flag & SysFlag.COMPRESSED or flag & _UNPACK == _UNPACK:
             return stored
@@ -310,7 +310,7 @@ class Message:
         return _USUAL_BODIES if isinstance(how, ProtocolError) else how
 
     def _refuse(self, error: ProtocolError) -> None:
-        self._fixed = (*self._fields()[:_HOW], error)
+        self._fixed = (*self._fields()[:_HOW], _anew(error))  # the one raised keeps the frames it came through
 
     def __repr__(self) -> str:
         try:
@@ -349,6 +349,10 @@ class Message:
         if properties is not None:
             return properties.get(name)
         return find_property(self._data, self._properties_start(), self._end, name)
+
+
+def _anew(error: ProtocolError) -> ProtocolError:
+    return type(error)(*error.args)
 
 
 def stored_body(message: Message) -> bytes:
