@@ -56,7 +56,7 @@ def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> b
     if not sys_flag & SysFlag.COMPRESSED:
         return body
     parts, length, suspicious = list[bytes](), 0, _USUAL_RATIO * len(body) + _MEASURED_BYTES
-    for piece in _of_kind(sys_flag)(body, max_bytes + 1):
+    for piece in _of_kind(sys_flag)(body, min(suspicious, max_bytes) + 1):
         length += len(piece)
         if length > max_bytes:
             parts.clear()  # the error has this frame
@@ -87,6 +87,13 @@ _USUAL_RATIO = 64
 
 def _in_one_piece(body: bytes, sys_flag: int, max_bytes: int) -> bytes:
     size = unpacked_size(body, sys_flag, max_bytes)
+    kind = sys_flag & _KIND
+    if kind == SysFlag.COMPRESSION_ZSTD:
+        plain: bytes = _zstd().ZstdDecompressor(max_window_size=MAX_BODY_BYTES).decompress(body, max_output_size=size)
+        if len(plain) == size:  # else it is several frames
+            return plain
+    elif kind != SysFlag.COMPRESSION_LZ4:
+        return zlib.decompress(body, bufsize=size)
     buffer, place = bytearray(size), 0
     with memoryview(buffer) as view:
         for piece in _of_kind(sys_flag)(body, _MEASURED_BYTES):
