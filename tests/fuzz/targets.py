@@ -227,7 +227,7 @@ def read_header(data: bytes) -> None:
 def read_answer(data: bytes) -> None:
     """The header of a pull's answer; its fields are lines of name=value."""
     fields = dict(line.partition("=")[::2] for line in data.decode("utf-8", "replace").split("\n"))
-    answer = read_pull_answer(RemotingCommand(0, fields))
+    answer = read_pull_answer(RemotingCommand(0, fields), 42)
     assert 0 <= answer.next_offset < 2**63
 
 

@@ -55,7 +55,8 @@ class World:
              json.dumps(options)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
 
     def _listen(self) -> None:
         assert self.process.stdout
@@ -110,12 +111,15 @@ class World:
 
     def end(self) -> int:
         assert self.process.stdin
+        assert self.process.stdout
         self.process.stdin.close()
         try:
-            return self.process.wait(30)
+            self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return self.process.wait()
+        self._listening.join(10)
+        self.process.stdout.close()
+        return self.process.wait()
 
 
 @contextmanager
