@@ -9,11 +9,16 @@ import time
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Self
 
-from pyrocket_consumer.errors import OffsetStoreLocked
+from pyrocket_consumer.errors import OffsetStoreLocked, ProtocolError
 from pyrocket_consumer.offsets.disk import Disk, DiskLock
+from pyrocket_consumer.text import printable
+from pyrocket_consumer.wire.fastjson import loads
 
 LOCK_FILE = "offsets.lock"
 OWNER_FILE = "offsets.owner"
+MAX_HOST_CHARACTERS = 255
+LAST_TIME = 4_102_444_800.0
+"""The end of the year 2099: what is later is no time of a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +140,19 @@ class Ownership:
 
 
 def read_owner(disk: Disk, directory: str) -> Owner | None:
-    """Return who took the store last; it may have ended since."""
+    """Return who took the store last; it may have ended since. None: nothing says it, or nothing that can be."""
     try:
-        text = disk.read(os.path.join(directory, OWNER_FILE))
-        fields = json.loads(text or b"")
-        closes_by = fields.get("closes_by")
-        return Owner(
-            int(fields["pid"]),
-            str(fields["host"]),
-            float(fields["since"]),
-            None if closes_by is None else float(closes_by),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        fields = loads(disk.read(os.path.join(directory, OWNER_FILE)) or b"")
+        pid, host, since, closes_by = fields["pid"], fields["host"], fields["since"], fields.get("closes_by")
+        if (
+            type(pid) is int
+            and 0 < pid < 2**31
+            and isinstance(host, str)
+            and len(host) <= MAX_HOST_CHARACTERS
+            and 0 <= float(since) < LAST_TIME
+            and (closes_by is None or 0 <= float(closes_by) < LAST_TIME)
+        ):
+            return Owner(pid, printable(host), float(since), None if closes_by is None else float(closes_by))
+    except (OSError, ProtocolError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        pass
+    return None

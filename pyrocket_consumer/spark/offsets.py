@@ -58,8 +58,9 @@ def decode_offset(encoded: Mapping[str, Any]) -> SourceOffset:
     version = encoded.get("version") if isinstance(encoded, Mapping) else None
     if isinstance(version, int) and version > VERSION:
         raise ConfigError(
-            f"the checkpoint was written by a newer release of pyrocket-consumer: its offsets have version {version}, "
-            f"and this release reads up to {VERSION}; install the newer release again, or use another checkpoint"
+            "the checkpoint was written by a newer release of pyrocket-consumer: its offsets have version "
+            f"{version!r:.20}, and this release reads up to {VERSION}; install the newer release again, or use another "
+            "checkpoint"
         )
     if version != VERSION:
         raise ConfigError(f"{encoded!r:.200} in the checkpoint is no offset of this source; use another checkpoint")
@@ -99,25 +100,39 @@ def _nested(offsets: Mapping[MessageQueue, int]) -> dict[str, dict[str, dict[str
 def _seen(encoded: Mapping[str, Any]) -> dict[tuple[str, str], int]:
     try:
         return {
-            (topic, broker): int(at_ms)
+            (topic, broker): _whole(at_ms)
             for topic, brokers in encoded.get("seen", {}).items()
             for broker, at_ms in brokers.items()
         }
     except (AttributeError, TypeError, ValueError) as error:
-        raise _unreadable("seen", error) from error
+        raise _unreadable("seen", error) from None
 
 
 def _flat(encoded: Mapping[str, Any], name: str) -> dict[MessageQueue, int]:
     try:
         return {
-            MessageQueue(topic, broker, int(queue_id)): int(offset)
+            MessageQueue(topic, broker, _queue_id(queue_id)): _whole(offset)
             for topic, brokers in encoded.get(name, {}).items()
             for broker, queues in brokers.items()
             for queue_id, offset in queues.items()
         }
     except (AttributeError, TypeError, ValueError) as error:
-        raise _unreadable(name, error) from error
+        raise _unreadable(name, error) from None
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError("a number that is no offset and no time, which are whole, from 0 to 2^63-1")
+    return value
+
+
+def _queue_id(text: str) -> int:
+    if len(text) > 10 or not 0 <= (queue_id := int(text)) < 2**31:
+        raise ValueError(f"{text!r:.50} is no queue, which have numbers from 0 to 2^31-1")
+    return queue_id
 
 
 def _unreadable(name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{name!r} of an offset in the checkpoint cannot be read: {error}; use another checkpoint")
+    return ConfigError(
+        f"{name!r} of an offset in the checkpoint cannot be read: {error!s:.200}; use another checkpoint"
+    )

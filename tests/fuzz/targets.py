@@ -18,6 +18,7 @@ import pyarrow as pa
 from pyrocket_consumer.cluster.broker import read_pull_answer
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets.disk import LocalDisk
 from pyrocket_consumer.offsets.journal import (
     HEADER_BYTES,
     JournalHeader,
@@ -30,7 +31,9 @@ from pyrocket_consumer.offsets.journal import (
     replay,
 )
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.ownership import read_owner
 from pyrocket_consumer.offsets.recovery import recover
+from pyrocket_consumer.spark.offsets import decode_offset
 from pyrocket_consumer.wire import bodies, fastjson, reset_plan
 from pyrocket_consumer.wire import command as headers
 from pyrocket_consumer.wire.codes import SysFlag
@@ -366,6 +369,11 @@ PULL_ANSWERS = [
     b"nextBeginOffset=42\nminOffset=0\nmaxOffset=100\nsuggestWhichBrokerId=0",
     b"nextBeginOffset=0\nminOffset=0\nmaxOffset=0",
 ]
+OWNERS = [b'{"pid": 1, "host": "x", "since": 1700000000.5, "closes_by": null}', b'{"pid": 1, "host": "x", "since": 0}']
+SPARK_OFFSETS = [
+    b'{"version": 1, "queues": {"T": {"a": {"0": 5, "1": 98}}}, "from": {"T": {"a": {"0": 5}}}, "initial": true, '
+    b'"seen": {"T": {"a": 1714557600000}}}'
+]
 MESSAGE_IDS = [b"7F00000100002A9F0000000000000000"]
 
 
@@ -379,6 +387,33 @@ def read_tags(data: bytes) -> None:
 
 def read_journal(data: bytes) -> None:
     replay(data, decode_header(data))
+
+
+def read_spark_offset(data: bytes) -> None:
+    """What Spark reads from its checkpoint for us; what is no JSON does not come so far."""
+    try:
+        encoded = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    decode_offset(encoded)
+
+
+class OwnerFile(LocalDisk):
+    """A disk whose files all hold the same."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def read(self, path: str) -> bytes | None:
+        return self.data
+
+
+def read_owner_file(data: bytes) -> None:
+    owner = read_owner(OwnerFile(data), "")
+    if owner is not None:
+        assert owner.is_alive in (True, False)
+        assert owner.is_closing in (True, False)
+        assert len(str(owner)) < 3000
 
 
 def _made() -> list[Target]:
@@ -408,6 +443,8 @@ def _made() -> list[Target]:
         target("tags", bearing(read_tags, ConfigError), lambda: [b"a || b", b"*"]),
         target("checkpoint", bearing(decode_checkpoint), lambda: [checkpoint(1, 2, 3), JAVA_CHECKPOINT]),
         target("journal", bearing(read_journal, OffsetStoreError), lambda: [apart(store)[2] for store in stores()]),
+        target("owner", bearing(read_owner_file), lambda: OWNERS),
+        target("spark-offset", bearing(read_spark_offset, ConfigError), lambda: SPARK_OFFSETS),
         target("recovery", bearing(lambda data: recover(*apart(data)), OffsetStoreError), stores),
         target("columns-as-messages", bearing(columns_as_messages), records),
         target("messages-as-records", bearing(messages_as_records), records),

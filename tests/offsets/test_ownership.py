@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -151,6 +152,27 @@ def test_an_owner_of_whom_nothing_can_be_read_is_taken_for_one_that_stays(tmp_pa
         (old.directory / "offsets.owner").write_text('{"pid": 1, "host": "x", "since": 0, "closes_by": "soon"}')
         with slot(tmp_path) as other:
             assert other.client_id == "10.0.0.5@DEFAULT-1"
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        "[" * 100_000,
+        '{"pid": 1e999, "host": "x", "since": 0}',
+        '{"pid": 99999999999999999999, "host": "x", "since": 0}',
+        '{"pid": 1, "host": "x", "since": 1e300}',
+        '{"pid": 1, "host": "x", "since": NaN}',
+        '{"pid": 1, "host": "x", "since": 0, "closes_by": Infinity}',
+        json.dumps({"pid": 1, "host": "x" * 100_000 + "\n\x1b[2J", "since": 0}),
+    ],
+    ids=["deep", "no-pid", "long-pid", "far", "never", "always-closing", "long-host"],
+)
+def test_whatever_stands_in_the_place_of_an_owner_the_store_is_in_use_and_it_is_said_in_a_line(tmp_path, owner):
+    with slot(tmp_path, "mine") as old:
+        (old.directory / "offsets.owner").write_text(owner)
+        with pytest.raises(OffsetStoreLocked, match="is in use by another process; stop it") as refused:
+            slot(tmp_path, "mine").load()
+        assert len(str(refused.value)) < 1000
 
 
 def in_a_fork(work):

@@ -75,6 +75,28 @@ def test_damaged_queues_are_refused(queues):
         decode_offset({"version": 1, "queues": queues})
 
 
+@pytest.mark.parametrize("at", [float("inf"), float("nan"), -5, 2**63, True, 1.7, "5", "9" * 5000])
+@pytest.mark.parametrize("name", ["queues", "from", "seen"])
+def test_what_is_no_offset_and_no_time_is_refused_in_a_line(name, at):
+    brokers = {"a": at} if name == "seen" else {"a": {"0": at}}
+    with pytest.raises(ConfigError, match=f"'{name}' of an offset in the checkpoint cannot be read") as refused:
+        decode_offset({"version": 1, name: {"T": brokers}})
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("queue_id", ["-1", str(2**31), "x" * 100_000, "9" * 5000])
+def test_what_is_no_queue_is_refused_in_a_line(queue_id):
+    with pytest.raises(ConfigError, match="'queues' of an offset in the checkpoint cannot be read") as refused:
+        decode_offset({"version": 1, "queues": {"T": {"a": {queue_id: 5}}}})
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_version_without_end_is_told_in_a_line():
+    with pytest.raises(ConfigError, match="newer release") as refused:
+        decode_offset({"version": 10**4000})
+    assert len(str(refused.value)) < 1000
+
+
 def test_a_batch_reads_from_the_offset_before():
     start, end = SourceOffset({A0: 5, A1: 7}), SourceOffset({A0: 9, A1: 7})
     assert ranges_between(start, end) == [QueueRange(A0, 5, 9)]
