@@ -425,12 +425,133 @@ class Members(Attack):
         return command.answer(body=self.BODY) if command.code == 38 else NotImplemented
 
 
+class MembersThatChange(Attack):
+    """Other members at every question: the member alone, twice, with others, not at all."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    async def besides(self, peer: Peer) -> None:
+        while True:
+            peer.ask(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, {"consumerGroup": GROUP}, flag=2)
+            await asyncio.sleep(PAUSE_S)
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if command.code != RequestCode.GET_CONSUMER_LIST_BY_GROUP:
+            return NotImplemented
+        self.turn += 1
+        me, other = peer.client_id, "0" if self.turn & 1 else "\U0010ffff"
+        strange = [me, None, 5, [], {}]
+        lists: tuple[object, ...] = ([me], [me, me, other], [other], [], strange, None, [other, me, "\n\0"])
+        return command.answer(body=json.dumps({"consumerIdList": lists[self.turn % len(lists)]}).encode())
+
+
+class RoutesThatChange(Attack):
+    """Another route at every question: queues come and go, brokers change their addresses, two have one name."""
+
+    at_name_server = True
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if command.code != RequestCode.GET_ROUTEINFO_BY_TOPIC:
+            return NotImplemented
+        self.turn += 1
+        names = ("\n\x1b[2J", "b" * 65_536, "..", "/etc/passwd", "\0", "\u202e", "a@b%DLQ%")
+        name = names[self.turn % len(names)]
+        datas = [
+            {"brokerName": name, "readQueueNums": queues, "writeQueueNums": queues, "perm": 6}
+            for queues in (4, self.turn % 9)
+        ]
+        brokers = [
+            {"cluster": name, "brokerName": name, "brokerAddrs": {str(number): f"127.0.0.1:{number + 1}"}}
+            for number in (0, self.turn % 50, -1, 2**63)
+        ]
+        return command.answer(body=json.dumps({"queueDatas": datas, "brokerDatas": brokers}).encode())
+
+
+class OneAnswer(Attack):
+    """Each connection gets one answer, and is ended."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        asyncio.get_running_loop().call_later(PAUSE_S, peer.writer.close)
+        return NotImplemented
+
+
+class Drops(Attack):
+    """An answer comes a byte at a time."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        whole = encode_command(found_nothing(command))
+
+        async def drop() -> None:
+            for place in range(len(whole)):
+                peer.send(whole[place : place + 1])
+                await asyncio.sleep(0)
+
+        self.task = asyncio.get_running_loop().create_task(drop())
+        return None
+
+
+class LongNames(Attack):
+    """Control characters in all fields of all answers, and long texts of them in bodies."""
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        text = "\n\r\x1b[2J\0\u202e\u2028" * 8192
+        names = ("offset", "nextBeginOffset", "minOffset", "maxOffset", "suggestWhichBrokerId", "msgId", text[:2000])
+        body = json.dumps({text: text, "consumerIdList": [text]}).encode()
+        return command.answer(0, text[:8000], dict.fromkeys(names, text[:2000]), body)
+
+
+class StrangeCommits(Attack):
+    """Offsets that jump at every question."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+        if command.code not in (RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET):
+            return NotImplemented
+        self.turn += 1
+        offsets = ("0", "9", "5", str(2**62), "-1", "1e5", " 7 ", "\u0667")
+        return command.answer(fields={"offset": offsets[self.turn % len(offsets)]})
+
+
+class FarTimes(Found):
+    """Records stored and born at the ends of time, with properties that point elsewhere."""
+
+    def records(self, offset: int, queue_id: int) -> bytes:
+        far = (2**63 - 1, -(2**63), 0, 253402300800_000)
+        abuse = {
+            "RETRY_TOPIC": "\n\0../..", "RECONSUME_TIME": str(2**31), "ORIGIN_MESSAGE_ID": "x" * 9000, "DELAY": "99",
+            "UNIQ_KEY": "\x1b[2J", "REAL_TOPIC": "%DLQ%x", "REAL_QID": "-1", "CONSUME_START_TIME": "x",
+            "MAX_RECONSUME_TIMES": str(-(2**63)), "TAGS": "A", "__SHARDINGKEY": "\n", "INSTANCE_ID": "%%",
+        }  # fmt: skip
+        return b"".join(
+            encode_message(
+                StoredMessage(
+                    TOPIC, b"", abuse, queue_id=queue_id, queue_offset=offset + number, born_at_ms=far[number % 4],
+                    stored_at_ms=far[(number + 1) % 4], reconsume_times=(2**31 - 1, -(2**31), 0)[number % 3],
+                )
+            )
+            for number in range(32)
+        )  # fmt: skip
+
+
+class SilentNameServer(Silence):
+    """A name server that takes connections and never answers."""
+
+    at_name_server = True
+
+
 ATTACKS: dict[str, type[Attack]] = {
     attack.__name__: attack
     for attack in (
         DeepHeader, DeeperHeader, DeepBody, DeepRoute, DeepRouteHeader, SlowJson, SlowRoute, Garbage, LongClaim,
         LongRemarks, LongRouteRemarks, Silence, Twice, NextOffset, AbsurdOffsets, Moved, ResetEndlessly, NothingAtOnce,
         FoundNothing, Bombs, LargerBombs, InnerBatches, ManyRecords, StrangeRecords, DamagedRecords, Flood,
-        FloodOfNameServer, LongRequests, Plans, Resets, Routes, Members,
+        FloodOfNameServer, LongRequests, Plans, Resets, Routes, Members, MembersThatChange, RoutesThatChange,
+        OneAnswer, Drops, LongNames, StrangeCommits, FarTimes, SilentNameServer,
     )
 }  # fmt: skip
