@@ -54,7 +54,7 @@ def main() -> int:
                 f"{report.attack:<20}{report.seconds:>6.1f}{report.rss / (1 << 20):>7.0f}{report.pause_s * 1000:>10.1f}"
                 f"{report.pause_cpu_s * 1000:>8.1f}{100 * report.cpu_s / report.seconds:>7.0f}{report.lines:>7}"
                 f"{report.longest_line:>9}{f'{report.consumed}/{report.sent}':>12}{report.latest_s:>8.1f}  "
-                f"{report.state.rpartition('.')[2]}",
+                f"{report.state.rpartition('.')[2]}{'' if report.is_met else ', not met'}",
                 flush=True,
             )
             if made.process.poll() is not None:

@@ -116,9 +116,9 @@ class LongClaim(Attack):
 
 
 class LongRemarks(Attack):
-    """Errors of 300 KB that look like lines of a log, in colours."""
+    """Errors of 200 KB that look like lines of a log, in colours."""
 
-    REMARK = "no\r\n2026-01-01 ERROR pyrocket_consumer forged line \x1b[2J\x9b31m" * 5000
+    REMARK = "no\r\n2026-01-01 ERROR pyrocket_consumer forged line \x1b[2J\x9b31m" * 3500
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         return command.answer(ResponseCode.SYSTEM_ERROR, self.REMARK)

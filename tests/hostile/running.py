@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.wire.codes import RequestCode
 from tests.hostile.attacks import ATTACKS, GROUP, TOPIC
 from tests.hostile.server import Attack, HostileServer
+
+SETTLE_S = 45.0
+"""So long a consumer may leave a server alone that has sent it what is no frame."""
 
 
 @dataclass
@@ -23,6 +27,8 @@ class Report:
     """How the member was during one attack: the worst of what it told each second."""
 
     attack: str
+    is_met: bool = True
+    """Whether the consumer pulled from the server before."""
     seconds: float = 0.0
     rss: int = 0
     pause_s: float = 0.0
@@ -81,8 +87,14 @@ class World:
             ) and bool(self.told and reached(self.told[-1]))
 
     def attack(self, name: str, seconds: float, patience_s: float = 60.0) -> Report:
-        """Let the server attack for some time, while honest messages are sent; then wait until they are consumed."""
-        report = Report(name)
+        """Let the server attack for some time, while honest messages are sent; then wait until they are consumed.
+
+        It begins when the consumer pulls from it: after the attack before it may have left the server alone.
+        """
+        pulls, until = self.server.requests[RequestCode.PULL_MESSAGE], time.monotonic() + SETTLE_S
+        while self.server.requests[RequestCode.PULL_MESSAGE] == pulls and time.monotonic() < until:
+            time.sleep(0.02)
+        report = Report(name, is_met=time.monotonic() < until)
         first, sent = len(self.told), self.sent
         before = self.told[-1] if self.told else {}
         begin = time.monotonic()

@@ -244,10 +244,13 @@ def pulled(
     command: RemotingCommand, code: int, body: bytes = b"", remark: str | None = None, **changed: object
 ) -> RemotingCommand:
     """Return an answer to a pull; `changed` are fields of its header, by their names."""
+    here = command.fields.get("queueOffset", "0")
     fields = {
-        "nextBeginOffset": command.fields.get("queueOffset", "0"), "minOffset": "0", "maxOffset": str(MAX_OFFSET),
+        "nextBeginOffset": here,
+        "minOffset": "0",
+        "maxOffset": str(max(int(here), MAX_OFFSET)),
         "suggestWhichBrokerId": "0",
-    }  # fmt: skip
+    }
     fields |= {name: str(value) for name, value in changed.items()}
     return command.answer(code, remark, fields, body)
 

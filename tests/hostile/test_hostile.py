@@ -26,6 +26,7 @@ def between(tmp_path_factory):
 @pytest.mark.parametrize("name", ATTACKS)
 def test_whatever_one_server_does_the_messages_of_another_are_consumed(between, name):
     report = between.attack(name, SECONDS)
+    assert report.is_met, report
     assert report.state.endswith("RUNNING"), report
     assert report.consumed >= report.sent, report
     assert between.told[-1]["consumed"] == between.sent, report
