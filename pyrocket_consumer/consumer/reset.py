@@ -393,6 +393,8 @@ class Resets:
         """A broker tells every member to move (220). A table with anything that no broker would say moves nothing."""
         group = self._group
         if why := self._why_no_table(topic, targets):
+            if group.subscriptions.get(topic) is None:
+                self._begun(targets)  # should it be subscribed to again: where its queues once were is no longer right
             self._told_nothing(f"a reset of {topic} by a broker is not followed, nothing moved: {why}")
         elif group.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
             log.info("group=%s a reset of %s to where it was reset just now is not repeated", group.name, topic)
