@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import chain
 
 from pyrocket_consumer.admin.groups import check_group_exists
 from pyrocket_consumer.admin.masters import cluster_info
-from pyrocket_consumer.admin.topics import list_topics
+from pyrocket_consumer.admin.topics import list_topics, time_of
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.each import for_each
@@ -254,7 +254,9 @@ async def _of_brokers(
     ends = await first_and_last(cluster, asked, failures)  # asked after what is committed, which moves on
     survey.lose(failures)
     rows = [
-        QueueLag(queue, offsets[queue], low, high, None, _time(stats[queue].last_timestamp) if queue in stats else None)
+        QueueLag(
+            queue, offsets[queue], low, high, None, time_of(stats[queue].last_timestamp) if queue in stats else None
+        )
         for queue, (low, high) in ends.items()
     ]
     return [row for row in rows if row.queue in stats or row.committed or row.lag]
@@ -302,10 +304,6 @@ async def _recorded(
     survey.lose(failures)
     rows = [QueueLag(queue, targets[queue], *its_ends, OFFLINE) for queue, its_ends in ends.items()]
     return rows, [queue for queue in without if queue.broker_name in survey.brokers]
-
-
-def _time(at_ms: int) -> datetime | None:
-    return datetime.fromtimestamp(at_ms / 1000, UTC) if at_ms > 0 else None
 
 
 async def _of_members(

@@ -36,6 +36,10 @@ _CHECK_AFTER_POLLS = 10
 _ROUTED_WITHIN_S = 10.0
 
 
+_LAST_MS = 253_402_300_799_000
+"""The last second of the year 9999, after which `datetime` has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class OffsetRange:
     """What a queue holds: offsets from `min` up to, but without, `max`. `stored_at` is its last message's time."""
@@ -197,8 +201,12 @@ async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, Offse
     ranges: dict[MessageQueue, OffsetRange] = {}
     for answer in answers.values():
         for queue, stats in (await read_body(decode_topic_stats, answer.body)).queues.items():
-            at_ms = stats.last_update_timestamp
             ranges[MessageQueue(name, queue.broker_name, queue.queue_id)] = OffsetRange(
-                stats.min_offset, stats.max_offset, datetime.fromtimestamp(at_ms / 1000, UTC) if at_ms > 0 else None
+                stats.min_offset, stats.max_offset, time_of(stats.last_update_timestamp)
             )
     return dict(sorted(ranges.items()))
+
+
+def time_of(at_ms: int) -> datetime | None:
+    """Return when a message was stored; None: there is none, or the broker tells a time that no calendar has."""
+    return datetime.fromtimestamp(at_ms / 1000, UTC) if 0 < at_ms <= _LAST_MS else None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from dataclasses import replace
 
 import pytest
 
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.errors import BrokerError, ConnectError
-from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, delay, drop
+from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, delay, drop, rewrite
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
@@ -207,6 +209,24 @@ def test_what_a_broker_answers_in_part_is_missing_and_the_others_are_shown(pair,
         pair.broker("broker-b").clear_faults()
         found = CALLS[call](admin, "G")
         assert (found.total, found.is_complete) == (5, True)
+
+
+@pytest.mark.parametrize("at_ms", [2**63 - 1, 253_402_300_800_000, -1])
+def test_a_time_that_no_calendar_has_is_not_known_and_the_lag_is_shown(embedded, admin, exit_code, at_ms):
+    broker = embedded.broker("broker-a")
+    broker.create_group("G")
+    broker.commit("G", "T", {0: 3, 1: 3})
+
+    def far(answer):
+        body = re.sub(rb'"(last\w*Timestamp)":-?\d+', rb'"\1":%d' % at_ms, answer.body)
+        assert body != answer.body
+        return replace(answer, body=body)
+
+    for code in (RequestCode.GET_CONSUME_STATS, RequestCode.GET_TOPIC_STATS_INFO):
+        broker.on(code, rewrite(far), times=None)
+    assert [(row.lag, row.consumed_at) for row in admin.lag("G").rows] == [(2, None), (2, None)]
+    assert [(each.max, each.stored_at) for each in admin.topic_offsets("T").values()] == [(5, None), (5, None)]
+    assert exit_code(10) == (0, "")
 
 
 @pytest.mark.parametrize("code", [RequestCode.GET_CONSUME_STATS, RequestCode.GET_MAX_OFFSET])
