@@ -52,6 +52,9 @@ MOST_STACK_CHARACTERS = 256 * 1024
 
 CONSUME_DIRECTLY_S = 9.0  # the broker waits 10 s
 
+NOTICES_AT_ONCE, NOTICE_EVERY_S = 10, 2.0
+"""So many notices of changed members are followed at once, then one in that time: each may move all queues."""
+
 MOST_DIRECTLY = 4
 """How many messages that brokers pass on are consumed at once; never more than `consume_threads`."""
 
@@ -76,6 +79,9 @@ class BrokerRequests:
         self._statistics = statistics
         self._calls = calls
         self._directly: set[asyncio.Task[Any]] = set()
+        self._notices = float(NOTICES_AT_ONCE)  # how many may be followed at once, as of then
+        self._noticed_at = group.loop.time()
+        self._later: asyncio.TimerHandle | None = None
         self._turns = Turns(group.loop)
 
     def begin(self) -> None:
@@ -100,8 +106,21 @@ class BrokerRequests:
         return command.answer(ResponseCode.SYSTEM_ERROR, remark)
 
     def _ids_changed(self, command: RemotingCommand, address: str) -> None:
-        if NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group == self._group.name:
+        if NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group != self._group.name:
+            return
+        now = self._group.loop.time()
+        self._notices = min(self._notices + (now - self._noticed_at) / NOTICE_EVERY_S, NOTICES_AT_ONCE)
+        self._noticed_at = now
+        if self._notices >= 1:
+            self._notices -= 1
             self._group.rebalance_wanted.set()
+        elif self._later is None:
+            self._later = self._group.loop.call_later((1 - self._notices) * NOTICE_EVERY_S, self._follow_notices)
+
+    def _follow_notices(self) -> None:
+        """Look again who is there, for all notices that have come meanwhile."""
+        self._later, self._notices, self._noticed_at = None, 0.0, self._group.loop.time()
+        self._group.rebalance_wanted.set()
 
     async def _reset(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = ResetOffsetHeader.from_fields(command.fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -370,3 +371,18 @@ def test_notices_in_their_thousands_hold_up_nothing(embedded, code):
         fill(embedded, "T", 5, start=1)
         seen.wait_for(6)
         assert len(broker.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP)) < 100
+
+
+def test_a_flood_of_notices_moves_queues_now_and_then_only(embedded):
+    """Each has the member ask who is there; a broker that always tells others would have queues move without end."""
+    embedded.create_topic("notices", queues=1)
+    broker = embedded.brokers[0]
+    with consuming(embedded, "notices", "notified", rebalance_interval_s=3600) as (_, seen):
+        embedded.send("notices", b"first")
+        seen.wait_for(1)
+        broker.forget_requests()
+        for _ in range(60):
+            Asking(broker).tell(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, {"consumerGroup": "notified"})
+            time.sleep(0.2)
+        asked = len(broker.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP))
+        assert 3 < asked < 18

@@ -327,12 +327,14 @@ def json_as_read(data: bytes) -> None:
     assert fastjson.loads(data) == wanted
 
 
-def _is_plain(value: object) -> bool:
-    """Tell whether a value is read alike everywhere: no half of a character, no number beyond 64 bits."""
+def _is_plain(value: object, depth: int = 0) -> bool:
+    """Tell whether a value is read alike everywhere: no half of a character, no number beyond 64 bits, not deep."""
+    if depth > 50:
+        return False
     if isinstance(value, dict):
-        return all(_is_plain(each) for each in (*value, *value.values()))
+        return all(_is_plain(each, depth + 1) for each in (*value, *value.values()))
     if isinstance(value, list):
-        return all(map(_is_plain, value))
+        return all(_is_plain(each, depth + 1) for each in value)
     if isinstance(value, str):
         return value.isprintable() or not any("\ud800" <= character <= "\udfff" for character in value)
     return not isinstance(value, float) and (not isinstance(value, int) or -(2**63) <= value < 2**64)
