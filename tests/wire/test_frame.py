@@ -423,12 +423,12 @@ def sized_header(size: int) -> bytes:
 def test_a_header_has_at_most_256_kib():
     assert len(decode_command(sized_header(MAX_HEADER_BYTES)).remark or "") > 250_000
     for decode in (decode_command, lambda data: feed(FrameBuffer(), data), lambda data: put(InPlaceFrames(), data)):
-        with pytest.raises(ProtocolError, match="header of 262145 bytes; at most 262144"):
+        with pytest.raises(ProtocolError, match="header of 1048577 bytes; at most 1048576"):
             decode(sized_header(MAX_HEADER_BYTES + 1))
-    with pytest.raises(ProtocolError, match="at most 262144"):  # before anything of it has come
+    with pytest.raises(ProtocolError, match="at most 1048576"):  # before anything of it has come
         feed(FrameBuffer(), struct.pack(">II", 10_000_000, MAX_HEADER_BYTES + 1))
     for header_type in (0, BINARY_HEADER):
-        with pytest.raises(ProtocolError, match="at most 262144 are sent"):
+        with pytest.raises(ProtocolError, match="at most 1048576 are sent"):
             encode_command(RemotingCommand(10, {"properties": "x" * MAX_HEADER_BYTES}), header_type)
 
 
@@ -498,3 +498,12 @@ def test_a_header_has_the_keys_of_json():
     data = b'{code:0,"flag":1}'
     with pytest.raises(ProtocolError, match="not JSON"):
         decode_command(struct.pack(">II", 4 + len(data), len(data)) + data)
+
+
+def test_the_answer_to_a_large_batch_is_read_and_as_many_values_are_not():
+    ids = ",".join(["7F00000100002A9F0000000000000000" + "0" * 24] * 10_000)
+    command = RemotingCommand(0, {"msgId": ids, "queueId": "0", "queueOffset": "0"}, flag=1)
+    assert decode_command(encode_command(command)).fields["msgId"] == ids
+    header = b'{"code":0,"extFields":{"a":[' + b"[]," * 60_000 + b"0]}}"
+    with pytest.raises(ProtocolError, match="more than 50000 values"):
+        decode_command(struct.pack(">II", 4 + len(header), len(header)) + header)
