@@ -34,7 +34,18 @@ FLOODS = frozenset(
         EventKind.LOCK_LOST,
     }
 )
-"""What a server can cause as often as it likes. All others have a cause of the user's, and each is told."""
+"""What a server can cause as often as it likes. All others concern a message or have a cause of the user's: each is told."""
+
+LOGGED_SELDOM = frozenset(
+    {
+        EventKind.LISTENER_FAILED,
+        EventKind.MESSAGE_SENT_BACK,
+        EventKind.MESSAGE_GIVEN_UP,
+        EventKind.MESSAGE_TOO_LARGE,
+        EventKind.SEND_BACK_FAILED,
+    }
+)
+"""Of these there is one for each message: `on_event` has them all, the log some."""
 
 AT_ONCE = 20
 """So many of a kind, for one queue, are told as they come; then one in a while that grows."""
@@ -63,7 +74,7 @@ class Floods:
 
     def admit(self, kind: EventKind, queue: MessageQueue | None) -> int | None:
         """Return how many before this one were left out, None if this one is to be left out."""
-        if kind not in FLOODS:
+        if kind not in FLOODS and kind not in LOGGED_SELDOM:
             return 0
         now = self._clock()
         with self._lock:

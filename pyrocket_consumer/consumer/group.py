@@ -11,7 +11,7 @@ from typing import Any
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
-from pyrocket_consumer.consumer.events import Events, Floods
+from pyrocket_consumer.consumer.events import FLOODS, Events, Floods
 from pyrocket_consumer.consumer.subscriptions import Subscriptions
 from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.errors import RocketError
@@ -85,15 +85,19 @@ class Group:
         queue: MessageQueue | None = None,
         facts: Mapping[str, object] | None = None,
         level: int = logging.INFO,
+        error: BaseException | None = None,
     ) -> None:
         """Tell the user: one log line, one count, one event; of a flood some, with how many were not. Any thread."""
-        left_out = self._floods.admit(kind, queue)
-        if left_out is None:
+        left_out, facts = self._floods.admit(kind, queue), facts or {}
+        if left_out is None and kind in FLOODS:
             self.events.count(kind)
             return
-        facts = facts or {}
-        event = ConsumerEvent(kind, text, queue, {**facts, "left_out": left_out} if left_out else facts)
-        log.log(level, "group=%s %s", self.name, event)
+        if left_out and kind in FLOODS:
+            facts = {**facts, "left_out": left_out}
+        event = ConsumerEvent(kind, text, queue, facts)
+        if left_out is not None:
+            more = f" ({left_out} like it are not in the log)" if left_out and kind not in FLOODS else ""
+            log.log(level, "group=%s %s%s", self.name, event, more, exc_info=error)
         self.events.tell(event)
 
     def trouble(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:

@@ -10,11 +10,8 @@ from pyrocket_consumer.consumer.listener import ConsumeResult, Failed
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.retry import Retries
 from pyrocket_consumer.consumer.statistics import Counts
-from pyrocket_consumer.model import ConsumerEvent, EventKind
-from pyrocket_consumer.text import logger
+from pyrocket_consumer.model import EventKind
 from pyrocket_consumer.wire.message import Message
-
-log = logger("consumer")
 
 
 class Outcomes:
@@ -34,16 +31,15 @@ class Outcomes:
             self._retries.add(window, failed)
 
     def listener_raised(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
-        log.warning(
-            "group=%s queue=%s offset=%d the listener raised; the message has failed",
-            self._group.name,
-            window.queue,
-            message.queue_offset,
-            exc_info=error,
-        )
         facts = {"offset": message.queue_offset, "error": shown(error)}
-        event = ConsumerEvent(EventKind.LISTENER_FAILED, "the message has failed", window.queue, facts)
-        self._group.events.tell(event)
+        self._group.event(
+            EventKind.LISTENER_FAILED,
+            "the listener raised; the message has failed",
+            window.queue,
+            facts,
+            level=logging.WARNING,
+            error=error,
+        )
 
     def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
         if hasattr(type(result), "__await__"):  # its type is asked, for it may raise itself

@@ -336,6 +336,7 @@ class AsyncProducer:
         waited_s = 0.0
         if waiting.timer is not None:
             assert self._loop is not None
+            waiting.timer.cancel()  # from here on the outbox looks at the time
             waited_s = self._loop.time() - waiting.began
         try:
             self._producer._hand_over(sending, waited_s)

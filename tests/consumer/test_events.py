@@ -69,3 +69,20 @@ def test_a_result_that_is_for_other_consumers_is_told_as_such(names, result):
         with consuming(cluster, "T", names.group(), lambda message: result, on_event=told):
             event = told.wait_for("listener-result-unknown")
     assert "COMMIT and ROLLBACK are for orderly=True, auto_commit=False" in event.text
+
+
+def test_each_message_that_fails_is_an_event_and_not_each_a_traceback_in_the_log(names, tmp_path, caplog):
+    def fails(message):
+        raise ValueError("no")
+
+    told, options = Told(), {"offset_store_dir": tmp_path, "message_model": "broadcasting", "consume_from": "first"}
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("T", queues=1)
+        for _ in range(500):
+            cluster.send("T", b"m")
+        with consuming(cluster, "T", names.group(), fails, on_event=told, **options):
+            told.wait_for("message-given-up", count=500)
+    for kind in ("listener-failed", "message-given-up"):
+        logged = [record.getMessage() for record in caplog.records if f"event={kind}" in record.getMessage()]
+        assert len(told.of(kind)) == 500
+        assert 20 <= len(logged) < 40

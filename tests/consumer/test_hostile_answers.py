@@ -111,4 +111,4 @@ def test_of_a_flood_of_events_some_are_told_and_the_others_counted():
 
 def test_what_users_cause_is_told_each_time():
     floods = Floods(lambda: 0.0)
-    assert {floods.admit(EventKind.MESSAGE_GIVEN_UP, None) for _ in range(10_000)} == {0}
+    assert {floods.admit(EventKind.MESSAGE_STUCK, None) for _ in range(10_000)} == {0}

@@ -148,6 +148,7 @@ def test_consumer_progress_and_connection(real_cluster, java, mqadmin, topic, na
             fill(real_cluster, topic, 20)
             java_member.wait_for_messages(20)
             until(lambda: real_cluster.committed(our_group, topic) == {0: 3, 1: 3}, "the first three of each queue")
+            until(lambda: [each.lag for each in consumer.progress().values()] == [7, 7], "it has heard of all 20")
             held = {queue.queue_id: told for queue, told in consumer.progress().items() if queue.topic == topic}
             progress = mqadmin("consumerProgress", "-g", our_group, "-s", "true")
             connections = [mqadmin("consumerConnection", "-g", group) for group in (our_group, java_group)]

@@ -119,17 +119,35 @@ def test_a_full_producer_leaves_the_loop_alone(embedded, gate):
     async def program():
         producer = AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=2)
         async with producer:
+            first = [asyncio.create_task(producer.send("orders", b"x", timeout_s=60)) for _ in range(2)]
             async with LongestStop() as stop:
                 outcomes = await asyncio.gather(
-                    *(producer.send("orders", b"x") for _ in range(5)), return_exceptions=True
+                    *(producer.send("orders", b"x") for _ in range(3)), return_exceptions=True
                 )
             gate.open()
-        return stop.seconds, outcomes
+            return stop.seconds, outcomes, await asyncio.gather(*first)
 
-    longest_s, outcomes = asyncio.run(program())
-    assert [type(outcome) for outcome in outcomes] == [SendError] * 5
-    assert sum("no room within 3 s" in str(outcome) for outcome in outcomes) >= 2
+    longest_s, outcomes, stored = asyncio.run(program())
+    assert [type(outcome) for outcome in outcomes] == [SendError] * 3
+    assert all("no room within 3 s" in str(outcome) for outcome in outcomes)
+    assert len({result.message_id for result in stored}) == 2
     assert longest_s < 2  # it would be 3 s with `Producer.send_async`
+
+
+def test_a_message_that_got_room_is_not_given_up_for_having_none(embedded, gate, caplog):
+    """It waits for room, and then for the broker; both together take longer than it may wait for room."""
+
+    async def program():
+        async with AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=20) as producer:
+            times = [1.0] * 20 + [1.2] * 20
+            sends = [producer.send("orders", b"x", timeout_s=timeout_s) for timeout_s in times]
+            outcomes = await asyncio.gather(*sends, return_exceptions=True)
+            gate.open()
+            return outcomes
+
+    outcomes = asyncio.run(program())
+    assert [type(outcome) for outcome in outcomes] == [SendError] * 40
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 @pytest.mark.parametrize("started", [True, False], ids=["started", "by the first message"])
