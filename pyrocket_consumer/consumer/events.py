@@ -34,7 +34,7 @@ FLOODS = frozenset(
         EventKind.LOCK_LOST,
     }
 )
-"""What a server can cause as often as it likes. All others concern a message or have a cause of the user's: each is told."""
+"""What a server can cause as often as it likes. Any other concerns a message, or the user caused it: each is told."""
 
 LOGGED_SELDOM = frozenset(
     {
