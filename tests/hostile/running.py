@@ -18,7 +18,7 @@ from pyrocket_consumer.wire.codes import RequestCode
 from tests.hostile.attacks import ATTACKS, GROUP, TOPIC
 from tests.hostile.server import Attack, HostileServer
 
-SETTLE_S = 45.0
+SETTLE_S = 75.0
 """So long a consumer may leave a server alone that has sent it what is no frame."""
 
 
