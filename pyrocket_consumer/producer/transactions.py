@@ -60,9 +60,9 @@ class _Asked:
     """What a broker asks for, and where it is to be told."""
 
     header: CheckTransactionStateHeader
-    message: Message
     address: str
-    size: int
+    message_bytes: int
+    header_bytes: int
 
 
 class _Transactions:
@@ -85,26 +85,34 @@ class _Transactions:
     def _on_check(self, request: RemotingCommand, address: str) -> None:
         header = CheckTransactionStateHeader.from_fields(request.fields)
         message = decode_message(request.body)
-        asked = _Asked(header, message, address, len(request.body))  # as stored: bodies are unpacked by `check`
+        header_bytes = sum(map(len, request.fields.values()))
         with self._lock:
             before = self._asked.get(message.message_id)
-            if self._is_closed or (before is None and not self._has_room(asked.size)):
+            message_bytes, more = len(request.body), header_bytes  # as stored: bodies are unpacked by `check`
+            if before is not None:  # its message is held, and this one is not
+                message_bytes, more = before.message_bytes, header_bytes - before.header_bytes
+            else:
+                more += message_bytes
+            if self._is_closed or not self._has_room(before is None, more):
                 return
-            self._asked[message.message_id] = asked
-            self._bytes += asked.size - (before.size if before else 0)
+            self._asked[message.message_id] = _Asked(header, address, message_bytes, header_bytes)
+            self._bytes += more
         if before is None:
             self._thread.call(partial(self._look, message))
 
-    def _has_room(self, size: int) -> bool:
-        was_full = self._is_full
-        self._is_full = len(self._asked) >= _MOST_CHECKS or (bool(self._asked) and self._bytes + size > _MOST_BYTES)
-        if self._is_full and not was_full:
+    def _has_room(self, is_new: bool, more: int) -> bool:
+        if not (is_new and len(self._asked) >= _MOST_CHECKS) and (
+            more <= 0 or not self._asked or self._bytes + more <= _MOST_BYTES
+        ):
+            return True
+        if not self._is_full:
             log.warning(
                 "group=%s %d transactions wait for check, which is slower than brokers ask; they ask for others later",
                 self._group,
                 len(self._asked),
             )
-        return not self._is_full
+        self._is_full = True  # until none waits: told once, and not for each that finds room again
+        return False
 
     def _look(self, message: Message) -> None:
         """Find out what became of a transaction, and tell the broker that asked last."""
@@ -118,7 +126,8 @@ class _Transactions:
             )
         with self._lock:  # each time it asks, the broker stores the message anew: an older place is not the message's
             asked = self._asked.pop(message.message_id)
-            self._bytes -= asked.size
+            self._bytes -= asked.message_bytes + asked.header_bytes
+            self._is_full = self._is_full and bool(self._asked)
         header = EndTransactionHeader(
             producer_group=self._group,
             tran_state_table_offset=asked.header.tran_state_table_offset,
@@ -246,6 +255,7 @@ class TransactionProducer(Producer):
 
         Raises:
             SendError: not stored, and `run` was not called. For the rest as `send`.
+            ProtocolError: the broker's answer does not say where it keeps the message. `run` was not called.
         """
         if not isinstance(message, OutgoingMessage) or message.topic is None:
             raise ConfigError("a transaction needs an OutgoingMessage with its topic: OutgoingMessage(body, topic=…)")
@@ -256,8 +266,8 @@ class TransactionProducer(Producer):
         sending = self._sending(message.topic, message, outcome, None, None, timeout_s, half, flag)
         self._hand_over(sending)
         sent = wait_for(outcome, sending.timeout_s)
+        _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)  # what cannot be ended is not begun
         state = _checked(run(sent), sent.message_id)
-        _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)
         header = EndTransactionHeader(
             producer_group=self._group,
             tran_state_table_offset=sent.queue_offset,

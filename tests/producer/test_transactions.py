@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 
 import pytest
 
@@ -255,6 +256,41 @@ def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, producing):
     assert message.message_id == "A"
     with pytest.raises(ProtocolError):
         print(message.body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"), [({}, b"x" * 900_000), ({"transactionId": "x" * 900_000}, b"x")], ids=["messages", "headers"]
+)
+def test_what_is_asked_again_meanwhile_and_is_larger_then_is_not_held_beyond_the_bound(
+    quick, producing, slow_check, fields, body
+):
+    producing(quick, TransactionProducer, group="payments", check=slow_check, topics=["orders"])
+    quick.broker("broker-a").wait_for(RequestCode.HEART_BEAT)
+    asking = Asking(quick.broker("broker-a"))
+
+    def ask(fields, body):
+        for number in range(120):
+            record = encode_message(StoredMessage("orders", body, {"UNIQ_KEY": str(number)}))
+            asking.tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED | fields, record)
+            asking.ask(9999, {})  # its answer comes when the one before has been taken
+
+    ask({}, b"x")
+    tracemalloc.start()
+    try:
+        ask(fields, body)
+        assert tracemalloc.get_traced_memory()[0] < 80 << 20
+    finally:
+        tracemalloc.stop()
+        slow_check.may_answer.set()
+
+
+def test_an_answer_that_does_not_say_where_a_message_is_kept_runs_nothing(quick, producing):
+    """How the transaction ended could not be told: what the application did would be undone, or not delivered."""
+    producer = producing(quick, TransactionProducer, group="payments", check=never)
+    wrong = answer(0, fields={"msgId": "none", "queueId": "0", "queueOffset": "0"})
+    quick.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, wrong, times=None)
+    with pytest.raises(ProtocolError, match="message id 'none'"):
+        producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), never)
 
 
 def test_a_message_that_is_not_stored_runs_nothing(quick, producing):
