@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What controls a terminal, breaks a line, has text read in another order than written, or is half a character."""
 
 MOST_OF_A_LINE = 4000
+_MOST_OF_A_NAME = 127
 
 
 def printable(text: str) -> str:
@@ -19,6 +21,12 @@ def printable(text: str) -> str:
 def cut(text: str, most: int) -> str:
     """Return the first `most` characters of `text`, and how many are left out."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
+
+
+def some_of(names: Sequence[str], most: int = 20) -> str:
+    """Return the first `most` of `names`, each cut where no name goes on, and how many there are besides."""
+    shown = ", ".join(cut(name, _MOST_OF_A_NAME) for name in names[:most]) or "none"
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def as_json_strings(text: str) -> str:

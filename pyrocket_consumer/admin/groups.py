@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -23,6 +24,7 @@ from pyrocket_consumer.errors import (
     RocketError,
 )
 from pyrocket_consumer.model import MASTER_ID, dlq_topic, retry_topic
+from pyrocket_consumer.text import some_of
 from pyrocket_consumer.wire.bodies import (
     SubscriptionGroupConfig,
     decode_subscription_groups,
@@ -52,7 +54,7 @@ _SYSTEM_GROUPS = frozenset(
 )
 _SYSTEM_PREFIX = "CID_RMQ_SYS_"
 
-_MOST_SHOWN = 20
+_MOST_COMPARED, _LONGEST_COMPARED = 500, 255  # brokers take no longer name of a group
 
 _SETTINGS = {each.name: str(each.type) for each in fields(SubscriptionGroupConfig) if each.name != "group_name"}
 """Name -> its type, as it is written."""
@@ -145,7 +147,12 @@ async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str,
         return
     if silent:
         raise silent[0]
-    nearest = difflib.get_close_matches(group, sorted(known), max(1, len(known)), cutoff=0.0)
-    shown = ", ".join(nearest[:_MOST_SHOWN]) or "none"
-    more = f" and {len(nearest) - _MOST_SHOWN} more" if len(nearest) > _MOST_SHOWN else ""
-    raise ConfigError(f"no broker knows group {group!r}; check its name (known: {shown}{more})")
+    nearest = await asyncio.get_running_loop().run_in_executor(None, _nearest_first, group, known)
+    raise ConfigError(f"no broker knows group {group!r}; check its name (known: {some_of(nearest)})")
+
+
+def _nearest_first(group: str, known: Iterable[str]) -> list[str]:
+    """Return `known`, those first that are most like `group`; of many, or very long ones, only some are compared."""
+    by_length = sorted(known, key=lambda name: (abs(len(name) - len(group)), name))
+    compared = [name for name in by_length[:_MOST_COMPARED] if len(name) <= _LONGEST_COMPARED]
+    return difflib.get_close_matches(group, compared, max(1, len(compared)), cutoff=0.0) + by_length[len(compared) :]

@@ -150,8 +150,11 @@ class _Survey:
             gone = {
                 queue for queue in self._seen.get(topic, frozenset()) if queue.broker_name not in self._registered
             }
-            self._seen[topic] = frozenset({*queues, *gone})
-            self._known |= self._seen[topic]
+            if queues or gone:
+                self._seen[topic] = frozenset({*queues, *gone})
+                self._known |= self._seen[topic]
+            else:
+                self._seen.pop(topic, None)  # brokers can name topics without end
         return {
             topic: [queue for queue in queues if queue.broker_name in self.brokers] for topic, queues in routed.items()
         }
@@ -235,7 +238,8 @@ async def _of_brokers(
     async def ask(name: str) -> None:
         try:
             answer = await cluster.call(survey.brokers[name], GetConsumeStatsHeader(group, topic))
-            stats.update((await read_body(decode_consume_stats, answer.body)).queues)
+            told = (await read_body(decode_consume_stats, answer.body)).queues
+            stats.update((queue, each) for queue, each in told.items() if queue.broker_name == name)
         except RocketError as error:
             failures[name] = error
 

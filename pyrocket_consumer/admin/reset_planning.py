@@ -38,6 +38,7 @@ from pyrocket_consumer.config import (
 )
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, MessageModel, MessageQueue, TopicRoute
+from pyrocket_consumer.text import some_of
 from pyrocket_consumer.wire.bodies import decode_java_properties
 from pyrocket_consumer.wire.codes import version_ordinal
 from pyrocket_consumer.wire.command import GetBrokerConfigHeader
@@ -134,7 +135,7 @@ def _unsubscribed(found: GroupMembers, wire_topic: str, group: str, namespace: s
     topics = sorted(unwrap(namespace, name) for name in found.topics if not name.startswith(RETRY_PREFIX))
     return (
         f"no member of {group} that is online subscribes to {unwrap(namespace, wire_topic)} "
-        f"(they subscribe to {', '.join(topics) or 'nothing'})"
+        f"(they subscribe to {some_of(topics) if topics else 'nothing'})"
     )
 
 

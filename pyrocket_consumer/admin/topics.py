@@ -12,7 +12,7 @@ from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.namespace import is_system, unwrap, wrap
-from pyrocket_consumer.errors import BrokerError, ConfigError, RequestTimeout, RocketError
+from pyrocket_consumer.errors import BrokerError, ConfigError, ProtocolError, RequestTimeout, RocketError
 from pyrocket_consumer.model import DLQ_PREFIX, PERM_READ, PERM_WRITE, RETRY_PREFIX, MessageQueue, TopicRoute
 from pyrocket_consumer.wire.bodies import decode_route, decode_topic_list, decode_topic_stats
 from pyrocket_consumer.wire.codes import ResponseCode, version_name, version_ordinal
@@ -25,6 +25,7 @@ from pyrocket_consumer.wire.command import (
     GetRouteInfoHeader,
     GetTopicStatsInfoHeader,
 )
+from pyrocket_consumer.wire.reset_plan import MAX_OFFSET
 
 MAX_QUEUES = 10_000
 
@@ -199,10 +200,15 @@ async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, Offse
         lambda address: cluster.call(address, GetTopicStatsInfoHeader(topic)),
     )
     ranges: dict[MessageQueue, OffsetRange] = {}
-    for answer in answers.values():
+    for broker, answer in answers.items():
         for queue, stats in (await read_body(decode_topic_stats, answer.body)).queues.items():
+            if (queue.topic, queue.broker_name) != (topic, broker):
+                continue  # of what is not its own it knows nothing
+            low, high = stats.min_offset, stats.max_offset
+            if not 0 <= low <= high <= MAX_OFFSET:
+                raise ProtocolError(f"{broker} says that {queue} begins at {low} and ends at {high}")
             ranges[MessageQueue(name, queue.broker_name, queue.queue_id)] = OffsetRange(
-                stats.min_offset, stats.max_offset, time_of(stats.last_update_timestamp)
+                low, high, time_of(stats.last_update_timestamp)
             )
     return dict(sorted(ranges.items()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from pyrocket_consumer import (
     ConnectError,
     ConsumerClosed,
     PermissionDenied,
+    ProtocolError,
     RequestTimeout,
 )
 from pyrocket_consumer.admin import Admin
@@ -66,6 +68,42 @@ def test_wrong_options_are_told_at_once():
         Admin(name_server="127.0.0.1:1", timeout_s=0)
     with pytest.raises(ConfigError, match="put 'name_server' into it"):
         Admin(name_server="127.0.0.1:1", config=ClientConfig(name_server="127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    "names", [["ab" * 30_000 + str(each) for each in range(30)], ["ab" * 58 + f"{each:04}" for each in range(10_000)]],
+    ids=["long", "many"],
+)  # fmt: skip
+def test_of_the_groups_that_a_broker_names_an_error_has_some(embedded, admin, names):
+    body = json.dumps({"subscriptionGroupTable": {name: {"groupName": name} for name in names}}).encode()
+    embedded.broker("broker-a").on(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG, answer(0, body=body), times=None)
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="no broker knows group '(ab)+'") as told:
+        admin.lag("ab" * 60)
+    assert time.process_time() - began < 3, "names were compared for long"
+    assert len(str(told.value)) < 4000
+
+
+def test_of_the_brokers_that_a_name_server_names_an_error_has_some(embedded, admin):
+    brokers = {
+        f"broker-{each}": {"brokerName": f"broker-{each}", "cluster": "c", "brokerAddrs": {}} for each in range(5000)
+    }
+    body = json.dumps({"brokerAddrTable": brokers, "clusterAddrTable": {"c": list(brokers)}}).encode()
+    embedded.name_server_node.on(RequestCode.GET_BROKER_CLUSTER_INFO, answer(0, body=body), times=None)
+    for call in (lambda: admin.create_topic("T", brokers=["another"]), admin.groups):
+        with pytest.raises((ConfigError, ConnectError), match="4980 more") as told:
+            call()
+        assert len(str(told.value)) < 4000
+
+
+@pytest.mark.parametrize(("low", "high"), [(5, 2), (-1, 2), (0, 2**63 - 1)])
+def test_a_queue_that_ends_before_it_begins_is_no_answer(embedded, admin, low, high):
+    embedded.create_topic("T", queues=1)
+    queue = '{"brokerName":"broker-a","queueId":0,"topic":"T"}'
+    body = f'{{"offsetTable":{{{queue}:{{"minOffset":{low},"maxOffset":{high},"lastUpdateTimestamp":5}}}}}}'.encode()
+    embedded.broker("broker-a").on(RequestCode.GET_TOPIC_STATS_INFO, answer(0, body=body))
+    with pytest.raises(ProtocolError, match=f"begins at {low} and ends at {high}"):
+        admin.topic_offsets("T")
 
 
 @pytest.mark.cluster(brokers=2)

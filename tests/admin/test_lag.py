@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -53,6 +54,34 @@ def by_topic(found) -> dict[str, int]:
 
 def topics(found) -> set[str]:
     return {row.queue.topic for row in found.rows}
+
+
+def test_a_broker_tells_nothing_of_the_queues_of_another():
+    """Who says where a group is at other brokers, could hide that it is behind there."""
+    with EmbeddedCluster(["broker-a", "broker-b"]) as cluster, Admin(name_server=cluster.name_server) as admin:
+        cluster.create_topic("T", queues=1)
+        fill(cluster, "T", 4)
+        for name in ("broker-a", "broker-b"):
+            cluster.broker(name).create_group("G")
+            cluster.broker(name).commit("G", "T", {0: 1})
+        honest, ranges = admin.lag("G"), admin.topic_offsets("T")
+        for name, other in (("broker-a", "broker-b"), ("broker-b", "broker-a")):
+            queue = f'{{"brokerName":"{other}","queueId":0,"topic":"T"}}'
+
+            def and_of_the_other(given, body, queue=queue):
+                more = body.format('{"offsetTable":{' + queue) + given.body.partition(b'"offsetTable":{')[2].decode()
+                return replace(given, body=more.encode())
+
+            told = '{}:{{"brokerOffset":2,"consumerOffset":2,"lastTimestamp":5}},'
+            cluster.broker(name).on(
+                RequestCode.GET_CONSUME_STATS, rewrite(partial(and_of_the_other, body=told)), times=None
+            )
+            told = '{}:{{"minOffset":2,"maxOffset":2,"lastUpdateTimestamp":5}},'
+            cluster.broker(name).on(
+                RequestCode.GET_TOPIC_STATS_INFO, rewrite(partial(and_of_the_other, body=told)), times=None
+            )
+        assert admin.lag("G").rows == honest.rows
+        assert admin.topic_offsets("T") == ranges
 
 
 def test_failed_messages_that_nobody_has_consumed_again_count(embedded, admin, exit_code):
