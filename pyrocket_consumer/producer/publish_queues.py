@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Container
+from functools import cached_property
 
-from pyrocket_consumer.model import MessageQueue, TopicRoute
+from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, QueueData, TopicRoute
+from pyrocket_consumer.text import cut
 from pyrocket_consumer.wire.subscription import java_string_hash
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
+_MOST_DESCRIBED, _MOST_OF_A_NAME = 10, 127
 
 
 class PublishQueues:
@@ -24,6 +27,32 @@ class PublishQueues:
         self.broker_count = len({queue.broker_name for queue in self.all})
         self._known = frozenset(self.all)
         self._turn = rng.randrange(len(self.all)) if self.all else 0  # producers that start together spread out
+
+    @cached_property
+    def _with_master(self) -> frozenset[str]:
+        return frozenset(broker.broker_name for broker in self.route.brokers if MASTER_ID in broker.addresses)
+
+    def waits_for_master(self, data: QueueData) -> bool:
+        """Tell whether a part of the route could be sent to if only its broker had a master."""
+        return bool(data.perm & PERM_WRITE and data.write_queues) and data.broker_name not in self._with_master
+
+    @cached_property
+    def any_waits_for_master(self) -> bool:
+        """Whether there is a part of the route that does."""
+        return any(map(self.waits_for_master, self.route.queues))
+
+    @cached_property
+    def described(self) -> str:
+        """What the route has, for people: made once, for thousands of messages may have to tell it."""
+        told = [
+            f"{cut(data.broker_name, _MOST_OF_A_NAME)} with {data.write_queues} write queues, "
+            f"{'' if data.perm & PERM_WRITE else 'no '}write permission (perm {data.perm}) and "
+            f"{'a' if data.broker_name in self._with_master else 'no'} master"
+            for data in self.route.queues[:_MOST_DESCRIBED]
+        ]
+        if more := len(self.route.queues) - len(told):
+            told.append(f"{more} brokers more")
+        return "; ".join(told) or "no queues"
 
     def __contains__(self, queue: object) -> bool:
         return queue in self._known

@@ -20,7 +20,7 @@ from pyrocket_consumer.errors import (
     RocketError,
     RouteNotFound,
 )
-from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, QueueData, TopicRoute
+from pyrocket_consumer.model import MessageQueue, TopicRoute
 from pyrocket_consumer.net.connection import Connection
 from pyrocket_consumer.producer.failures import (
     NoQueue,
@@ -186,8 +186,8 @@ class Sender:
                     sending.wants_route_after = self._cluster.loop.time()
                     continue
                 if queue is None:
-                    why = NoQueue(_why_no_queue(sending, queues.route))
-                    if not self._may_come(sending, queues.route):
+                    why = NoQueue(_why_no_queue(sending, queues))
+                    if not self._may_come(sending, queues):
                         raise why
                     self._note_failure(sending, str(why), why)
                     sending.wants_route_after = self._cluster.loop.time()
@@ -316,17 +316,13 @@ class Sender:
         # Better one that has failed others than the one that has just failed this message.
         return queues.take(avoid | sending.failed_brokers) or queues.take(sending.failed_brokers) or queues.take()
 
-    def _may_come(self, sending: Sending, route: TopicRoute) -> bool:
+    def _may_come(self, sending: Sending, queues: PublishQueues) -> bool:
         """Tell whether a queue for the message may be there in a moment: its broker is away, or has no master yet."""
-
-        def waits_for_master(data: QueueData) -> bool:
-            return bool(data.perm & PERM_WRITE and data.write_queues) and data.broker_name not in _with_master(route)
-
         if (queue := sending.queue) is None:
-            return any(map(waits_for_master, route.queues))
-        for data in route.queues:
+            return queues.any_waits_for_master
+        for data in queues.route.queues:
             if data.broker_name == queue.broker_name:
-                return queue.queue_id < data.write_queues and waits_for_master(data)
+                return queue.queue_id < data.write_queues and queues.waits_for_master(data)
         return queue.broker_name in self._brokers_seen.get(sending.topic, ())
 
     # --- attempts
@@ -557,25 +553,10 @@ class Sender:
         return len(abandoned)
 
 
-def _why_no_queue(sending: Sending, route: TopicRoute) -> str:
+def _why_no_queue(sending: Sending, queues: PublishQueues) -> str:
     if sending.queue is not None:
         return (
             f"{sending.queue} is not a queue that can be written: not in the topic's route, without the write "
-            f"permission, or without a master; the route has {_described(route)}"
+            f"permission, or without a master; the route has {queues.described}"
         )
-    return f"no queue can be written; the route has {_described(route)}"
-
-
-def _with_master(route: TopicRoute) -> set[str]:
-    return {broker.broker_name for broker in route.brokers if MASTER_ID in broker.addresses}
-
-
-def _described(route: TopicRoute) -> str:
-    masters = _with_master(route)
-    brokers = (
-        f"{data.broker_name} with {data.write_queues} write queues, "
-        f"{'' if data.perm & PERM_WRITE else 'no '}write permission (perm {data.perm}) and "
-        f"{'a' if data.broker_name in masters else 'no'} master"
-        for data in route.queues
-    )
-    return "; ".join(brokers) or "no queues"
+    return f"no queue can be written; the route has {queues.described}"

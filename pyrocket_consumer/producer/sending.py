@@ -8,6 +8,7 @@ from pyrocket_consumer.errors import SendError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer.callbacks import Waiting
 from pyrocket_consumer.producer.result import SendResult, SendStatus
+from pyrocket_consumer.text import cut
 from pyrocket_consumer.wire.command import SendMessageResponseHeader
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.send_template import SendTemplate
@@ -15,7 +16,7 @@ from pyrocket_consumer.wire.send_template import SendTemplate
 LaneKey = tuple[str, MessageQueue | str]
 """What messages stay in order by: the topic, and the queue or the sharding key."""
 
-_MOST_TOLD = 16
+_MOST_TOLD, _MOST_OF_A_FAILURE = 16, 2000
 _STATUSES = {status.value: status for status in SendStatus}
 
 
@@ -55,6 +56,7 @@ class Sending:
         """Remember why an attempt failed: what happens again and again is told once, and of much the latest."""
         if self._failures is None:
             self._failures = {}
+        failure = cut(failure, _MOST_OF_A_FAILURE)  # names in a route can be of any length
         times = self._failures.pop(failure, 0)
         self._failures[failure] = times + 1
         if len(self._failures) > _MOST_TOLD:

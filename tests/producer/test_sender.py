@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -297,3 +298,26 @@ def test_an_account_that_may_not_is_told_at_once():
             ):
                 producer.send("orders", b"x")
             assert len(raised.value.attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "perm"),
+    [([f"broker-{number}" for number in range(9_000)], 4), ([f"{number}" + "n" * 60_000 for number in range(50)], 4),
+     ([f"{number}" + "n" * 60_000 for number in range(50)], 6)],
+    ids=["many", "long", "nobody there"],
+)  # fmt: skip
+def test_whatever_a_route_names_the_errors_of_messages_are_short(names, perm):
+    queues = [
+        {"brokerName": name, "readQueueNums": 1, "writeQueueNums": 1, "perm": perm, "topicSysFlag": 0} for name in names
+    ]
+    brokers = [{"cluster": "c", "brokerName": name, "brokerAddrs": {"0": "127.0.0.1:1"}} for name in names]
+    body = json.dumps({"queueDatas": queues, "brokerDatas": brokers}).encode()
+    with EmbeddedCluster() as cluster:
+        cluster.name_server_node.on(ROUTE, answer(0, body=body), times=None)
+        with Producer(name_server=cluster.name_server, send_timeout_s=2) as producer:
+            began = time.process_time()
+            futures = [producer.send_async("orders", b"x") for _ in range(200)]
+            errors = [future.exception(30) for future in futures]
+            assert time.process_time() - began < 4
+    assert {type(error) for error in errors} == {SendError}
+    assert max(len(str(error)) for error in errors) < 40_000
