@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -132,6 +133,7 @@ class RangePuller:
         self._avoided: dict[int, float] = {}  # ids that failed, and until when suggestions of them are not followed
         self._patience = options.patience(reader.now)
         self._doubt = options.doubt(reader.now)  # while a broker that answers has not what there should be
+        self._gaps = Patience(math.inf, None, reader.now)  # while there is nothing between one and the next
         self.due: float | None = None
         """When to try again, after a failure."""
         self.finding: concurrent.futures.Future[DirectConnection] | None = None
@@ -334,6 +336,7 @@ class RangePuller:
         if header.next_offset > self._position:
             end = min(header.next_offset, self._wanted.end)
             rows = min(end - self._position, pull.count)
+            self._gaps.renew()
             self._reader.deliver(PulledRecords(self._shown, pull.body, self._position, end), rows)
         self._moved(pull, header.next_offset)
 
@@ -422,9 +425,13 @@ class RangePuller:
         log.warning("skipped: %s", loss)
         self._renew()
         self._position = until
+        pause_s = self._gaps.failed()
         if until >= self._wanted.end:
             self.stop()
             self._reader.finished(self)
+        elif pause_s is not None and self._gaps.failures > 1:  # a broker may lead from one to the next without end
+            self.due = self._reader.now() + pause_s
+            self._reader.rest(self)
 
     def stop(self) -> None:
         """Pull no more."""

@@ -297,6 +297,24 @@ def test_expired_messages_are_an_error_that_says_what_is_there(embedded, broker,
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
+def test_a_broker_that_leads_from_gap_to_gap_is_followed_slower_and_slower(embedded, broker, topic, caplog):
+    """Each gap is a line of the log, and a pull."""
+    embedded.create_topic(topic, queues=1)
+    embedded.send(topic, b"x", count=10)
+
+    def one_further(exchange):
+        further = str(int(exchange.request.fields["queueOffset"]) + 1)
+        fields = {"nextBeginOffset": further, "minOffset": further, "maxOffset": "10", "suggestWhichBrokerId": "0"}
+        answer(ResponseCode.PULL_OFFSET_MOVED, fields=fields)(exchange)
+
+    broker.on(PULL, one_further, times=5)
+    began = time.monotonic()
+    found = offsets(embedded, wanted(topic, 0, 10), fail_on_data_loss=False, pulls_in_flight=1)
+    assert found == list(range(5, 10))
+    assert time.monotonic() - began > 0.75 * (0.2 + 0.4 + 0.8 + 1.6)
+    assert caplog.text.count("are gone") == 5
+
+
 def test_expired_messages_are_skipped_if_the_user_wants_that(embedded, broker, topic, caplog):
     embedded.send(topic, count=100, queue_id=0)
     embedded.send(topic, count=5, queue_id=1)
