@@ -56,6 +56,13 @@ def check_group(group: object) -> str:
     return name
 
 
+MAX_PART_CHARACTERS = 255
+
+
+def _is_part_of_client_id(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_PART_CHARACTERS and value.isprintable()
+
+
 def _check_name(name: object, what: str, longest: int) -> str:
     if not isinstance(name, str):
         raise ConfigError(f"{what} must be text, not {type(name).__name__} ({name!r})")
@@ -307,9 +314,15 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name_server", parse_name_servers(self.name_server))
-        for name in ("client_ip", "unit_name", "namespace"):
-            if not isinstance(getattr(self, name), str | None):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not allowed; it must be a text, or left out")
+        for name in ("client_ip", "unit_name", "instance_name"):
+            value = getattr(self, name)
+            if (value is not None or name == "instance_name") and not _is_part_of_client_id(value):
+                raise ConfigError(
+                    f"{name}={value!r:.80} is not allowed; it must be a text of 1 to {MAX_PART_CHARACTERS} printable "
+                    "characters, or left out: it is in the client id, which brokers and tools show"
+                )
+        if self.namespace is not None:
+            _check_name(self.namespace, "namespace", MAX_TOPIC_CHARACTERS)
         for name in ("access_key", "secret_key", "security_token"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_secret(name, value))
@@ -326,8 +339,6 @@ class ClientConfig:
         for name in ("heartbeat_interval_s", "route_refresh_interval_s"):
             check_range(name, getattr(self, name), 0.05, 3600)
         check_int("max_frame_bytes", self.max_frame_bytes, 64 * 1024, 1024 * 1024 * 1024)
-        if not isinstance(self.instance_name, str) or not self.instance_name:
-            raise ConfigError(f"instance_name={self.instance_name!r} is not allowed; it must be a non-empty text")
 
     def __copy__(self) -> Self:
         return self  # nothing of it changes
@@ -464,8 +475,9 @@ class ConsumerConfig(ClientConfig):
             raise ConfigError(
                 f"offset_store={self.offset_store!r} is not allowed: it has no {', '.join(lacking)}; see OffsetStore"
             )
-        if not isinstance(self.offset_store_dir, str | Path | None):
-            raise ConfigError(f"offset_store_dir={self.offset_store_dir!r} is not allowed; it must be a path")
+        where = self.offset_store_dir
+        if not isinstance(where, str | Path | None) or where == "" or "\0" in str(where):
+            raise ConfigError(f"offset_store_dir={where!r:.200} is not allowed; it must be the path of a directory")
         if self.on_event is not None and not callable(self.on_event):
             raise ConfigError(f"on_event={self.on_event!r} is not callable; pass a function of one ConsumerEvent")
 

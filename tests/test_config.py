@@ -170,3 +170,22 @@ def test_an_embedded_cluster_takes_a_context_and_an_account_of_texts():
     for account in ((5, "x"), ("a", ""), "ab", ("a", "b\n"), ("a", "b", "c")):
         with pytest.raises(ConfigError, match="account"):
             EmbeddedCluster(account=account)
+
+
+@pytest.mark.parametrize("name", ["client_ip", "instance_name", "unit_name"])
+@pytest.mark.parametrize("value", ["", "\x1b[31m", "a\nb", "\0", "x" * 256, b"x", 5])
+def test_what_is_in_the_client_id_can_be_shown(name, value):
+    with pytest.raises(ConfigError, match=f"{name}=.*1 to 255 printable"):
+        ClientConfig(**PLACE, **{name: value})
+
+
+@pytest.mark.parametrize("value", ["", "\x1b[31m", "a b", "x" * 128, 5])
+def test_a_namespace_is_named_as_a_topic_is(value):
+    with pytest.raises(ConfigError, match="namespace"):
+        ClientConfig(**PLACE, namespace=value)
+
+
+@pytest.mark.parametrize("value", ["", "a\0b", 5])
+def test_the_directory_of_offsets_is_a_path(value):
+    with pytest.raises(ConfigError, match="offset_store_dir=.* must be the path of a directory"):
+        ConsumerConfig(group="g", **PLACE, offset_store_dir=value)

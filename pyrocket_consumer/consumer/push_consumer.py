@@ -122,9 +122,9 @@ class _Face:
                 while we could not be reached
             server_messages (True; False): whether a broker may have a listener called with a message it passes on for
                 an admin who wants to see what happens
-            client_ip (detected): the first part of the client id
-            instance_name ("DEFAULT"): the second; of a name of your own every process needs another one
-            unit_name, namespace (–; text): as in Java
+            client_ip (detected; printable text): the first part of the client id
+            instance_name ("DEFAULT"; printable text): the second; of a name of your own every process needs another one
+            unit_name, namespace (–; printable text): as in Java
             access_key, secret_key, security_token (–): sign every request; never shown, and not pickled
             tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities
             allowed_addresses (–; host, host:port, network, or a list): where brokers may be: whatever routes name,

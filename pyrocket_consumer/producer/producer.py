@@ -211,9 +211,9 @@ class Producer:
                 tells). False: another broker is tried, or it is a SendError; the message may then be there twice
             name_server (NAMESRV_ADDR; host:port, several joined by ;, or a list): where to ask for routes; one that
                 answers is enough
-            client_ip (detected): the first part of the client id
-            instance_name ("DEFAULT"): the second; of a name of your own every process needs another one
-            unit_name, namespace (–; text): as in Java
+            client_ip (detected; printable text): the first part of the client id
+            instance_name ("DEFAULT"; printable text): the second; of a name of your own every process needs another one
+            unit_name, namespace (–; printable text): as in Java
             access_key, secret_key, security_token (–): sign every request; never shown, and not pickled
             tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities
             allowed_addresses (–; host, host:port, network, or a list): where brokers may be: whatever routes name,
