@@ -19,7 +19,8 @@ MOST_MESSAGES = 4096
 
 _LARGEST_PULL = 32
 _TRIES = 3
-_PAUSE_S = 1.0
+_FIRST_PAUSE_S, _PAUSE_S = 0.01, 1.0
+_UNHELD_S = 0.5
 _HOLD_S = 15.0
 
 
@@ -31,6 +32,8 @@ class _Reading:
     position: int
     end: int
     pulled: deque[Message] = field(default_factory=deque)
+    vain: int = 0
+    """Answers in a row that came at once, brought nothing, and led hardly anywhere."""
 
     @property
     def more(self) -> bool:
@@ -99,6 +102,9 @@ class Look:
             reading.position = answer.next_offset
 
     async def _pull(self, reading: _Reading, hold_s: float) -> tuple[PullAnswer, list[Message]]:
+        if reading.vain > _TRIES:  # some brokers hold no pull, or lead from place to place
+            await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** min(reading.vain - _TRIES, 10), _PAUSE_S))
+        asked_at = self._cluster.loop.time()
         try:
             answer, messages = await self._cluster.broker(reading.queue.broker_name).pull(
                 reading.queue, reading.position, group=TOOLS_GROUP, subscription=self._subscription,
@@ -109,6 +115,9 @@ class Look:
             raise
         if answer.status is PullStatus.OFFSET_MOVED and answer.next_offset != reading.position:
             self._tell(f"{reading.queue} has nothing at {reading.position}; going on at {answer.next_offset}")
+        far = answer.status is PullStatus.NO_MATCHED_MESSAGE and answer.next_offset >= reading.position + _LARGEST_PULL
+        was_held = self._cluster.loop.time() - asked_at > _UNHELD_S
+        reading.vain = 0 if messages or far or was_held else reading.vain + 1
         return answer, messages
 
     # --- what comes

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from pyrocket_consumer.cli.look import Look
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.model import MessageQueue, Subscription
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.testing import EmbeddedCluster, answer
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 
 
 @pytest.fixture
@@ -50,6 +53,33 @@ def test_queues_that_a_topic_gets_are_followed_from_their_first_message_on(order
     orders.send("orders", count=4)
     everything = [(queue, offset) for queue in (first, MessageQueue("orders", "broker-b", 0)) for offset in (0, 1)]
     assert seen(client, look, 4 if new_queues else 2) == (everything if new_queues else everything[:2])
+
+
+@pytest.mark.parametrize(
+    ("code", "step"),
+    [(ResponseCode.PULL_NOT_FOUND, 0), (ResponseCode.PULL_OFFSET_MOVED, 1), (ResponseCode.PULL_RETRY_IMMEDIATELY, 1)],
+)
+def test_a_broker_that_answers_at_once_and_has_nothing_is_asked_slower_and_slower(orders, client, code, step):
+    first, told = MessageQueue("orders", "broker-a", 0), []
+
+    def nothing(exchange):
+        further = str(int(exchange.request.fields["queueOffset"]) + step)
+        fields = {"nextBeginOffset": further, "minOffset": "0", "maxOffset": "100", "suggestWhichBrokerId": "0"}
+        answer(code, fields=fields)(exchange)
+
+    orders.send("orders", count=100)
+    orders.broker("broker-a").on(RequestCode.PULL_MESSAGE, nothing, times=9)
+    began = time.monotonic()
+
+    async def follow():
+        await client.route("orders")
+        look = Look(client, Subscription("orders"), {first: 0}, {first: 0}, told.append)
+        look.follow(False)
+        return look
+
+    look = client.run(follow(), 30)
+    assert seen(client, look, 1)
+    assert time.monotonic() - began > 0.02 + 0.04 + 0.08 + 0.16 + 0.32
 
 
 def test_messages_of_several_queues_come_in_the_order_in_which_they_were_stored(orders, client):

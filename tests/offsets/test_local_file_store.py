@@ -343,7 +343,7 @@ def test_a_store_that_is_dropped_is_closed_as_if_its_process_had_ended(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "options", [{"instance_name": "../../x"}, {"instance_name": "a/b"}, {"client_ip": "/"}, {"unit_name": "a\0b"}]
+    "options", [{"instance_name": "../../x"}, {"instance_name": "a/b"}, {"client_ip": "/"}, {"unit_name": "a/"}]
 )
 def test_a_client_id_that_is_no_name_of_a_directory_is_refused(tmp_path, options):
     """It would be somewhere else, where nobody looks for a store that was left behind, or beyond `offset_store_dir`."""
