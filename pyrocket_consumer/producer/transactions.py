@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Unpack
 
 from pyrocket_consumer.cluster import Cluster
@@ -28,6 +28,7 @@ from pyrocket_consumer.wire.properties import PropertyName
 log = logger("producer")
 
 _MOST_CHECKS, _MOST_BYTES = 1000, 64 << 20  # that wait; brokers ask for the others again
+_MOST_OF_ONE = 4  # a broker may have a fourth of that, so that others find room beside it
 
 
 class TransactionState(Enum):
@@ -61,6 +62,7 @@ class _Asked:
 
     header: CheckTransactionStateHeader
     address: str
+    first: str  # that asked first, and for which the message is held
     message_bytes: int
     header_bytes: int
 
@@ -78,7 +80,8 @@ class _Transactions:
         self._thread = CallbackThread("pyrocket-checks")
         self._lock = threading.Lock()
         self._asked: dict[str, _Asked] = {}  # by message id
-        self._bytes = 0
+        self._turns: dict[str, deque[Message]] = {}  # what each broker asked first; the next turn's in front
+        self._bytes_of: Counter[str] = Counter()
         self._is_full = self._is_closed = False
         cluster.on_request(RequestCode.CHECK_TRANSACTION_STATE, self._on_check)
 
@@ -93,16 +96,22 @@ class _Transactions:
                 message_bytes, more = before.message_bytes, header_bytes - before.header_bytes
             else:
                 more += message_bytes
-            if self._is_closed or not self._has_room(before is None, more):
+            first = address if before is None else before.first
+            if self._is_closed or not self._has_room(first, before is None, more):
                 return
-            self._asked[message.message_id] = _Asked(header, address, message_bytes, header_bytes)
-            self._bytes += more
+            self._asked[message.message_id] = _Asked(header, address, first, message_bytes, header_bytes)
+            self._bytes_of[first] += more
+            if before is None:
+                self._turns.setdefault(first, deque()).append(message)
         if before is None:
-            self._thread.call(partial(self._look, message))
+            self._thread.call(self._look)
 
-    def _has_room(self, is_new: bool, more: int) -> bool:
-        if not (is_new and len(self._asked) >= _MOST_CHECKS) and (
-            more <= 0 or not self._asked or self._bytes + more <= _MOST_BYTES
+    def _has_room(self, address: str, is_new: bool, more: int) -> bool:
+        checks, held = len(self._turns.get(address, ())), self._bytes_of[address]
+        if not (is_new and (len(self._asked) >= _MOST_CHECKS or checks >= _MOST_CHECKS // _MOST_OF_ONE)) and (
+            more <= 0
+            or not held
+            or (held + more <= _MOST_BYTES // _MOST_OF_ONE and self._bytes_of.total() + more <= _MOST_BYTES)
         ):
             return True
         if not self._is_full:
@@ -114,8 +123,14 @@ class _Transactions:
         self._is_full = True  # until none waits: told once, and not for each that finds room again
         return False
 
-    def _look(self, message: Message) -> None:
-        """Find out what became of a transaction, and tell the broker that asked last."""
+    def _look(self) -> None:
+        """Find out what became of a transaction, and tell the broker that asked last. Brokers take turns."""
+        with self._lock:
+            first = next(iter(self._turns))
+            others = self._turns.pop(first)
+            message = others.popleft()
+            if others:
+                self._turns[first] = others
         state = TransactionState.UNKNOWN
         try:
             if not self._is_closed:
@@ -126,7 +141,9 @@ class _Transactions:
             )
         with self._lock:  # each time it asks, the broker stores the message anew: an older place is not the message's
             asked = self._asked.pop(message.message_id)
-            self._bytes -= asked.message_bytes + asked.header_bytes
+            self._bytes_of[first] -= asked.message_bytes + asked.header_bytes
+            if not self._bytes_of[first]:
+                del self._bytes_of[first]
             self._is_full = self._is_full and bool(self._asked)
         header = EndTransactionHeader(
             producer_group=self._group,

@@ -284,6 +284,24 @@ def test_what_is_asked_again_meanwhile_and_is_larger_then_is_not_held_beyond_the
         slow_check.may_answer.set()
 
 
+def test_a_broker_that_asks_without_end_leaves_room_and_turns_to_others(producing, slow_check):
+    with EmbeddedCluster(brokers=2, settings=QUICK_CHECKS) as cluster:
+        cluster.create_topic("orders", queues=1)
+        producing(cluster, TransactionProducer, group="payments", check=slow_check, topics=["orders"])
+        for name in ("broker-a", "broker-b"):
+            cluster.broker(name).wait_for(RequestCode.HEART_BEAT)
+        many, one = (Asking(cluster.broker(name)) for name in ("broker-a", "broker-b"))
+        for asking, count in ((many, 1500), (one, 1)):
+            for number in range(count):
+                record = encode_message(StoredMessage("orders", b"x", {"UNIQ_KEY": f"{number} of {count}"}))
+                asking.tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED, record)
+            asking.ask(9999, {})  # its answer comes when the ones before have been taken
+        assert len(slow_check.asked) == 1
+        slow_check.may_answer.set()
+        cluster.wait_until(lambda: len(slow_check.asked) == 252)  # one that ran, 250, and that of the other
+        assert "0 of 1" in slow_check.asked[:3]
+
+
 def test_an_answer_that_does_not_say_where_a_message_is_kept_runs_nothing(quick, producing):
     """How the transaction ended could not be told: what the application did would be undone, or not delivered."""
     producer = producing(quick, TransactionProducer, group="payments", check=never)
