@@ -49,8 +49,7 @@ class BodyRoom(Bodies):
         entry.count = len(messages)
         if len(packed) == 1 or entry.size <= self._limit:
             self._enter(entry)
-            if self._parked:
-                self._next()
+            self.offer_turn()
         return entry
 
     # --- one call at a time finds out what it needs, and waits for room
@@ -72,10 +71,15 @@ class BodyRoom(Bodies):
         """Have the next one try again."""
         with self._changed:
             self._is_taken = False
-        self._next()
+        self.offer_turn()
 
-    def _next(self) -> None:
-        """Have one that waits for its turn try again, if it is nobody's: perhaps there is room without."""
+    def offer_turn(self) -> None:
+        """Have one that waits for its turn try again, if it is nobody's: perhaps there is room without.
+
+        Whoever tries again offers it to the next one in any case: it may not be wanted any more.
+        """
+        if not self._parked:
+            return
         with self._changed:
             if self._is_taken or not self._parked:
                 return
@@ -145,8 +149,7 @@ class BodyRoom(Bodies):
             elif entry in self._waiting:
                 self._waiting.remove(entry)
             self._changed.notify_all()
-        if self._parked:
-            self._next()
+        self.offer_turn()
 
 
 class Entry:

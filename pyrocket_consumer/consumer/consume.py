@@ -442,6 +442,7 @@ class ThreadWorkers(_Runner):
                 elif not self.judge(chunk, unit, result):
                     break
         finally:
+            bodies.offer_turn()
             self.finish(chunk, calls)
 
 
@@ -642,6 +643,7 @@ class AsyncWorkers(_Runner):
                     self._hand_on(chunk)
                     raise asyncio.CancelledError
         finally:
+            bodies.offer_turn()
             self.finish(chunk, calls)
 
     def _put_again(self, chunk: Chunk) -> None:

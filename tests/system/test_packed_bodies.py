@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pyrocket_consumer import ConsumerState, ProtocolError, PushConsumer
+from pyrocket_consumer import Admin, ConsumerState, ProtocolError, PushConsumer
 from pyrocket_consumer.model import dlq_topic
 from pyrocket_consumer.testing import rewrite
 from pyrocket_consumer.wire.codes import RequestCode
@@ -214,6 +214,34 @@ def test_a_consumer_closes_while_calls_wait_for_room(embedded, topic, group, is_
     threading.Timer(0.3, goes_on.set).start()
     consumer.close()
     assert embedded.committed(group, topic) == {0: 1}, "the others had not begun"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_calls_that_wait_for_room_have_it_after_others_that_are_wanted_no_more(embedded, topic, group, is_async):
+    """Queues whose messages wait for room are reset meanwhile; those of the one that was not are consumed."""
+    embedded.create_topic(topic, queues=12)
+    packed = zlib.compress(bytes(8 * MIB))
+    for queue_id in range(12):
+        send(embedded, topic, *[packed] * 5, sys_flag=ZLIB, queue_id=queue_id)
+    goes_on, seen = threading.Event(), []
+
+    def listener(message):
+        goes_on.wait(WAIT_S)
+        seen.append((message.queue.queue_id, len(message.body)))
+
+    async def awaited(message):
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        seen.append((message.queue.queue_id, len(message.body)))
+
+    options = {"max_cached_bytes": MIB, "consume_threads": 3}
+    with consuming(embedded, topic, group, awaited if is_async else listener, **options) as (consumer, _):
+        mine = [queue for queue in consumer.progress() if queue.topic == topic]
+        until(lambda: sum(each.unfinished for each in consumer.progress().values()) == 60, "waiting")
+        with Admin(name_server=embedded.name_server) as admin:
+            admin.plan_reset(group, topic, "last", [queue for queue in mine if queue.queue_id != 11]).execute()
+        goes_on.set()
+        until(lambda: len([each for each in seen if each[0] == 11]) == 5, "consumed")
 
 
 # --- inner batches
