@@ -62,16 +62,17 @@ def main() -> int:
                 break
             if not todo and time.monotonic() - begin < arguments.seconds:
                 todo = chance.sample(names, len(names))
+        unmet = sum(not report.is_met for report in reports)  # the consumer did not come back to the server
         consumed, sent = made.told[-1]["consumed"], made.sent
         print(
-            f"{time.monotonic() - begin:.0f} s, {len(reports)} attacks; honest messages {consumed} of {sent}, "
-            f"{made.told[-1]['twice']} twice; most memory {max(each.rss for each in reports) >> 20} MiB; longest pause "
-            f"of the I/O thread {max(each.pause_s for each in reports) * 1000:.1f} ms, "
+            f"{time.monotonic() - begin:.0f} s, {len(reports)} attacks, {unmet} not met; honest messages {consumed} of "
+            f"{sent}, {made.told[-1]['twice']} twice; most memory {max(each.rss for each in reports) >> 20} MiB; "
+            f"longest pause of the I/O thread {max(each.pause_s for each in reports) * 1000:.1f} ms, "
             f"{max(each.pause_cpu_s for each in reports) * 1000:.1f} ms of CPU; events {made.told[-1]['events']}"
         )
     if arguments.output:
         arguments.output.write_text(json.dumps([asdict(report) for report in reports], indent=1))
-    return 0 if consumed >= sent else 1
+    return 0 if consumed >= sent and not unmet else 1
 
 
 if __name__ == "__main__":

@@ -86,10 +86,11 @@ def main() -> None:
             rss = int(statm.read().split()[1]) * resource.getpagesize()
         tell = {
             "state": str(consumer.state), "rss": rss, "threads": threading.active_count(), "consumed": len(consumed),
-            "twice": sum(count - 1 for count in consumed.values()), "others": others,
+            "twice": consumed.total() - len(consumed), "others": others,
             "pause_s": Pauses.longest_s, "pause_cpu_s": Pauses.longest_cpu_s,
             "cpu_s": time.process_time(), "lines": lines.lines, "characters": lines.characters,
-            "longest_line": lines.longest, "forged": lines.forged, "events": dict(events.most_common(12)),
+            "longest_line": lines.longest, "forged": lines.forged,
+            "events": dict(Counter(dict(events)).most_common(12)),
         }  # fmt: skip
         Pauses.longest_s = Pauses.longest_cpu_s = 0.0
         print(json.dumps(tell), flush=True)
