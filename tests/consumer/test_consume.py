@@ -205,7 +205,8 @@ def test_whatever_a_listener_raises_its_message_failed_and_the_others_are_consum
     either.told.wait(lambda: either.told.failures)
     assert either.told.failures == [(1, 0)]
     assert len(either.told.raised) == 1
-    assert (window.commit_offset(), window.finished) == (1, 2)
+    until(lambda: window.finished == 2)  # of a worker whose task is taken apart another does the rest
+    assert window.commit_offset() == 1
     after = either.consume(as_kind(lambda message: None, either), 5)
     until(lambda: after.finished == 5)
     assert either.told.worker_failures == []
