@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypedDict
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import ConsumerEvent, MessageModel, MessageQueue, OffsetStore
+from pyrocket_consumer.text import shown
 
 DEFAULT_MAX_RECONSUME_TIMES = 16
 MAX_TOPIC_CHARACTERS = 127
@@ -65,7 +66,7 @@ def _is_part_of_client_id(value: object) -> bool:
 
 def _check_name(name: object, what: str, longest: int) -> str:
     if not isinstance(name, str):
-        raise ConfigError(f"{what} must be text, not {type(name).__name__} ({name!r})")
+        raise ConfigError(f"{what} must be text, not {type(name).__name__} ({shown(name)})")
     if not name:
         raise ConfigError(f"{what} is empty; give it a name")
     if len(name) > longest:
@@ -87,7 +88,9 @@ def parse_name_servers(text: NameServers | None) -> tuple[str, ...]:
             raise ConfigError(_NO_NAME_SERVER)
     parts = [text] if isinstance(text, str) else list(text) if isinstance(text, Iterable) else [text]
     if not all(isinstance(part, str) for part in parts):
-        raise ConfigError(f"name_server={text!r} is not allowed; it must be 'host:9876', or a list of such texts")
+        raise ConfigError(
+            f"name_server={shown(text, 200)} is not allowed; it must be 'host:9876', or a list of such texts"
+        )
     if isinstance(text, str):
         parts = text.replace(",", ";").split(";")
     addresses = tuple(part.strip() for part in parts if part.strip())
@@ -107,7 +110,7 @@ def parse_address(address: str, what: str = "address") -> tuple[str, int]:
     found = _ADDRESS.fullmatch(address)
     if not found or not 0 < int(found["port"]) < 65536:
         raise ConfigError(
-            f"{what} {address!r:.200} is not host:port with a port from 1 to 65535 (for example 127.0.0.1:9876)"
+            f"{what} {shown(address, 200)} is not host:port with a port from 1 to 65535 (for example 127.0.0.1:9876)"
         )
     return found["host"].strip("[]"), int(found["port"])
 
@@ -138,8 +141,8 @@ def _allowed_address(text: str) -> str:
         parse_address(text, "allowed_addresses:")
         return text
     raise ConfigError(
-        f"allowed_addresses: {text!r:.200} is not allowed{reason}; give a host (broker-a, 10.0.0.5), host:port, or a "
-        "network (10.0.0.0/8)"
+        f"allowed_addresses: {shown(text, 200)} is not allowed{reason}; give a host (broker-a, 10.0.0.5), host:port, "
+        "or a network (10.0.0.0/8)"
     )
 
 
@@ -161,19 +164,19 @@ def trusting(ca_file: str, what: str, where: str = "") -> SSLContext:
 def check_range(name: str, value: object, low: float, high: float) -> None:
     """Raise ConfigError unless `value` is a number within [low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} is not allowed; it must be a number from {low:g} to {high:g}")
+        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a number from {low:g} to {high:g}")
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
     """Raise ConfigError unless `value` is a whole number within [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} is not allowed; it must be a whole number from {low} to {high}")
+        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a whole number from {low} to {high}")
 
 
 def check_bool(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is True or False; any other one has a truth, too, and rarely the one meant."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not allowed; it must be True or False")
+        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be True or False")
 
 
 def check_names(name: str, value: object) -> list[str]:
@@ -184,14 +187,14 @@ def check_names(name: str, value: object) -> list[str]:
     """
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(each, str) and each for each in names):
-        raise ConfigError(f"{name}={value!r} is not allowed; it must be a name, or a list of names")
+        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a name, or a list of names")
     return [str(each) for each in names]
 
 
 def check_text(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is None or a text that is not empty."""
     if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"{name}={value!r} is not allowed; it must be a text, or left out")
+        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a text, or left out")
 
 
 class Secret(str):
@@ -244,7 +247,7 @@ def check_queues(name: str, value: object) -> list[MessageQueue]:
     for queue in queues:
         if not isinstance(queue, MessageQueue) or [type(part) for part in astuple(queue)] != [str, str, int]:
             raise ConfigError(
-                f"{name}={value!r:.80} is not allowed; pass a list of MessageQueues, for example of some in progress()"
+                f"{name}={shown(value)} is not allowed; pass a list of MessageQueues, for example of some in progress()"
             )
     return queues
 
@@ -252,7 +255,7 @@ def check_queues(name: str, value: object) -> list[MessageQueue]:
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}")
+        raise ConfigError(f"{name}={shown(value)} is not allowed; choose one of {', '.join(map(repr, allowed))}")
 
 
 Place = Literal["first", "last"] | datetime
@@ -281,14 +284,14 @@ def check_place(name: str, value: object, or_else: str = "") -> Place:
             at = None
     if not isinstance(at, datetime):
         raise ConfigError(
-            f"{name}={value!r} is not allowed; use 'first' or 'earliest', 'last' or 'latest', "
+            f"{name}={shown(value)} is not allowed; use 'first' or 'earliest', 'last' or 'latest', "
             f"a time with its zone (an aware datetime, or text: 2026-11-21T08:00:00Z){or_else}"
         )
     if at.tzinfo is None:
         remedy = f"write {value}Z, or {value}+01:00" if isinstance(value, str) else "give it one: tzinfo=timezone.utc"
-        raise ConfigError(f"{name}={value!r} has no time zone; {remedy}")
+        raise ConfigError(f"{name}={shown(value)} has no time zone; {remedy}")
     if at.timestamp() < 0:
-        raise ConfigError(f"{name}={value!r} is before 1970; use 'first'")
+        raise ConfigError(f"{name}={shown(value)} is before 1970; use 'first'")
     return at
 
 
@@ -318,7 +321,7 @@ class ClientConfig:
             value = getattr(self, name)
             if (value is not None or name == "instance_name") and not _is_part_of_client_id(value):
                 raise ConfigError(
-                    f"{name}={value!r:.80} is not allowed; it must be a text of 1 to {MAX_PART_CHARACTERS} printable "
+                    f"{name}={shown(value)} is not allowed; it must be a text of 1 to {MAX_PART_CHARACTERS} printable "
                     "characters, or left out: it is in the client id, which brokers and tools show"
                 )
         if self.namespace is not None:
@@ -327,7 +330,7 @@ class ClientConfig:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_secret(name, value))
         if not isinstance(self.tls, bool | SSLContext):
-            raise ConfigError(f"tls={self.tls!r} is not allowed; it must be True, False or an ssl.SSLContext")
+            raise ConfigError(f"tls={shown(self.tls)} is not allowed; it must be True, False or an ssl.SSLContext")
         if self.allowed_addresses is not None:
             object.__setattr__(self, "allowed_addresses", parse_allowed_addresses(self.allowed_addresses))
         if (self.access_key is None) != (self.secret_key is None):
@@ -473,13 +476,16 @@ class ConsumerConfig(ClientConfig):
         lacking = [name for name in _STORE_METHODS if not callable(getattr(self.offset_store, name, None))]
         if self.offset_store is not None and lacking:
             raise ConfigError(
-                f"offset_store={self.offset_store!r} is not allowed: it has no {', '.join(lacking)}; see OffsetStore"
+                f"offset_store={shown(self.offset_store)} is not allowed: it has no {', '.join(lacking)}; "
+                "see OffsetStore"
             )
         where = self.offset_store_dir
         if not isinstance(where, str | Path | None) or where == "" or "\0" in str(where):
-            raise ConfigError(f"offset_store_dir={where!r:.200} is not allowed; it must be the path of a directory")
+            raise ConfigError(
+                f"offset_store_dir={shown(where, 200)} is not allowed; it must be the path of a directory"
+            )
         if self.on_event is not None and not callable(self.on_event):
-            raise ConfigError(f"on_event={self.on_event!r} is not callable; pass a function of one ConsumerEvent")
+            raise ConfigError(f"on_event={shown(self.on_event)} is not callable; pass a function of one ConsumerEvent")
 
     def _check_per_topic(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -487,7 +493,9 @@ class ConsumerConfig(ClientConfig):
             check_int(name, each, low, high)
         for topic in value if isinstance(value, Mapping) else ():
             if not isinstance(topic, str):
-                raise ConfigError(f"{name}={value!r} is not allowed; it must be one number, or a number by topic name")
+                raise ConfigError(
+                    f"{name}={shown(value)} is not allowed; it must be one number, or a number by topic name"
+                )
 
     def for_topic(self, name: str, topic: str) -> int:
         """Return option `name` (one of the per-topic ones) as it holds for `topic`."""

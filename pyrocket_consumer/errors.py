@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pyrocket_consumer.text import printable
+from pyrocket_consumer.text import cut, printable
 
 MOST_OF_A_REMARK = 500
 """How many characters of a server's remark an error keeps; the longest of real ones have half of that."""
+
+MOST_OF_A_CONFIG_ERROR = 4000
+"""How much of an error tells what was given, which can be of any length."""
 
 
 class RocketError(Exception):
@@ -20,6 +23,9 @@ class RocketError(Exception):
 
 class ConfigError(RocketError, ValueError):
     """A setting or argument is wrong: the text names the value, what is allowed and the remedy."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(cut(text, MOST_OF_A_CONFIG_ERROR))
 
 
 class ConnectError(RocketError):

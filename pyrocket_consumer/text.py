@@ -23,6 +23,14 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
 
 
+def shown(value: object, most: int = 80) -> str:
+    """Return how a user's value shows itself, cut; some cannot be shown, as whole numbers of thousands of digits."""
+    try:
+        return f"{value!r:.{most}}"
+    except Exception:
+        return f"<{type(value).__name__}, whose repr raises>"
+
+
 def some_of(names: Sequence[str], most: int = 20) -> str:
     """Return the first `most` of `names`, each cut where no name goes on, and how many there are besides."""
     shown = ", ".join(cut(name, _MOST_OF_A_NAME) for name in names[:most]) or "none"

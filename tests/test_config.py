@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from ssl import create_default_context
 
@@ -189,3 +189,18 @@ def test_a_namespace_is_named_as_a_topic_is(value):
 def test_the_directory_of_offsets_is_a_path(value):
     with pytest.raises(ConfigError, match="offset_store_dir=.* must be the path of a directory"):
         ConsumerConfig(group="g", **PLACE, offset_store_dir=value)
+
+
+def error_of(name, value):
+    try:
+        ConsumerConfig(**{"group": "g", **PLACE, name: value})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("value", [10**5000, "x" * 10**6, {"t": 10**5000}], ids=["number", "text", "by topic"])
+@pytest.mark.parametrize("name", [field.name for field in fields(ConsumerConfig)])
+def test_a_wrong_value_of_any_length_is_a_short_error(name, value):
+    assert len(error_of(name, value)) < 1000
+    assert error_of("consume_threads", value), "none of these is a number of threads"

@@ -26,7 +26,7 @@ LAYERS = (
     {"cli"},
 )
 EXCEPTIONS = {
-    "testing": {"model", "errors", "wire"},  # so that it shares no mistakes with what it tests
+    "testing": {"text", "model", "errors", "wire"},  # so that it shares no mistakes with what it tests
     "testing/server.py": {"net"},  # net.forks alone: what a forked child must not keep; no matter of the protocol
     "cli": {"testing"},  # the demo's embedded cluster
     "spark/demo.py": {"cli", "testing"},  # the same, and its table

@@ -14,6 +14,7 @@ from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.namespace import is_system, unwrap, wrap
 from pyrocket_consumer.errors import BrokerError, ConfigError, ProtocolError, RequestTimeout, RocketError
 from pyrocket_consumer.model import DLQ_PREFIX, PERM_READ, PERM_WRITE, RETRY_PREFIX, MessageQueue, TopicRoute
+from pyrocket_consumer.text import shown
 from pyrocket_consumer.wire.bodies import decode_route, decode_topic_list, decode_topic_stats
 from pyrocket_consumer.wire.codes import ResponseCode, version_name, version_ordinal
 from pyrocket_consumer.wire.command import (
@@ -111,17 +112,17 @@ async def _queue_count(cluster: Cluster, topic: str, address: str) -> int | None
 def check_perm(perm: object) -> None:
     """Raise ConfigError unless `perm` is a permission that topics can have."""
     if not isinstance(perm, str) or perm not in _PERMISSIONS:
-        raise ConfigError(f"perm={perm!r} is not allowed; choose one of {', '.join(map(repr, _PERMISSIONS))}")
+        raise ConfigError(f"perm={shown(perm)} is not allowed; choose one of {', '.join(map(repr, _PERMISSIONS))}")
 
 
 def check_attributes(attributes: object) -> None:
     """Raise ConfigError unless `attributes` are what brokers can read as attributes of a topic, or None."""
     if not isinstance(attributes, Mapping | None):
-        raise ConfigError(f'attributes={attributes!r} is not allowed; it must be like {{"message.type": "FIFO"}}')
+        raise ConfigError(f'attributes={shown(attributes)} is not allowed; it must be like {{"message.type": "FIFO"}}')
     for name, value in (attributes or {}).items():
         for part in (name, value):
             if not isinstance(part, str) or not part or any(sign in part for sign in "+=,"):
-                raise ConfigError(f"attribute {name!r}={value!r} must be texts without '+', '=' and ','")
+                raise ConfigError(f"attribute {name!r}={shown(value)} must be texts without '+', '=' and ','")
 
 
 async def _check_attributes_known(cluster: Cluster, address: str) -> None:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from pyrocket_consumer.errors import MOST_OF_A_REMARK, ProtocolError
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
-from pyrocket_consumer.text import cut, logger, printable
+from pyrocket_consumer.text import cut, logger, printable, shown
 from pyrocket_consumer.wire.message import Message
 
 log = logger("consumer")
@@ -156,14 +156,6 @@ class Events:
             trace = None if self._raised else error  # the first one shows where; a thousand show no more
             self._raised = True
             log.error("group=%s on_event raised %s for %s", self._group, shown(error), event, exc_info=trace)
-
-
-def shown(value: object) -> str:
-    """Return how a user's value shows itself, cut after 80 characters; some cannot be shown."""
-    try:
-        return f"{value!r:.80}"
-    except Exception:
-        return f"<{type(value).__name__}, whose repr raises>"
 
 
 def said(error: BaseException) -> str:

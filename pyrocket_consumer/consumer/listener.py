@@ -11,6 +11,7 @@ from typing import Any
 from pyrocket_consumer.config import check_range
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.text import shown
 from pyrocket_consumer.wire.message import Message
 
 
@@ -40,7 +41,7 @@ class Retry:
 
     def __post_init__(self) -> None:
         if isinstance(self.delay_level, bool) or not isinstance(self.delay_level, int) or self.delay_level > 18:
-            raise ConfigError(f"delay_level={self.delay_level!r} is not allowed; use -1 (give up), 0, or 1 to 18")
+            raise ConfigError(f"delay_level={shown(self.delay_level)} is not allowed; use -1 (give up), 0, or 1 to 18")
         object.__setattr__(self, "messages", tuple(self.messages))
 
 
@@ -106,7 +107,7 @@ class Listener:
         """
         if isinstance(function, type) or not callable(function):
             raise ConfigError(
-                f"the listener must be a function of one message, not {function!r}; "
+                f"the listener must be a function of one message, not {shown(function)}; "
                 "for example: def handle(message): ..."
             )
         takes = _positional_parameters(function)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from pyrocket_consumer.consumer.events import shown
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.listener import ConsumeResult, Failed
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.retry import Retries
 from pyrocket_consumer.consumer.statistics import Counts
 from pyrocket_consumer.model import EventKind
+from pyrocket_consumer.text import shown
 from pyrocket_consumer.wire.message import Message
 
 

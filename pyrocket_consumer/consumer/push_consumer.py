@@ -28,6 +28,7 @@ from pyrocket_consumer.consumer.listener import Listener, MessageListener
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
+from pyrocket_consumer.text import shown
 from pyrocket_consumer.wire.subscription import parse_subscription
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ def sql(expression: str) -> Sql:
 def _subscription(topic: str, selector: str) -> Subscription:
     check_topic(topic)
     if not isinstance(selector, str):
-        raise ConfigError(f"selector={selector!r} is not allowed; use '*', 'tagA || tagB' or sql('price > 5')")
+        raise ConfigError(f"selector={shown(selector)} is not allowed; use '*', 'tagA || tagB' or sql('price > 5')")
     if isinstance(selector, Sql):
         if not selector.strip():
             raise ConfigError("the SQL92 expression is empty")

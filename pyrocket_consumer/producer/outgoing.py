@@ -8,6 +8,7 @@ from datetime import datetime
 
 from pyrocket_consumer.config import check_int, check_topic
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.text import shown
 from pyrocket_consumer.wire.properties import MAX_PROPERTIES_BYTES, PropertyName
 
 MAX_DELAY_LEVEL = 18
@@ -220,13 +221,13 @@ def _are_plain(properties: Mapping[object, object]) -> bool:
 
 def _check_text(what: str, value: object) -> None:
     if not isinstance(value, str):
-        raise ConfigError(f"{what} must be text, not {type(value).__name__} ({value!r:.60})")
+        raise ConfigError(f"{what} must be text, not {type(value).__name__} ({shown(value)})")
     if not value:
         raise ConfigError(f"{what} is empty, and would be lost on the way; leave it out")
     if "\x01" in value or "\x02" in value:
-        raise ConfigError(f"{what} holds \\x01 or \\x02, which separate properties on the way: {value!r:.60}")
+        raise ConfigError(f"{what} holds \\x01 or \\x02, which separate properties on the way: {shown(value)}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{what} is not text that UTF-8 can carry: {value!r:.60}") from error
+            raise ConfigError(f"{what} is not text that UTF-8 can carry: {shown(value)}") from error

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.text import shown
 from pyrocket_consumer.wire.ids import UniqueIds
 from pyrocket_consumer.wire.message import Message, PropertyName, StoredMessage, decode_messages, encode_message
 
@@ -102,7 +103,7 @@ def _written(
 
 def _check(name: str, value: object, kind: type[T]) -> T:
     if not isinstance(value, kind):
-        raise ConfigError(f"{name} must be {kind.__name__}, not {type(value).__name__} ({value!r})")
+        raise ConfigError(f"{name} must be {kind.__name__}, not {type(value).__name__} ({shown(value)})")
     return value
 
 
