@@ -1,0 +1,775 @@
+"""The classes of the old package's `rocketmq.client`, each a thin face of one of this package's own.
+
+What is different, and why, is in docs/from-rocketmq-client-python.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import ArgumentError
+from dataclasses import replace
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from pyrocket_consumer import consumer, producer
+from pyrocket_consumer.compat.rocketmq.consts import MessageProperty as MessageProperty
+from pyrocket_consumer.compat.rocketmq.exceptions import (
+    ConsumerException,
+    ProducerSendOnewayFailed,
+    ProducerSendOrderlyFailed,
+    ProducerSendSyncFailed,
+    ProducerStartFailed,
+    PushConsumerStartFailed,
+    RocketMQException,
+)
+from pyrocket_consumer.compat.rocketmq.exceptions import NullPointerException as NullPointerException
+from pyrocket_consumer.compat.rocketmq.exceptions import ffi_check as ffi_check
+from pyrocket_consumer.compat.rocketmq.ffi import MessageModel as MessageModel
+from pyrocket_consumer.compat.rocketmq.ffi import TraceModel
+from pyrocket_consumer.compat.rocketmq.name_servers import of_address, of_domain, without_namespace
+from pyrocket_consumer.compat.rocketmq.said import say_once
+from pyrocket_consumer.compat.rocketmq.utils import maybe_decode as maybe_decode
+from pyrocket_consumer.compat.rocketmq.utils import to_bytes, to_number, to_text
+from pyrocket_consumer.config import ConsumerConfig, ProducerConfig, check_group
+from pyrocket_consumer.consumer import ConsumeResult, ConsumerState
+from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RocketError
+from pyrocket_consumer.net.forks import renew_locks_in_children
+from pyrocket_consumer.producer import OutgoingMessage, TransactionState
+from pyrocket_consumer.text import logger, shown
+from pyrocket_consumer.wire import message as wire
+from pyrocket_consumer.wire.properties import PropertyName
+
+__all__ = [
+    "ConsumeStatus", "Message", "Producer", "PushConsumer", "ReceivedMessage", "SendStatus", "TransactionMQProducer",
+    "TransactionStatus",
+]  # fmt: skip
+
+log = logger("compat")
+
+PY2 = False
+text_type = str
+binary_type = bytes
+
+_AT_EXIT_S = 3.0
+
+
+class SendResult(NamedTuple):
+    """Where a message is stored."""
+
+    status: SendStatus
+    msg_id: str
+    offset: int
+
+
+class SendStatus(IntEnum):
+    """How safely a message is stored; in every case it is."""
+
+    OK = 0
+    FLUSH_DISK_TIMEOUT = 1
+    FLUSH_SLAVE_TIMEOUT = 2
+    SLAVE_NOT_AVAILABLE = 3
+
+
+class TransactionStatus(IntEnum):
+    """What became of a transaction. UNKNOWN: the broker asks the checker later."""
+
+    COMMIT = 0
+    ROLLBACK = 1
+    UNKNOWN = 2
+
+
+class ConsumeStatus(IntEnum):
+    """What became of a message. RECONSUME_LATER: it comes again."""
+
+    CONSUME_SUCCESS = 0
+    RECONSUME_LATER = 1
+
+
+class Message:
+    """A message to send."""
+
+    def __init__(self, topic: str | bytes) -> None:
+        """Begin a message to `topic`.
+
+        Raises:
+            NullPointerException, ctypes.ArgumentError: it is None; or neither text nor bytes. So it is with all that
+                is set.
+        """
+        self._topic = to_text("topic", topic)
+        self._body = b""
+        self._delay_level = 0
+        self._properties: dict[str, str] = {}
+
+    def set_keys(self, keys: str | bytes) -> None:
+        """Have the message be found by `keys`, one or several with spaces between."""
+        self._properties[PropertyName.KEYS] = to_text("keys", keys)
+
+    def set_tags(self, tags: str | bytes) -> None:
+        """Give the message a tag, for subscriptions."""
+        self._properties[PropertyName.TAGS] = to_text("tags", tags)
+
+    def set_body(self, body: str | bytes) -> None:
+        """Set what is sent: text goes as UTF-8, bytes as they are, whatever they hold."""
+        self._body = to_bytes("body", body)
+
+    def set_property(self, key: str | bytes, value: str | bytes) -> None:
+        """Give the message a property of the application's own, or its KEYS, TAGS or DELAY."""
+        name = to_text("property name", key)
+        self._properties[name] = to_text(f"property {shown(name)}", value)
+
+    def set_delay_time_level(self, delay_time_level: int) -> None:
+        """Deliver later: level 1 to 18 is 1 s to 2 h, unless the broker is told otherwise; 0 is at once."""
+        self._properties[PropertyName.DELAY] = str(to_number("delay_time_level", delay_time_level))
+
+    def __repr__(self) -> str:
+        return f"<Message topic={self._topic!r} body={shown(self._body)}>"
+
+    def _outgoing(self) -> OutgoingMessage:
+        """Return what is sent.
+
+        Raises:
+            ConfigError: a part is not allowed; the text says which, and why.
+        """
+        properties = {name: value for name, value in self._properties.items() if value}  # empty ones never arrive
+        properties.pop(PropertyName.DELAY, None)
+        if properties.pop(PropertyName.WAIT, "true") != "true":
+            say_once("property WAIT", "messages are acknowledged when they are stored; false has no meaning")
+        tags = properties.pop(PropertyName.TAGS, None)
+        keys = tuple(properties.pop(PropertyName.KEYS, "").split())
+        return OutgoingMessage(self._body, tags, keys, properties or None, topic=self._topic)
+
+    def _delay(self) -> int:
+        level = self._properties.get(PropertyName.DELAY) or "0"
+        try:
+            return int(level)
+        except ValueError:
+            raise ConfigError(f"property DELAY={shown(level)} is not allowed; it must be a level, 0 to 18") from None
+
+
+class ReceivedMessage:
+    """A message that was received. It may be kept after the callback has returned."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: wire.Message) -> None:
+        """Show `handle`, a message of this package."""
+        self._handle = handle
+
+    @property
+    def topic(self) -> str:
+        """The topic it was sent to."""
+        return without_namespace(self._handle.topic)
+
+    @property
+    def tags(self) -> bytes:
+        """Its tag; b"" without one."""
+        return self.get_property(PropertyName.TAGS)
+
+    @property
+    def keys(self) -> bytes:
+        """Its keys as they were set; b"" without any."""
+        return self.get_property(PropertyName.KEYS)
+
+    @property
+    def body(self) -> bytes:
+        """What was sent, whole."""
+        return self._handle.body
+
+    @property
+    def id(self) -> str:
+        """The id its producer gave it: the `msg_id` of the `SendResult`."""
+        return self._handle.message_id
+
+    @property
+    def delay_time_level(self) -> int:
+        """The level it was delayed by; 0 without."""
+        level = self._handle.property(PropertyName.DELAY)
+        return int(level) if level is not None and level.isdecimal() else 0
+
+    @property
+    def queue_id(self) -> int:
+        """The number of its queue at the broker."""
+        return self._handle.queue.queue_id
+
+    @property
+    def reconsume_times(self) -> int:
+        """How often it was consumed before, without success."""
+        return self._handle.reconsume_times
+
+    @property
+    def store_size(self) -> int:
+        """The size of its record at the broker, in bytes."""
+        return self._handle.store_size
+
+    @property
+    def born_timestamp(self) -> int:
+        """When it was sent, in milliseconds since the epoch."""
+        return self._handle.born_at_ms
+
+    @property
+    def store_timestamp(self) -> int:
+        """When it was stored, in milliseconds since the epoch."""
+        return self._handle.stored_at_ms
+
+    @property
+    def queue_offset(self) -> int:
+        """Its place in its queue."""
+        return self._handle.queue_offset
+
+    @property
+    def commit_log_offset(self) -> int:
+        """Its place in the broker's commit log."""
+        return self._handle.commit_log_offset
+
+    @property
+    def prepared_transaction_offset(self) -> int:
+        """Where in the commit log the half message of its transaction is; 0 without one."""
+        return self._handle.prepared_transaction_offset
+
+    def get_property(self, prop: str | bytes | MessageProperty) -> bytes:
+        """Return the property `prop`; b"" when it is absent."""
+        name = prop.value if isinstance(prop, MessageProperty) else to_text("property name", prop)
+        return (self._handle.property(name) or "").encode()
+
+    def __getitem__(self, key: str | bytes | MessageProperty) -> bytes:
+        return self.get_property(key)
+
+    def __str__(self) -> str:
+        return self.body.decode()
+
+    def __bytes__(self) -> bytes:
+        return self.body
+
+    def __repr__(self) -> str:
+        return f"<ReceivedMessage topic={self.topic!r} id={self.id!r} body={shown(self.body)}>"
+
+
+_C = TypeVar("_C", ConsumerConfig, ProducerConfig)
+
+
+class _Client(Generic[_C]):
+    """What the old package's clients share: settings that are made one by one, before the start."""
+
+    _config: _C  # group and name servers in it are stand-ins until the start
+
+    def __init__(self, config: _C, group_id: str | bytes) -> None:
+        self._config = config
+        self._group = to_text("group_id", group_id)
+        self._address: str | None = None
+        self._domain: str | None = None
+        self._pid: int | None = None
+        self.renew_locks()
+        renew_locks_in_children(self)
+
+    def renew_locks(self) -> None:
+        self._starting = threading.RLock()  # one start at a time; a signal's handler may come in the middle
+
+    @property
+    def _is_running(self) -> bool:
+        raise NotImplementedError
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: it may hold an account; make one where it is used")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} group={self._group!r} {'running' if self._is_running else 'not running'}>"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, exec_type: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        raise NotImplementedError
+
+    def set_name_server_address(self, addr: str | bytes) -> None:
+        """Say where the name servers are: `host:port`, several joined by `;`, or an endpoint `http://host:port`."""
+        address, namespace = of_address(to_text("addr", addr))
+        if address:
+            self._set("set_name_server_address", name_server=address, namespace=namespace)
+        self._address = address or None
+
+    def set_name_server_domain(self, domain: str | bytes) -> None:
+        """Say where to ask for the name servers' addresses, over HTTP. It is asked at the start."""
+        self._domain = to_text("domain", domain) or None
+
+    def set_session_credentials(
+        self, access_key: str | bytes, access_secret: str | bytes, channel: str | bytes
+    ) -> None:
+        """Sign every request. `channel` has no meaning for brokers."""
+        account = to_text("access_key", access_key), _secret(access_secret)
+        to_text("channel", channel)
+        access_key_, secret_key = account if all(account) else (None, None)  # without one nothing is signed
+        self._set("set_session_credentials", access_key=access_key_, secret_key=secret_key)
+
+    def set_instance_name(self, name: str | bytes) -> None:
+        """Set the second part of the client id. Every process needs another one."""
+        self._set("set_instance_name", instance_name=to_text("name", name))
+
+    def set_message_trace(self, message_trace: bool | TraceModel) -> None:
+        """Do nothing: messages are not traced."""
+        say_once("set_message_trace", "messages are not traced here")
+
+    def _set(self, what: str, **options: Any) -> None:
+        try:
+            self._config = replace(self._config, **options)
+        except ConfigError as error:
+            raise RocketMQException(f"{what}: {error}") from error
+        if self._is_running and what != "set_timeout":
+            say_once(what, "called after start(): it takes effect at the next one")
+
+    def _whole_config(self) -> _C:
+        """Return the settings, with group and name servers.
+
+        Raises:
+            RocketError: one is missing, or not allowed; or the domain does not say where the name servers are.
+        """
+        check_group(self._group)
+        servers: str | tuple[str, ...] | None = self._address
+        if servers is None and self._domain is not None:
+            servers = of_domain(self._domain)
+        return replace(self._config, group=self._group, name_server=servers)
+
+
+def _secret(value: str | bytes) -> str:
+    """Return a secret as text; no error may show it."""
+    try:
+        return maybe_decode(value)
+    except (TypeError, UnicodeDecodeError):
+        what = "access_secret must be a text or bytes that are UTF-8"
+    if isinstance(value, bytes):
+        raise RocketMQException(what)
+    raise (NullPointerException if value is None else ArgumentError)(f"{what}, not {type(value).__name__}")
+
+
+@contextmanager
+def _told_as(failed: type[RocketMQException]) -> Iterator[None]:
+    try:
+        yield
+    except RocketError as error:
+        raise failed(str(error)) from error
+
+
+_STAND_IN = "127.0.0.1:9876"
+
+
+class Producer(_Client[ProducerConfig]):
+    """Sends messages. Threads may share it."""
+
+    def __init__(
+        self,
+        group_id: str | bytes,
+        orderly: bool = False,
+        timeout: int | None = None,
+        compress_level: int | None = None,
+        max_message_size: int | None = None,
+    ) -> None:
+        """Begin a producer of a group; `timeout` is in milliseconds, `max_message_size` in bytes."""
+        super().__init__(ProducerConfig(name_server=_STAND_IN, auto_create_topic=True), group_id)
+        self._producer: producer.Producer | None = None
+        if timeout is not None:
+            self.set_timeout(timeout)
+        if compress_level is not None:
+            self.set_compress_level(compress_level)
+        if max_message_size is not None:
+            self.set_max_message_size(max_message_size)
+
+    @property
+    def _is_running(self) -> bool:
+        return self._producer is not None and self._pid == os.getpid()
+
+    def set_group(self, group_name: str | bytes) -> None:
+        """Set the producer group."""
+        self._group = to_text("group_name", group_name)
+
+    def set_timeout(self, timeout: int) -> None:
+        """Set the deadline of a send, in milliseconds: 10 to 600 000."""
+        self._set("set_timeout", send_timeout_s=to_number("timeout", timeout) / 1000)
+
+    def set_compress_level(self, level: int) -> None:
+        """Do nothing: bodies of 4 KiB and more are compressed, at the usual level."""
+        to_number("level", level)
+        say_once("set_compress_level", "bodies of 4 KiB and more are compressed at the usual level")
+
+    def set_max_message_size(self, max_size: int) -> None:
+        """Set how many bytes a body may have; brokers take 4 MiB, unless told otherwise."""
+        self._set("set_max_message_size", max_message_bytes=to_number("max_size", max_size))
+
+    def start(self) -> None:
+        """Connect to a name server. Does nothing when it is started already.
+
+        Raises:
+            ProducerStartFailed: a setting is not allowed, or no name server answers.
+        """
+        with self._starting, _told_as(ProducerStartFailed):
+            if not self._is_running:
+                self._group = self._group or "DEFAULT_PRODUCER"
+                starting = self._make(self._whole_config())
+                starting.start()
+                self._producer, self._pid = starting, os.getpid()
+
+    def shutdown(self) -> None:
+        """Wait until what is on its way was sent, and disconnect. It can be started again."""
+        running, self._producer = self._producer, None
+        if running is not None and self._pid == os.getpid():
+            with _told_as(RocketMQException):
+                running.close()
+
+    def send_sync(self, msg: Message) -> SendResult:
+        """Store a message, and return where it is stored.
+
+        Raises:
+            ProducerSendSyncFailed: not stored, as far as is known; or the producer is not started.
+            NullPointerException, ctypes.ArgumentError: `msg` is None, or no Message.
+        """
+        with _told_as(ProducerSendSyncFailed):
+            return self._send(msg, None)
+
+    def send_oneway(self, msg: Message) -> None:
+        """Send a message without asking whether it was stored.
+
+        Raises:
+            ProducerSendOnewayFailed: not sent; or the producer is not started.
+            NullPointerException, ctypes.ArgumentError: `msg` is None, or no Message.
+        """
+        with _told_as(ProducerSendOnewayFailed):
+            message = _of_user(msg)._outgoing()
+            self._usable().send_oneway(**self._arguments(msg, message))
+
+    def send_orderly_with_sharding_key(self, msg: Message, sharding_key: str | bytes) -> SendResult:
+        """Store a message in the queue of all with this key, behind those that were sent before.
+
+        Raises:
+            ProducerSendOrderlyFailed: not stored, as far as is known; or the producer is not started.
+            NullPointerException, ctypes.ArgumentError: an argument is None, or is of another type.
+        """
+        key = to_text("sharding_key", sharding_key)
+        with _told_as(ProducerSendOrderlyFailed):
+            return self._send(msg, key)
+
+    def _send(self, msg: Message, sharding_key: str | None) -> SendResult:
+        message = _of_user(msg)._outgoing()
+        sent = self._usable().send(**self._arguments(msg, message), sharding_key=sharding_key)
+        return _result(sent)
+
+    def _arguments(self, msg: Message, message: OutgoingMessage) -> dict[str, Any]:
+        return {
+            "topic": msg._topic,
+            "body": message.body,
+            "tags": message.tags,
+            "keys": message.keys,
+            "properties": message.properties,
+            "delay_level": msg._delay(),
+            "timeout_s": self._config.send_timeout_s,
+        }
+
+    def _make(self, config: ProducerConfig) -> producer.Producer:
+        return producer.Producer(config=config)
+
+    def _usable(self) -> producer.Producer:
+        """Return the producer that sends; in a process that was forked after the start, a new one.
+
+        Raises:
+            RocketError: it is not started.
+        """
+        running = self._producer
+        if running is None:
+            raise ConsumerClosed("the producer is not started; call start() before it sends, and shutdown() after that")
+        if self._pid != os.getpid():
+            self.start()
+            assert self._producer is not None
+            return self._producer
+        return running
+
+
+class TransactionMQProducer(Producer):
+    """A producer whose messages are delivered only if a transaction of the application is committed."""
+
+    def __init__(
+        self,
+        group_id: str | bytes,
+        checker_callback: Callable[[ReceivedMessage], TransactionStatus],
+        user_args: object = None,
+        timeout: int | None = None,
+        compress_level: int | None = None,
+        max_message_size: int | None = None,
+    ) -> None:
+        """Begin a producer; brokers that do not hear what became of a transaction have `checker_callback` called.
+
+        Raises:
+            ctypes.ArgumentError: it cannot be called.
+        """
+        super().__init__(group_id, False, timeout, compress_level, max_message_size)
+        if not callable(checker_callback):
+            raise ArgumentError(f"checker_callback must be a function of a message, not {shown(checker_callback)}")
+        self._checker = checker_callback
+
+    def _make(self, config: ProducerConfig) -> producer.Producer:
+        return producer.TransactionProducer(config.group, check=self._check, config=config)
+
+    def _check(self, message: wire.Message) -> TransactionState:
+        return _state(self._checker(ReceivedMessage(message)), "checker_callback")
+
+    def send_message_in_transaction(
+        self,
+        message: Message,
+        local_execute: Callable[[ReceivedMessage, Any], TransactionStatus],
+        user_args: Any = None,
+    ) -> SendResult:
+        """Store a message, call `local_execute(message, user_args)`, and have it delivered or dropped as that returns.
+
+        UNKNOWN, or a `local_execute` that raises, leaves the decision to the checker.
+
+        Raises:
+            RocketMQException: not stored, and `local_execute` was not called; or the producer is not started.
+            NullPointerException, ctypes.ArgumentError: `message` is None, or no Message.
+        """
+        if not callable(local_execute):
+            raise ArgumentError(f"local_execute must be a function of two arguments, not {shown(local_execute)}")
+
+        def run(sent: producer.SendResult) -> TransactionState:
+            try:
+                return _state(local_execute(ReceivedMessage(_half(sent, outgoing)), user_args), "local_execute")
+            except Exception:
+                log.exception("message=%s: local_execute failed; the broker asks the checker", sent.message_id)
+                return TransactionState.UNKNOWN
+
+        with _told_as(RocketMQException):
+            outgoing = _of_user(message)._outgoing()
+            running = self._usable()
+            assert isinstance(running, producer.TransactionProducer)
+            result = running.send_in_transaction(outgoing, run, timeout_s=self._config.send_timeout_s)
+            return _result(result.sent)
+
+
+_STATES = {status: TransactionState[status.name] for status in TransactionStatus}
+
+
+def _state(status: object, who: str) -> TransactionState:
+    if isinstance(status, int) and not isinstance(status, bool) and status in _STATES:
+        return _STATES[TransactionStatus(status)]
+    log.error("%s returned %s, which is no TransactionStatus, and counts as UNKNOWN", who, shown(status))
+    return TransactionState.UNKNOWN
+
+
+def _half(sent: producer.SendResult, message: OutgoingMessage) -> wire.Message:
+    """Return a message that has just been stored, as its consumers will see it."""
+    _, _, commit_log_offset = wire.parse_offset_message_id(sent.offset_message_id)
+    now_ms = time.time_ns() // 1_000_000
+    record = wire.encode_message(
+        wire.StoredMessage(
+            topic=message.topic or "",
+            body=message.body,
+            properties={**message.travelling_properties(), PropertyName.UNIQUE_KEY: sent.message_id},
+            queue_id=sent.queue.queue_id,
+            queue_offset=sent.queue_offset,
+            commit_log_offset=commit_log_offset,
+            born_at_ms=now_ms,
+            stored_at_ms=now_ms,
+        )
+    )
+    return wire.decode_message(record, sent.queue)
+
+
+def _of_user(msg: object) -> Message:
+    if isinstance(msg, Message):
+        return msg
+    if msg is None:
+        raise NullPointerException("the message is None; pass a Message")
+    raise ArgumentError(f"the message must be a Message, not {type(msg).__name__} ({shown(msg)})")
+
+
+_SEND_STATUS = {status.name: status for status in SendStatus}
+
+
+def _result(sent: producer.SendResult) -> SendResult:
+    return SendResult(_SEND_STATUS[sent.status.name], sent.message_id, sent.queue_offset)
+
+
+Callback = Callable[[ReceivedMessage], ConsumeStatus | None]
+
+
+class PushConsumer(_Client[ConsumerConfig]):
+    """Receives the messages of a group: each goes to the callback of its topic."""
+
+    def __init__(
+        self,
+        group_id: str | bytes,
+        orderly: bool = False,
+        message_model: MessageModel = MessageModel.CLUSTERING,
+    ) -> None:
+        """Begin a consumer of a group; `orderly`: one callback of a queue at a time, in order."""
+        config = ConsumerConfig(
+            group="-", name_server=_STAND_IN, orderly=bool(orderly), consume_threads=min(_processors(), 1000)
+        )
+        super().__init__(config, group_id)
+        self._consumer: consumer.PushConsumer | None = None
+        self._subscriptions: dict[str, tuple[Callable[[wire.Message], Any], str]] = {}
+        self.set_message_model(message_model)
+
+    @property
+    def _is_running(self) -> bool:
+        running = self._consumer
+        return running is not None and self._pid == os.getpid() and running.state is not ConsumerState.FAILED
+
+    def set_group(self, group_id: str | bytes) -> None:
+        """Set the consumer group."""
+        self._group = to_text("group_id", group_id)
+
+    def set_message_model(self, model: MessageModel | int) -> None:
+        """Have each message go to one member of the group, or to every member."""
+        try:
+            chosen = MessageModel(MessageModel.from_param(model))
+        except (TypeError, ValueError) as error:
+            allowed = "MessageModel.CLUSTERING or MessageModel.BROADCASTING"
+            raise ArgumentError(f"message_model={shown(model)} is not allowed; use {allowed}") from error
+        self._set("set_message_model", message_model=chosen.name.lower())
+
+    def set_thread_count(self, thread_count: int) -> None:
+        """Set how many callbacks run at a time: 1 to 1000. Without it: as many as there are processors."""
+        if to_number("thread_count", thread_count) == 0:
+            raise NullPointerException("thread_count is 0; use 1 to 1000")
+        self._set("set_thread_count", consume_threads=int(thread_count))
+
+    def set_message_batch_max_size(self, max_size: int) -> None:
+        """Do nothing: a callback gets one message, as it always did."""
+        if to_number("max_size", max_size) == 0:
+            raise NullPointerException("max_size is 0; use 1 or more")
+        say_once("set_message_batch_max_size", "a callback gets one message at a time; batches are no matter here")
+
+    def subscribe(self, topic: str | bytes, callback: Callback, expression: str | bytes = "*") -> None:
+        """Have `callback` called with the messages of `topic` that have one of the tags in `expression` (`"a || b"`).
+
+        A callback that returns ConsumeStatus.CONSUME_SUCCESS, or nothing, has consumed the message; after
+        RECONSUME_LATER, anything else, or an exception it comes again. Each topic has a callback of its own.
+
+        Raises:
+            ConsumerException: topic, callback or expression is not what it must be.
+            NullPointerException, ctypes.ArgumentError: an argument is None, or is of another type.
+        """
+        name, selector = to_text("topic", topic), to_text("expression", expression) or "*"
+        listener = _listener(callback)
+        with _told_as(ConsumerException):
+            consumer.PushConsumer(config=self._config).subscribe(name, listener, selector)  # says what is wrong with it
+            self._subscriptions[name] = listener, selector
+            running = self._consumer
+            if running is not None and self._is_running:
+                running.subscribe(name, listener, selector)
+
+    def start(self) -> None:
+        """Start consuming. Does nothing when it is started already.
+
+        Raises:
+            PushConsumerStartFailed: nothing is subscribed to, a setting is not allowed, or no name server answers.
+        """
+        with self._starting, _told_as(PushConsumerStartFailed):
+            if self._is_running:
+                return
+            if not self._subscriptions:
+                raise ConfigError("nothing is subscribed to; call subscribe(topic, callback) before start()")
+            starting = consumer.PushConsumer(config=self._whole_config())
+            for topic, (listener, selector) in self._subscriptions.items():
+                starting.subscribe(topic, listener, selector)
+            self._consumer, self._pid = starting, os.getpid()  # so that a signal's handler can end the start
+            try:
+                starting.start()
+            except BaseException:
+                self._consumer = None
+                raise
+            _running.add(self)
+
+    def shutdown(self) -> None:
+        """Let callbacks finish, store offsets, and leave the group. It can be started again.
+
+        A callback may call it: it returns at once there, and the end waits for the callback.
+
+        Raises:
+            ConsumerException: the consumer had failed before; the text says why.
+        """
+        self._end(None)
+
+    def _end(self, timeout_s: float | None) -> None:
+        running = self._consumer
+        if running is None or self._pid != os.getpid():
+            return
+        try:
+            with _told_as(ConsumerException):
+                running.close(timeout_s)
+        finally:
+            if self._consumer is running:
+                self._consumer = None
+            _running.discard(self)
+
+
+_running: set[PushConsumer] = set()
+"""Those that run go on, whether the application keeps them or not, until they are shut down or the process ends."""
+
+
+def _processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _listener(callback: Callback) -> Callable[[wire.Message], Any]:
+    """Return what calls `callback`, and says in this package's words what it returns.
+
+    Raises:
+        ConsumerException: it cannot be called with a message, or is a coroutine function.
+    """
+    if not callable(callback):
+        raise ConsumerException(f"callback must be a function of a message, not {shown(callback)}")
+    if inspect.iscoroutinefunction(callback):
+        raise ConsumerException(
+            f"callback {shown(callback)} is an `async def`, which is never awaited here; "
+            "subscribe it with pyrocket_consumer.PushConsumer"
+        )
+    try:
+        inspect.signature(callback).bind(None)
+    except ValueError:
+        pass  # some built-ins tell nothing of themselves
+    except TypeError as error:
+        raise ConsumerException(f"callback {shown(callback)} cannot be called with one message: {error}") from error
+    success = ConsumeStatus.CONSUME_SUCCESS
+
+    def listen(message: wire.Message) -> object:
+        status = callback(ReceivedMessage(message))
+        return None if status is success or status is None else _result_of(status)
+
+    return listen
+
+
+def _result_of(status: object) -> object:
+    """Return what an unusual status means: the numbers are what they were, and what is none is told."""
+    if isinstance(status, int):
+        if status is True:
+            say_once("a callback returned True", "True equals RECONSUME_LATER; return ConsumeStatus.CONSUME_SUCCESS")
+        if status == ConsumeStatus.CONSUME_SUCCESS:
+            return None
+        if status == ConsumeStatus.RECONSUME_LATER:
+            return ConsumeResult.RETRY
+    return status
+
+
+def _end_all() -> None:
+    for each in list(_running):
+        try:
+            each._end(_AT_EXIT_S)
+        except RocketMQException as error:
+            log.error("group=%s the process ends reason=%s", each._group, error)
+
+
+atexit.register(_end_all)

@@ -1,0 +1,93 @@
+"""The enums that lie beside the native library in the old package; there is no library here."""
+
+from __future__ import annotations
+
+import logging
+from enum import IntEnum
+from typing import Any, SupportsInt
+
+from pyrocket_consumer.compat.rocketmq.said import say_once
+
+__all__ = ["CtypesEnum", "MessageModel", "TraceModel", "dll"]
+
+
+class CtypesEnum(IntEnum):
+    """A number that the native library knows."""
+
+    @classmethod
+    def from_param(cls, obj: SupportsInt) -> int:
+        """Return `obj` as a number."""
+        return int(obj)
+
+
+class _CStatus(CtypesEnum):
+    OK = 0
+    NULL_POINTER = 1
+    MALLOC_FAILED = 2
+    PRODUCER_START_FAILED = 10
+    PRODUCER_SEND_SYNC_FAILED = 11
+    PRODUCER_SEND_ONEWAY_FAILED = 12
+    PRODUCER_SEND_ORDERLY_FAILED = 13
+    PRODUCER_SEND_ASYNC_FAILED = 14
+    PUSH_CONSUMER_START_FAILED = 20
+    NOT_SUPPORT_NOW = -1
+
+
+class _CLogLevel(CtypesEnum):
+    FATAL = 1
+    ERROR = 2
+    WARN = 3
+    INFO = 4
+    DEBUG = 5
+    TRACE = 6
+    LEVEL_NUM = 7
+
+
+class MessageModel(CtypesEnum):
+    """Each message to every member, or to one."""
+
+    BROADCASTING = 0
+    CLUSTERING = 1
+
+
+class TraceModel(CtypesEnum):
+    """Whether messages are traced."""
+
+    OPEN = 0
+    CLOSE = 1
+
+
+_LEVELS = {
+    _CLogLevel.FATAL: logging.CRITICAL,
+    _CLogLevel.ERROR: logging.ERROR,
+    _CLogLevel.WARN: logging.WARNING,
+    _CLogLevel.INFO: logging.INFO,
+    _CLogLevel.DEBUG: logging.DEBUG,
+    _CLogLevel.TRACE: logging.DEBUG,
+}
+
+
+class _NoLibrary:
+    """Stands where the native library was: of its functions only those for the log are called by applications."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"there is no native library, so no {name}; use the classes of rocketmq.client")
+
+    def SetPushConsumerLogPath(self, handle: object, path: object) -> int:  # noqa: N802
+        say_once("log path", "log lines go to Python's logger 'pyrocket_consumer', and to no file of their own")
+        return _CStatus.OK
+
+    def SetPushConsumerLogFileNumAndSize(self, handle: object, number: int, size: int) -> int:  # noqa: N802
+        return self.SetPushConsumerLogPath(handle, None)
+
+    def SetPushConsumerLogLevel(self, handle: object, level: int) -> int:  # noqa: N802
+        logging.getLogger("pyrocket_consumer").setLevel(_LEVELS[_CLogLevel(level)])
+        return _CStatus.OK
+
+    SetProducerLogPath = SetPushConsumerLogPath
+    SetProducerLogFileNumAndSize = SetPushConsumerLogFileNumAndSize
+    SetProducerLogLevel = SetPushConsumerLogLevel
+
+
+dll = _NoLibrary()
+"""No library: the six functions for the log act on Python's logger `pyrocket_consumer`; any other is an error."""

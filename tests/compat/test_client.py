@@ -1,0 +1,742 @@
+"""What code written for rocketmq-client-python sees, where that is as it was, and where it is mended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import zlib
+from contextlib import contextmanager
+from ctypes import ArgumentError
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from pyrocket_consumer import EventKind
+from pyrocket_consumer.compat.rocketmq import ffi
+from pyrocket_consumer.compat.rocketmq.client import (
+    ConsumeStatus,
+    Message,
+    MessageModel,
+    MessageProperty,
+    Producer,
+    PushConsumer,
+    ReceivedMessage,
+    SendResult,
+    SendStatus,
+    TransactionMQProducer,
+    TransactionStatus,
+)
+from pyrocket_consumer.compat.rocketmq.exceptions import (
+    ConsumerException,
+    NullPointerException,
+    ProducerSendOnewayFailed,
+    ProducerSendOrderlyFailed,
+    ProducerSendSyncFailed,
+    ProducerStartFailed,
+    PushConsumerStartFailed,
+    RocketMQException,
+)
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import WAIT_S, until
+
+ROOT = Path(__file__).parents[2]
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with EmbeddedCluster(delay_scale=0.01) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def topic(cluster, request):
+    name = f"t{zlib.crc32(request.node.nodeid.encode())}"
+    cluster.create_topic(name, queues=2)
+    return name
+
+
+@contextmanager
+def client(made, cluster):
+    made.set_name_server_address(cluster.name_server)
+    with made as used:
+        assert used is made
+        yield used
+
+
+@contextmanager
+def consuming(cluster, topic, callback, expression="*", **options):
+    consumer = PushConsumer(f"g-{topic}", **options)
+    consumer.subscribe(topic, callback, expression)
+    with client(consumer, cluster):
+        yield consumer
+
+
+def message(topic, body=b"body"):
+    made = Message(topic)
+    made.set_body(body)
+    return made
+
+
+def test_a_message_goes_round_whole(cluster, topic):
+    got = queue.Queue[ReceivedMessage]()
+    with consuming(cluster, topic, got.put), client(Producer("p"), cluster) as producer:
+        sent = Message(topic.encode())
+        sent.set_keys("k1 k2")
+        sent.set_tags("größe".encode())
+        sent.set_property("région", "値 ☃")
+        sent.set_body(b"\0\xff\0 all of it\0")
+        stored = producer.send_sync(sent)
+        received = got.get(timeout=WAIT_S)
+    assert isinstance(stored, SendResult)
+    assert stored == (SendStatus.OK, received.id, received.queue_offset)
+    assert (received.topic, received.body, bytes(received)) == (topic, b"\0\xff\0 all of it\0", received.body)
+    assert (received.keys, received.tags) == (b"k1 k2", "größe".encode())
+    assert received["région"] == received.get_property("région".encode()) == "値 ☃".encode()
+    assert received[MessageProperty.KEYS] == b"k1 k2"
+    assert (received.get_property("absent"), received.delay_time_level, received.reconsume_times) == (b"", 0, 0)
+    assert 0 < received.born_timestamp <= received.store_timestamp + 1000
+    assert (received.queue_id in (0, 1), received.prepared_transaction_offset) == (True, 0)
+    assert received.store_size > len(received.body)
+    assert received.commit_log_offset >= 0
+    assert repr(topic) in repr(received)
+
+
+def test_text_is_utf_8_both_ways(cluster, topic):
+    got = queue.Queue[ReceivedMessage]()
+    with consuming(cluster, topic, got.put), client(Producer("p"), cluster) as producer:
+        producer.send_sync(message(topic, "Grüße, 世界"))
+        received = got.get(timeout=WAIT_S)
+    assert str(received) == "Grüße, 世界"
+    assert (received.tags, received.keys) == (b"", b"")
+
+
+@pytest.mark.parametrize("answer", [ConsumeStatus.CONSUME_SUCCESS, 0, False, None], ids=repr)
+def test_a_callback_has_consumed_the_message(cluster, topic, answer):
+    got = queue.Queue[bytes]()
+
+    def callback(msg):
+        got.put(msg.body)
+        return answer
+
+    with consuming(cluster, topic, callback):
+        cluster.send(topic, b"one")
+        assert got.get(timeout=WAIT_S) == b"one"
+    assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
+    assert got.empty()
+
+
+@pytest.mark.parametrize("answer", [ConsumeStatus.RECONSUME_LATER, 1, True, "ok", 2, KeyError("no")], ids=repr)
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_callback_gets_the_message_again(cluster, topic, answer, orderly):
+    got = queue.Queue[int]()
+
+    def callback(msg):
+        got.put(msg.reconsume_times)
+        if msg.reconsume_times:
+            return ConsumeStatus.CONSUME_SUCCESS
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with consuming(cluster, topic, callback, orderly=orderly):
+        cluster.send(topic, b"one")
+        assert [got.get(timeout=WAIT_S) for _ in range(2)] == [0, 1]
+
+
+def test_what_a_callback_returned_that_is_no_status_is_told(cluster, topic, caplog):
+    with consuming(cluster, topic, lambda msg: "fine"):
+        cluster.send(topic, b"one")
+        until(lambda: EventKind.LISTENER_RESULT_UNKNOWN.value in caplog.text or "'fine'" in caplog.text, "a log line")
+
+
+def test_each_topic_has_its_own_callback(cluster, topic):
+    other = f"{topic}-other"
+    cluster.create_topic(other, queues=1)
+    got = queue.Queue[tuple[str, str]]()
+    consumer = PushConsumer(f"g-{topic}")
+    consumer.subscribe(topic, lambda msg: got.put(("one", msg.topic)))
+    consumer.subscribe(other, lambda msg: got.put(("other", msg.topic)))
+    with client(consumer, cluster):
+        cluster.send(topic, b"x")
+        cluster.send(other, b"x")
+        assert {got.get(timeout=WAIT_S) for _ in range(2)} == {("one", topic), ("other", other)}
+
+
+def test_a_topic_may_be_subscribed_to_after_the_start_and_an_empty_expression_is_all(cluster, topic):
+    other = f"{topic}-other"
+    cluster.create_topic(other, queues=1)
+    got = queue.Queue[bytes]()
+    with consuming(cluster, topic, got.put) as consumer:
+        consumer.subscribe(other, lambda msg: got.put(msg.body), "")
+        cluster.send(other, b"x", tags="a")
+        assert got.get(timeout=WAIT_S) == b"x"
+
+
+def test_tags_select(cluster, topic):
+    got = queue.Queue[bytes]()
+    with consuming(cluster, topic, lambda msg: got.put(msg.tags), "a || c"):
+        for tag in "abc":
+            cluster.send(topic, tag.encode(), tags=tag)
+        assert {got.get(timeout=WAIT_S) for _ in range(2)} == {b"a", b"c"}
+
+
+def test_orderly_keeps_the_order_of_a_key(cluster, topic):
+    got = queue.Queue[int]()
+    with (
+        consuming(cluster, topic, lambda msg: got.put(int(msg.body)), orderly=True),
+        client(Producer("p", True), cluster) as producer,
+    ):
+        for number in range(20):
+            producer.send_orderly_with_sharding_key(message(topic, str(number)), "key")
+        assert [got.get(timeout=WAIT_S) for _ in range(20)] == list(range(20))
+
+
+def test_broadcasting_gives_each_message_to_every_member(cluster, topic, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR", str(tmp_path))
+    got = queue.Queue[int]()
+    options = {"message_model": MessageModel.BROADCASTING}
+    with (
+        consuming(cluster, topic, lambda msg: got.put(1), **options),
+        consuming(cluster, topic, lambda msg: got.put(2), **options),
+    ):
+        cluster.send(topic, b"x")
+        assert {got.get(timeout=WAIT_S) for _ in range(2)} == {1, 2}
+
+
+def test_a_consumer_that_is_started_twice_is_one_and_one_that_was_shut_down_begins_anew(cluster, topic):
+    got = queue.Queue[bytes]()
+    with consuming(cluster, topic, lambda msg: got.put(msg.body)) as consumer:
+        consumer.start()
+        cluster.send(topic, b"first")
+        assert got.get(timeout=WAIT_S) == b"first"
+        consumer.shutdown()
+        consumer.shutdown()
+        cluster.send(topic, b"second")
+        consumer.start()
+        assert got.get(timeout=WAIT_S) == b"second"
+    assert got.empty()
+
+
+def test_a_callback_may_shut_its_consumer_down(cluster, topic):
+    done = threading.Event()
+    consumer = PushConsumer(f"g-{topic}")
+
+    def callback(msg):
+        consumer.shutdown()
+        done.set()
+
+    consumer.subscribe(topic, callback)
+    with client(consumer, cluster):
+        cluster.send(topic, b"x")
+        assert done.wait(WAIT_S)
+        until(lambda: sum(cluster.committed(f"g-{topic}", topic).values()) == 1, "the offset")
+
+
+def test_two_consumers_and_two_producers_of_a_group_live_in_one_process(cluster, topic):
+    got = queue.Queue[bytes]()
+    with (
+        consuming(cluster, topic, lambda msg: got.put(msg.body)),
+        consuming(cluster, topic, lambda msg: got.put(msg.body)),
+        client(Producer("p"), cluster) as one,
+        client(Producer("p"), cluster) as two,
+    ):
+        one.send_sync(message(topic, b"1"))
+        two.send_oneway(message(topic, b"2"))
+        assert {got.get(timeout=WAIT_S) for _ in range(2)} == {b"1", b"2"}
+
+
+def test_a_producer_can_be_started_again(cluster, topic):
+    producer = Producer("p")
+    with client(producer, cluster):
+        producer.start()
+        producer.send_sync(message(topic))
+    producer.start()
+    assert producer.send_sync(message(topic)).status == SendStatus.OK
+    producer.shutdown()
+    producer.shutdown()
+
+
+def test_a_topic_that_does_not_exist_is_created_by_the_first_message(topic):
+    with EmbeddedCluster(auto_create_topics=True) as cluster, client(Producer("p"), cluster) as producer:
+        assert producer.send_sync(message(f"{topic}-new")).status == SendStatus.OK
+
+
+def test_delay_level_and_property_names_of_rocketmq(cluster, topic):
+    got = queue.Queue[ReceivedMessage]()
+    with consuming(cluster, topic, got.put), client(Producer("p"), cluster) as producer:
+        sent = message(topic)
+        sent.set_property("KEYS", "k")
+        sent.set_property(b"TAGS", b"t")
+        sent.set_delay_time_level(1)
+        producer.send_sync(sent)
+        received = got.get(timeout=WAIT_S)
+    assert (received.keys, received.tags, received.delay_time_level) == (b"k", b"t", 1)
+
+
+def test_an_account_signs_and_is_not_shown(topic):
+    with EmbeddedCluster(account=("ak", "sk-of-it")) as cluster:
+        cluster.create_topic(topic, queues=1)
+        got = queue.Queue[bytes]()
+        consumer, producer = PushConsumer("g"), Producer("p")
+        consumer.subscribe(topic, lambda msg: got.put(msg.body))
+        for each in (consumer, producer):
+            each.set_session_credentials("ak", b"sk-of-it", "ALIYUN")
+            assert "sk-of-it" not in repr(each) + repr(vars(each))
+            with pytest.raises(TypeError, match="pickled"):
+                pickle.dumps(each)
+        with client(consumer, cluster), client(producer, cluster):
+            producer.send_sync(message(topic, b"x"))
+            assert got.get(timeout=WAIT_S) == b"x"
+
+
+# --- transactions
+
+
+def test_a_transaction_is_committed_and_its_function_sees_the_message_and_any_arguments(cluster, topic):
+    got, seen = queue.Queue[ReceivedMessage](), []
+
+    def execute(msg, user_args):
+        seen.append((str(msg), msg.keys, msg.id, msg["p"], user_args))
+        return TransactionStatus.COMMIT
+
+    producer = TransactionMQProducer("tp", lambda msg: TransactionStatus.UNKNOWN)
+    with consuming(cluster, topic, got.put), client(producer, cluster):
+        sent = message(topic, "ümsatz")
+        sent.set_keys("k")
+        sent.set_property("p", "v")
+        given = {"any": object()}
+        stored = producer.send_message_in_transaction(sent, execute, given)
+        received = got.get(timeout=WAIT_S)
+    assert seen == [("ümsatz", b"k", stored.msg_id, b"v", given)]
+    assert (str(received), received.id) == ("ümsatz", stored.msg_id)
+
+
+@pytest.mark.parametrize("outcome", [KeyError("bug"), None, True, False, "commit", TransactionStatus.UNKNOWN], ids=repr)
+def test_what_is_no_decision_is_left_to_the_checker(topic, outcome):
+    def decide(*arguments):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    asked, got = queue.Queue[str](), queue.Queue[str]()
+
+    def check(msg):
+        asked.put(msg.id)
+        return decide() if asked.qsize() == 1 and outcome != TransactionStatus.UNKNOWN else TransactionStatus.COMMIT
+
+    with EmbeddedCluster(settings={"transactionTimeOut": 100, "transactionCheckInterval": 100}) as cluster:
+        cluster.create_topic(topic, queues=1)
+        producer = TransactionMQProducer("tp", check, None, 5000)
+        with consuming(cluster, topic, lambda msg: got.put(msg.id)), client(producer, cluster):
+            stored = producer.send_message_in_transaction(message(topic), decide)
+            assert stored.status == SendStatus.OK
+            assert got.get(timeout=WAIT_S) == stored.msg_id
+
+
+def test_a_rollback_is_never_delivered(cluster, topic):
+    got = queue.Queue[bytes]()
+    producer = TransactionMQProducer("tp", lambda msg: TransactionStatus.COMMIT)
+    with consuming(cluster, topic, lambda msg: got.put(msg.body)), client(producer, cluster):
+        producer.send_message_in_transaction(message(topic, b"no"), lambda msg, args: TransactionStatus.ROLLBACK)
+        producer.send_message_in_transaction(message(topic, b"yes"), lambda msg, args: 0)
+        assert got.get(timeout=WAIT_S) == b"yes"
+    assert got.empty()
+
+
+# --- where the name servers are
+
+
+@contextmanager
+def web_server(answer: bytes, status: int = 200):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}/nsaddr"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("prefix", ["", "http://"])
+def test_a_domain_tells_where_the_name_servers_are(cluster, topic, prefix):
+    with web_server(f"{NOBODY};{cluster.name_server}\r\n".encode()) as url:
+        producer = Producer("p")
+        producer.set_name_server_domain(prefix + url)
+        with producer:
+            assert producer.send_sync(message(topic)).status == SendStatus.OK
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "text"),
+    [(b"", 200, "names no name servers"), (b"host", 200, "host:port"), (b"", 404, "404"), (b"\xff", 200, "utf-8")],
+)
+def test_a_domain_that_does_not_tell_is_an_error_of_the_start(answer, status, text):
+    with web_server(answer, status) as url:
+        producer = Producer("p")
+        producer.set_name_server_domain(url)
+        with pytest.raises(ProducerStartFailed, match=text):
+            producer.start()
+
+
+@pytest.mark.parametrize("domain", ["file:///etc/passwd", "ftp://there/x", "http://", "http://["])
+def test_a_domain_is_a_web_address(domain):
+    consumer = PushConsumer("g")
+    consumer.subscribe("t", print)
+    consumer.set_name_server_domain(domain)
+    with pytest.raises(PushConsumerStartFailed, match="domain"):
+        consumer.start()
+
+
+def test_an_endpoint_of_an_instance_has_its_namespace(topic):
+    name = "MQ_INST_17_Bx"
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic(f"{name}%{topic}", queues=1)
+        port = cluster.name_server.rpartition(":")[2]
+        got = queue.Queue[ReceivedMessage]()
+        consumer, producer = PushConsumer("g"), Producer("p")
+        consumer.subscribe(topic, got.put)
+        for each in (consumer, producer):
+            each.set_name_server_address(f"http://{name}.localhost:{port}/")
+            each._address = cluster.name_server  # its host has no address here
+        with consumer, producer:
+            producer.send_sync(message(topic))
+            assert got.get(timeout=WAIT_S).topic == topic
+        assert set(cluster.committed(f"{name}%g", f"{name}%{topic}").values()) == {1}
+
+
+# --- what is refused
+
+
+def test_clients_that_nobody_answers_do_not_start():
+    consumer, producer = PushConsumer("g"), Producer("p")
+    consumer.subscribe("t", print)
+    for each, error in ((consumer, PushConsumerStartFailed), (producer, ProducerStartFailed)):
+        each.set_name_server_address(NOBODY)
+        with pytest.raises(error, match=NOBODY) as caught:
+            each.start()
+        assert caught.value.__cause__ is not None
+        each.shutdown()
+
+
+def test_a_consumer_without_a_subscription_does_not_start(cluster):
+    consumer = PushConsumer("g")
+    consumer.set_name_server_address(cluster.name_server)
+    with pytest.raises(PushConsumerStartFailed, match="subscribe"):
+        consumer.start()
+
+
+@pytest.mark.parametrize("group", ["", "a b", "x" * 300])
+def test_a_group_that_is_not_allowed_is_an_error_of_the_start(cluster, group):
+    consumer = PushConsumer(group)
+    consumer.set_name_server_address(cluster.name_server)
+    consumer.subscribe("t", print)
+    with pytest.raises(PushConsumerStartFailed, match="group"):
+        consumer.start()
+
+
+def test_a_producer_that_is_not_started_does_not_send(cluster, topic):
+    producer = Producer("p")
+    producer.set_name_server_address(cluster.name_server)
+    for when in ("before", "after"):
+        with pytest.raises(ProducerSendSyncFailed, match="not started"):
+            producer.send_sync(message(topic))
+        with pytest.raises(ProducerSendOnewayFailed, match="not started"):
+            producer.send_oneway(message(topic))
+        with pytest.raises(ProducerSendOrderlyFailed, match="not started"):
+            producer.send_orderly_with_sharding_key(message(topic), "k")
+        if when == "before":
+            producer.start()
+            producer.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda msg: msg.set_body(""), "empty"),
+        (lambda msg: msg.set_body(b"x" * (5 << 20)), "max_message_bytes"),
+        (lambda msg: msg.set_property("UNIQ_KEY", "mine"), "reserved"),
+        (lambda msg: msg.set_property("p", "a\x01b"), "separate"),
+        (lambda msg: msg.set_property("DELAY", "soon"), "DELAY"),
+        (lambda msg: msg.set_delay_time_level(99), "delay_level"),
+        (lambda msg: msg.set_tags("a||b"), "tag"),
+    ],
+)
+def test_a_message_that_is_not_allowed_is_not_sent(cluster, topic, change, text):
+    with client(Producer("p"), cluster) as producer:
+        wrong = message(topic)
+        change(wrong)
+        with pytest.raises(ProducerSendSyncFailed, match=text):
+            producer.send_sync(wrong)
+
+
+def test_a_topic_that_cannot_be_sent_to_is_not_sent_to(cluster):
+    with client(Producer("p"), cluster) as producer:
+        for topic in ("no such topic", "", "SCHEDULE_TOPIC_XXXX"):
+            with pytest.raises(ProducerSendSyncFailed, match="topic"):
+                producer.send_sync(message(topic))
+
+
+SETTERS = {
+    "set_keys": lambda value: Message("t").set_keys(value),
+    "set_tags": lambda value: Message("t").set_tags(value),
+    "set_body": lambda value: Message("t").set_body(value),
+    "set_property name": lambda value: Message("t").set_property(value, "v"),
+    "set_property value": lambda value: Message("t").set_property("n", value),
+    "Message": Message,
+    "Producer": Producer,
+    "PushConsumer": PushConsumer,
+    "subscribe topic": lambda value: PushConsumer("g").subscribe(value, print),
+    "subscribe expression": lambda value: PushConsumer("g").subscribe("t", print, value),
+    "name server": lambda value: Producer("p").set_name_server_address(value),
+    "domain": lambda value: Producer("p").set_name_server_domain(value),
+    "group": lambda value: PushConsumer("g").set_group(value),
+    "instance": lambda value: PushConsumer("g").set_instance_name(value),
+    "access_key": lambda value: Producer("p").set_session_credentials(value, "s", ""),
+    "access_secret": lambda value: Producer("p").set_session_credentials("a", value, ""),
+    "channel": lambda value: Producer("p").set_session_credentials("a", "s", value),
+    "send_sync": lambda value: Producer("p").send_sync(value),
+    "get_property": lambda value: ReceivedMessage(None).get_property(value),
+}
+
+
+@pytest.mark.parametrize("what", SETTERS)
+@pytest.mark.parametrize("value", [1, 1.5, bytearray(b"x"), ["x"], object()], ids=lambda value: type(value).__name__)
+def test_what_is_neither_text_nor_bytes_is_an_argument_error(what, value):
+    with pytest.raises(ArgumentError, match=type(value).__name__):
+        SETTERS[what](value)
+
+
+@pytest.mark.parametrize("what", SETTERS)
+def test_none_is_a_null_pointer(what):
+    with pytest.raises(NullPointerException):
+        SETTERS[what](None)
+
+
+@pytest.mark.parametrize("what", [name for name in SETTERS if name not in ("set_body", "send_sync")])
+def test_bytes_that_are_no_text_are_refused(what):
+    with pytest.raises(RocketMQException, match="UTF-8"):
+        SETTERS[what](b"\xff")
+
+
+NUMBERS = {
+    "timeout": lambda value: Producer("p", timeout=value),
+    "max_message_size": lambda value: Producer("p").set_max_message_size(value),
+    "compress_level": lambda value: Producer("p").set_compress_level(value),
+    "threads": lambda value: PushConsumer("g").set_thread_count(value),
+    "batch": lambda value: PushConsumer("g").set_message_batch_max_size(value),
+    "delay": lambda value: Message("t").set_delay_time_level(value),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_what_is_no_number_is_an_argument_error(what):
+    with pytest.raises(ArgumentError, match="whole number"):
+        NUMBERS[what]("3")
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [("timeout", 0), ("timeout", 10**9), ("max_message_size", -1), ("threads", -1), ("threads", 9999)],
+)
+def test_a_number_that_is_not_allowed_names_what_is(what, value):
+    with pytest.raises(RocketMQException, match="between|least|from|to"):
+        NUMBERS[what](value)
+
+
+@pytest.mark.parametrize("what", ["threads", "batch"])
+def test_zero_is_a_null_pointer(what):
+    with pytest.raises(NullPointerException, match="0"):
+        NUMBERS[what](0)
+
+
+@pytest.mark.parametrize("model", [2, "x", None])
+def test_a_model_there_is_not(model):
+    with pytest.raises(ArgumentError, match="CLUSTERING"):
+        PushConsumer("g", message_model=model)
+
+
+async def coroutine(msg): ...
+
+
+@pytest.mark.parametrize("callback", [None, "x", lambda: None, lambda a, b: None, coroutine])
+def test_a_callback_that_cannot_be_called_with_a_message_is_refused(callback):
+    with pytest.raises(ConsumerException, match="callback"):
+        PushConsumer("g").subscribe("t", callback)
+
+
+@pytest.mark.parametrize("expression", ["a | b", "a, b"])
+def test_an_expression_that_selects_nothing_is_refused(expression):
+    with pytest.raises(ConsumerException, match=r"\|\|"):
+        PushConsumer("g").subscribe("t", print, expression)
+
+
+def test_functions_are_checked_before_anything_is_sent(cluster, topic):
+    with pytest.raises(ArgumentError, match="checker_callback"):
+        TransactionMQProducer("tp", None)
+    producer = TransactionMQProducer("tp", print)
+    with client(producer, cluster), pytest.raises(ArgumentError, match="local_execute"):
+        producer.send_message_in_transaction(message(topic), None)
+
+
+# --- what has no meaning any more
+
+
+def test_what_has_no_meaning_is_said_once(caplog):
+    for _ in range(3):
+        producer, consumer = Producer("p", compress_level=9), PushConsumer("g")
+        consumer.set_message_batch_max_size(32)
+        for each in (producer, consumer):
+            each.set_message_trace(True)
+            ffi.dll.SetProducerLogPath(each, b"/tmp/logs")
+            ffi.dll.SetPushConsumerLogFileNumAndSize(each, 3, 100)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(set(lines)) <= 4
+
+
+def test_the_log_level_is_that_of_the_logger():
+    log = logging.getLogger("pyrocket_consumer")
+    before = log.level
+    try:
+        assert ffi.dll.SetPushConsumerLogLevel(None, ffi._CLogLevel.ERROR) == 0
+        assert log.level == logging.ERROR
+    finally:
+        log.setLevel(before)
+    with pytest.raises(AttributeError, match="no native library"):
+        ffi.dll.CreateMessage(b"t")
+
+
+# --- processes
+
+
+def run(script: str, cluster, topic, **options) -> subprocess.Popen[str]:
+    text = textwrap.dedent(script)
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", text, cluster.name_server, topic],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+    )  # fmt: skip
+
+
+BEGIN = """
+    import os, sys, time
+    import pyrocket_consumer.compat
+    pyrocket_consumer.compat.install()
+    from rocketmq.client import *
+    name_server, topic = sys.argv[1:]
+"""
+
+
+def test_the_end_of_the_process_stores_offsets_although_nobody_shuts_down(cluster, topic):
+    script = BEGIN + """
+    def begin():
+        consumer = PushConsumer("g-" + topic)
+        consumer.set_name_server_address(name_server)
+        consumer.subscribe(topic, lambda msg: print(msg.body))
+        consumer.start()
+    begin()  # nobody holds it
+    print("started")
+    while True:
+        time.sleep(3600)
+    """
+    process = run(script, cluster, topic)
+    try:
+        assert process.stdout.readline() == "started\n"
+        cluster.send(topic, b"x")
+        assert process.stdout.readline() == "b'x'\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert "KeyboardInterrupt" in errors
+    assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
+
+
+def test_a_child_that_is_forked_sends_and_consumes_by_itself(cluster, topic):
+    script = BEGIN + """
+    import warnings
+    warnings.simplefilter("ignore")
+    producer = Producer("p")
+    producer.set_name_server_address(name_server)
+    producer.start()
+    consumer = PushConsumer("g-" + topic)
+    consumer.set_name_server_address(name_server)
+    consumer.subscribe(topic, lambda msg: print(os.getpid(), msg.body))
+    consumer.start()
+    def send(body):
+        msg = Message(topic)
+        msg.set_body(body)
+        return producer.send_sync(msg).status
+    child = os.fork()
+    if not child:
+        assert send("from the child") == 0
+        consumer.shutdown()
+        consumer.start()
+        consumer.shutdown()
+        producer.shutdown()
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert send("from the parent") == 0
+    sys.stdin.readline()
+    consumer.shutdown()
+    producer.shutdown()
+    """
+    process = run(script, cluster, topic, stdin=subprocess.PIPE)
+    try:
+        lines = {process.stdout.readline().split(" ", 1)[1] for _ in range(2)}
+        _, errors = process.communicate("\n", timeout=WAIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert (lines, process.returncode) == ({"b'from the child'\n", "b'from the parent'\n"}, 0), errors
+
+
+def test_rocketmq_is_importable_after_install_only(cluster, topic):
+    script = """
+    import sys
+    import pyrocket_consumer.compat as compat
+    assert "rocketmq" not in sys.modules
+    compat.install()
+    compat.install()
+    import rocketmq.client, rocketmq.consts, rocketmq.exceptions, rocketmq.ffi, rocketmq.utils
+    from rocketmq import client
+    from pyrocket_consumer.compat.rocketmq.client import PushConsumer
+    assert client.PushConsumer is PushConsumer is rocketmq.client.PushConsumer
+    """
+    process = run(script, cluster, topic)
+    assert process.communicate(timeout=WAIT_S) == ("", "")
+
+
+def test_install_does_not_replace_what_is_imported_already(cluster, topic, tmp_path):
+    (tmp_path / "rocketmq").mkdir()
+    (tmp_path / "rocketmq" / "__init__.py").write_text("")
+    script = """
+    import rocketmq
+    import pyrocket_consumer.compat
+    try:
+        pyrocket_consumer.compat.install()
+    except ValueError as error:
+        print(error)
+    """
+    process = run(script, cluster, topic, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    told, errors = process.communicate(timeout=WAIT_S)
+    assert ("imported already" in told, str(tmp_path) in told, errors) == (True, True, "")
