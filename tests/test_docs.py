@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import pyrocket_consumer
-from pyrocket_consumer import EventKind, ProducerConfig, admin, consumer, errors, offsets, producer, testing
+from pyrocket_consumer import EventKind, ProducerConfig, admin, compat, consumer, errors, offsets, producer, testing
+from pyrocket_consumer.compat.rocketmq import client
 from pyrocket_consumer.config import ConsumerConfig
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,7 @@ def test_the_reference_has(name):
 
 PUBLIC = {
     getattr(module, name)
-    for module in (pyrocket_consumer, admin, consumer, offsets, producer, testing)
+    for module in (pyrocket_consumer, admin, client, compat, consumer, offsets, producer, testing)
     for name in module.__all__
     if not name.startswith("_") and inspect.isroutine(getattr(module, name)) | inspect.isclass(getattr(module, name))
 }
