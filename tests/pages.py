@@ -1,0 +1,104 @@
+"""The code blocks of pages, run as a reader would run them: beside a cluster that has the topic `orders`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import until
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+ADDRESS = "127.0.0.1:9876"
+"""Where pages say that the name server is."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the code blocks of a page that are in `language`."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def title(block: str) -> str:
+    """Return what a block is called in the list of tests: its first line that is not an import."""
+    return next(line for line in block.splitlines() if line and not line.startswith(("import", "from")))[:40]
+
+
+@contextmanager
+def orders_arriving() -> Iterator[EmbeddedCluster]:
+    """A cluster with the topic of the pages, to which somebody goes on sending."""
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("orders", queues=4)
+        stop = threading.Event()
+
+        def send() -> None:
+            while not stop.wait(0.05):
+                cluster.send("orders", b"an order", count=4, tags="paid")
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        try:
+            yield cluster
+        finally:
+            stop.set()
+            sending.join()
+
+
+def run_python(block: str, cluster: EmbeddedCluster, directory: Path) -> str:
+    """Run a block in a process of its own, and return what it printed.
+
+    One that consumes without end gets SIGTERM when it has printed a line. Each must end with 0 and without a warning.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", block.replace(ADDRESS, cluster.name_server)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=directory, env=_environment(),
+    )  # fmt: skip
+    first = ""
+    try:
+        if "consumer.join()" in block:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            until(lambda: process.poll() is not None or _takes_sigterm(process), "join has begun")
+            process.send_signal(signal.SIGTERM)
+        printed, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    return first + printed
+
+
+def run_pyrocket(block: str, cluster: EmbeddedCluster, directory: Path) -> list[str]:
+    """Run a block of `pyrocket …` commands, a line each, and return what each of them printed."""
+    printed = []
+    for line in block.replace(ADDRESS, cluster.name_server).splitlines():
+        assert line.startswith("pyrocket "), line
+        command = line.replace("pyrocket", f"{sys.executable} -m pyrocket_consumer.cli", 1)
+        done = subprocess.run(
+            command, shell=True, capture_output=True, text=True, timeout=60, cwd=directory, env=_environment()
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    return printed
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+
+
+def _takes_sigterm(process: subprocess.Popen[str]) -> bool:
+    """Whether the process has a handler for SIGTERM, as it has while it joins a consumer; always where /proc is not."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+    (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
