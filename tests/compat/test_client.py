@@ -43,6 +43,7 @@ from pyrocket_consumer.compat.rocketmq.exceptions import (
     ProducerStartFailed,
     PushConsumerStartFailed,
     RocketMQException,
+    ffi_check,
 )
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import WAIT_S, until
@@ -607,8 +608,8 @@ def test_what_has_no_meaning_is_said_once(caplog):
         consumer.set_message_batch_max_size(32)
         for each in (producer, consumer):
             each.set_message_trace(True)
-            ffi.dll.SetProducerLogPath(each, b"/tmp/logs")
-            ffi.dll.SetPushConsumerLogFileNumAndSize(each, 3, 100)
+            ffi.dll.SetProducerLogPath(each._handle, b"/tmp/logs")  # how applications reached what had no method
+            ffi.dll.SetPushConsumerLogFileNumAndSize(each._handle, 3, 100)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(set(lines)) <= 4
 
@@ -617,8 +618,14 @@ def test_the_log_level_is_that_of_the_logger():
     log = logging.getLogger("pyrocket_consumer")
     before = log.level
     try:
-        assert ffi.dll.SetPushConsumerLogLevel(None, ffi._CLogLevel.ERROR) == 0
+        ffi_check(ffi.dll.SetPushConsumerLogLevel(PushConsumer("g")._handle, ffi._CLogLevel.ERROR))
         assert log.level == logging.ERROR
+        ffi_check(ffi.dll.SetProducerLogLevel(Producer("g")._handle, 4))
+        assert log.level == logging.INFO
+        for level in (0, ffi._CLogLevel.LEVEL_NUM, "INFO", []):
+            with pytest.raises(ArgumentError, match="level=.* is not allowed; use 1, FATAL, to 6, TRACE"):
+                ffi.dll.SetProducerLogLevel(Producer("g")._handle, level)
+        assert log.level == logging.INFO
     finally:
         log.setLevel(before)
     with pytest.raises(AttributeError, match="no native library"):

@@ -272,6 +272,10 @@ class _Client(Generic[_C]):
         self._starting = threading.RLock()  # one start at a time; a signal's handler may come in the middle
 
     @property
+    def _handle(self) -> Self:  # what applications pass to the functions of `ffi.dll` for the log
+        return self
+
+    @property
     def _is_running(self) -> bool:
         raise NotImplementedError
 

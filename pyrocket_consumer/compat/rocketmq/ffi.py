@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from ctypes import ArgumentError
 from enum import IntEnum
 from typing import Any, SupportsInt
 
 from pyrocket_consumer.compat.rocketmq.said import say_once
+from pyrocket_consumer.text import shown
 
 __all__ = ["CtypesEnum", "MessageModel", "TraceModel", "dll"]
 
@@ -57,7 +59,7 @@ class TraceModel(CtypesEnum):
     CLOSE = 1
 
 
-_LEVELS = {
+_LEVELS: dict[int, int] = {
     _CLogLevel.FATAL: logging.CRITICAL,
     _CLogLevel.ERROR: logging.ERROR,
     _CLogLevel.WARN: logging.WARNING,
@@ -81,7 +83,9 @@ class _NoLibrary:
         return self.SetPushConsumerLogPath(handle, None)
 
     def SetPushConsumerLogLevel(self, handle: object, level: int) -> int:  # noqa: N802
-        logging.getLogger("pyrocket_consumer").setLevel(_LEVELS[_CLogLevel(level)])
+        if not isinstance(level, int) or level not in _LEVELS:
+            raise ArgumentError(f"level={shown(level)} is not allowed; use 1, FATAL, to 6, TRACE")
+        logging.getLogger("pyrocket_consumer").setLevel(_LEVELS[level])
         return _CStatus.OK
 
     SetProducerLogPath = SetPushConsumerLogPath
