@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 from filelock import FileLock
@@ -34,18 +35,18 @@ def old_package() -> Path:
 
 
 def _fetch(target: Path) -> None:
-    partial = target.with_name(f"{NAME}.partial")
-    partial.mkdir(exist_ok=True)
-    requirements = partial / "requirements.txt"
-    requirements.write_text(PINNED)
-    answer = subprocess.run(
-        [
-            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:",
-            "--no-build-isolation", "--require-hashes", f"--requirement={requirements}", f"--dest={partial}",
-        ],
-        capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False,
-    )  # fmt: skip
-    assert answer.returncode == 0, f"pip could not get {NAME}:\n{answer.stdout}{answer.stderr}"
-    with tarfile.open(partial / f"{NAME}.tar.gz") as archive:
-        archive.extractall(partial, filter="data")
-    (partial / NAME).rename(target)
+    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+        partial = Path(directory)
+        requirements = partial / "requirements.txt"
+        requirements.write_text(PINNED)
+        answer = subprocess.run(
+            [
+                sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:",
+                "--no-build-isolation", "--require-hashes", f"--requirement={requirements}", f"--dest={partial}",
+            ],
+            capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False,
+        )  # fmt: skip
+        assert answer.returncode == 0, f"pip could not get {NAME}:\n{answer.stdout}{answer.stderr}"
+        with tarfile.open(partial / f"{NAME}.tar.gz") as archive:
+            archive.extractall(partial, filter="data")
+        (partial / NAME).rename(target)

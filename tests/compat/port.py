@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 PORT = 9876
-TURN_TIMEOUT_S = 240
+TURN_TIMEOUT_S = 600
 CONNECT_TIMEOUT_S = 10
 
 

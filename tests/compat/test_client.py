@@ -213,6 +213,17 @@ def test_broadcasting_gives_each_message_to_every_member(cluster, topic, tmp_pat
         assert {got.get(timeout=WAIT_S) for _ in range(2)} == {1, 2}
 
 
+@pytest.mark.parametrize(("version", "first"), [("4.9.7", b"before"), ("5.5.0", b"after")])
+def test_a_new_group_begins_with_new_messages_where_brokers_let_it(topic, version, first):
+    got = queue.Queue[ReceivedMessage]()
+    with EmbeddedCluster(version=version) as cluster:
+        cluster.create_topic(topic, queues=1)
+        cluster.send(topic, b"before")
+        with consuming(cluster, topic, got.put):
+            cluster.send(topic, b"after")
+            assert got.get(timeout=WAIT_S).body == first
+
+
 def test_a_consumer_that_is_started_twice_is_one_and_one_that_was_shut_down_begins_anew(cluster, topic):
     got = queue.Queue[bytes]()
     with consuming(cluster, topic, lambda msg: got.put(msg.body)) as consumer:

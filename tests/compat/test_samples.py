@@ -17,6 +17,11 @@ from tests.compat.running import running
 from tests.consuming import until
 from tests.system.processes import Child
 
+pytestmark = [
+    pytest.mark.versions("4.9.7", "5.5.0"),
+    pytest.mark.timeout(900),  # others may have the port first
+]
+
 QUICK_CHECKS = {"transactionCheckInterval": "1000", "transactionTimeOut": "1000"}
 PROMPT_S = 20
 
