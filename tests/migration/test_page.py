@@ -1,0 +1,141 @@
+"""docs/from-java-and-kafka.md: its code runs, its tables are complete, and it names nothing that is not there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import pyrocket_consumer
+from pyrocket_consumer import (
+    ConsumerConfig,
+    EventKind,
+    ProducerConfig,
+    PushConsumer,
+    admin,
+    consumer,
+    producer,
+    testing,
+)
+from pyrocket_consumer.cli import main
+from tests.migration import java
+from tests.migration.__main__ import DOCUMENT, OPTIONS, document, options_in
+from tests.migration.rows import ONLY_HERE, TABLES
+from tests.pages import blocks, orders_arriving, run_pyrocket, run_python, title
+
+PAGE = DOCUMENT.read_text()
+ROWS = [row for table in TABLES.values() for row in table.rows]
+
+
+@pytest.fixture
+def orders():
+    with orders_arriving() as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("block", blocks(DOCUMENT, "python"), ids=title)
+def test_a_python_block_runs(block, orders, tmp_path):
+    assert run_python(block, orders, tmp_path, logged="event=offset-reset")
+
+
+def test_the_pyrocket_commands_run(orders, tmp_path):
+    with PushConsumer("billing", name_server=orders.name_server) as member:
+        member.subscribe("orders", lambda message: None)
+        for block in blocks(DOCUMENT, "sh"):
+            for printed in run_pyrocket(block, orders, tmp_path):
+                assert "orders" in printed
+
+
+def test_the_tables_are_up_to_date():
+    assert document(PAGE) == PAGE, "make them anew: python -m tests.migration"
+
+
+@pytest.mark.parametrize("name", [*TABLES, "only_here"])
+def test_the_page_has_each_table_once(name):
+    assert PAGE.count(f"<!-- {name}: python -m tests.migration -->\n|") == 1
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_each_name_of_java_has_one_row_and_each_row_names_what_java_has(name):
+    named = [each for row in TABLES[name].rows for each in row.java.split()]
+    assert sorted(named) == sorted({each for kind in TABLES[name].classes for each in java.recorded()[kind]})
+
+
+def test_each_class_of_java_is_in_a_table():
+    assert sorted(kind for table in TABLES.values() for kind in table.classes) == sorted(java.recorded())
+
+
+def test_each_option_of_ours_is_in_a_row_or_is_only_here():
+    named = {option for row in ROWS for option in options_in(row.here)}
+    assert sorted({*named, *ONLY_HERE}) == sorted(OPTIONS)
+    assert named.isdisjoint(ONLY_HERE)
+
+
+def cells_named_here() -> list[str]:
+    """Return what the page's tables name in their column "here": one quoted text each."""
+    found, column = [], None
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if not line.startswith("|"):
+            column = None
+        elif "here" in cells:
+            column = cells.index("here")
+        elif column is not None:
+            found += re.findall(r"`([^`]+)`", cells[column])
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("text", cells_named_here())
+def test_what_is_named_here_exists(text):
+    if text.startswith("pyrocket "):
+        with pytest.raises(SystemExit, match="0"):
+            main([*text.split()[1:], "--help"])
+        return
+    name, arguments, value = re.fullmatch(r"([\w.\"-]+)(?:\((.*)\))?(?:=(.+))?", text).groups()
+    if name in OPTIONS:
+        assert arguments is None
+        assert value is None or made_with(name, ast.literal_eval(value))
+    elif not is_literal(name):
+        thing = resolved(name)
+        assert arguments is None or callable(thing)
+        for argument in re.findall(r"(\w+)=", arguments or ""):
+            assert argument in inspect.signature(thing).parameters
+
+
+@pytest.mark.parametrize("text", sorted(set(re.findall(r"`([a-z]+-[a-z-]+)`", PAGE)) - {"kafka-topics"}))
+def test_the_events_that_are_named_exist(text):
+    kafka = {"kafka-consumer-groups", "kafka-console-consumer", "kafka-console-producer"}
+    assert text in kafka or text in {kind.value for kind in EventKind}
+
+
+def is_literal(text: str) -> bool:
+    try:
+        ast.literal_eval(text)
+    except ValueError:
+        return False
+    return True
+
+
+def resolved(name: str) -> Any:
+    """Return what a public name means: of the package, or of one of those that the docs import from."""
+    first, *rest = name.split(".")
+    (thing, *_) = [
+        getattr(module, first)
+        for module in (pyrocket_consumer, producer, consumer, admin, testing)
+        if first in module.__all__
+    ]
+    for each in rest:
+        options = {field.name for field in fields(thing)} if hasattr(thing, "__dataclass_fields__") else set()
+        thing = thing if each in options and not rest[1:] else getattr(thing, each)
+    return thing
+
+
+def made_with(option: str, value: object) -> bool:
+    """Make a config with an option. Wrong values raise."""
+    config = ConsumerConfig if option in {field.name for field in fields(ConsumerConfig)} else ProducerConfig
+    options = {"group": "g", "name_server": "127.0.0.1:9876", option: value}
+    return getattr(config.from_options(options), option) == value
