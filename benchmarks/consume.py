@@ -34,10 +34,11 @@ from benchmarks.consume_report import (
     table,
     value_of,
 )
-from benchmarks.consume_side import Answer, Task
+from benchmarks.consume_side import Task
 from benchmarks.environment import environment, header
 from benchmarks.plots import pyplot
 from benchmarks.raw_pull import raw_pull
+from benchmarks.watch import Answer
 from pyrocket_consumer.model import MASTER_ID, PERM_READ, PERM_WRITE
 from pyrocket_consumer.wire.bodies import decode_route
 from pyrocket_consumer.wire.codes import RequestCode

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.consume_side import Answer
 from benchmarks.plots import draw_rates
+from benchmarks.watch import Answer
 
 
 @dataclass(frozen=True, slots=True)

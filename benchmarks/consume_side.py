@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import resource
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.broker_load import FLOW_BODY
 from benchmarks.raw_pull import raw_pull
-
-LOOK_EVERY_S = 0.02
-
-Answer = dict[str, Any]
+from benchmarks.watch import LOOK_EVERY_S, Answer, Look, Watch, memory_mb
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,65 +54,12 @@ class Task:
     shut_down: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The counters at one moment: messages, time, CPU time and context switches of the whole process."""
-
-    count: int
-    at_s: float
-    cpu_s: float
-    switches: int
-
-    @classmethod
-    def now(cls, count: int) -> Look:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(count, time.perf_counter(), usage.ru_utime + usage.ru_stime, usage.ru_nvcsw)
-
-
-class Watch:
-    """Looks from time to time; seldom at the memory, because that costs more than the rest."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.looks: list[Look] = []
-        self.rss_mb: list[float] = []
-
-    def look(self, count: int) -> Look:
-        look = Look.now(count)
-        self.looks.append(look)
-        while len(self.rss_mb) < 10 and count >= self.total * (len(self.rss_mb) + 1) // 10:
-            self.rss_mb.append(round(memory_mb("VmRSS"), 1))
-        return look
-
-    def warm_part(self, task: Task) -> Answer:
-        """Return messages, seconds, CPU and switches between the two shares of the backlog."""
-        first = next(look for look in self.looks if look.count >= task.from_share * self.total)
-        last = [look for look in self.looks if look.count <= task.to_share * self.total][-1]
-        return {
-            "messages": last.count - first.count,
-            "seconds": last.at_s - first.at_s,
-            "cpu_s": last.cpu_s - first.cpu_s,
-            "switches": last.switches - first.switches,
-            "rss_mb_at_tenths": self.rss_mb,
-        }
-
-
-def memory_mb(what: str) -> float:
-    """Return VmRSS or VmHWM (the highest so far) in MiB. ru_maxrss would count the parent's memory, too."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        unit = 1 << 20 if sys.platform == "darwin" else 1 << 10
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    return int(status.partition(f"{what}:")[2].split(maxsplit=1)[0]) / 1024
-
-
 def raw(task: Task) -> Answer:
     """Answer for the bare loop."""
     watch = Watch(task.total)
     where = task.broker_address, task.broker_name, task.group, task.topic, task.queues
     raw_pull(*where, task.pull_batch, task.total, watch.look)
-    return watch.warm_part(task)
+    return watch.warm_part(task.from_share, task.to_share)
 
 
 class Counter:
@@ -192,7 +134,7 @@ def backlog(task: Task) -> Answer:
             if look.at_s > deadline:
                 raise TimeoutError(f"only {look.count} of {task.total} messages came within {task.timeout_s:g} s")
             time.sleep(LOOK_EVERY_S)
-    return watch.warm_part(task)
+    return watch.warm_part(task.from_share, task.to_share)
 
 
 def latency(task: Task) -> Answer:

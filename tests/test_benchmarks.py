@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from pyrocket_consumer.testing import EmbeddedCluster
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,7 +22,10 @@ def run(program, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("program", ["consume", "offset_persist", "decode", "start_close", "spark_read", "spark_write"])
+PROGRAMS = ["consume", "offset_persist", "decode", "drop_in", "start_close", "spark_read", "spark_write"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_help_has_the_question_and_the_options(program):
     text = run(program, "--help")
     assert "?" in text
@@ -51,3 +57,28 @@ def test_decode_measures_every_way(tmp_path):
     results = json.loads(figures.read_text())["results"]
     assert {each["way"] for each in results} >= {"eager", "lazy", "walk lengths"}
     assert {each["body_bytes"] for each in results} == {100, 1024, 10240}
+
+
+def test_drop_in_measures_the_facade_beside_what_is_beneath(tmp_path):
+    figures = tmp_path / "figures.json"
+    with EmbeddedCluster(delay_scale=0.01) as cluster:
+        options = ["--quick", "--sides", "facade,api", "--name-server", cluster.name_server]
+        printed = run("drop_in", *options, "--json", str(figures))
+    rounds = json.loads(figures.read_text())["rounds"]
+    assert set(rounds) == {"consume", "read", "send", "raising"}
+    assert all(set(sides) == {"facade", "api"} for sides in rounds.values())
+    assert {(each["raised"], each["came_again"]) for (each,) in rounds["raising"].values()} == {(16, 16)}
+    assert "consume: CPU ÷ api" in printed
+
+
+def test_drop_in_says_where_the_native_library_is_to_be_had():
+    if importlib.util.find_spec("rocketmq") is None:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.drop_in", "--quick"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, "pip install '.[native]'" in done.stderr) == (2, True)

@@ -235,8 +235,10 @@ class ReceivedMessage:
 
     def get_property(self, prop: str | bytes | MessageProperty) -> bytes:
         """Return the property `prop`; b"" when it is absent."""
-        name = prop.value if isinstance(prop, MessageProperty) else to_text("property name", prop)
-        return (self._handle.property(name) or "").encode()
+        if type(prop) is not str:
+            prop = prop.value if isinstance(prop, MessageProperty) else to_text("property name", prop)
+        value = self._handle.property(prop)
+        return value.encode() if value else b""
 
     def __getitem__(self, key: str | bytes | MessageProperty) -> bytes:
         return self.get_property(key)
@@ -461,7 +463,7 @@ class Producer(_Client[ProducerConfig]):
             ProducerSendOrderlyFailed: not stored, as far as is known; or the producer is not started.
             NullPointerException, ctypes.ArgumentError: an argument is None, or is of another type.
         """
-        key = to_text("sharding_key", sharding_key)
+        key = to_text("sharding_key", sharding_key) or "-"  # an empty one cannot travel, and must keep its order, too
         with _told_as(ProducerSendOrderlyFailed):
             return self._send(msg, key)
 
