@@ -41,7 +41,8 @@ CLIENT = Table(
         Row(
             "setNamespace withNamespace withoutNamespace queueWithNamespace queuesWithNamespace",
             "`namespace`",
-            "names are given and shown without it",
+            "names are given without it. A consumer's `Message.topic` and queues have it in front (`INST%orders`), "
+            "Java's do not",
         ),
         Row("setNamespaceV2", "", "only namespaces that are part of the name, as with `setNamespace`"),
         Row(
@@ -167,7 +168,7 @@ CONSUMER = Table(
         ),
         Row("setConsumeConcurrentlyMaxSpan", "`max_span`"),
         Row("setPostSubscriptionWhenPull", "", "not needed: brokers know what is subscribed to from heartbeats"),
-        Row("setMaxReconsumeTimes", "`max_reconsume_times`", "−1 means the same: 16; orderly: no limit"),
+        Row("setMaxReconsumeTimes", "`max_reconsume_times`", "Java's −1 is to leave it out"),
         Row("setSuspendCurrentQueueTimeMillis", "`Suspend(for_s=…)`", "returned by the listener; s, not ms"),
         Row(
             "setConsumeTimeout",
@@ -245,7 +246,7 @@ PRODUCER = Table(
             "send sendDirect",
             "`Producer.send()`, `Producer.send_async()`, `Producer.send_batch()`",
             "with `SendCallback`: `send_async`, which returns a future; with a collection: `send_batch`; with a "
-            "`MessageQueue`: `queue=`; with `SelectMessageQueueByHash`: `sharding_key=`, the same queue as Java's",
+            "`MessageQueue`: `queue=`; with `SelectMessageQueueByHash` and a String: `sharding_key=`, the same queue",
         ),
         Row("sendOneway", "`Producer.send_oneway()`"),
         Row(
