@@ -37,7 +37,7 @@ def install() -> None:
     if there is not None or any(name.startswith("rocketmq.") for name in sys.modules):
         where = getattr(there, "__file__", None) or "another package"
         raise ConfigError(f"rocketmq is imported already, from {where}; call compat.install() before that")
-    if (other := util.find_spec("rocketmq")) is not None:
+    if (other := util.find_spec("rocketmq")) is not None and other.origin is not None:  # not just a folder of that name
         log.warning("rocketmq stands for %s now, and not for the one in %s", _FACADE, other.origin)
     for name in _MODULES:
         sys.modules[f"rocketmq.{name}"] = import_module(f"{_FACADE}.{name}")
