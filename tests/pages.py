@@ -1,4 +1,4 @@
-"""The code blocks of pages, run as a reader would run them: beside a cluster that has the topic `orders`."""
+"""The code blocks of pages, run as a reader would run them: beside a cluster to which somebody sends orders."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ def title(block: str) -> str:
 
 
 @contextmanager
-def orders_arriving() -> Iterator[EmbeddedCluster]:
-    """A cluster with the topic of the pages, to which somebody goes on sending."""
+def orders_arriving(*topics: str) -> Iterator[EmbeddedCluster]:
+    """A cluster with these topics (none: `orders`), to which somebody goes on sending."""
     with EmbeddedCluster() as cluster:
-        cluster.create_topic("orders", queues=4)
         stop = threading.Event()
+        for topic in topics or ["orders"]:
+            cluster.create_topic(topic, queues=4)
 
         def send() -> None:
             while not stop.wait(0.05):
-                cluster.send("orders", b"an order", count=4, tags="paid")
+                for topic in topics or ["orders"]:
+                    cluster.send(topic, b"an order", count=4, tags="paid")
 
         sending = threading.Thread(target=send)
         sending.start()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from tests.pages import DOCS, blocks, orders_arriving, run_python
@@ -14,20 +12,9 @@ PRINTED = ["0 ", "", "b'an order'", "0 ['", "", ""]
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with orders_arriving() as cluster:
-        cluster.create_topic("audit", queues=1)
-        stop = threading.Event()
-
-        def send() -> None:
-            while not stop.wait(0.05):
-                cluster.send("audit", b"seen", tags="paid")
-
-        sending = threading.Thread(target=send)
-        sending.start()
+def orders():
+    with orders_arriving("orders", "audit") as cluster:
         yield cluster
-        stop.set()
-        sending.join()
 
 
 def test_each_block_is_known():
@@ -35,5 +22,5 @@ def test_each_block_is_known():
 
 
 @pytest.mark.parametrize("number", range(len(PRINTED)))
-def test_a_block_runs(cluster, number, tmp_path):
-    assert PRINTED[number] in run_python(BLOCKS[number], cluster, tmp_path)
+def test_a_block_runs(orders, number, tmp_path):
+    assert PRINTED[number] in run_python(BLOCKS[number], orders, tmp_path)

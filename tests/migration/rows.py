@@ -41,8 +41,7 @@ CLIENT = Table(
         Row(
             "setNamespace withNamespace withoutNamespace queueWithNamespace queuesWithNamespace",
             "`namespace`",
-            "names are given without it. A consumer's `Message.topic` and queues have it in front (`INST%orders`), "
-            "Java's do not",
+            "names are given without it. A consumer's `Message.topic` has it in front (`INST%orders`), Java's has not",
         ),
         Row("setNamespaceV2", "", "only namespaces that are part of the name, as with `setNamespace`"),
         Row(
@@ -352,7 +351,7 @@ EXCEPTIONS = Table(
         Row("RemotingException", "`RocketError`", "the base of all of them"),
         Row("RemotingConnectException", "`ConnectError`"),
         Row("RemotingSendRequestException", "`ConnectionLost`"),
-        Row("RemotingTimeoutException", "`RequestTimeout`"),
+        Row("RemotingTimeoutException", "`RequestTimeout`", "from a send these two are `SendError`, too"),
         Row("RemotingTooMuchRequestException", "`SendError`", "no room within the timeout"),
         Row("RequestTimeoutException", "", "of `request`, which is not there"),
     ),
