@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from pyrocket_consumer.cluster.namespace import unwrap
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.consume import Workers
 from pyrocket_consumer.consumer.events import shown_id
@@ -278,7 +279,7 @@ class Assignments:
     def _open(self, queue: MessageQueue, offset: int, origin: str, locked_until: float | None = None) -> Assignment:
         config = self._group.config
         limits = Limits(
-            config.for_topic("max_cached_messages", queue.topic),
+            self._of_topic("max_cached_messages", queue.topic),
             MAX_OFFSET if config.orderly else config.max_span,
         )
         window = ProcessQueue(
@@ -297,7 +298,7 @@ class Assignments:
             self._pulling,
             window,
             offset,
-            batch=min(config.for_topic("pull_batch_size", queue.topic), limits.messages),
+            batch=min(self._of_topic("pull_batch_size", queue.topic), limits.messages),
             hold_s=config.pull_hold_s,
             call_timeout_s=config.call_timeout_s,
             retry_delay_s=config.pull_retry_delay_s,
@@ -305,12 +306,19 @@ class Assignments:
         assignment = self._held[queue] = Assignment(window, puller, origin, offset)
         return assignment
 
+    def _of_topic(self, option: str, topic: str) -> int:
+        """Return a per-topic option for a topic as brokers know it; users name it with its namespace, or without."""
+        config = self._group.config
+        given = getattr(config, option)
+        is_named = isinstance(given, Mapping) and topic in given
+        return config.for_topic(option, topic if is_named else unwrap(config.namespace, topic))
+
     def _budget(self, topic: str) -> Budget:
         """Return what bounds the bytes of all queues held, or of those of `topic`."""
         config = self._group.config
         scope = "" if isinstance(config.max_cached_bytes, int) else topic
         if scope not in self._budgets:
-            limit = config.for_topic("max_cached_bytes", topic)
+            limit = self._of_topic("max_cached_bytes", topic)
             self._budgets[scope] = Budget(limit, self._group.loop, self._is_idle, config.max_body_bytes)
         return self._budgets[scope]
 

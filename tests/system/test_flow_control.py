@@ -65,6 +65,37 @@ def test_pulling_stops_at_the_number_of_messages_and_goes_on(embedded, topic, gr
     assert set(seen.places.values()) == {1}
 
 
+@pytest.mark.parametrize("prefix", ["", "INST%"], ids=["as it is subscribed to", "as brokers know it"])
+@pytest.mark.parametrize(("option", "limit"), [("max_cached_messages", BATCH), ("max_cached_bytes", 1)])
+def test_a_limit_for_one_topic_holds_under_a_namespace_too(embedded, topic, group, option, limit, prefix):
+    known_as = f"INST%{topic}"
+    embedded.create_topic(known_as, queues=1)
+    embedded.send(known_as, b"x", count=100)
+    seen = Blocked()
+    options = {**OPTIONS, "namespace": "INST", "consume_threads": 1, option: {prefix + topic: limit}}
+    try:
+        with consuming(embedded, topic, group, seen, **options) as (consumer, _):
+            until(lambda: any(each.unfinished for each in of(consumer, known_as).values()), "the first came")
+            (progress,) = settled(consumer, known_as).values()
+            assert progress.unfinished <= BATCH
+            seen.let_go()
+            seen.wait(lambda seen: len(seen.messages) >= 100)
+    finally:
+        seen.let_go()
+
+
+def test_the_size_of_pulls_for_one_topic_holds_under_a_namespace_too(embedded, topic, group):
+    known_as = f"INST%{topic}"
+    embedded.create_topic(known_as, queues=1)
+    embedded.send(known_as, b"x", count=10)
+    options = {"namespace": "INST", "pull_batch_size": {topic: 3}}
+    with consuming(embedded, topic, group, **options) as (_, seen):
+        seen.wait(lambda seen: len(seen.messages) >= 10)
+    (broker,) = embedded.brokers
+    fields = [request.command.fields for request in broker.requests(RequestCode.PULL_MESSAGE)]
+    assert {each["maxMsgNums"] for each in fields if each["topic"] == known_as} == {"3"}
+
+
 def test_bytes_are_shared_by_the_queues(embedded, topic, group):
     embedded.create_topic(topic, queues=4)
     embedded.send(topic, bytes(10_000), count=400)
