@@ -9,6 +9,9 @@ from collections.abc import Sequence
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What controls a terminal, breaks a line, has text read in another order than written, or is half a character."""
 
+PACKAGE_LOG = logging.getLogger("pyrocket_consumer")
+"""The log above those of all parts of the package: its level holds for each that has none of its own."""
+
 MOST_OF_A_LINE = 4000
 _MOST_OF_A_NAME = 127
 
@@ -44,7 +47,7 @@ def as_json_strings(text: str) -> str:
 
 def logger(part: str) -> logging.Logger:
     """Return the log of a part of the package: each of its records is one line, whatever is told in it."""
-    found = logging.getLogger(f"pyrocket_consumer.{part}")
+    found = PACKAGE_LOG.getChild(part)
     found.addFilter(_one_line)
     return found
 
