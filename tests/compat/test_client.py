@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 import zlib
 from contextlib import contextmanager
 from ctypes import ArgumentError
@@ -118,6 +119,20 @@ def test_text_is_utf_8_both_ways(cluster, topic):
         received = got.get(timeout=WAIT_S)
     assert str(received) == "Grüße, 世界"
     assert (received.tags, received.keys) == (b"", b"")
+
+
+def test_a_callback_may_note_something_on_the_message(cluster, topic):
+    got = queue.Queue[ReceivedMessage]()
+
+    def note(received):
+        received.order = received.body.decode()
+        got.put(received)
+
+    with consuming(cluster, topic, note), client(Producer("p"), cluster) as producer:
+        producer.send_sync(message(topic, "o-1"))
+        received = got.get(timeout=WAIT_S)
+    assert received.order == "o-1"
+    assert weakref.ref(received)() is received
 
 
 @pytest.mark.parametrize("answer", [ConsumeStatus.CONSUME_SUCCESS, 0, False, None], ids=repr)

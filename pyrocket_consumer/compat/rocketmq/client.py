@@ -156,8 +156,6 @@ class Message:
 class ReceivedMessage:
     """A message that was received. It may be kept after the callback has returned."""
 
-    __slots__ = ("_handle",)
-
     def __init__(self, handle: wire.Message) -> None:
         """Show `handle`, a message of this package."""
         self._handle = handle
