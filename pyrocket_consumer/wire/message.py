@@ -348,6 +348,11 @@ class Message:
         properties = self._properties
         if properties is not None:
             return properties.get(name)
+        value = find_property(self._data, self._properties_start(), self._end, name)
+        return value.decode("utf-8", "replace") if value is not None else None
+
+    def property_bytes(self, name: str) -> bytes | None:
+        """Return the property `name` as it was sent, None when it is absent: some clients write no UTF-8."""
         return find_property(self._data, self._properties_start(), self._end, name)
 
 

@@ -116,14 +116,15 @@ def decode_properties(text: bytes | str) -> dict[str, str]:
     return properties
 
 
-def find_property(data: bytes, start: int, end: int, name: str) -> str | None:
+def find_property(data: bytes, start: int, end: int, name: str) -> bytes | None:
     """Return the value of `name` in the properties text `data[start:end]`, None when absent, without reading the rest.
 
-    The same value as `decode_properties` gives, always.
+    The same value as `decode_properties` gives, always, before it is decoded.
     """
     item_start = _item_start(name)
     if item_start is None:
-        return decode_properties(data[start:end]).get(name)
+        value_text = decode_properties(data[start:end]).get(name)
+        return value_text.encode() if value_text is not None else None
     found = data.rfind(item_start, start, end)
     if found >= 0:
         value = found + len(item_start)
@@ -139,7 +140,7 @@ def find_property(data: bytes, start: int, end: int, name: str) -> str | None:
         if item is None:
             return None
         value, value_end = item.span(1)
-    return data[value:value_end].decode("utf-8", "replace")
+    return data[value:value_end]
 
 
 @lru_cache(maxsize=256)

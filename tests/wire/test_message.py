@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyrocket_consumer.compat.rocketmq.client import ReceivedMessage
 from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.codes import SysFlag
@@ -290,6 +291,15 @@ def test_a_record_without_body_and_properties_is_the_shortest():
 def test_keys_are_split_at_spaces_only():
     (message,) = decode_messages(encode_message(StoredMessage("T", b"", {"KEYS": " a  b\u00a0c d "})))
     assert message.keys == ("a", "b\u00a0c", "d")
+
+
+def test_a_property_that_is_not_utf8_is_there_as_it_was_sent():
+    record = encode_message(StoredMessage("T", b"", {"place": "Gera!", "KEYS": "a"}))
+    (message,) = decode_messages(record.replace(b"Gera!", "Köln!".encode("latin-1")))
+    assert (message.property("place"), message.property_bytes("place")) == ("K\ufffdln!", b"K\xf6ln!")
+    assert (message.property_bytes("KEYS"), message.property_bytes("other")) == (b"a", None)
+    received = ReceivedMessage(message)
+    assert (received["place"], received.keys, received["other"]) == (b"K\xf6ln!", b"a", b"")
 
 
 def test_a_message_is_itself_only_and_read_only():

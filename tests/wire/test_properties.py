@@ -53,7 +53,12 @@ def test_irregular_texts_read_as_in_java(text, properties):
     assert decode_properties(text) == properties
     assert read_properties(text) == properties
     for name in ("a", "b", "c", "nothing", ""):
-        assert find_property(text.encode(), 0, len(text), name) == properties.get(name)
+        assert found_as_text(text.encode(), 0, len(text), name) == properties.get(name)
+
+
+def found_as_text(data, start, end, name):
+    found = find_property(data, start, end, name)
+    return found.decode("utf-8", "replace") if found is not None else None
 
 
 @given(odd_texts)
@@ -63,7 +68,8 @@ def test_any_text_reads_as_in_java(text):
 
 def test_bytes_that_are_not_utf8_do_not_lose_the_message():
     assert decode_properties(b"a\x01\xff\xfe\x02TAGS\x01TagA\x02") == {"a": "\ufffd\ufffd", "TAGS": "TagA"}
-    assert find_property(b"\xff\x01b\x02", 0, 4, "\ufffd") == "b"
+    assert find_property(b"\xff\x01b\x02", 0, 4, "\ufffd") == b"b"
+    assert find_property(b"a\x01\xff\xfe\x02", 0, 5, "a") == b"\xff\xfe"
 
 
 @given(
@@ -74,19 +80,19 @@ def test_bytes_that_are_not_utf8_do_not_lose_the_message():
 )
 def test_finding_one_property_gives_what_reading_all_gives(before, text, after, name):
     data = before + text + after
-    assert find_property(data, len(before), len(before) + len(text), name) == decode_properties(text).get(name)
+    assert found_as_text(data, len(before), len(before) + len(text), name) == decode_properties(text).get(name)
 
 
 @pytest.mark.parametrize("name", ["TAGS", "AGS", "TAG", "X_TAGS", "value"])
 def test_only_whole_names_are_found(name):
     text = b"X_TAGS\x01value\x02TAGSX\x01TAGS\x02TAGS\x01TagA\x02"
-    assert find_property(text, 0, len(text), name) == {"TAGS": "TagA", "X_TAGS": "value"}.get(name)
+    assert find_property(text, 0, len(text), name) == {"TAGS": b"TagA", "X_TAGS": b"value"}.get(name)
 
 
 def test_a_length_that_looks_like_a_separator_is_not_one():
     data = b"\x00\x02TAGS\x01TagA\x02"  # what stands before the text belongs to nobody
     assert find_property(data, 3, len(data), "TAGS") is None
-    assert find_property(data, 2, len(data), "TAGS") == "TagA"
+    assert find_property(data, 2, len(data), "TAGS") == b"TagA"
 
 
 def test_properties_that_readers_could_not_tell_apart_are_refused():
@@ -118,7 +124,7 @@ def test_empty_values_among_others_are_passed_over_as_when_all_is_read(count):
         for end in ("", "\x02"):
             text = "\x02".join(items) + end
             data = b"TAGS\x01before\x02" + text.encode() + b"\x01after\x02TAGS\x01after\x02"
-            found = find_property(data, 12, 12 + len(text), "TAGS")
+            found = found_as_text(data, 12, 12 + len(text), "TAGS")
             assert found == decode_properties(text).get("TAGS"), repr(text)
 
 

@@ -156,6 +156,8 @@ class Message:
 class ReceivedMessage:
     """A message that was received. It may be kept after the callback has returned."""
 
+    _handle: wire.Message
+
     def __init__(self, handle: wire.Message) -> None:
         """Show `handle`, a message of this package."""
         self._handle = handle
@@ -235,8 +237,7 @@ class ReceivedMessage:
         """Return the property `prop`; b"" when it is absent."""
         if type(prop) is not str:
             prop = prop.value if isinstance(prop, MessageProperty) else to_text("property name", prop)
-        value = self._handle.property(prop)
-        return value.encode() if value else b""
+        return self._handle.property_bytes(prop) or b""
 
     def __getitem__(self, key: str | bytes | MessageProperty) -> bytes:
         return self.get_property(key)
@@ -747,10 +748,12 @@ def _listener(callback: Callback) -> Callable[[wire.Message], Any]:
         pass  # some built-ins tell nothing of themselves
     except TypeError as error:
         raise ConsumerException(f"callback {shown(callback)} cannot be called with one message: {error}") from error
-    success = ConsumeStatus.CONSUME_SUCCESS
+    success, new = ConsumeStatus.CONSUME_SUCCESS, ReceivedMessage.__new__
 
     def listen(message: wire.Message) -> object:
-        status = callback(ReceivedMessage(message))
+        received = new(ReceivedMessage)  # quicker than to call it, which looks for its `__init__`
+        received._handle = message
+        status = callback(received)
         return None if status is success or status is None else _result_of(status)
 
     return listen
