@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from pyrocket_consumer import EventKind
+from pyrocket_consumer.compat.rocketmq import client as client_module
 from pyrocket_consumer.compat.rocketmq import ffi
 from pyrocket_consumer.compat.rocketmq.client import (
     ConsumeStatus,
@@ -472,6 +473,22 @@ def test_a_consumer_without_a_subscription_does_not_start(cluster):
         consumer.start()
 
 
+@pytest.mark.parametrize("kind", [Producer, PushConsumer])
+def test_without_a_name_server_the_error_says_which_call_is_missing(kind, monkeypatch):
+    monkeypatch.delenv("NAMESRV_ADDR", raising=False)
+    made = kind("g")
+    if isinstance(made, PushConsumer):
+        made.subscribe("t", print)
+    with pytest.raises(RocketMQException, match=r"set_name_server_address\('host:9876'\).*NAMESRV_ADDR"):
+        made.start()
+
+
+def test_the_environment_tells_the_name_servers_of_those_that_were_told_none(cluster, topic, monkeypatch):
+    monkeypatch.setenv("NAMESRV_ADDR", cluster.name_server)
+    with Producer("p") as producer:
+        assert producer.send_sync(message(topic)).status == SendStatus.OK
+
+
 @pytest.mark.parametrize("group", ["", "a b", "x" * 300])
 def test_a_group_that_is_not_allowed_is_an_error_of_the_start(cluster, group):
     consumer = PushConsumer(group)
@@ -590,6 +607,12 @@ def test_a_number_that_is_not_allowed_names_what_is(what, value):
         NUMBERS[what](value)
 
 
+@pytest.mark.parametrize("timeout", [0, 9, 600_001])
+def test_a_timeout_that_is_not_allowed_is_told_in_milliseconds(timeout):
+    with pytest.raises(RocketMQException, match=f"timeout={timeout} is not allowed.* 10 to 600000, in milliseconds"):
+        Producer("p").set_timeout(timeout)
+
+
 @pytest.mark.parametrize("what", ["threads", "batch"])
 def test_zero_is_a_null_pointer(what):
     with pytest.raises(NullPointerException, match="0"):
@@ -638,6 +661,20 @@ def test_what_has_no_meaning_is_said_once(caplog):
             ffi.dll.SetPushConsumerLogFileNumAndSize(each._handle, 3, 100)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(set(lines)) <= 4
+
+
+def test_a_batch_of_one_is_what_there_is_and_an_empty_instance_name_is_none(caplog):
+    consumer = PushConsumer("g")
+    consumer.set_message_batch_max_size(1)
+    consumer.set_instance_name("")
+    assert caplog.records == []
+
+
+def test_what_was_taken_from_the_old_module_although_it_is_private_is_there():
+    assert (client_module._to_bytes("ü"), client_module._to_bytes(b"x"), client_module._to_bytes(5)) == (
+        "ü".encode(), b"x", 5,
+    )  # fmt: skip
+    assert client_module.dll is ffi.dll
 
 
 def test_the_log_level_is_that_of_the_logger():

@@ -15,8 +15,7 @@ MODULES = ("client", "consts", "exceptions", "ffi")
 FACADE = "pyrocket_consumer.compat.rocketmq"
 
 LEFT_OUT = {
-    "client.dll",  # the handle of a native library; ours stands in `ffi` alone
-    "exceptions.dll",
+    "exceptions.dll",  # the handle of a native library; ours is in `ffi` and `client`
     "ffi.MSG_CALLBACK_FUNC",  # types of C functions
     "ffi.SEND_SUCCESS_CALLBACK",
     "ffi.SEND_EXCEPTION_CALLBACK",

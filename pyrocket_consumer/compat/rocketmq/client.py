@@ -33,6 +33,7 @@ from pyrocket_consumer.compat.rocketmq.exceptions import NullPointerException as
 from pyrocket_consumer.compat.rocketmq.exceptions import ffi_check as ffi_check
 from pyrocket_consumer.compat.rocketmq.ffi import MessageModel as MessageModel
 from pyrocket_consumer.compat.rocketmq.ffi import TraceModel
+from pyrocket_consumer.compat.rocketmq.ffi import dll as dll
 from pyrocket_consumer.compat.rocketmq.name_servers import of_address, of_domain, without_namespace
 from pyrocket_consumer.compat.rocketmq.said import say_once
 from pyrocket_consumer.compat.rocketmq.utils import maybe_decode as maybe_decode
@@ -58,6 +59,14 @@ text_type = str
 binary_type = bytes
 
 _AT_EXIT_S = 3.0
+
+
+def _to_bytes(s: Any) -> Any:
+    """Return text as UTF-8, and anything else as it is.
+
+    Nothing here calls it: it is for code that was written around the old one.
+    """
+    return s.encode() if isinstance(s, str) else s
 
 
 class SendResult(NamedTuple):
@@ -322,8 +331,8 @@ class _Client(Generic[_C]):
         self._set("set_session_credentials", access_key=access_key_, secret_key=secret_key)
 
     def set_instance_name(self, name: str | bytes) -> None:
-        """Set the second part of the client id. Every process needs another one."""
-        self._set("set_instance_name", instance_name=to_text("name", name))
+        """Set the second part of the client id. Every process needs another one; an empty one is none."""
+        self._set("set_instance_name", instance_name=to_text("name", name) or type(self._config).instance_name)
 
     def set_message_trace(self, message_trace: bool | TraceModel) -> None:
         """Do nothing: messages are not traced."""
@@ -347,6 +356,8 @@ class _Client(Generic[_C]):
         servers: str | tuple[str, ...] | None = self._address
         if servers is None and self._domain is not None:
             servers = of_domain(self._domain)
+        if servers is None and not os.environ.get("NAMESRV_ADDR", "").strip():
+            raise ConfigError("no name server: call set_name_server_address('host:9876') first, or set NAMESRV_ADDR")
         return replace(self._config, group=self._group, name_server=servers)
 
 
@@ -403,7 +414,9 @@ class Producer(_Client[ProducerConfig]):
 
     def set_timeout(self, timeout: int) -> None:
         """Set the deadline of a send, in milliseconds: 10 to 600 000."""
-        self._set("set_timeout", send_timeout_s=to_number("timeout", timeout) / 1000)
+        if not 10 <= to_number("timeout", timeout) <= 600_000:
+            raise RocketMQException(f"timeout={timeout} is not allowed; it must be from 10 to 600000, in milliseconds")
+        self._set("set_timeout", send_timeout_s=timeout / 1000)
 
     def set_compress_level(self, level: int) -> None:
         """Do nothing: bodies of 4 KiB and more are compressed, at the usual level."""
@@ -654,7 +667,8 @@ class PushConsumer(_Client[ConsumerConfig]):
         """Do nothing: a callback gets one message, as it always did."""
         if to_number("max_size", max_size) == 0:
             raise NullPointerException("max_size is 0; use 1 or more")
-        say_once("set_message_batch_max_size", "a callback gets one message at a time; batches are no matter here")
+        if max_size != 1:
+            say_once("set_message_batch_max_size", "a callback gets one message at a time; batches are no matter here")
 
     def subscribe(self, topic: str | bytes, callback: Callback, expression: str | bytes = "*") -> None:
         """Have `callback` called with the messages of `topic` that have one of the tags in `expression` (`"a || b"`).
