@@ -7,13 +7,16 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import time
+import traceback
 import weakref
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import ArgumentError
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -424,6 +427,61 @@ def test_a_domain_that_does_not_tell_is_an_error_of_the_start(answer, status, te
         producer.set_name_server_domain(url)
         with pytest.raises(ProducerStartFailed, match=text):
             producer.start()
+
+
+@contextmanager
+def speaking(parts, each_s):
+    """A server that says `parts` to whoever connects, with a pause before each, and then holds the line."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak():
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                for part in parts:
+                    time.sleep(each_s)
+                    connection.sendall(part)
+                while connection.recv(4096):
+                    pass
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}/nsaddr"
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "the client has left"
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "each_s", "text"),
+    [
+        ([], 0, "timed out"),
+        ([bytes([each]) for each in HEAD], 0.3, "timed out"),
+        ([HEAD] + [b"1"] * 1000, 0.3, "timed out"),
+        ([b"\xff\x1b\x00" * 5000 + b"\r\n"], 0, r"nsaddr: it does not tell .*\\x1b.*… \(\d+ more characters\)"),
+        ([HEAD.replace(b"200 OK", b"302 Found\r\nLocation: file:///etc/passwd")], 0, "it answers 302"),
+        ([HEAD.replace(b"1000", b"13"), b"<html></html>"], 0, "nsaddr names no name servers.*'<html></html>'"),
+    ],
+    ids=["nothing", "head-by-bytes", "body-by-bytes", "no-http", "elsewhere", "html"],
+)
+def test_a_domain_may_be_anything_and_the_start_is_an_error_in_time(parts, each_s, text):
+    with speaking(parts, each_s) as url:
+        producer = Producer("p")
+        producer.set_name_server_domain(url)
+        begun_at = time.monotonic()
+        with pytest.raises(ProducerStartFailed, match=text) as caught:
+            producer.start()
+        assert time.monotonic() - begun_at < 8
+        assert len(str(caught.value)) < 600
+
+
+def test_an_account_in_a_domain_is_refused_and_not_shown():
+    producer = Producer("p")
+    producer.set_name_server_domain("http://me:hidden@127.0.0.1:9/nsaddr")
+    with pytest.raises(ProducerStartFailed, match="account") as caught:
+        producer.start()
+    assert "hidden" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("domain", ["file:///etc/passwd", "ftp://there/x", "http://", "http://["])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import http
+import http.client
 import re
-import urllib.error
+import socket
+import threading
 import urllib.parse
-import urllib.request
+from contextlib import suppress
 
+from pyrocket_consumer.config import parse_name_servers
 from pyrocket_consumer.errors import ConfigError, ConnectError
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import cut, printable, shown
 
 _PREFIX = "http://"
 _INSTANCE = re.compile(r"MQ_INST_[^.%]+")
@@ -49,19 +53,66 @@ def of_domain(domain: str) -> str:
         ConnectError: it does not answer within 3 s, or refuses.
     """
     url = domain if "://" in domain else _PREFIX + domain
+    question = _Question(url)
+    question.start()
+    answer = question.wait(_DOMAIN_TIMEOUT_S)
+    if not isinstance(answer, str):
+        why = cut(printable(str(answer)), 200)
+        raise ConnectError(url, f"it does not tell where the name servers are: {why}") from answer
+    servers = answer.split()[0] if answer.split() else ""
     try:
-        parts = urllib.parse.urlsplit(url)
-        is_web = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        is_web = False
-    if not is_web:
-        raise ConfigError(f"name server domain {shown(domain)} is not allowed; use for example http://host:8080/nsaddr")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=_DOMAIN_TIMEOUT_S) as answer:
-            lines: list[str] = answer.read(_MOST_BYTES).decode().split()
-    except (OSError, ValueError) as error:  # URLError is an OSError; what is no UTF-8, a ValueError
-        raise ConnectError(url, f"it does not tell where the name servers are: {error}") from error
-    if not lines:
-        raise ConfigError(f"{url} names no name servers; it must answer host:port, several joined by ;")
-    return lines[0]
+        parse_name_servers(servers)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{url} names no name servers; it must answer host:port, several joined by ;, not {shown(servers)}"
+        ) from error
+    return servers
+
+
+class _Question(threading.Thread):
+    """Asks a web server, in a thread: the look-up of a name, and an answer that comes byte by byte, have no deadline.
+
+    Raises:
+        ConfigError: `url` is no http or https address.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(name="rocketmq-domain", daemon=True)
+        try:
+            parts = urllib.parse.urlsplit(url)
+            has_account, host, port = parts.username is not None, parts.hostname, parts.port
+        except ValueError:
+            has_account, host, port = False, None, None
+        if has_account:
+            raise ConfigError("a name server domain with an account in it is not allowed; use http://host:8080/nsaddr")
+        if not host or parts.scheme not in ("http", "https"):
+            raise ConfigError(f"name server domain {shown(url)} is not allowed; use for example http://host:8080/nsaddr")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(host, port, timeout=_DOMAIN_TIMEOUT_S)
+        self._path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        self._socket: socket.socket | None = None
+        self._answer: str | Exception = TimeoutError("timed out")
+
+    def run(self) -> None:
+        try:
+            self._connection.connect()
+            self._socket = self._connection.sock
+            self._connection.request("GET", self._path)
+            with self._connection.getresponse() as answer:
+                if answer.status != http.HTTPStatus.OK:
+                    raise ConnectionError(f"it answers {answer.status}")
+                self._answer = answer.read(_MOST_BYTES).decode()
+        except Exception as error:  # whatever a web server can bring about
+            self._answer = error
+        finally:
+            self._connection.close()
+
+    def wait(self, timeout_s: float) -> str | Exception:
+        """Return what is answered, or why nothing is; after `timeout_s` it is asked no longer."""
+        self.join(timeout_s)
+        if not self.is_alive():
+            return self._answer
+        if self._socket is not None:
+            with suppress(OSError):  # it has been closed in this moment
+                self._socket.shutdown(socket.SHUT_RDWR)
+        return TimeoutError("timed out")
