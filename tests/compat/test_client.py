@@ -50,7 +50,7 @@ from pyrocket_consumer.compat.rocketmq.exceptions import (
     RocketMQException,
     ffi_check,
 )
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, RequestCode
 from tests.consuming import WAIT_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -270,6 +270,77 @@ def test_a_callback_may_shut_its_consumer_down(cluster, topic):
         cluster.send(topic, b"x")
         assert done.wait(WAIT_S)
         until(lambda: sum(cluster.committed(f"g-{topic}", topic).values()) == 1, "the offset")
+
+
+def test_whoever_shuts_down_after_a_callback_did_waits_for_the_end(cluster, topic):
+    is_shut_down, may_end = threading.Event(), threading.Event()
+    consumer = PushConsumer(f"g-{topic}")
+
+    def callback(msg):
+        consumer.shutdown()
+        is_shut_down.set()
+        may_end.wait(WAIT_S)
+
+    consumer.subscribe(topic, callback)
+    with client(consumer, cluster):
+        cluster.send(topic, b"x")
+        assert is_shut_down.wait(WAIT_S)
+        may_end.set()
+    assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
+
+
+def test_a_start_begins_anew_while_another_thread_waits_for_the_end(cluster, topic):
+    got, may_end = queue.Queue[bytes](), threading.Event()
+
+    def callback(msg):
+        got.put(msg.body)
+        if msg.body == b"long":
+            may_end.wait(WAIT_S)
+
+    consumer = PushConsumer(f"g-{topic}")
+    consumer.subscribe(topic, callback)
+    with client(consumer, cluster):
+        cluster.send(topic, b"long")
+        assert got.get(timeout=WAIT_S) == b"long"
+        shutting_down = threading.Thread(target=consumer.shutdown)
+        shutting_down.start()
+        try:
+            until(lambda: repr(consumer).endswith(" not running>"), "the shutdown")
+            consumer.start()
+            assert shutting_down.is_alive()
+        finally:
+            may_end.set()
+            shutting_down.join()
+        cluster.send(topic, b"more")
+        while got.get(timeout=WAIT_S) != b"more":
+            pass
+    assert sum(cluster.committed(f"g-{topic}", topic).values()) == 2
+
+
+def test_a_producer_that_is_shut_down_while_it_starts_does_not(topic):
+    producer, failed = Producer("p"), queue.Queue[str]()
+
+    def start():
+        try:
+            producer.start()
+        except ProducerStartFailed as error:
+            failed.put(str(error))
+
+    with EmbeddedCluster() as cluster:
+        gate = Gate()
+        cluster.name_server_node.on(None, gate, times=None)
+        producer.set_name_server_address(cluster.name_server)
+        starting = threading.Thread(target=start)
+        starting.start()
+        gate.wait_held(1)
+        producer.shutdown()
+        gate.open()
+        starting.join()
+        assert failed.get(timeout=WAIT_S) == "the producer was shut down while it started"
+        with pytest.raises(ProducerSendSyncFailed, match=r"not started; call start\(\)"):
+            producer.send_sync(message(topic))
+        producer.start()
+        producer.shutdown()
 
 
 def test_two_consumers_and_two_producers_of_a_group_live_in_one_process(cluster, topic):
@@ -797,6 +868,81 @@ def test_the_end_of_the_process_stores_offsets_although_nobody_shuts_down(cluste
         process.wait()
     assert "KeyboardInterrupt" in errors
     assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
+
+
+def test_the_end_of_the_process_waits_for_a_callback_that_has_shut_its_consumer_down(cluster, topic):
+    script = BEGIN + """
+    import threading
+    is_shut_down = threading.Event()
+    def callback(msg):
+        consumer.shutdown()
+        is_shut_down.set()
+        time.sleep(0.5)
+        print("consumed")
+    consumer = PushConsumer("g-" + topic)
+    consumer.set_name_server_address(name_server)
+    consumer.subscribe(topic, callback)
+    consumer.start()
+    print("started")
+    is_shut_down.wait()
+    """
+    process = run(script, cluster, topic)
+    try:
+        assert process.stdout.readline() == "started\n"
+        cluster.send(topic, b"x")
+        output, errors = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert output == "consumed\n", errors
+    assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
+
+
+def test_the_end_of_the_process_stores_offsets_while_a_thread_starts_still(topic):
+    script = BEGIN + """
+    import threading
+    is_consumed = threading.Event()
+    consumer = PushConsumer("g-" + topic)
+    consumer.set_name_server_address(name_server)
+    consumer.subscribe(topic, lambda msg: is_consumed.set())
+    threading.Thread(target=consumer.start, daemon=True).start()
+    is_consumed.wait()
+    """
+    with EmbeddedCluster(brokers=2, version="4.9.7") as cluster:
+        cluster.create_topic(topic, queues=1)
+        cluster.send(topic, b"x", broker_name="broker-a")
+        gate = Gate()
+        cluster.broker("broker-b").on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None)  # start() waits for it
+        process = run(script, cluster, topic)
+        try:
+            _, errors = process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == 0, errors
+        assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
+
+
+def test_what_is_set_after_the_start_says_that_it_counts_from_the_next_one_on(cluster, topic):
+    script = BEGIN + """
+    consumer = PushConsumer("g-" + topic)
+    consumer.set_name_server_address(name_server)
+    consumer.subscribe(topic, print)
+    with consumer:
+        consumer.set_group("other")
+        consumer.set_name_server_domain("http://localhost:1/nsaddr")
+        consumer.set_thread_count(2)
+        consumer.set_session_credentials("access", "secret", "channel")
+    """
+    process = run(script, cluster, topic)
+    try:
+        _, errors = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    settings = ["set_group", "set_name_server_domain", "set_thread_count", "set_session_credentials"]
+    said = "called after start(): it takes effect at the next one"
+    assert errors.splitlines() == [f"{each}: {said}" for each in settings]
 
 
 def test_a_child_that_is_forked_sends_and_consumes_by_itself(cluster, topic):

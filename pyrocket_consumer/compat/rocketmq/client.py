@@ -320,6 +320,7 @@ class _Client(Generic[_C]):
     def set_name_server_domain(self, domain: str | bytes) -> None:
         """Say where to ask for the name servers' addresses, over HTTP. It is asked at the start."""
         self._domain = to_text("domain", domain) or None
+        self._changed("set_name_server_domain")
 
     def set_session_credentials(
         self, access_key: str | bytes, access_secret: str | bytes, channel: str | bytes
@@ -343,7 +344,11 @@ class _Client(Generic[_C]):
             self._config = replace(self._config, **options)
         except ConfigError as error:
             raise RocketMQException(f"{what}: {error}") from error
-        if self._is_running and what != "set_timeout":
+        if what != "set_timeout":
+            self._changed(what)
+
+    def _changed(self, what: str) -> None:
+        if self._is_running:
             say_once(what, "called after start(): it takes effect at the next one")
 
     def _whole_config(self) -> _C:
@@ -411,6 +416,7 @@ class Producer(_Client[ProducerConfig]):
     def set_group(self, group_name: str | bytes) -> None:
         """Set the producer group."""
         self._group = to_text("group_name", group_name)
+        self._changed("set_group")
 
     def set_timeout(self, timeout: int) -> None:
         """Set the deadline of a send, in milliseconds: 10 to 600 000."""
@@ -437,8 +443,15 @@ class Producer(_Client[ProducerConfig]):
             if not self._is_running:
                 self._group = self._group or "DEFAULT_PRODUCER"
                 starting = self._make(self._whole_config())
-                starting.start()
-                self._producer, self._pid = starting, os.getpid()
+                self._producer, self._pid = starting, os.getpid()  # so that shutdown() can end the start
+                try:
+                    starting.start()
+                except BaseException as error:
+                    if self._producer is starting:
+                        self._producer = None
+                    if isinstance(error, ConsumerClosed):
+                        raise ConsumerClosed("the producer was shut down while it started") from error
+                    raise
 
     def shutdown(self) -> None:
         """Wait until what is on its way was sent, and disconnect. It can be started again."""
@@ -636,6 +649,7 @@ class PushConsumer(_Client[ConsumerConfig]):
         )
         super().__init__(config, group_id)
         self._consumer: consumer.PushConsumer | None = None
+        self._ending: consumer.PushConsumer | None = None  # was shut down last; its end may wait for a callback
         self._subscriptions: dict[str, tuple[Callable[[wire.Message], Any], str]] = {}
         self.set_message_model(message_model)
 
@@ -647,6 +661,7 @@ class PushConsumer(_Client[ConsumerConfig]):
     def set_group(self, group_id: str | bytes) -> None:
         """Set the consumer group."""
         self._group = to_text("group_id", group_id)
+        self._changed("set_group")
 
     def set_message_model(self, model: MessageModel | int) -> None:
         """Have each message go to one member of the group, or to every member."""
@@ -703,13 +718,17 @@ class PushConsumer(_Client[ConsumerConfig]):
             starting = consumer.PushConsumer(config=self._whole_config())
             for topic, (listener, selector) in self._subscriptions.items():
                 starting.subscribe(topic, listener, selector)
-            self._consumer, self._pid = starting, os.getpid()  # so that a signal's handler can end the start
+            self._consumer, self._pid = starting, os.getpid()  # so that shutdown() can end the start
+            self._ending = None
+            _forget_the_ended()
+            _unended.add(starting)
             try:
                 starting.start()
             except BaseException:
-                self._consumer = None
+                _unended.discard(starting)
+                if self._consumer is starting:
+                    self._consumer = None
                 raise
-            _running.add(self)
 
     def shutdown(self) -> None:
         """Let callbacks finish, store offsets, and leave the group. It can be started again.
@@ -719,23 +738,27 @@ class PushConsumer(_Client[ConsumerConfig]):
         Raises:
             ConsumerException: the consumer had failed before; the text says why.
         """
-        self._end(None)
-
-    def _end(self, timeout_s: float | None) -> None:
-        running = self._consumer
-        if running is None or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
-        try:
-            with _told_as(ConsumerException):
-                running.close(timeout_s)
-        finally:
-            if self._consumer is running:
-                self._consumer = None
-            _running.discard(self)
+        running, self._consumer = self._consumer, None
+        if running is not None:
+            self._ending = running
+        if (ending := self._ending) is not None:  # whoever shuts down a second time waits for the same end
+            try:
+                with _told_as(ConsumerException):
+                    ending.close()
+            finally:
+                _forget_the_ended()
 
 
-_running: set[PushConsumer] = set()
+_unended: set[consumer.PushConsumer] = set()
 """Those that run go on, whether the application keeps them or not, until they are shut down or the process ends."""
+
+
+def _forget_the_ended() -> None:
+    for each in list(_unended):
+        if each.state in (ConsumerState.CLOSED, ConsumerState.FAILED):
+            _unended.discard(each)
 
 
 def _processors() -> int:
@@ -786,11 +809,11 @@ def _result_of(status: object) -> object:
 
 
 def _end_all() -> None:
-    for each in list(_running):
+    for each in list(_unended):
         try:
-            each._end(_AT_EXIT_S)
-        except RocketMQException as error:
-            log.error("group=%s the process ends reason=%s", each._group, error)
+            each.close(_AT_EXIT_S)
+        except RocketError as error:
+            log.error("group=%s the process ends reason=%s", each.config.group, error)
 
 
 atexit.register(_end_all)
