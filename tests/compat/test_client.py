@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import pickle
@@ -50,7 +51,7 @@ from pyrocket_consumer.compat.rocketmq.exceptions import (
     RocketMQException,
     ffi_check,
 )
-from pyrocket_consumer.testing import EmbeddedCluster, Gate, RequestCode
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, RequestCode, ResponseCode, rewrite
 from tests.consuming import WAIT_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -667,6 +668,37 @@ def test_a_topic_that_cannot_be_sent_to_is_not_sent_to(cluster):
         for topic in ("no such topic", "", "SCHEDULE_TOPIC_XXXX"):
             with pytest.raises(ProducerSendSyncFailed, match="topic"):
                 producer.send_sync(message(topic))
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (ResponseCode.FLUSH_DISK_TIMEOUT, SendStatus.FLUSH_DISK_TIMEOUT),
+        (ResponseCode.FLUSH_SLAVE_TIMEOUT, SendStatus.FLUSH_SLAVE_TIMEOUT),
+        (ResponseCode.SLAVE_NOT_AVAILABLE, SendStatus.SLAVE_NOT_AVAILABLE),
+    ],
+)
+def test_what_is_stored_less_safely_is_stored_once_and_the_status_tells(topic, code, status):
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic(topic)
+        fault = rewrite(lambda answer: dataclasses.replace(answer, code=code))
+        cluster.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, fault, times=None)
+        with client(Producer("p"), cluster) as producer:
+            assert producer.send_sync(message(topic)).status is status
+            assert producer.send_orderly_with_sharding_key(message(topic), "k").status is status
+        assert len(cluster.messages(topic)) == 2
+
+
+def test_one_way_is_told_of_a_broker_that_is_away(topic):
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic(topic)
+        with client(Producer("p", timeout=300), cluster) as producer:
+            producer.send_sync(message(topic))
+            cluster.broker("broker-a").stop()
+            with pytest.raises(ProducerSendSyncFailed):
+                producer.send_sync(message(topic))
+            with pytest.raises(ProducerSendOnewayFailed, match="connect"):
+                producer.send_oneway(message(topic))
 
 
 SETTERS = {
