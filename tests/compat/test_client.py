@@ -582,6 +582,22 @@ def test_an_endpoint_of_an_instance_has_its_namespace(topic):
         assert set(cluster.committed(f"{name}%g", f"{name}%{topic}").values()) == {1}
 
 
+def test_a_topic_of_an_instance_that_is_named_whole_is_received_as_it_is_named(cluster, topic):
+    whole = f"MQ_INST_17_Bx%{topic}"
+    cluster.create_topic(whole, queues=1)
+    got, decided = queue.Queue[ReceivedMessage](), []
+
+    def decide(half, decided):
+        decided.append(half.topic)
+        return TransactionStatus.COMMIT
+
+    producer = TransactionMQProducer("tp", lambda half: TransactionStatus.COMMIT)
+    with consuming(cluster, whole, got.put), client(producer, cluster):
+        producer.send_message_in_transaction(message(whole), decide, decided)
+        assert got.get(timeout=WAIT_S).topic == whole
+    assert decided == [whole]
+
+
 # --- what is refused
 
 

@@ -34,7 +34,7 @@ from pyrocket_consumer.compat.rocketmq.exceptions import ffi_check as ffi_check
 from pyrocket_consumer.compat.rocketmq.ffi import MessageModel as MessageModel
 from pyrocket_consumer.compat.rocketmq.ffi import TraceModel
 from pyrocket_consumer.compat.rocketmq.ffi import dll as dll
-from pyrocket_consumer.compat.rocketmq.name_servers import of_address, of_domain, without_namespace
+from pyrocket_consumer.compat.rocketmq.name_servers import of_address, of_domain
 from pyrocket_consumer.compat.rocketmq.said import say_once
 from pyrocket_consumer.compat.rocketmq.utils import maybe_decode as maybe_decode
 from pyrocket_consumer.compat.rocketmq.utils import to_bytes, to_number, to_text
@@ -166,6 +166,7 @@ class ReceivedMessage:
     """A message that was received. It may be kept after the callback has returned."""
 
     _handle: wire.Message
+    _namespace: str | None = None  # of the client that received it, whose applications do not know it
 
     def __init__(self, handle: wire.Message) -> None:
         """Show `handle`, a message of this package."""
@@ -173,8 +174,9 @@ class ReceivedMessage:
 
     @property
     def topic(self) -> str:
-        """The topic it was sent to."""
-        return without_namespace(self._handle.topic)
+        """The topic it was sent to, as `subscribe` names it."""
+        topic = self._handle.topic
+        return topic if self._namespace is None else topic.removeprefix(f"{self._namespace}%")
 
     @property
     def tags(self) -> bytes:
@@ -553,7 +555,9 @@ class TransactionMQProducer(Producer):
         return producer.TransactionProducer(config.group, check=self._check, config=config)
 
     def _check(self, message: wire.Message) -> TransactionState:
-        return _state(self._checker(ReceivedMessage(message)), "checker_callback")
+        half = ReceivedMessage(message)
+        half._namespace = self._config.namespace
+        return _state(self._checker(half), "checker_callback")
 
     def send_message_in_transaction(
         self,
@@ -696,7 +700,7 @@ class PushConsumer(_Client[ConsumerConfig]):
             NullPointerException, ctypes.ArgumentError: an argument is None, or is of another type.
         """
         name, selector = to_text("topic", topic), to_text("expression", expression) or "*"
-        listener = _listener(callback)
+        listener = _listener(callback, self)
         with _told_as(ConsumerException):
             consumer.PushConsumer(config=self._config).subscribe(name, listener, selector)  # says what is wrong with it
             self._subscriptions[name] = listener, selector
@@ -766,8 +770,8 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _listener(callback: Callback) -> Callable[[wire.Message], Any]:
-    """Return what calls `callback`, and says in this package's words what it returns.
+def _listener(callback: Callback, subscriber: PushConsumer) -> Callable[[wire.Message], Any]:
+    """Return what calls `callback` for `subscriber`, and says in this package's words what it returns.
 
     Raises:
         ConsumerException: it cannot be called with a message, or is a coroutine function.
@@ -790,6 +794,8 @@ def _listener(callback: Callback) -> Callable[[wire.Message], Any]:
     def listen(message: wire.Message) -> object:
         received = new(ReceivedMessage)  # quicker than to call it, which looks for its `__init__`
         received._handle = message
+        if (namespace := subscriber._config.namespace) is not None:
+            received._namespace = namespace
         status = callback(received)
         return None if status is success or status is None else _result_of(status)
 

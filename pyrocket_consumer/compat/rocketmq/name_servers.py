@@ -16,7 +16,6 @@ from pyrocket_consumer.text import cut, printable, shown
 
 _PREFIX = "http://"
 _INSTANCE = re.compile(r"MQ_INST_[^.%]+")
-_NAMESPACE = re.compile(r"^MQ_INST_[^%]+%")
 
 _DOMAIN_TIMEOUT_S = 3.0
 _MOST_BYTES = 64 * 1024
@@ -38,11 +37,6 @@ def of_address(address: str) -> tuple[str, str | None]:
         if part:
             servers.append(part)
     return ";".join(servers), namespace
-
-
-def without_namespace(topic: str) -> str:
-    """Return a topic as its users know it."""
-    return _NAMESPACE.sub("", topic)
 
 
 def of_domain(domain: str) -> str:
