@@ -75,7 +75,12 @@ class Life:
     def state(self) -> ConsumerState:
         if self.member is not None and self.member.state is not ConsumerState.CREATED:
             return self.member.state
-        return ConsumerState.CLOSED if self._ending is not None or self.over else ConsumerState.CREATED
+        return ConsumerState.CLOSED if self.is_ending else ConsumerState.CREATED
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the end has begun, or has come."""
+        return self._ending is not None or bool(self.over)
 
     @property
     def began(self) -> bool:
@@ -119,7 +124,7 @@ class Life:
 
     async def _start(self, subscriptions: list[tuple[Subscription, Listener]]) -> None:
         self._starting = asyncio.current_task()
-        if self._ending is not None or self.over:
+        if self.is_ending:
             raise ConsumerClosed("the consumer was closed while it started")
         config, loop = self.config, asyncio.get_running_loop()
         if config.namespace:

@@ -266,6 +266,8 @@ class PushConsumer(_Face):
             except concurrent.futures.CancelledError:
                 raise ConsumerClosed("the consumer was closed while it started") from None
         except BaseException as error:
+            if isinstance(error, ConsumerClosed) and life.is_ending:
+                raise  # whoever closed it has said how long the end may take
             life.close(0)
             life.over.wait(CUT_SHORT_S)
             self._start_failed(life, error)
@@ -419,6 +421,8 @@ class AsyncPushConsumer(_Face):
             async with asyncio.timeout(life.start_timeout_s) as limit:
                 await _of_other_loop(life.start(self._subscriptions.values()))
         except BaseException as error:
+            if isinstance(error, ConsumerClosed) and life.is_ending:
+                raise
             life.close(0)
             await _at_least(life.over.awaited(CUT_SHORT_S))
             self._start_failed(life, error)

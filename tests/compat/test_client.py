@@ -318,26 +318,40 @@ def test_a_start_begins_anew_while_another_thread_waits_for_the_end(cluster, top
     assert sum(cluster.committed(f"g-{topic}", topic).values()) == 2
 
 
-def test_a_producer_that_is_shut_down_while_it_starts_does_not(topic):
-    producer, failed = Producer("p"), queue.Queue[str]()
+def test_a_callback_may_shut_down_what_is_starting_still(topic):
+    is_shut_down, may_end = threading.Event(), threading.Event()
+    consumer = PushConsumer(f"g-{topic}")
 
-    def start():
-        try:
-            producer.start()
-        except ProducerStartFailed as error:
-            failed.put(str(error))
+    def callback(msg):
+        consumer.shutdown()
+        is_shut_down.set()
+        may_end.wait(WAIT_S)
 
+    consumer.subscribe(topic, callback)
+    with EmbeddedCluster(brokers=2, version="4.9.7") as cluster:
+        cluster.create_topic(topic, queues=1)
+        cluster.send(topic, b"x", broker_name="broker-a")
+        gate = Gate()
+        cluster.broker("broker-b").on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None)  # start() waits for it
+        with client(consumer, cluster):
+            assert is_shut_down.is_set()
+            may_end.set()
+        gate.open()
+        assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
+
+
+def test_a_producer_that_is_shut_down_while_it_starts_does_not_send(topic):
+    producer = Producer("p")
     with EmbeddedCluster() as cluster:
         gate = Gate()
         cluster.name_server_node.on(None, gate, times=None)
         producer.set_name_server_address(cluster.name_server)
-        starting = threading.Thread(target=start)
+        starting = threading.Thread(target=producer.start)
         starting.start()
         gate.wait_held(1)
         producer.shutdown()
         gate.open()
         starting.join()
-        assert failed.get(timeout=WAIT_S) == "the producer was shut down while it started"
         with pytest.raises(ProducerSendSyncFailed, match=r"not started; call start\(\)"):
             producer.send_sync(message(topic))
         producer.start()

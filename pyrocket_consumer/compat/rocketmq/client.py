@@ -438,6 +438,8 @@ class Producer(_Client[ProducerConfig]):
     def start(self) -> None:
         """Connect to a name server. Does nothing when it is started already.
 
+        It may be shut down meanwhile, by the handler of a signal for example: as if that came just after.
+
         Raises:
             ProducerStartFailed: a setting is not allowed, or no name server answers.
         """
@@ -451,8 +453,8 @@ class Producer(_Client[ProducerConfig]):
                 except BaseException as error:
                     if self._producer is starting:
                         self._producer = None
-                    if isinstance(error, ConsumerClosed):
-                        raise ConsumerClosed("the producer was shut down while it started") from error
+                    elif isinstance(error, ConsumerClosed):
+                        return  # shut down meanwhile
                     raise
 
     def shutdown(self) -> None:
@@ -711,6 +713,8 @@ class PushConsumer(_Client[ConsumerConfig]):
     def start(self) -> None:
         """Start consuming. Does nothing when it is started already.
 
+        It may be shut down meanwhile, by a callback for example: as if that came just after.
+
         Raises:
             PushConsumerStartFailed: nothing is subscribed to, a setting is not allowed, or no name server answers.
         """
@@ -728,7 +732,9 @@ class PushConsumer(_Client[ConsumerConfig]):
             _unended.add(starting)
             try:
                 starting.start()
-            except BaseException:
+            except BaseException as error:
+                if self._consumer is not starting and isinstance(error, ConsumerClosed):
+                    return  # shut down meanwhile
                 _unended.discard(starting)
                 if self._consumer is starting:
                     self._consumer = None
