@@ -615,6 +615,26 @@ def test_a_topic_of_an_instance_that_is_named_whole_is_received_as_it_is_named(c
 # --- what is refused
 
 
+def test_a_body_that_is_too_large_is_told_in_words_of_the_old_package(cluster, topic):
+    large = message(topic, b"x" * 2001)
+    producer, in_transaction = Producer("p"), TransactionMQProducer("p", lambda each: TransactionStatus.COMMIT)
+    for each in (producer, in_transaction):
+        each.set_name_server_address(cluster.name_server)
+        each.set_max_message_size(2000)
+    with producer, in_transaction:
+        for send in (
+            producer.send_sync,
+            producer.send_oneway,
+            lambda each: producer.send_orderly_with_sharding_key(each, "k"),
+            lambda each: in_transaction.send_message_in_transaction(each, lambda *_: TransactionStatus.COMMIT),
+        ):
+            with pytest.raises(RocketMQException, match="2001 bytes is more than 2000;.* set_max_message_size"):
+                send(large)
+        producer.set_max_message_size(2001)
+    with producer:
+        assert producer.send_sync(large).status == SendStatus.OK
+
+
 def test_clients_that_nobody_answers_do_not_start():
     consumer, producer = PushConsumer("g"), Producer("p")
     consumer.subscribe("t", print)

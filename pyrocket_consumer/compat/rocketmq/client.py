@@ -482,7 +482,7 @@ class Producer(_Client[ProducerConfig]):
             NullPointerException, ctypes.ArgumentError: `msg` is None, or no Message.
         """
         with _told_as(ProducerSendOnewayFailed):
-            message = _of_user(msg)._outgoing()
+            message = self._outgoing(msg)
             self._usable().send_oneway(**self._arguments(msg, message))
 
     def send_orderly_with_sharding_key(self, msg: Message, sharding_key: str | bytes) -> SendResult:
@@ -497,9 +497,18 @@ class Producer(_Client[ProducerConfig]):
             return self._send(msg, key)
 
     def _send(self, msg: Message, sharding_key: str | None) -> SendResult:
-        message = _of_user(msg)._outgoing()
+        message = self._outgoing(msg)
         sent = self._usable().send(**self._arguments(msg, message), sharding_key=sharding_key)
         return _result(sent)
+
+    def _outgoing(self, msg: Message) -> OutgoingMessage:
+        message, most = _of_user(msg)._outgoing(), self._config.max_message_bytes
+        if len(message.body) > most:
+            raise ConfigError(
+                f"body of {len(message.body)} bytes is more than {most}; send it in parts, or call "
+                "set_max_message_size, and raise the broker's maxMessageSize"
+            )
+        return message
 
     def _arguments(self, msg: Message, message: OutgoingMessage) -> dict[str, Any]:
         return {
@@ -586,7 +595,7 @@ class TransactionMQProducer(Producer):
                 return TransactionState.UNKNOWN
 
         with _told_as(RocketMQException):
-            outgoing = _of_user(message)._outgoing()
+            outgoing = self._outgoing(message)
             running = self._usable()
             assert isinstance(running, producer.TransactionProducer)
             result = running.send_in_transaction(outgoing, run, timeout_s=self._config.send_timeout_s)
