@@ -202,6 +202,31 @@ def test_a_topic_may_be_subscribed_to_after_the_start_and_an_empty_expression_is
         assert got.get(timeout=WAIT_S) == b"x"
 
 
+def test_a_topic_may_be_subscribed_to_while_another_thread_starts(topic):
+    got, gate = queue.Queue[bytes](), Gate()
+    consumer = PushConsumer(f"g-{topic}")
+    consumer.subscribe(f"{topic}-other", print)
+    with EmbeddedCluster(version="4.9.7") as cluster:
+        for each in (topic, f"{topic}-other"):
+            cluster.create_topic(each, queues=1)
+        cluster.send(topic, b"x")
+        cluster.name_server_node.on(None, gate, times=None)
+        consumer.set_name_server_address(cluster.name_server)
+        starting = threading.Thread(target=consumer.start)
+        subscribing = threading.Thread(target=consumer.subscribe, args=(topic, lambda msg: got.put(msg.body)))
+        starting.start()
+        gate.wait_held(1)
+        subscribing.start()
+        subscribing.join(0.1)
+        gate.open()
+        starting.join()
+        subscribing.join()
+        try:
+            assert got.get(timeout=WAIT_S) == b"x"
+        finally:
+            consumer.shutdown()
+
+
 def test_tags_select(cluster, topic):
     got = queue.Queue[bytes]()
     with consuming(cluster, topic, lambda msg: got.put(msg.tags), "a || c"):

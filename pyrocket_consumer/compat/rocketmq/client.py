@@ -712,7 +712,7 @@ class PushConsumer(_Client[ConsumerConfig]):
         """
         name, selector = to_text("topic", topic), to_text("expression", expression) or "*"
         listener = _listener(callback, self)
-        with _told_as(ConsumerException):
+        with self._starting, _told_as(ConsumerException):  # a start has taken its subscriptions already
             consumer.PushConsumer(config=self._config).subscribe(name, listener, selector)  # says what is wrong with it
             self._subscriptions[name] = listener, selector
             running = self._consumer
