@@ -19,7 +19,7 @@ def running(
 
     `name` is the module's name; with another than `__main__`, `then` may call what it has: `['main'](10)`.
     """
-    first = f"{INSTALL if installed else ''}import runpy; "
+    first = f"import faulthandler, runpy, signal; faulthandler.register(signal.SIGUSR1); {INSTALL if installed else ''}"
     child = Child(
         "-u", "-W", "error", "-c", f"{first}runpy.run_path({str(program)!r}, None, {name!r}){then}", *arguments
     )

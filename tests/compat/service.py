@@ -230,7 +230,7 @@ def main(role, name_server, prefix, path, *orders):
         for order_id in range(int(first), int(last) + 1):
             service.sell(order_id)
         say("sold all to", last)
-    while not stopping.wait(3600):
+    while not stopping.wait(1):
         pass
     service.shutdown()
     say("stopped")

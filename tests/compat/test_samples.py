@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,10 @@ def stored(cluster, topic: str, ids: list[str]) -> list:
 def assert_interrupted(child: Child) -> None:
     """Send Ctrl-C: the program ends at once as Python ends of it, and says nothing but where it was."""
     child.send(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        child.process.wait(PROMPT_S / 2)
+    if child.process.poll() is None:  # a thread that began in this moment took it, and the sleep goes on
+        child.send(signal.SIGINT)
     assert child.ended(PROMPT_S) == -signal.SIGINT, child.errors
     assert child.errors[0].startswith("Traceback") and child.errors[-1] == "KeyboardInterrupt", child.errors
     assert len([line for line in child.errors if "Traceback" in line]) == 1, child.errors
