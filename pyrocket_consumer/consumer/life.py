@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -105,10 +105,13 @@ class Life:
 
     # --- the start
 
-    def start(self, subscriptions: Iterable[tuple[Subscription, Listener]]) -> Future[None]:
-        """Begin to open everything; the future tells when it is done, or why it cannot be."""
+    def start(self, subscriptions: Mapping[str, tuple[Subscription, Listener]]) -> Future[None]:
+        """Begin to open everything; the future tells when it is done, or why it cannot be.
+
+        `subscriptions` are by topic, and those that are in it when there is a member.
+        """
         self._pid = os.getpid()
-        opening = self._start(list(subscriptions))
+        opening = self._start(subscriptions)
         try:
             io = self._io = IoThread(on_end=self._io_ended)
             starting = asyncio.run_coroutine_threadsafe(opening, io.loop)
@@ -122,7 +125,7 @@ class Life:
             raise
         return starting
 
-    async def _start(self, subscriptions: list[tuple[Subscription, Listener]]) -> None:
+    async def _start(self, subscriptions: Mapping[str, tuple[Subscription, Listener]]) -> None:
         self._starting = asyncio.current_task()
         if self.is_ending:
             raise ConsumerClosed("the consumer was closed while it started")
@@ -152,8 +155,9 @@ class Life:
         self.member = member
         for event in self._early_events:
             member.tell(event)
-        for subscription, listener in subscriptions:
-            await member.subscribe(subscription, listener)
+        for topic in list(subscriptions):
+            if (found := subscriptions.get(topic)) is not None:  # another thread may change them meanwhile
+                await member.subscribe(*found)
         await member.start()
 
     async def _open(self, store: OffsetStore) -> None:

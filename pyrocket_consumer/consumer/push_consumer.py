@@ -202,6 +202,13 @@ class _Face:
             raise ConsumerClosed(f"{self!r} is not running")
         return life.member
 
+    def _subscribing(self) -> GroupMember:
+        """Return the member, also while it starts: what is subscribed to meanwhile is consumed, too."""
+        member = self._life.member
+        if member is not None and member.state is ConsumerState.CREATED and not self._life.is_ending:
+            return member
+        return self._running()
+
     def _workers_for(self, is_async: bool, outcome: Outcome) -> Workers:
         config = self.config
         if is_async:
@@ -256,7 +263,7 @@ class PushConsumer(_Face):
         self._check_unstarted()
         life = self._life
         try:
-            starting = life.start(self._subscriptions.values())
+            starting = life.start(self._subscriptions)
             try:
                 starting.result(life.start_timeout_s)
             except concurrent.futures.TimeoutError as error:
@@ -294,7 +301,7 @@ class PushConsumer(_Face):
         checked = self._checked(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked
         if self._life.member is not None:
-            self._run(self._running().subscribe(*checked), CALL_TIMEOUT_S)
+            self._run(self._subscribing().subscribe(*checked), CALL_TIMEOUT_S)
 
     def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`, and return when its running calls have ended and its offsets are stored.
@@ -306,7 +313,7 @@ class PushConsumer(_Face):
         self._subscriptions.pop(name, None)
         if self._life.member is not None:
             wait = not self._life.waits_for_caller
-            self._run(self._running().unsubscribe(name, wait=wait), CALL_TIMEOUT_S)
+            self._run(self._subscribing().unsubscribe(name, wait=wait), CALL_TIMEOUT_S)
 
     def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull no more from `queues`, or from all; what is here already is still consumed.
@@ -419,7 +426,7 @@ class AsyncPushConsumer(_Face):
         life, self._own_loop = self._life, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(life.start_timeout_s) as limit:
-                await _of_other_loop(life.start(self._subscriptions.values()))
+                await _of_other_loop(life.start(self._subscriptions))
         except BaseException as error:
             if isinstance(error, ConsumerClosed) and life.is_ending:
                 raise
@@ -440,14 +447,14 @@ class AsyncPushConsumer(_Face):
         checked = self._checked(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked
         if self._life.member is not None:
-            await self._run(self._running().subscribe(*checked))
+            await self._run(self._subscribing().subscribe(*checked))
 
     async def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`; see `PushConsumer.unsubscribe`."""
         name = wrap(self.config.namespace, check_topic(topic))
         self._subscriptions.pop(name, None)
         if self._life.member is not None:
-            await self._run(self._running().unsubscribe(name, wait=not self._life.waits_for_caller))
+            await self._run(self._subscribing().unsubscribe(name, wait=not self._life.waits_for_caller))
 
     async def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull no more from `queues`, or from all; see `PushConsumer.pause`."""

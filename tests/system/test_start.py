@@ -18,7 +18,7 @@ from pyrocket_consumer import (
     OffsetStoreLocked,
     PushConsumer,
 )
-from pyrocket_consumer.testing import drop
+from pyrocket_consumer.testing import Gate, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, Events, Seen, until
 from tests.system.processes import Child
@@ -54,6 +54,46 @@ def broadcasting(embedded, group, base, **options):
 
 
 # --- what fails, and what does not
+
+
+@pytest.mark.parametrize("moment", ["before there is a member", "while it looks for its topics"])
+@pytest.mark.parametrize("kind", [PushConsumer, AsyncPushConsumer])
+def test_what_is_subscribed_to_while_it_starts_is_consumed(embedded, topic, names, group, kind, moment):
+    other, seen, gate = names.topic(), Seen(), Gate()
+    for each in (topic, other):
+        embedded.create_topic(each, queues=1)
+        embedded.send(each, each.encode())
+    code = None if moment.startswith("before") else RequestCode.GET_ROUTEINFO_BY_TOPIC
+    embedded.name_server_node.on(code, gate, times=None)
+    consumer = kind(group, name_server=embedded.name_server, consume_from="first")
+
+    async def subscribes_while_it_starts():
+        await consumer.subscribe(topic, seen)
+        starting = asyncio.ensure_future(consumer.start())
+        await asyncio.to_thread(gate.wait_held, 1)
+        await consumer.subscribe(other, seen)
+        gate.open()
+        await starting
+        try:
+            await asyncio.to_thread(until, lambda: set(seen.bodies) == {topic.encode(), other.encode()}, "both come")
+        finally:
+            await consumer.close()
+
+    def subscribes_while_another_thread_starts():
+        consumer.subscribe(topic, seen)
+        starting = threading.Thread(target=consumer.start)
+        starting.start()
+        gate.wait_held(1)
+        consumer.subscribe(other, seen)
+        gate.open()
+        starting.join()
+        with consumer:
+            until(lambda: set(seen.bodies) == {topic.encode(), other.encode()}, "both come")
+
+    if kind is AsyncPushConsumer:
+        asyncio.run(subscribes_while_it_starts())
+    else:
+        subscribes_while_another_thread_starts()
 
 
 def test_one_silent_broker_of_two_fails_no_start(embedded, topic, group):
