@@ -722,7 +722,7 @@ def test_a_producer_that_is_not_started_does_not_send(cluster, topic):
     ("change", "text"),
     [
         (lambda msg: msg.set_body(""), "empty"),
-        (lambda msg: msg.set_body(b"x" * (5 << 20)), "max_message_bytes"),
+        (lambda msg: msg.set_body(b"x" * (5 << 20)), "set_max_message_size"),
         (lambda msg: msg.set_property("UNIQ_KEY", "mine"), "reserved"),
         (lambda msg: msg.set_property("p", "a\x01b"), "separate"),
         (lambda msg: msg.set_property("DELAY", "soon"), "DELAY"),
