@@ -42,7 +42,7 @@ quick: .venv/.test  ## what needs no Java, with a twentieth of the random trials
 test: .venv/.test  ## all tests; Spark and real brokers too where Java and Maven are (ARGS='-k offsets --real=all')
 	$(RUN)/python -m pytest -n auto $(ARGS)
 
-system-packages:  ## installs Java and Maven, for Spark and real brokers: as root, or with sudo
+system-packages:  ## installs Java and Maven for Spark and real brokers, PostgreSQL and MariaDB: as root, or with sudo
 	@.ci/system-packages
 
 java:

@@ -14,7 +14,7 @@ from ssl import SSLContext, create_default_context
 from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypedDict
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.model import ConsumerEvent, MessageModel, MessageQueue, OffsetStore
+from pyrocket_consumer.model import ClaimedOffsets, ConsumerEvent, MessageModel, MessageQueue, OffsetStore
 from pyrocket_consumer.text import shown
 
 DEFAULT_MAX_RECONSUME_TIMES = 16
@@ -429,7 +429,7 @@ class ConsumerConfig(ClientConfig):
     pull_hold_s: float = 15.0
     pull_retry_delay_s: float = 1.0
     allocation: Allocation = "average"
-    offset_store: OffsetStore | None = None
+    offset_store: OffsetStore | ClaimedOffsets | None = None
     offset_store_dir: str | Path | None = None
     durability: Literal["fsync", "process", "checkpoint"] = "fsync"
     on_unreadable_store: Literal["raise", "backup", "start_over"] = "backup"
@@ -474,7 +474,9 @@ class ConsumerConfig(ClientConfig):
         check_choice("remote_reset", self.remote_reset, ["accept", "refuse"])
         check_range("reset_record_interval_s", self.reset_record_interval_s, 0.05, 86400)
         lacking = [name for name in _STORE_METHODS if not callable(getattr(self.offset_store, name, None))]
-        if self.offset_store is not None and lacking:
+        if isinstance(self.offset_store, ClaimedOffsets):
+            self._check_claimed_offsets()
+        elif self.offset_store is not None and lacking:
             raise ConfigError(
                 f"offset_store={shown(self.offset_store)} is not allowed: it has no {', '.join(lacking)}; "
                 "see OffsetStore"
@@ -486,6 +488,19 @@ class ConsumerConfig(ClientConfig):
             )
         if self.on_event is not None and not callable(self.on_event):
             raise ConfigError(f"on_event={shown(self.on_event)} is not callable; pass a function of one ConsumerEvent")
+
+    def _check_claimed_offsets(self) -> None:
+        store = shown(self.offset_store)
+        if self.broadcasting:
+            raise ConfigError(
+                f"offset_store={store} works in a clustering group only, where each queue has one owner; leave "
+                "message_model out"
+            )
+        if not self.orderly or not self.auto_commit:
+            raise ConfigError(
+                f"offset_store={store} needs orderly=True, with auto_commit: one listener call of a queue at a time, "
+                "whose transaction moves the offset"
+            )
 
     def _check_per_topic(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -541,7 +556,7 @@ class ConsumerOptions(ClientOptions, total=False):
     pull_hold_s: float
     pull_retry_delay_s: float
     allocation: Allocation
-    offset_store: OffsetStore | None
+    offset_store: OffsetStore | ClaimedOffsets | None
     offset_store_dir: str | Path | None
     durability: Literal["fsync", "process", "checkpoint"]
     on_unreadable_store: Literal["raise", "backup", "start_over"]

@@ -139,6 +139,33 @@ class OffsetStoreUnwritable(OffsetStoreError):
     """
 
 
+class DatabaseError(RocketError):
+    """A database that keeps offsets could not do what was asked, or did not say so; it is tried again."""
+
+    def __init__(self, database: str, what: str, reason: str) -> None:
+        super().__init__(database, what, reason)
+        self.database, self.what, self.reason = database, what, reason
+
+    def __str__(self) -> str:
+        return printable(f"{self.what}: {self.database} failed: {self.reason}")
+
+
+class Fenced(RocketError):
+    """A transaction came too late: another member has claimed the queue, or its messages were consumed before.
+
+    Roll back, by letting it through; what is to come again comes again.
+    """
+
+    def __init__(self, queue: str) -> None:
+        super().__init__(queue)
+        self.queue = queue
+
+    def __str__(self) -> str:
+        return printable(
+            f"{self.queue} was claimed by another member, or these messages were consumed before; roll back"
+        )
+
+
 class ConsumerClosed(RocketError):
     """The consumer (or producer, or cluster) is closed and cannot be used any more; make a new one."""
 

@@ -5,10 +5,10 @@ And what an offset store is, for the one who chooses it, the ones who are one, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from pyrocket_consumer.text import cut, printable
 
@@ -166,6 +166,7 @@ class EventKind(StrEnum):
     OFFSET_WENT_BACK = "offset-went-back"
     SUBSCRIPTION_DIFFERS = "subscription-differs"
     STORE_UNWRITABLE = "store-unwritable"
+    STORE_UNREACHABLE = "store-unreachable"
     STORE_RECOVERED = "store-recovered"
     STORE_UNSYNCED = "store-unsynced"
     STORE_REMOVED = "store-removed"
@@ -174,6 +175,8 @@ class EventKind(StrEnum):
     STORE_ORPHANED = "store-orphaned"
     STORE_SLOT = "store-slot"
     LOCK_LOST = "lock-lost"
+    QUEUE_FENCED = "queue-fenced"
+    LOG_DIVERGED = "log-diverged"
     MESSAGE_SENT_BACK = "message-sent-back"
     MESSAGE_GIVEN_UP = "message-given-up"
     MESSAGE_UNWANTED = "message-unwanted"
@@ -265,3 +268,17 @@ class OffsetStore(Protocol):
 
     def close(self) -> None:
         """Persist what memory holds and give the store up. Safe to call twice."""
+
+
+@runtime_checkable
+class ClaimedOffsets(Protocol):
+    """What keeps offsets beside the effects of listeners, and has each queue claimed: `offsets.DatabaseOffsets`."""
+
+    def exactly_once(self, listener: Callable[..., Any]) -> Callable[[Any], Any]:
+        """Return a listener whose effect and offset are stored together."""
+
+    def load(self) -> None:
+        """See that offsets can be stored. Called once, before any queue is claimed."""
+
+    def close(self) -> None:
+        """Give up what was opened."""

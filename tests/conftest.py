@@ -7,12 +7,16 @@ import re
 import signal
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+from sqlalchemy import make_url
 
+from tests.databases import KINDS, Database, Server, running, why_missing
 from tests.real_brokers import NEWEST, VERSIONS, CannotRun, JavaMachine, RealCluster, check_machine
 from tests.real_brokers.cluster import PortTaken
 from tests.real_brokers.jars import classes
@@ -61,6 +65,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cluster(**options): how the test's cluster is made, for example brokers=2")
+    config.addinivalue_line("markers", "databases(*kinds): the databases a test is about: sqlite, postgresql, mariadb")
     config.addinivalue_line("markers", "versions(*names): the RocketMQ releases a test is about; others are left out")
     config.addinivalue_line("markers", "differs(*which): shows what embedded or real brokers do unlike the others")
     required = os.environ.get("CI") == "true"
@@ -96,7 +101,11 @@ def pytest_report_header(config: pytest.Config) -> str:
             check_machine()
         except CannotRun as error:
             missing = f" (CANNOT RUN: {error})"
-    return f"RocketMQ releases: {', '.join((EMBEDDED, *config.stash[_versions]))}{missing}"
+    lacking = "".join(f" (CANNOT RUN: {why})" for kind in KINDS if (why := why_missing(kind)))
+    return (
+        f"RocketMQ releases: {', '.join((EMBEDDED, *config.stash[_versions]))}{missing}; databases: "
+        f"{', '.join(kind for kind in KINDS if not why_missing(kind))}{lacking}"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -104,6 +113,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     versions = metafunc.config.stash[_versions]
     only = metafunc.definition.get_closest_marker("versions")
     chosen = [version for version in versions if only is None or version in only.args]
+    if "database_kind" in metafunc.fixturenames:
+        only_kinds = metafunc.definition.get_closest_marker("databases")
+        kinds = [kind for kind in KINDS if only_kinds is None or kind in only_kinds.args]
+        chosen_kinds = [kind for kind in kinds if os.environ.get("CI") == "true" or not why_missing(kind)]
+        metafunc.parametrize("database_kind", chosen_kinds)  # with none it is skipped, and says so
     if "cluster_kind" in metafunc.fixturenames:
         metafunc.parametrize("cluster_kind", [EMBEDDED, *chosen], ids=_test_id)
     if "real_version" in metafunc.fixturenames:
@@ -301,3 +315,24 @@ class Names:
 @pytest.fixture
 def names(request: pytest.FixtureRequest) -> Names:
     return Names(request.node.name)
+
+
+@pytest.fixture(scope="session")
+def database_servers() -> Iterator[dict[str, Server]]:
+    """Database servers of this worker by kind, each started by the first test that needs it."""
+    with ExitStack() as stack:
+
+        class Servers(dict[str, Server]):
+            def __missing__(self, kind: str) -> Server:
+                self[kind] = stack.enter_context(running(kind))
+                return self[kind]
+
+        yield Servers()
+
+
+@pytest.fixture
+def database(database_kind: str, database_servers: dict[str, Server], tmp_path: Path) -> Database:
+    """Return an empty database of the kind; marked `databases("postgresql")` a test gets that kind alone."""
+    if database_kind == "sqlite":
+        return Database("sqlite", make_url(f"sqlite:///{tmp_path}/app.db"))
+    return database_servers[database_kind].new_database()

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 from pyrocket_consumer.cluster.namespace import unwrap
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.consume import Workers
+from pyrocket_consumer.consumer.divergence import Divergence
 from pyrocket_consumer.consumer.events import shown_id
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.locks import QueueLocks
@@ -23,7 +24,7 @@ from pyrocket_consumer.consumer.process_queue import Budget, Limits, ProcessQueu
 from pyrocket_consumer.consumer.puller import Puller
 from pyrocket_consumer.consumer.pulling import Pulling
 from pyrocket_consumer.consumer.statistics import Counts, Totals
-from pyrocket_consumer.errors import OffsetStoreError, RocketError
+from pyrocket_consumer.errors import DatabaseError, Fenced, OffsetStoreError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue
 from pyrocket_consumer.text import logger
 
@@ -84,6 +85,10 @@ class QueueProgress:
         return max(0, self.broker_max - (self.committed if self.committed is not None else self.start_offset))
 
 
+def _trouble_of(error: RocketError) -> EventKind:
+    return EventKind.STORE_UNREACHABLE if isinstance(error, DatabaseError) else EventKind.BROKER_UNREACHABLE
+
+
 def _counted(assignment: Assignment) -> Totals:
     window, puller = assignment.window, assignment.puller
     return Totals(puller.pulls, puller.pull_time_s, puller.pulled, window.finished)
@@ -115,6 +120,8 @@ class Assignments:
         self._budgets: dict[str, Budget] = {}  # by topic, or one for all
         self._woken: deque[ProcessQueue] = deque()
         self._wake_due = False
+        self._divergence = Divergence(group, lambda queue, answer: pulling.on_late_reset(queue, answer))
+        commits.on_fenced = self._fenced
         group.cluster.keep_brokers(self._holds_of)
 
     # --- what is held
@@ -238,13 +245,21 @@ class Assignments:
                         text = "another member has its lock still; it begins when that is given back, or expires"
                         group.trouble(EventKind.LOCK_LOST, text, queue)
                         return False
+                if self._divergence.is_paused(queue):
+                    await self._unlock(queue)
+                    return False
                 offset, origin = await self._start_offset(queue, is_new)
+                claim = self._commits.claim_of(queue)
+                if claim is not None and not await self._divergence.may_begin(claim):
+                    self._commits.forget(queue)
+                    await self._unlock(queue)
+                    return False
                 if is_wanted() and (origin != "stored" or offset == 0):  # brokers of 4.9 say 0 where they have none
                     storing = True
                     await self._store_start(queue, offset)
             except RocketError as error:
                 text = f"where {queue} begins is not known or not stored yet: {error}"
-                group.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
+                group.trouble(_trouble_of(error), text, queue)
                 if not storing:  # else the broker may still execute it, and no other owner may have begun then
                     await self._unlock(queue)
                 return False
@@ -291,6 +306,7 @@ class Assignments:
             self._group.loop.time,
             budget=self._budget(queue.topic),
         )
+        window.claim = self._commits.claim_of(queue)
         if locked_until is not None:
             window.locked_until, window.lock_clock = locked_until, self._group.lock_clock
         window.start(offset)
@@ -378,6 +394,33 @@ class Assignments:
         self._group.event(
             EventKind.LOCK_LOST,
             f"another member has the lock; what was consumed up to {final} may come again",
+            queue,
+            level=logging.WARNING,
+        )
+        self._group.rebalance_wanted.set()
+
+    def _fenced(self, queue: MessageQueue) -> None:
+        """Another member has claimed `queue`, or it was reset in the database: nothing we do for it counts any more."""
+        assignment = self._held.get(queue)
+        if assignment is not None and queue not in self._leaving:
+            work = self._give_way(queue, assignment.window)
+            self._group.tasks.begin(work, f"giving way at {queue}")
+
+    async def _give_way(self, queue: MessageQueue, window: ProcessQueue) -> None:
+        async with self._lock(queue):
+            assignment = self._held.get(queue)
+            if assignment is not None and assignment.window is window and not assignment.ended:
+                self._stop(assignment)
+                self._fence(assignment)
+                self._forget_fenced(queue)
+
+    def _forget_fenced(self, queue: MessageQueue) -> None:
+        """Forget a queue that was claimed by another, after its period has ended. The queue is kept still."""
+        del self._held[queue]
+        self._commits.forget(queue)
+        self._group.event(
+            EventKind.QUEUE_FENCED,
+            "another member has claimed it, or it was reset; what of ours was not committed by then never will be",
             queue,
             level=logging.WARNING,
         )
@@ -494,7 +537,11 @@ class Assignments:
             if assignment is None or (expected is not None and assignment.window is not expected) or unless():
                 return False
             self.fence(queue)
-            await self._store(queue, target)
+            try:
+                await self._store(queue, target)
+            except Fenced:
+                self._forget_fenced(queue)
+                return False
             self.begin_anew(assignment, target, why)
         return True
 
@@ -523,7 +570,11 @@ class Assignments:
             puller.pull()
 
     async def _store(self, queue: MessageQueue, target: int) -> None:
-        """Store `target` durably. A broker is asked until it acknowledges; a full disk is told, memory goes on."""
+        """Store `target` durably. A broker is asked until it acknowledges; a full disk is told, memory goes on.
+
+        Raises:
+            Fenced: another member has claimed the queue.
+        """
         group, pause_s = self._group, 0.1
         while True:
             try:
@@ -532,6 +583,8 @@ class Assignments:
             except OffsetStoreError as error:
                 group.event(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", queue, level=logging.ERROR)
                 return
+            except Fenced:
+                raise
             except RocketError as error:
                 group.trouble(EventKind.COMMIT_FAILED, f"moving to {target} is not acknowledged yet: {error}", queue)
                 if group.closing or queue in self._leaving:

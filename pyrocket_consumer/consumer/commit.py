@@ -16,6 +16,7 @@ from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import BrokerError, OffsetStoreError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, OffsetStore, QueueReset, ReadOffsetType, ResetEpochs
+from pyrocket_consumer.offsets.database import Claim
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
@@ -28,6 +29,12 @@ class Commits(Protocol):
 
     on_reset_waiting: Callable[[MessageQueue], None]
     """Called when a broker ignored a commit because it has a reset for the next pull of that queue."""
+
+    on_fenced: Callable[[MessageQueue], None]
+    """Called when another member has claimed the queue since."""
+
+    def claim_of(self, queue: MessageQueue) -> Claim | None:
+        """Return by which claim the queue is ours, None where offsets are not claimed."""
 
     def update(self, queue: MessageQueue, offset: int) -> None:
         """Note that everything below `offset` is consumed. A lower one than noted before changes nothing."""
@@ -112,6 +119,7 @@ class BrokerCommits:
 
     def __init__(self, cluster: Cluster, group: str) -> None:
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
+        self.on_fenced: Callable[[MessageQueue], None] = lambda queue: None
         self._cluster = cluster
         self._group = group
         self._memory = MemoryOffsetStore()
@@ -125,6 +133,9 @@ class BrokerCommits:
         self._tables: set[tuple[str, str]] = set()  # brokers and topics that have a table of this group
         self._under_way: set[asyncio.Task[None]] = set()
         self._unanswered: set[MessageQueue] = set()  # whose last commit got no answer, or a refusal
+
+    def claim_of(self, queue: MessageQueue) -> Claim | None:
+        return None
 
     def update(self, queue: MessageQueue, offset: int) -> None:
         self._memory.update_offset(queue, offset, True)
@@ -197,7 +208,7 @@ class BrokerCommits:
         changed = [queue for queue in queues if self._persisted.get(queue) != self.current(queue)]
         commits = {queue: self._committing(queue) for queue in sorted(changed, key=self._unanswered.__contains__)}
         began = asyncio.get_running_loop().time()
-        await _wait(commits.values(), until)
+        await wait_for_all(commits.values(), until)
         failed: dict[MessageQueue, RocketError] = {}
         for queue in changed:
             if not commits[queue].done():
@@ -218,7 +229,7 @@ class BrokerCommits:
         task = asyncio.get_running_loop().create_task(self._commit_in_turn(queue))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        task.add_done_callback(_look_at)
+        task.add_done_callback(look_at)
         return task
 
     async def _commit_in_turn(self, queue: MessageQueue) -> None:
@@ -305,7 +316,7 @@ class BrokerCommits:
         )
 
     async def close(self, *, until: float | None = None) -> None:
-        await _wait(self._under_way, until)
+        await wait_for_all(self._under_way, until)
         self._memory.close()
 
 
@@ -315,6 +326,7 @@ class StoreCommits:
     def __init__(self, store: OffsetStore, thread: UserThread | None = None, *, memory_first: bool) -> None:
         """`thread` is where the store was loaded; it ends with `close`."""
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
+        self.on_fenced: Callable[[MessageQueue], None] = lambda queue: None
         self._store = store
         self._memory_first = memory_first
         self._epoch_store = store if isinstance(store, ResetEpochs) else None
@@ -326,9 +338,8 @@ class StoreCommits:
         self._unnoted: dict[MessageQueue, int] = {}  # what the store did not take, to be noted before it persists
         self._thread = thread or UserThread("pyrocket-store")
 
-    @property
-    def store(self) -> OffsetStore:
-        return self._store
+    def claim_of(self, queue: MessageQueue) -> Claim | None:
+        return None
 
     async def _do(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, _call_store, work, *arguments)
@@ -338,8 +349,8 @@ class StoreCommits:
         loop = asyncio.get_running_loop()
         began = loop.time()
         doing = loop.run_in_executor(self._thread, _call_store, work, *arguments)
-        doing.add_done_callback(_look_at)
-        await _wait([doing], until)
+        doing.add_done_callback(look_at)
+        await wait_for_all([doing], until)
         if not doing.done():
             raise RequestTimeout(what, "the offset store", loop.time() - began)
         doing.result()
@@ -384,7 +395,7 @@ class StoreCommits:
         self._beginning[queue] = None
         if self._next_sync is None:
             self._next_sync = asyncio.get_running_loop().create_task(self._store_beginnings())
-            self._next_sync.add_done_callback(_look_at)
+            self._next_sync.add_done_callback(look_at)
         await asyncio.shield(self._next_sync)
         self._persisted[queue] = offset
 
@@ -472,7 +483,7 @@ class StoreCommits:
             self._thread.shutdown(wait=False)
 
 
-async def _wait(tasks: Collection[asyncio.Future[Any]], until: float | None) -> None:
+async def wait_for_all(tasks: Collection[asyncio.Future[Any]], until: float | None) -> None:
     """Wait until all are done, whatever became of them, or for the loop's time `until`. None of them is cancelled."""
     if tasks:
         timeout_s = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
@@ -494,7 +505,7 @@ def _call_store(work: Callable[..., T], *arguments: object) -> T:
         raise OffsetStoreError(f"the offset store failed in {what}: {type(error).__name__}: {error}") from error
 
 
-def _look_at(task: asyncio.Future[Any]) -> None:
+def look_at(task: asyncio.Future[Any]) -> None:
     """Take note of the outcome: who waited has been told, or has gone."""
     if not task.cancelled():
         task.exception()

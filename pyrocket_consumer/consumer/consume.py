@@ -20,6 +20,7 @@ from pyrocket_consumer.consumer.body_room import Entry
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, failed_messages
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConsumerClosed
+from pyrocket_consumer.offsets.database import claim_of_call
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.message import Message
 
@@ -402,6 +403,8 @@ class ThreadWorkers(_Runner):
         call, context = listener.call, listener.wants_context
         add = done.extend if listener.batch_size > 1 else done.append
         turn, calls, bodies = chunk.turn, 0, window.budget.bodies
+        if window.claim is not None:
+            claim_of_call.set(window.claim)
 
         def may_begin() -> bool:
             return not self._stopping and not window.dropped and (turn is None or turn.may_go_on())
@@ -592,6 +595,8 @@ class AsyncWorkers(_Runner):
         listener, turn, cancelling = chunk.listener, chunk.turn, _this_task().cancelling
         add = chunk.done.extend if listener.batch_size > 1 else chunk.done.append
         calls, goes_on, bodies = 0, True, chunk.window.budget.bodies
+        if chunk.window.claim is not None:
+            claim_of_call.set(chunk.window.claim)
         try:
             while goes_on and not chunk.window.dropped and (turn is None or turn.may_go_on()):
                 try:

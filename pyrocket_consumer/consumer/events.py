@@ -32,6 +32,8 @@ FLOODS = frozenset(
         EventKind.BROKER_UNREACHABLE,
         EventKind.COMMIT_FAILED,
         EventKind.LOCK_LOST,
+        EventKind.QUEUE_FENCED,
+        EventKind.STORE_UNREACHABLE,
     }
 )
 """What a server can cause as often as it likes. Any other concerns a message, or the user caused it: each is told."""

@@ -13,6 +13,7 @@ from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
 from pyrocket_consumer.consumer.consume import Outcome, Workers
+from pyrocket_consumer.consumer.database_commits import DatabaseCommits
 from pyrocket_consumer.consumer.end import End
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.locks import since_boot
@@ -21,7 +22,7 @@ from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed
 from pyrocket_consumer.model import ConsumerEvent, Subscription
 from pyrocket_consumer.net.io_thread import IoThread
-from pyrocket_consumer.offsets import LocalFileOffsetStore, OffsetStore
+from pyrocket_consumer.offsets import DatabaseOffsets, LocalFileOffsetStore, OffsetStore
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
@@ -61,7 +62,7 @@ class Life:
         self._workers_for = workers_for
         self._pid: int | None = None
         self._io: IoThread | None = None
-        self._store: OffsetStore | None = None
+        self._store: OffsetStore | DatabaseOffsets | None = None
         self._store_is_open = False  # on the store's thread
         self._store_thread = UserThread("pyrocket-store")
         self._early_events: list[ConsumerEvent] = []
@@ -133,8 +134,8 @@ class Life:
         if config.namespace:
             config = replace(config, group=wrap(config.namespace, config.group))
         client_id = make_client_id(config, config.broadcasting)
-        store: OffsetStore | None = config.offset_store
-        if store is not None and not isinstance(store, OffsetStore):
+        store = config.offset_store
+        if store is not None and not isinstance(store, OffsetStore | DatabaseOffsets):
             raise ConfigError(f"offset_store={store!r} lacks methods of OffsetStore; see pyrocket_consumer.offsets")
         if store is not None:
             await self._open(store)
@@ -145,11 +146,13 @@ class Life:
         cluster = self.cluster = Cluster(config, client_id, io=self._io)
         loop.set_exception_handler(cluster.surprised)
         await cluster.start_on_loop()
-        commits: Commits = (
-            BrokerCommits(cluster, config.group)
-            if store is None
-            else StoreCommits(store, self._store_thread, memory_first=config.broadcasting)
-        )
+        commits: Commits
+        if store is None:
+            commits = BrokerCommits(cluster, config.group)
+        elif isinstance(store, DatabaseOffsets):
+            commits = DatabaseCommits(store, self._store_thread, cluster, config.group)
+        else:
+            commits = StoreCommits(store, self._store_thread, memory_first=config.broadcasting)
         member = GroupMember(config, cluster, commits, self._workers_for, lock_clock=since_boot)
         member.on_ended, member.on_stored = self._member_ended, self.stored.come
         self.member = member
@@ -160,7 +163,7 @@ class Life:
                 await member.subscribe(*found)
         await member.start()
 
-    async def _open(self, store: OffsetStore) -> None:
+    async def _open(self, store: OffsetStore | DatabaseOffsets) -> None:
         self._store = store
         patient_until, is_told = self.loop.time() + CLOSING_OWNER_S, False
         while True:
@@ -172,7 +175,7 @@ class Life:
                 log.info("group=%s waits for the process that is closing its offset store", self.config.group)
             await asyncio.sleep(CLOSING_OWNER_LOOK_S)
 
-    def _open_store(self, store: OffsetStore, is_patient: bool) -> bool:
+    def _open_store(self, store: OffsetStore | DatabaseOffsets, is_patient: bool) -> bool:
         """Load the store, unless its owner is about to give it up, and we are patient."""
         if is_patient and isinstance(store, LocalFileOffsetStore):
             self._store_is_open = store.try_load()
@@ -268,7 +271,7 @@ class Life:
         if self._store_is_open and isinstance(self._store, LocalFileOffsetStore):
             self._store.closes_within(within_s)
 
-    def _close_store(self, store: OffsetStore) -> None:
+    def _close_store(self, store: OffsetStore | DatabaseOffsets) -> None:
         if self._store_is_open:
             store.close()
 

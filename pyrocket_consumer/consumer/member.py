@@ -16,8 +16,10 @@ from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.commit_timer import CommitTimer
 from pyrocket_consumer.consumer.consume import ConsumeService, Outcome, Workers
 from pyrocket_consumer.consumer.corrections import Corrections
+from pyrocket_consumer.consumer.database_commits import DatabaseCommits
 from pyrocket_consumer.consumer.delivery import Delivery
 from pyrocket_consumer.consumer.expressions import Expressions
+from pyrocket_consumer.consumer.foreign_members import refuse_foreign_members
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.locks import QueueLocks
@@ -40,6 +42,7 @@ from pyrocket_consumer.model import (
     Subscription,
     TopicRoute,
 )
+from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
@@ -84,7 +87,7 @@ class GroupMember:
         self.group = group = Group(config, cluster, rng, wall_clock, lock_clock)
         group.on_surprise = self._surprised
         counts = Counts()
-        self.locks = QueueLocks(group) if config.orderly and not config.broadcasting else None
+        self.locks = QueueLocks(group) if self._needs_locks(config) else None
         self.service = self._service(lambda is_async: workers_for(is_async, self._outcomes), counts)
         delivery = Delivery(group.subscriptions, self.service)
         self.retries = Retries(group, delivery, counts)
@@ -93,6 +96,8 @@ class GroupMember:
         self._pulling = Pulling(group, delivery)
         self.assignments = Assignments(group, commits, self._pulling, self.service, self.locks, counts)
         self.resets = Resets(group, self.assignments, commits)
+        if isinstance(commits, DatabaseCommits):
+            commits.on_waiting = lambda queue, why: group.trouble(EventKind.STORE_UNREACHABLE, why, queue)
         corrections = Corrections(group, self.assignments, self.resets)
         self._pulling.on_moved = corrections.moved
         self._pulling.on_late_reset = corrections.met_late
@@ -104,6 +109,14 @@ class GroupMember:
         self._masters: dict[str, str] = {}  # by broker name
         self._ending: asyncio.Task[None] | None = None
         self._end_calls_by = float("inf")
+
+    @staticmethod
+    def _needs_locks(config: ConsumerConfig) -> bool:
+        """Tell whether brokers keep others from a queue of ours; a claim does so by itself, but for foreign members."""
+        if not config.orderly or config.broadcasting:
+            return False
+        store = config.offset_store
+        return not isinstance(store, DatabaseOffsets) or store.allow_foreign_members
 
     def _service(self, workers_for: Callable[[bool], Workers], counts: Counts) -> ConsumeService | OrderlyService:
         config, loop = self.config, self.group.loop
@@ -173,6 +186,8 @@ class GroupMember:
         cluster.on_failure(lambda error: group.surprised("a background task of the cluster ended", error))
         await asyncio.gather(*map(self._find_route, group.subscriptions.topics()))
         await asyncio.gather(*map(self._expressions.check, group.subscriptions.all()))
+        if isinstance(self.commits, DatabaseCommits):
+            await refuse_foreign_members(group)
         self.state = ConsumerState.RUNNING
         tasks = group.tasks
         tasks.keep_running(self._rebalance.run(), "the rebalance loop")

@@ -25,6 +25,7 @@ from pyrocket_consumer.consumer.consume import (
 from pyrocket_consumer.consumer.listener import SUSPEND_S, ConsumeResult, Listener, suspension
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets.database import RolledBack
 from pyrocket_consumer.wire.message import Message
 
 GiveUp = Callable[[ProcessQueue, Message], Awaitable[float]]
@@ -107,7 +108,16 @@ class LineTurn:
             self.line.uncommitted.clear()
             done.clear()
             return False, True
-        left, self.suspend_s, known = suspension(result, messages)
+        if type(result) is RolledBack:
+            left, known = list(messages), True
+            if (postponed_s := result.postponed_s) is not None:
+                self.left, self.suspend_s = [(listener, left)], postponed_s
+                return False, True
+            _, self.suspend_s, known = suspension(result.result, messages)
+        else:
+            left, self.suspend_s, known = suspension(result, messages)
+        if (claim := self.line.window.claim) is not None:  # what was raised after the commit has undone nothing
+            left = [message for message in left if message.queue_offset >= claim.stored]
         done.extend(messages[: len(messages) - len(left)])
         if left:
             self.left, self.failed = [(listener, left)], True

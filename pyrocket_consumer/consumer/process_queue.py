@@ -12,6 +12,7 @@ from enum import Enum
 
 from pyrocket_consumer.consumer.body_room import BodyRoom
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets.database import Claim
 from pyrocket_consumer.wire.compression import MAX_BODY_BYTES
 from pyrocket_consumer.wire.message import Message
 
@@ -244,6 +245,7 @@ class ProcessQueue:
         self.limits = limits
         self.budget = budget or Budget()
         self.dropped = False
+        self.claim: Claim | None = None  # of a queue whose offset is in a database
         self.listener_time_s = FIRST_GUESS_S
         self.last_consumed_at = 0.0
         self.locked_until = float("inf")  # only orderly clustering queues are locked

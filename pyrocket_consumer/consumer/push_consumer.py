@@ -111,7 +111,8 @@ class _Face:
             pull_retry_delay_s (1; 0.001–300 s): pause after a pull that failed
             allocation ("average"; "circle", "hash", in_machine_rooms(…), a callable): which queues are whose; all
                 members of a group must use the same
-            offset_store (by model; an OffsetStore): brokers for clustering, the local file for broadcasting
+            offset_store (by model; an OffsetStore, a DatabaseOffsets): brokers for clustering, the local file for
+                broadcasting
             offset_store_dir (ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, ~/.rocketmq_offsets; a directory): where the local
                 file is: <dir>/<client id>/<group>/offsets.json
             durability ("fsync"; "process", "checkpoint"): a stored offset survives power loss; the end of the process;

@@ -1,0 +1,232 @@
+"""Throw-away databases for tests: SQLite in a file, and servers of PostgreSQL and MariaDB on loopback.
+
+`python -m tests.databases postgresql -- command …` runs a command with DATABASE_URL set, and ends the server with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from sqlalchemy import URL, Engine, create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError
+
+SERVERS = ("postgresql", "mariadb")
+KINDS = ("sqlite", *SERVERS)
+START_TIMEOUT_S = 60.0
+
+_PLACES = {
+    "postgresql": ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/opt/homebrew/opt/postgresql*/bin"),
+    "mariadb": ("/usr/sbin", "/usr/libexec", "/opt/homebrew/opt/mariadb/bin"),
+}
+
+
+class CannotRun(Exception):
+    """The database server is not installed."""
+
+
+def program(kind: str, name: str) -> str:
+    """Return where a program of a server is.
+
+    Raises:
+        CannotRun: it is not installed.
+    """
+    found = shutil.which(name)
+    for place in reversed([] if found else [each for glob in _PLACES[kind] for each in Path("/").glob(glob[1:])]):
+        found = found or shutil.which(name, path=str(place))
+    if found is None:
+        raise CannotRun(f"{name} of {kind} was not found; 'make system-packages' installs it")
+    return found
+
+
+def why_missing(kind: str) -> str:
+    """Return why a kind of database cannot run here, "" if it can."""
+    try:
+        for name in {"postgresql": ("postgres", "initdb"), "mariadb": ("mariadbd",)}.get(kind, ()):
+            program(kind, name)
+    except CannotRun as error:
+        return str(error)
+    return ""
+
+
+class Database:
+    """A database of its own for one test."""
+
+    def __init__(self, kind: str, url: URL, server: Server | None = None) -> None:
+        self.kind = kind
+        self.server = server
+        self.url = url.render_as_string(hide_password=False)
+        driver = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psycopg"}.get(kind)
+        self.async_url = url.set(drivername=driver).render_as_string(hide_password=False) if driver else None
+
+    def __repr__(self) -> str:
+        return f"Database({self.url})"
+
+    def engine(self, **options: object) -> Engine:
+        """Return an engine, which is the caller's to dispose of."""
+        return create_engine(self.url, **options)
+
+
+class Server:
+    """A server with a directory, a port and processes of its own. It does what it promises to disks."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind = kind
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._as: dict[str, object] = {}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        if os.geteuid() == 0:  # neither server runs as root
+            account = pwd.getpwnam("nobody")
+            self._as = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+            os.chown(directory, account.pw_uid, account.pw_gid)
+        self._data = directory / "data"
+        getattr(self, f"_make_{kind}")()
+
+    def _make_postgresql(self) -> None:
+        self._run(program(self.kind, "initdb"), "-D", self._data, "-A", "trust", "-U", "app", "--no-sync", "-E", "UTF8")
+        self._command = [
+            program(self.kind, "postgres"), "-D", self._data, "-h", "127.0.0.1", "-p", self.port, "-k", self._directory,
+        ]  # fmt: skip
+        self._url = make_url(f"postgresql+psycopg://app@127.0.0.1:{self.port}/postgres")
+
+    def _make_mariadb(self) -> None:
+        (self._directory / "init.sql").write_text(
+            "CREATE USER IF NOT EXISTS app@'127.0.0.1' IDENTIFIED BY 'app';\n"
+            "GRANT ALL ON *.* TO app@'127.0.0.1' WITH GRANT OPTION;\n"
+        )
+        self._run(
+            program(self.kind, "mariadb-install-db"), "--no-defaults", f"--datadir={self._data}", "--skip-test-db",
+            "--auth-root-authentication-method=normal",
+        )  # fmt: skip
+        self._command = [
+            program(self.kind, "mariadbd"), "--no-defaults", f"--datadir={self._data}", f"--port={self.port}",
+            "--bind-address=127.0.0.1", f"--socket={self._directory}/socket", f"--init-file={self._directory}/init.sql",
+            f"--pid-file={self._directory}/pid", "--skip-name-resolve", "--innodb-buffer-pool-size=32M",
+        ]  # fmt: skip
+        self._url = make_url(f"mysql+pymysql://app:app@127.0.0.1:{self.port}/mysql?charset=utf8mb4")
+
+    def _run(self, *command: object) -> None:
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=self._directory, **self._as)
+        if done.returncode:
+            raise AssertionError(f"{command[0]} failed: {done.stdout}{done.stderr}")
+
+    @property
+    def pid(self) -> int:
+        """The server's process, which leads a group of its own."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start on the same port and data as before; returns when it answers."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            with (self._directory / "log").open("ab") as output:
+                self._process = subprocess.Popen(
+                    list(map(str, self._command)), stdout=output, stderr=output, cwd=self._directory,
+                    start_new_session=True, **self._as,
+                )  # fmt: skip
+            if self._answers(deadline):
+                return
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{self.kind} did not start: {(self._directory / 'log').read_text()[-2000:]}")
+            time.sleep(0.2)  # what was killed may still hold its memory
+
+    def _answers(self, deadline: float) -> bool:
+        engine = create_engine(self._url)
+        try:
+            while self._process is not None and self._process.poll() is None and time.monotonic() < deadline:
+                try:
+                    with engine.connect() as connection:
+                        connection.execute(text("SELECT 1"))
+                        return True
+                except DBAPIError:
+                    time.sleep(0.05)
+            return False
+        finally:
+            engine.dispose()
+
+    def kill(self) -> None:
+        """End it as a loss of power ends its processes."""
+        if self._process is not None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        """Have it end by itself, at once."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT if self.kind == "postgresql" else signal.SIGTERM)
+            try:
+                self._process.wait(START_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass
+            self.kill()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def new_database(self) -> Database:
+        """Return an empty database."""
+        if not self.is_running:
+            self.start()
+        name = f"test_{uuid4().hex[:12]}"
+        engine = create_engine(self._url, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.execute(text(f"CREATE DATABASE {name}"))
+        engine.dispose()
+        return Database(self.kind, self._url.set(database=name), self)
+
+
+@contextmanager
+def running(kind: str) -> Iterator[Server]:
+    """Run a server, and leave nothing of it.
+
+    Raises:
+        CannotRun: it is not installed.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="pyrocket-", dir="/tmp"))  # a socket's path is short
+    server: Server | None = None
+    try:
+        directory.chmod(0o755)
+        server = Server(kind, directory)
+        server.start()
+        yield server
+    finally:
+        if server is not None:
+            server.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def main() -> int:
+    """Run a command beside a database."""
+    parser = argparse.ArgumentParser(prog="python -m tests.databases", description=__doc__)
+    parser.add_argument("kind", choices=SERVERS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, after --")
+    given = parser.parse_args()
+    command = [part for part in given.command if part != "--"] or [os.environ.get("SHELL", "sh")]
+    with running(given.kind) as server:
+        return subprocess.call(command, env={**os.environ, "DATABASE_URL": server.new_database().url})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

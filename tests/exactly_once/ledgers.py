@@ -1,0 +1,77 @@
+"""What tests of effects that happen once share: a table of effects, listeners that write there, and its sum."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, Engine, text
+
+from pyrocket_consumer import Message
+from pyrocket_consumer.offsets import DatabaseOffsets
+from tests.databases import Database
+
+INSERT = text("INSERT INTO ledger(body, queue_id, queue_offset) VALUES (:body, :queue_id, :queue_offset)")
+
+EXACTLY_ONCE = {"orderly": True, "listener_batch_size": 8}
+
+
+class Ledger:
+    """Effects in a database, and the offsets beside them."""
+
+    def __init__(self, database: Database, **options: Any) -> None:
+        self.database = database
+        self.engine: Engine = database.engine()
+        with self.engine.begin() as connection:  # nothing keeps an effect from being there twice
+            connection.execute(text("CREATE TABLE ledger(body VARCHAR(64), queue_id INTEGER, queue_offset BIGINT)"))
+        self.offsets = DatabaseOffsets(self.engine, **options)
+        self.offsets.create_tables()
+
+    def book(self, messages: list[Message], connection: Connection) -> None:
+        """A listener with an effect for each message."""
+        connection.execute(INSERT, [row(message) for message in messages])
+
+    def rows(self) -> list[tuple[str, int, int]]:
+        """Return all effects, in order of queue and offset."""
+        return [tuple(each) for each in self.query("SELECT * FROM ledger ORDER BY queue_id, queue_offset")]
+
+    def bodies(self) -> Counter[str]:
+        """Return how often each body has its effect."""
+        return Counter(body for body, _, _ in self.rows())
+
+    def query(self, statement: str, **values: Any) -> list[Any]:
+        """Return the rows of a query."""
+        with self.engine.connect() as connection:
+            return list(connection.execute(text(statement), values))
+
+    def execute(self, statement: str, **values: Any) -> None:
+        """Do something in a transaction of its own."""
+        with self.engine.begin() as connection:
+            connection.execute(text(statement), values)
+
+    def offset(self, group: str, queue_id: int, topic: str) -> int | None:
+        """Return where a queue stands."""
+        found = [each for each in self.offsets.offsets(group, topic) if each.queue.queue_id == queue_id]
+        return found[0].next_offset if found else None
+
+
+def row(message: Message) -> dict[str, Any]:
+    """Return the effect of a message."""
+    return {"body": message.body.decode(), "queue_id": message.queue.queue_id, "queue_offset": message.queue_offset}
+
+
+@contextmanager
+def ledger_in(database: Database, **options: Any) -> Iterator[Ledger]:
+    """A ledger in an empty database."""
+    ledger = Ledger(database, **options)
+    try:
+        yield ledger
+    finally:
+        ledger.engine.dispose()
+
+
+def once(bodies: list[str]) -> Counter[str]:
+    """Return what a ledger is to hold."""
+    return Counter(dict.fromkeys(bodies, 1))

@@ -1,0 +1,49 @@
+"""The databases that tests run on: they come up, keep what was committed when they are killed, and go."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from sqlalchemy import text
+
+from tests.databases import running
+
+
+def rows(engine):
+    with engine.connect() as connection:
+        return connection.execute(text("SELECT a FROM t ORDER BY a")).scalars().all()
+
+
+def test_what_was_committed_is_there(database):
+    engine = database.engine()
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE t(a INTEGER)"))
+        connection.execute(text("INSERT INTO t VALUES (1), (2)"))
+    assert rows(engine) == [1, 2]
+    engine.dispose()
+
+
+def test_each_test_has_its_own(database):
+    engine = database.engine()
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE t(a INTEGER)"))  # as the test before has
+    assert rows(engine) == []
+    engine.dispose()
+
+
+@pytest.mark.databases("postgresql", "mariadb")
+def test_a_server_that_is_killed_keeps_what_was_committed(database_kind):
+    with running(database_kind) as server:
+        engine = server.new_database().engine()
+        with engine.begin() as connection:
+            connection.execute(text("CREATE TABLE t(a INTEGER)"))
+            connection.execute(text("INSERT INTO t VALUES (1)"))
+        engine.dispose()
+        server.kill()
+        server.start()
+        assert rows(engine) == [1]
+        engine.dispose()
+        pid = server.pid
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)
