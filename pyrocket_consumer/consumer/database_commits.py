@@ -14,9 +14,6 @@ from pyrocket_consumer.errors import DatabaseError, Fenced, RequestTimeout, Rock
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets, MemoryOffsetStore, QueueReset, ReadOffsetType
 from pyrocket_consumer.offsets.database import Claim
-from pyrocket_consumer.text import logger
-
-log = logger("consumer")
 
 T = TypeVar("T")
 
@@ -40,8 +37,8 @@ class DatabaseCommits:
         """`thread` is where the store was loaded; it ends with `close`."""
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
         self.on_fenced: Callable[[MessageQueue], None] = lambda queue: None
-        self.on_waiting: Callable[[MessageQueue, str], None] = lambda queue, why: None
-        """Called when a listener's messages wait for the database."""
+        self.on_waiting: Callable[[MessageQueue | None, str], None] = lambda queue, why: None
+        """Called when messages of a queue, or what is to be tidied, wait for the database."""
         self._store = store
         self._thread = thread
         self._loop = cluster.loop
@@ -213,7 +210,7 @@ class DatabaseCommits:
         try:
             await self._do("tidying the inbox", self._store.tidy)
         except RocketError as error:
-            log.info("group=%s %s", self._group, error)
+            self.on_waiting(None, str(error))
         return failed
 
     async def _publish(self, queues: Iterable[MessageQueue], until: float | None) -> None:

@@ -48,10 +48,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.5
 AWAY_PAUSE_S = 1.0
 """How long a queue waits when the database is away."""
 
-INBOX_STEP = 500
-"""How many old rows of the inbox are deleted at a time."""
-
 LONGEST_KEY = 255
+
+TIDY_EVERY_S = 60.0
+"""How often old rows are looked for."""
 
 _TABLE_NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]*\.)?[A-Za-z_][A-Za-z0-9_]{0,62}")
 
@@ -137,7 +137,7 @@ class _Undo(Exception):
 
 
 class _Behind(Exception):
-    """Rolls back a transaction whose row was ahead of the messages, or not ours any more: it is looked at."""
+    """Rolls back a transaction that came too late, for some of its messages or for all: it is looked at."""
 
 
 class DatabaseOffsets:
@@ -393,12 +393,15 @@ class DatabaseOffsets:
         return [message for message in messages if firsts.get(id_of(message)) is message]
 
     def _put_in_inbox(self, execute: Execute, claim: Claim, messages: Sequence[Message]) -> None:
-        """Note that `messages` are consumed. Another who notes one of them at the same time makes this one wait."""
+        """Note that `messages` are consumed."""
         at = int(time.time() * 1000)
-        execute(
-            self._sql.to_inbox,
-            [{"group": claim.group, "message_id": id_of(message), "at": at} for message in messages],
-        )
+        rows = [{"group": claim.group, "message_id": id_of(message), "at": at} for message in messages]
+        try:
+            execute(self._sql.to_inbox, rows)
+        except Exception as error:
+            if type(error).__name__ == "IntegrityError":  # another queue has it, too, and was quicker
+                raise _Behind from error
+            raise
 
     @staticmethod
     def _lost(claim: Claim) -> None:
@@ -413,6 +416,14 @@ class DatabaseOffsets:
         Raises:
             OffsetStoreError: it cannot, has not, or does not; the text says which, and what to do.
         """
+        self._database.open()
+        try:
+            self._check()
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _check(self) -> None:
         try:
             self._database.run(self._sql.look)
             undoes = self._undoes()
@@ -533,13 +544,15 @@ class DatabaseOffsets:
             return
         before = int((time.time() - self._inbox_days * 86400) * 1000)
 
-        def work(execute: Execute) -> int:
-            old = execute(self._sql.old_in_inbox, {"before": before, "most": INBOX_STEP}).rows
+        def work(execute: Execute) -> bool:
+            old = execute(self._sql.old_in_inbox, {"before": before}).rows
             if old:
                 execute(self._sql.from_inbox, [{"group": group, "message_id": name} for group, name in old])
-            return len(old)
+            return bool(old)
 
-        self._inbox_due_at = time.monotonic() + (0.0 if self._do(work, "tidying the inbox") == INBOX_STEP else 60.0)
+        self._inbox_due_at = time.monotonic() + TIDY_EVERY_S
+        if self._do(work, "tidying the inbox"):
+            self._inbox_due_at = 0.0  # there may be more
 
     def close(self) -> None:
         """Give up what was opened besides your engine, which stays yours to dispose of."""

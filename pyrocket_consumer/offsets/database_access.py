@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
+from weakref import WeakSet
 
 from sqlalchemy import (
     BigInteger,
@@ -55,6 +56,9 @@ LOCK_WAIT_S = 5
 """How long bookkeeping waits for a row of PostgreSQL that a listener's transaction has locked."""
 
 LONGEST_KEY = 255
+
+INBOX_STEP = 500
+"""How many old rows of the inbox are deleted at a time."""
 
 Verdict = Literal["again", "away", "theirs"]
 """What an error says: this transaction met another; the database cannot be used now; it is the listener's own."""
@@ -245,7 +249,7 @@ class Statements:
             select(seen.consumer_group, seen.message_id)
             .where(seen.at < _value("before"))
             .order_by(seen.at)
-            .limit(_value("most"))
+            .suffix_with(f"LIMIT {INBOX_STEP}")
         )
         self.from_inbox = self._made(
             delete(inbox).where(seen.consumer_group == _value("group"), seen.message_id == _value("message_id"))
@@ -342,6 +346,9 @@ class Database:
     is_async = False
     arguments = 1
     """How many arguments a listener gets besides its messages."""
+
+    def open(self) -> None:
+        """Keep what `run` needs until `close`."""
 
     def run(self, work: Callable[[Execute], T]) -> T:
         """Do some statements in a transaction of their own. Any thread."""
@@ -462,19 +469,32 @@ class AsyncDatabase(SqlDatabase):
         self._async_engine = engine
         self._async_sessions = sessions
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._own_engine: Engine | None = None
+        self._own: _OwnLoop | None = None
+        self._users = 0
+
+    def open(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._own is None:
+                self._own = _OwnLoop(self.engine)
 
     def run(self, work: Callable[[Execute], T]) -> T:
         with self._lock:
-            if self._loop is None or self._own_engine is None:
-                self._own_engine = Engine(self.engine.pool.recreate(), self.engine.dialect, self.engine.url)
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="pyrocket-database", daemon=True).start()
-            running = greenlet_spawn(_run_on, self._own_engine, work)
-            done = asyncio.run_coroutine_threadsafe(running, self._loop)
-        result: T = done.result()
-        return result
+            own = self._own
+        if own is not None:
+            return own.run(work)
+        own = _OwnLoop(self.engine)
+        try:
+            return own.run(work)
+        finally:
+            own.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._users -= 1
+            own, self._own = (self._own, None) if self._users == 0 else (None, self._own)
+        if own is not None:
+            own.close()
 
     @contextmanager
     def transaction(self) -> Generator[Scope]:
@@ -513,13 +533,31 @@ class AsyncDatabase(SqlDatabase):
             return "away"  # asyncpg raises what its connect met as it is
         return super().verdict(error)
 
+
+class _OwnLoop:
+    """A loop on a thread of its own, and connections that belong to it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = Engine(engine.pool.recreate(), engine.dialect, engine.url)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="pyrocket-database", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def run(self, work: Callable[[Execute], T]) -> T:
+        result: T = asyncio.run_coroutine_threadsafe(greenlet_spawn(_run_on, self._engine, work), self._loop).result()
+        return result
+
     def close(self) -> None:
-        with self._lock:
-            loop, engine, self._loop, self._own_engine = self._loop, self._own_engine, None, None
-        if loop is not None:
-            if engine is not None:
-                asyncio.run_coroutine_threadsafe(greenlet_spawn(engine.dispose), loop).result(LOCK_WAIT_S)
-            loop.call_soon_threadsafe(loop.stop)
+        disposing = asyncio.run_coroutine_threadsafe(greenlet_spawn(self._engine.dispose), self._loop)
+        try:
+            disposing.result(LOCK_WAIT_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def _run_on(engine: Engine, work: Callable[[Execute], T]) -> T:
@@ -549,6 +587,7 @@ class DjangoDatabase(Database):
         if vendor not in _DIALECTS:
             raise ConfigError(f"alias={alias!r} is a database of {vendor}; {_SUPPORTED}")
         self._alias = alias
+        self._lent: WeakSet[Any] = WeakSet()  # connections of threads that listeners run on
         self.shown = f"django:{alias}"
         self.dialect = _DIALECTS[vendor](paramstyle="format")
 
@@ -577,6 +616,12 @@ class DjangoDatabase(Database):
             return thread.submit(run_here).result()
 
     def transaction(self) -> AbstractContextManager[Scope]:
+        from django.db import connections
+
+        connection = connections[self._alias]
+        if connection not in self._lent:
+            connection.inc_thread_sharing()  # they are closed by whoever closes this
+            self._lent.add(connection)
         return self._scope()
 
     def executor(self, given: Any) -> Execute:
@@ -599,7 +644,9 @@ class DjangoDatabase(Database):
     def close(self) -> None:
         from django.db import connections
 
-        connections[self._alias].close()
+        for connection in (connections[self._alias], *self._lent):
+            connection.close()
+        self._lent.clear()
 
 
 class _DjangoScope:

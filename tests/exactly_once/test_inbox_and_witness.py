@@ -1,0 +1,173 @@
+"""Messages that a producer stored twice, and logs that are not the ones that were consumed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from sqlalchemy import text
+
+from pyrocket_consumer import MessageQueue
+from pyrocket_consumer.offsets import DatabaseOffsets
+from tests.consuming import Events, consuming
+from tests.exactly_once.ledgers import EXACTLY_ONCE, ledger_in, once
+from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
+
+
+@pytest.fixture
+def with_inbox(database):
+    with ledger_in(database, inbox_days=7) as ledger:
+        yield ledger
+
+
+def send_twice(cluster, bodies):
+    for body in bodies:
+        for _ in range(2):
+            cluster.send(TOPIC, body.encode(), properties={"UNIQ_KEY": f"id-{body}"})
+
+
+@pytest.mark.parametrize("queues", [1, 4])
+def test_a_message_that_was_stored_twice_has_its_effect_once(embedded, with_inbox, queues):
+    embedded.create_topic(TOPIC, queues=queues)
+    send_twice(embedded, BODIES)
+    events = Events()
+    with billing(embedded, with_inbox, on_event=events):
+        until_all(embedded, with_inbox)
+        count = 200 // queues
+        embedded.wait_until(
+            lambda: [with_inbox.offset(GROUP, queue, TOPIC) for queue in range(queues)] == [count] * queues
+        )
+    assert with_inbox.bodies() == once(BODIES)
+    assert with_inbox.query("SELECT COUNT(*) FROM pyrocket_inbox") == [(100,)]
+    assert not events.of("listener-failed")
+
+
+def test_ids_of_all_kinds_have_a_place(embedded, with_inbox):
+    ids = ["a", "A", "a ", "ä", "a\x00b", "x" * 300, "x" * 301, "emoji 🚀", "'; DROP TABLE ledger; --", "%s", ":id"]
+    embedded.create_topic(TOPIC, queues=1)
+    for number, name in enumerate(ids):
+        for _ in range(2):
+            embedded.send(TOPIC, str(number).encode(), properties={"UNIQ_KEY": name})
+    with billing(embedded, with_inbox):
+        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 2 * len(ids))
+    assert with_inbox.bodies() == once([str(number) for number in range(len(ids))])
+
+
+@pytest.mark.databases("sqlite")
+def test_what_failed_is_in_no_inbox(embedded, with_inbox):
+    calls = []
+
+    def book(messages, connection):
+        with_inbox.book(messages, connection)
+        calls.append(messages)
+        if len(calls) < 3:
+            raise ValueError("not now")
+
+    embedded.create_topic(TOPIC, queues=1)
+    send_twice(embedded, BODIES[:20])
+    with billing(embedded, with_inbox, book):
+        until_all(embedded, with_inbox, BODIES[:20])
+    assert with_inbox.bodies() == once(BODIES[:20])
+
+
+@pytest.mark.databases("sqlite")
+def test_groups_have_inboxes_of_their_own(embedded, with_inbox):
+    embedded.create_topic(TOPIC, queues=1)
+    send_twice(embedded, BODIES[:20])
+    for group in ("billing", "audit"):
+        wrapped = with_inbox.offsets.exactly_once(with_inbox.book)
+        with consuming(embedded, TOPIC, group, wrapped, **EXACTLY_ONCE, offset_store=with_inbox.offsets):
+            embedded.wait_until(lambda name=group: with_inbox.offset(name, 0, TOPIC) == 40)
+    assert set(with_inbox.bodies().values()) == {2}
+
+
+def test_old_ids_are_forgotten(embedded, with_inbox):
+    old = int((time.time() - 8 * 86400) * 1000)
+    with with_inbox.engine.begin() as connection:
+        connection.execute(
+            text("INSERT INTO pyrocket_inbox VALUES (:g, :id, :at)"),
+            [{"g": GROUP, "id": f"older-{number}", "at": old} for number in range(1200)],
+        )
+    send(embedded)
+    with billing(embedded, with_inbox, commit_interval_s=0.05):
+        until_all(embedded, with_inbox)
+        embedded.wait_until(lambda: with_inbox.query("SELECT COUNT(*) FROM pyrocket_inbox") == [(100,)])
+
+
+# --- witness
+
+
+def remade(cluster, bodies, queues=1):
+    """The topic was deleted, and made anew with other messages."""
+    cluster.delete_topic(TOPIC)
+    send(cluster, bodies, queues=queues)
+
+
+def test_a_topic_that_was_made_anew_is_not_consumed(embedded, ledger):
+    send(embedded, BODIES[:20], queues=1)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger, BODIES[:20])
+    remade(embedded, [f"new {number}" for number in range(40)])
+    embedded.create_topic("others", queues=1)
+    embedded.send("others", b"other")
+    events = Events()
+    with billing(embedded, ledger, on_event=events, start_wait_s=0.1) as (consumer, _):
+        consumer.subscribe("others", ledger.offsets.exactly_once(ledger.book))
+        event = events.wait_for("log-diverged")
+        assert event.facts["offset"] == 19 and event.queue == MessageQueue(TOPIC, "broker-a", 0)
+        until_all(embedded, ledger, [*BODIES[:20], "other"])  # everything else goes on
+        assert ledger.bodies() == once([*BODIES[:20], "other"])
+        assert len(events.of("log-diverged")) == 1
+        ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", 0): 0}, reset_epoch=1)  # what an operator decides
+        until_all(embedded, ledger, [*BODIES[:20], "other", *map(str, range(40))])
+    assert ledger.bodies() == once([*BODIES[:20], "other", *(f"new {number}" for number in range(40))])
+
+
+@pytest.mark.databases("sqlite")
+def test_a_log_that_was_cut_is_not_consumed(embedded, ledger):
+    send(embedded, BODIES[:20], queues=1)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger, BODIES[:20])
+    remade(embedded, [f"new {number}" for number in range(10)])
+    events = Events()
+    with billing(embedded, ledger, on_event=events, start_wait_s=0.1):
+        assert "it ends at 10, and 19 was the last consumed" in events.wait_for("log-diverged").text
+    assert ledger.bodies() == once(BODIES[:20])
+
+
+@pytest.mark.databases("sqlite")
+def test_a_log_that_has_changed_is_consumed_if_it_shall_be(embedded, database):
+    with ledger_in(database, on_divergence="continue") as ledger:
+        send(embedded, BODIES[:20], queues=1)
+        with billing(embedded, ledger):
+            until_all(embedded, ledger, BODIES[:20])
+        remade(embedded, [f"new {number}" for number in range(40)])
+        events = Events()
+        with billing(embedded, ledger, on_event=events):
+            events.wait_for("log-diverged")
+            until_all(embedded, ledger, map(str, range(40)))
+    assert ledger.bodies() == once([*BODIES[:20], *(f"new {number}" for number in range(20, 40))])
+
+
+@pytest.mark.databases("sqlite")
+def test_what_has_expired_is_no_other_log(embedded, ledger):
+    send(embedded, BODIES[:20], queues=1)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger, BODIES[:20])
+    for number in range(20):
+        embedded.send(TOPIC, f"later {number}".encode())
+    embedded.broker("broker-a").delete_before(TOPIC, 0, 30)
+    events = Events()
+    with billing(embedded, ledger, on_event=events):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 40)
+    assert not events.of("log-diverged")
+    assert ledger.bodies() == once([*BODIES[:20], *(f"later {number}" for number in range(10, 20))])
+
+
+def test_the_table_may_have_a_name_of_its_own(embedded, database):
+    with ledger_in(database, table="billing_offsets", inbox_days=1) as ledger:
+        send(embedded, BODIES[:20])
+        with billing(embedded, ledger):
+            until_all(embedded, ledger, BODIES[:20])
+        assert ledger.query("SELECT COUNT(*) FROM billing_offsets_inbox") == [(20,)]
+        assert isinstance(ledger.offsets, DatabaseOffsets)

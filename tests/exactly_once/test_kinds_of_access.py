@@ -1,0 +1,264 @@
+"""Sessions, asyncio and Django: each has its effects once, in its own way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import Integer, String, make_url
+from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
+
+from pyrocket_consumer import AsyncPushConsumer
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.offsets import DatabaseOffsets
+from tests.consuming import QUICK, Events, consuming
+from tests.exactly_once.ledgers import EXACTLY_ONCE, INSERT, once, row
+from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, send, until_all
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Entry(Base):
+    __tablename__ = "entries"
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    body: Mapped[str] = mapped_column(String(64))
+
+
+def test_a_session_is_flushed_and_committed(embedded, ledger):
+    Base.metadata.create_all(ledger.engine)
+    offsets = DatabaseOffsets(sessionmaker(ledger.engine))
+    failed = []
+
+    def book(messages, session):
+        session.add_all([Entry(body=message.body.decode()) for message in messages])
+        if not failed:
+            failed.append(messages)
+            raise ValueError("not now")
+
+    send(embedded)
+    with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **EXACTLY_ONCE, offset_store=offsets):
+        embedded.wait_until(lambda: ledger.query("SELECT COUNT(*) FROM entries")[0][0] >= 100)
+    assert sorted(int(body) for (body,) in ledger.query("SELECT body FROM entries")) == list(range(100))
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback", "close"])
+@pytest.mark.databases("sqlite", "postgresql")
+def test_a_session_is_not_the_listeners_to_end(embedded, ledger, end):
+    offsets = DatabaseOffsets(sessionmaker(ledger.engine))
+    ended = []
+
+    def book(messages, session):
+        session.execute(INSERT, [row(message) for message in messages])
+        if not ended:
+            ended.append(end)
+            getattr(session, end)()
+
+    send(embedded)
+    events = Events()
+    options = {**EXACTLY_ONCE, "offset_store": offsets, "on_event": events}
+    with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **options):
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
+    assert len(events.of("listener-failed")) == 1
+
+
+@pytest.mark.databases("sqlite")
+def test_a_maker_of_sessions_without_an_engine_is_refused():
+    with pytest.raises(ConfigError, match=r"sessionmaker\(engine\)"):
+        DatabaseOffsets(sessionmaker())
+
+
+@pytest.mark.databases("sqlite", "postgresql")
+@pytest.mark.parametrize("kind", ["connection", "session"])
+@pytest.mark.parametrize("face", ["blocking", "asyncio"])
+def test_an_asynchronous_engine(embedded, ledger, kind, face):
+    engine = create_async_engine(ledger.database.async_url)
+    offsets = DatabaseOffsets(engine if kind == "connection" else async_sessionmaker(engine))
+    offsets.create_tables()
+    trouble = ["raise", "commit"]
+
+    async def book(messages, handle):
+        await handle.execute(INSERT, [row(message) for message in messages])
+        await asyncio.sleep(0)
+        if trouble and trouble.pop() == "commit":
+            await handle.commit()
+        elif len(trouble) == 0 and not raised:
+            raised.append(messages)
+            raise ValueError("not now")
+
+    raised: list[object] = []
+    send(embedded)
+    events = Events()
+    options = {**EXACTLY_ONCE, "offset_store": offsets, "on_event": events}
+    if face == "blocking":
+        with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **options):
+            until_all(embedded, ledger)
+    else:
+
+        async def consume():
+            consumer = AsyncPushConsumer(GROUP, name_server=embedded.name_server, **{**QUICK, **options})
+            await consumer.subscribe(TOPIC, offsets.exactly_once(book))
+            async with consumer:
+                await asyncio.to_thread(until_all, embedded, ledger)
+            await engine.dispose()
+
+        asyncio.run(consume())
+    assert ledger.bodies() == once(BODIES)
+    assert len(events.of("listener-failed")) == 2
+    asyncio.run(engine.dispose())
+
+
+@pytest.mark.databases("sqlite", "postgresql")
+def test_an_asynchronous_transaction_of_ones_own(embedded, ledger):
+    engine = create_async_engine(ledger.database.async_url)
+    offsets = DatabaseOffsets(engine)
+
+    async def book(messages):
+        async with engine.begin() as connection:
+            await connection.execute(INSERT, [row(message) for message in messages])
+            await offsets.advance(connection, messages)
+
+    send(embedded)
+    with consuming(embedded, TOPIC, GROUP, book, **EXACTLY_ONCE, offset_store=offsets):
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
+    asyncio.run(engine.dispose())
+
+
+@pytest.mark.databases("sqlite", "postgresql")
+def test_an_asynchronous_listener_that_is_cancelled_is_rolled_back(embedded, ledger):
+    engine = create_async_engine(ledger.database.async_url)
+    offsets = DatabaseOffsets(engine)
+    cancelled = []
+
+    async def book(messages, connection):
+        await connection.execute(INSERT, [row(message) for message in messages])
+        if len(cancelled) < 3:
+            cancelled.append(messages)
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        await asyncio.sleep(0.001)
+
+    send(embedded)
+    with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **EXACTLY_ONCE, offset_store=offsets):
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
+    asyncio.run(engine.dispose())
+
+
+# --- Django
+
+
+@pytest.fixture
+def alias(ledger) -> Iterator[str]:
+    """The ledger's database as one of Django's."""
+    import django
+    from django.conf import settings
+    from django.db import connections
+
+    if not settings.configured:
+        settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}})
+        django.setup()
+    url, name = make_url(ledger.database.url), f"db{uuid4().hex}"
+    engine = {"sqlite": "sqlite3"}.get(ledger.database.kind, ledger.database.kind)
+    connections.settings[name] = connections.configure_settings(
+        {
+            **connections.settings,
+            name: {
+                "ENGINE": f"django.db.backends.{engine}", "NAME": url.database, "HOST": url.host or "",
+                "PORT": str(url.port or ""), "USER": url.username or "", "PASSWORD": url.password or "",
+            },
+        }
+    )[name]  # fmt: skip
+    yield name
+    connections[name].close()
+    del connections.settings[name]
+
+
+@pytest.mark.databases("sqlite", "postgresql")
+def test_django(embedded, ledger, alias):
+    from django.db import connections, transaction
+
+    offsets = DatabaseOffsets.django(alias)
+    trouble = ["raise", "commit", "set_rollback"]
+
+    def book(messages):
+        with connections[alias].cursor() as cursor:
+            for message in messages:
+                cursor.execute("INSERT INTO ledger VALUES (%s, %s, %s)", list(row(message).values()))
+        match trouble.pop() if trouble else "":
+            case "raise":
+                raise ValueError("not now")
+            case "commit":
+                connections[alias].commit()
+            case "set_rollback":
+                transaction.set_rollback(True, using=alias)
+
+    send(embedded)
+    events = Events()
+    options = {**EXACTLY_ONCE, "offset_store": offsets, "on_event": events}
+    with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **options):
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
+    assert len(events.of("listener-failed")) == 3
+
+
+@pytest.mark.databases("postgresql")
+def test_django_goes_on_when_its_database_was_away(embedded, ledger, alias):
+    from django.db import connections
+
+    offsets = DatabaseOffsets.django(alias)
+
+    def book(messages):
+        with connections[alias].cursor() as cursor:
+            cursor.executemany(
+                "INSERT INTO ledger VALUES (%s, %s, %s)", [list(row(message).values()) for message in messages]
+            )
+
+    send(embedded, BODIES[:50])
+    events = Events()
+    options = {**EXACTLY_ONCE, "offset_store": offsets, "on_event": events}
+    with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **options):
+        until_all(embedded, ledger, BODIES[:50])
+        ledger.database.server.kill()
+        try:
+            for body in BODIES[50:]:
+                embedded.send(TOPIC, body.encode())
+            events.wait_for("store-unreachable")
+        finally:
+            ledger.database.server.start()
+        ledger.engine.dispose()
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
+    assert not events.of("listener-failed")
+
+
+@pytest.mark.databases("sqlite")
+def test_django_transactions_of_ones_own(embedded, ledger, alias):
+    from django.db import connections, transaction
+
+    offsets = DatabaseOffsets.django(alias)
+
+    def book(messages):
+        with transaction.atomic(using=alias):
+            with connections[alias].cursor() as cursor:
+                for message in messages:
+                    cursor.execute("INSERT INTO ledger VALUES (%s, %s, %s)", list(row(message).values()))
+            offsets.advance(None, messages)
+
+    send(embedded)
+    with consuming(embedded, TOPIC, GROUP, book, **EXACTLY_ONCE, offset_store=offsets):
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
+
+
+@pytest.mark.databases("sqlite")
+def test_an_alias_that_does_not_exist_is_named(alias):
+    with pytest.raises(ConfigError, match="alias='nowhere'"):
+        DatabaseOffsets.django("nowhere")
