@@ -173,6 +173,8 @@ async def speak_to(
         except BrokerError as error:
             if error.code == ResponseCode.CONSUME_MSG_TIMEOUT:
                 return MemberReply(Reply.SILENT, reason="it did not answer within 10 s")
+            if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
+                return MemberReply(Reply.FOREIGN)
             kind = Reply.GONE if "not online" in error.remark else Reply.FAILED
             reply = MemberReply(kind, reason=str(error))
         except RocketError as error:

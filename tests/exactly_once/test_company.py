@@ -1,0 +1,48 @@
+"""Members of other clients in a group whose offsets are in a database."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.errors import ConfigError
+from tests.exactly_once.ledgers import ledger_in, once
+from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
+from tests.hazards.naive import NaiveMember
+
+pytestmark = pytest.mark.databases("sqlite")
+
+
+@pytest.fixture
+def foreigner(embedded):
+    send(embedded, [])
+    member = NaiveMember(embedded, TOPIC, GROUP, client_ip="127.0.0.9", orderly=True)
+    member.start()
+    yield member
+    member.close()
+
+
+def test_a_group_with_a_member_of_another_client_is_refused(embedded, ledger, foreigner):
+    with pytest.raises(ConfigError, match=f"members of another client.*{foreigner.client_id}.*allow_foreign_members"):
+        billing(embedded, ledger).__enter__()
+    assert ledger.query("SELECT * FROM pyrocket_offsets") == []
+
+
+def test_it_is_not_if_it_shall_not_be_and_then_brokers_lock_queues(embedded, database, foreigner):
+    with ledger_in(database, allow_foreign_members=True) as ledger, billing(embedded, ledger) as (consumer, _):
+        embedded.wait_until(lambda: len([each for each in consumer.progress() if each.topic == TOPIC]) == 2)
+        locks = embedded.broker("broker-a").locks(GROUP)
+        assert {owner for queue, owner in locks.items() if queue in consumer.progress()} == {consumer.client_id}
+
+
+def test_without_others_no_broker_locks_anything(embedded, ledger):
+    send(embedded)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger)
+        assert embedded.broker("broker-a").locks(GROUP) == {}
+
+
+def test_members_of_ours_are_welcome(embedded, ledger):
+    send(embedded)
+    with billing(embedded, ledger, instance_name="one"), billing(embedded, ledger, instance_name="two"):
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
