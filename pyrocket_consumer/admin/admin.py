@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from pyrocket_consumer.admin import groups, topics
 from pyrocket_consumer.admin.groups import check_settings
-from pyrocket_consumer.admin.lag import GroupLag, group_lag
+from pyrocket_consumer.admin.lag import GroupLag, as_stored, group_lag
 from pyrocket_consumer.admin.masters import check_targets
 from pyrocket_consumer.admin.reset import execute, forget_reset
 from pyrocket_consumer.admin.reset_plan import ResetPlan
@@ -39,6 +39,8 @@ from pyrocket_consumer.config import (
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageModel, MessageQueue
 from pyrocket_consumer.net.forks import renew_locks_in_children
+from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.text import shown
 
 _SLOW_TIMEOUT_S = 180.0  # members are asked, a few at a time, and a silent one costs 10 s
 
@@ -264,21 +266,26 @@ class Admin:
 
     # --- offsets
 
-    def lag(self, group: str, *, brokers: Iterable[str] = ()) -> GroupLag:
+    def lag(
+        self, group: str, *, brokers: Iterable[str] = (), store: DatabaseOffsets | None = None
+    ) -> GroupLag:
         """Return where a group is in every queue of its topics, and how far behind.
 
         A clustering group's offsets are the brokers'. Of a broadcasting group each member that is online is asked for
         its own; those that do not answer are in `unreached`. Brokers that do not answer every question, that refuse, or
         have no master, are in `missing`. Name servers forget brokers that were stopped: of those `missing` has the ones
-        in `brokers` (names that must be there), and those whose queues this Admin has seen before.
+        in `brokers` (names that must be there), and those whose queues this Admin has seen before. Of a group whose
+        offsets are in a database, brokers know what they were told last; `store` is asked instead.
 
         Raises:
             ConfigError: no broker knows the group.
             ConnectError, RequestTimeout, BrokerError: no broker answers.
         """
-        return self._lag(group, None, brokers)
+        return self._lag(group, None, brokers, store)
 
-    def offsets(self, group: str, topic: str, *, brokers: Iterable[str] = ()) -> GroupLag:
+    def offsets(
+        self, group: str, topic: str, *, brokers: Iterable[str] = (), store: DatabaseOffsets | None = None
+    ) -> GroupLag:
         """Return where a group is in one topic; see `lag`.
 
         Raises:
@@ -286,13 +293,17 @@ class Admin:
             ConfigError: no broker knows the group.
         """
         check_topic(topic)
-        return self._lag(group, topic, brokers)
+        return self._lag(group, topic, brokers, store)
 
-    def _lag(self, group: str, topic: str | None, brokers: Iterable[str]) -> GroupLag:
+    def _lag(
+        self, group: str, topic: str | None, brokers: Iterable[str], store: DatabaseOffsets | None
+    ) -> GroupLag:
         check_group(group)
         expected = check_names("brokers", brokers)
         cluster = self._started()
-        return cluster.run(group_lag(cluster, group, topic, expected, self._seen), _SLOW_TIMEOUT_S)
+        _check_store(store)
+        found = cluster.run(group_lag(cluster, group, topic, expected, self._seen), _SLOW_TIMEOUT_S)
+        return found if store is None else as_stored(found, store, cluster.config.namespace)
 
     def plan_reset(
         self,
@@ -303,6 +314,7 @@ class Admin:
         *,
         model: str | None = None,
         member: str | None = None,
+        store: DatabaseOffsets | None = None,
         wait_s: float = 30.0,
     ) -> ResetPlan:
         """Return what a reset would do. Nothing is changed before `execute()` of the plan is called.
@@ -316,6 +328,7 @@ class Admin:
         Only `queues` are moved, if they are given; of a broadcasting group only `member` (a client id), if it is given.
         `model` ("clustering" or "broadcasting") is for groups of which nobody is online, where it cannot be told.
         Members have `wait_s` seconds to say where they are.
+        A group whose offsets are in a database is reset there, running or not, if its `store` is given.
 
         Raises:
             RouteNotFound: there is no such topic.
@@ -329,8 +342,12 @@ class Admin:
             check_choice("model", model, [each.value for each in MessageModel])
         check_text("member", member)
         check_range("wait_s", wait_s, 0, 120)
+        _check_store(store)
+        if store is not None and member is not None:
+            raise ConfigError(f"member={member!r} cannot be moved alone: a group in a database shares its offsets")
         cluster = self._started()
-        plan = cluster.run(plan_reset(cluster, group, topic, where, wanted, model, member, wait_s), _SLOW_TIMEOUT_S)
+        planning = plan_reset(cluster, group, topic, where, wanted, model, member, wait_s, store)
+        plan = cluster.run(planning, _SLOW_TIMEOUT_S)
         return replace(plan, _execute=self._execute)
 
     def forget_reset(self, group: str, topic: str) -> None:
@@ -372,3 +389,11 @@ class Admin:
             raise RequestTimeout("the reset", f"group {plan.group}", _SLOW_TIMEOUT_S) from error
         finally:
             future.cancel()
+
+
+def _check_store(store: object) -> None:
+    if store is not None and not isinstance(store, DatabaseOffsets):
+        raise ConfigError(
+            f"store={shown(store)} is not allowed; it must be a DatabaseOffsets, or left out: brokers and members tell "
+            "of all other groups"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
 
@@ -20,6 +20,7 @@ from pyrocket_consumer.cluster.places import committed_offsets, first_and_last
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.errors import ConnectError, ConsumerClosed, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
+from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.wire.bodies import QueueConsumeStats, decode_consume_stats
 from pyrocket_consumer.wire.command import GetConsumeStatsHeader
 
@@ -219,6 +220,21 @@ async def group_lag(
     )  # fmt: skip
     members = tuple(member.client_id for member in found.members)
     return GroupLag(group, model, members, outward, unreached, not_known, survey.told(namespace, concerned))
+
+
+def as_stored(found: GroupLag, store: DatabaseOffsets, namespace: str | None) -> GroupLag:
+    """Return the same with what a database has for committed.
+
+    Raises:
+        DatabaseError: it could not be asked.
+    """
+    stored = {_outward(namespace, row.queue): row for row in store.offsets(wrap(namespace, found.group))}
+    rows = []
+    for each in found.rows:
+        row = stored.get(each.queue)
+        consumed_at = time_of(row.last.stored_at_ms) if row is not None and row.last is not None else None
+        rows.append(replace(each, committed=None if row is None else row.next_offset, consumed_at=consumed_at))
+    return replace(found, rows=tuple(rows), model=MessageModel.CLUSTERING, not_known="")
 
 
 def _outward(namespace: str | None, queue: MessageQueue) -> MessageQueue:

@@ -28,6 +28,8 @@ from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.cluster.reset_record import MOST_TIMES_TAKEN, EpochTaken, NobodyWasHere, ResetRecord
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.offsets.database import StoredOffset
 from pyrocket_consumer.wire.bodies import decode_offset_table
 from pyrocket_consumer.wire.command import ResetOffsetHeader, UpdateConsumerOffsetHeader
 from pyrocket_consumer.wire.reset_plan import PlanBody, encode_plan, encode_status_question, is_epoch
@@ -55,6 +57,8 @@ async def execute(cluster: Cluster, plan: ResetPlan, tell: Tell, partial: bool, 
             "with partial"
         )
     run = _Execution(cluster, plan, tell, wait_s)
+    if plan.store is not None:
+        return await run.in_store(plan.store)
     if plan.broadcasting:
         return await run.broadcasting(partial)
     return await run.clustering()
@@ -314,6 +318,30 @@ class _Execution:
 
             await for_each(here, take_back)
 
+    # --- a group whose offsets are in a database
+
+    async def in_store(self, store: DatabaseOffsets) -> ResetResult:
+        """Set the offsets there, read them again, and see that members that are online have claimed the queues anew."""
+        before = await asyncio.to_thread(store.offsets, self._group)
+        epoch = max(int(time.time() * 1000), *(row.reset_epoch + 1 for row in before), 1)
+        targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}
+        await asyncio.to_thread(store.reset, self._group, targets, epoch)
+        rows = await asyncio.to_thread(store.offsets, self._group, self._topic)
+        at_reset = {row.queue: row for row in rows if row.reset_epoch == epoch}
+        self._tell("store", repr(store), f"{len(at_reset)} queues are set")
+        claimed: dict[MessageQueue, str] = {}
+        while len(claimed) < len(targets) and self._left_s and await self._online():
+            for row in await asyncio.to_thread(store.offsets, self._group, self._topic):
+                if row.queue in at_reset and row.epoch > at_reset[row.queue].epoch and row.owner:
+                    claimed[row.queue] = row.owner
+            await asyncio.sleep(LOOK_EVERY_S)
+        outcomes = [self._told(_in_store(queue, at_reset, claimed)) for queue in sorted(targets)]
+        try:
+            await self._commit_all({queue: to for queue, to in targets.items() if queue not in claimed})
+        except RocketError as error:  # brokers have it as information only
+            self._tell("broker", self._topic, f"not told: {error}")
+        return ResetResult(self._id, epoch, tuple(outcomes), self._notes)
+
     # --- clustering
 
     async def clustering(self) -> ResetResult:
@@ -506,6 +534,15 @@ class _Execution:
             if all(sent.get(queue) == self._targets[queue] for queue in queues):
                 return
             self._tell("broker", broker.name, "a member committed at the same moment; repeated")
+
+
+def _in_store(
+    queue: MessageQueue, at_reset: Mapping[MessageQueue, StoredOffset], claimed: Mapping[MessageQueue, str]
+) -> ResetOutcome:
+    if queue not in at_reset:
+        return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, "somebody else has reset it at the same time")
+    text = f"claimed anew by {claimed[queue]}" if queue in claimed else "in the database"
+    return ResetOutcome(queue_name(queue), ResetState.MOVED, text)
 
 
 def _seen_moved(

@@ -12,6 +12,7 @@ from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import check_bool, check_range
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageModel, MessageQueue
+from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import printable
 from pyrocket_consumer.wire.codes import version_name
 
@@ -23,6 +24,7 @@ class ResetWay(StrEnum):
     MEMBER = "member"
     BROKERS = "brokers"
     COMMITS = "commits"
+    STORE = "store"
 
 
 _WAYS = {
@@ -33,6 +35,9 @@ _WAYS = {
     (ResetWay.MEMBERS, MessageModel.CLUSTERING): "will be told to the members that hold the queues",
     (ResetWay.BROKERS, MessageModel.CLUSTERING): "will be made by the brokers, for not all members can be told",
     (ResetWay.COMMITS, MessageModel.CLUSTERING): "will be committed for the group, for nobody is online",
+    (ResetWay.STORE, MessageModel.CLUSTERING): (
+        "will be set in the database; members that are online claim their queues anew"
+    ),
 }
 
 
@@ -133,6 +138,7 @@ class ResetPlan:
     namespace: str | None = None
     member: str | None = None
     unsubscribed: str = ""
+    store: DatabaseOffsets | None = field(default=None, repr=False, compare=False)
     _execute: Execute | None = field(default=None, repr=False, compare=False)
 
     @property

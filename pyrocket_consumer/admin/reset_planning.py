@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from uuid import uuid4
@@ -38,6 +39,7 @@ from pyrocket_consumer.config import (
 )
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, MessageModel, MessageQueue, TopicRoute
+from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import some_of
 from pyrocket_consumer.wire.bodies import decode_java_properties
 from pyrocket_consumer.wire.codes import version_ordinal
@@ -65,6 +67,7 @@ async def plan_reset(
     model: str | None,
     member: str | None,
     wait_s: float,
+    store: DatabaseOffsets | None = None,
 ) -> ResetPlan:
     """Find out what the reset would do."""
     namespace = cluster.config.namespace
@@ -86,10 +89,13 @@ async def plan_reset(
                 "leave the model out"
             )
         decided = decided or online
-    else:
+    elif store is None:
         await check_group_exists(cluster, group)
         if decided is MessageModel.CLUSTERING:
             await _check_not_recorded(cluster, wire_group, group, wire_topic, usable)
+    if store is not None:
+        _check_claimed(group, decided)
+        decided = MessageModel.CLUSTERING
     if decided is None:
         decided = await _recalled_model(cluster, wire_group, group, chosen, brokers)
     if member is not None:
@@ -101,13 +107,22 @@ async def plan_reset(
         for number in range(data.write_queues)
     )
     members = tuple(
-        _member_plan(each, replies[each.client_id], decided, brokers, all_queues, alone=member is not None)
+        MemberPlan(each, replies[each.client_id], *_claims_anew(replies[each.client_id]))
+        if store is not None
+        else _member_plan(each, replies[each.client_id], decided, brokers, all_queues, alone=member is not None)
         for each in found.members
     )
     way = way_for(decided, members) if member is None else ResetWay.MEMBER
+    if store is not None:
+        way = ResetWay.STORE
     if way is ResetWay.BROKERS:
         _check_brokers_can(brokers, all_queues, members)
-    moves = await _moves(cluster, wire_group, wire_topic, decided, members, targets, wait_s)
+    if store is None:
+        moves = await _moves(cluster, wire_group, wire_topic, decided, members, targets, wait_s)
+    else:
+        rows = await asyncio.to_thread(store.offsets, wire_group, wire_topic)
+        stored = {row.queue: row.next_offset for row in rows}
+        moves = [QueueMove(each.queue, None, stored.get(each.queue), each.target) for each in targets]
 
     def outward(queue: MessageQueue) -> MessageQueue:
         return MessageQueue(topic, queue.broker_name, queue.queue_id)
@@ -125,7 +140,19 @@ async def plan_reset(
         namespace,
         member,
         _unsubscribed(found, wire_topic, group, namespace),
+        store,
     )
+
+
+def _check_claimed(group: str, model: MessageModel | None) -> None:
+    if model is MessageModel.BROADCASTING:
+        raise ConfigError(f"group {group!r} is broadcasting, and a database keeps no offsets of such; leave store out")
+
+
+def _claims_anew(reply: MemberReply) -> tuple[bool, str]:
+    if reply.kind is Reply.FOREIGN:
+        return False, "goes by the broker's offsets, and not by the database's"
+    return True, "will find out within seconds, and claim its queues anew"
 
 
 def _unsubscribed(found: GroupMembers, wire_topic: str, group: str, namespace: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -26,6 +27,7 @@ from pyrocket_consumer.model import MessageQueue
 
 if TYPE_CHECKING:
     from pyrocket_consumer.admin import Admin, GroupLag, QueueLag, ResetPlan, ResetProgress, ResetResult
+    from pyrocket_consumer.offsets import DatabaseOffsets
 
 _SUMMARY = "show where groups are, and reset them"
 _EXAMPLES = """\
@@ -49,6 +51,9 @@ _RESET_EXAMPLES = """\
   pyrocket offsets reset orders-app orders --to latest --queue broker-a/3 --execute
   pyrocket offsets reset orders-app orders --queue broker-a/0=120 --queue broker-a/1=77 --execute
 
+Offsets in a database (DatabaseOffsets) are reset there, whether members run or not:
+  pyrocket offsets reset billing orders --to earliest --store env:DATABASE_URL --execute
+
 Plan and result name the commands that undo it. Exit code 3: somebody has not moved, or did not confirm it. To repeat
 a reset is safe.
 """
@@ -56,6 +61,10 @@ _INTERRUPTED = (
     "stopped in the middle of the reset: what has moved stays moved, and what is recorded will be followed; repeat it, "
     "which is safe, or undo it"
 )
+_DDL_EXAMPLES = """\
+  pyrocket offsets ddl --dialect postgresql                           # for whoever may make tables
+  pyrocket offsets ddl --dialect mysql --table billing_offsets --inbox
+"""
 _FORGET_EXAMPLES = """\
   pyrocket offsets forget-reset orders-app orders                     # members that are away will not follow it
 """
@@ -110,6 +119,16 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     reset.add_argument(
         "--model", choices=("clustering", "broadcasting"), help="what the group is, when nobody of it is online"
     )
+    for command in (show, lag, reset):
+        command.add_argument(
+            "--store", metavar="URL",
+            help="the database that has the group's offsets, as SQLAlchemy names it; env:NAME takes it from a variable",
+        )  # fmt: skip
+        _add_table(command)
+    ddl = add_command(under, "ddl", "print the tables of offsets in a database", _DDL_EXAMPLES, run_ddl)
+    ddl.add_argument("--dialect", required=True, choices=("sqlite", "postgresql", "mysql", "mariadb"))
+    _add_table(ddl)
+    ddl.add_argument("--inbox", action="store_true", help="with the table of messages that were consumed")
     reset.set_defaults(wrong_usage=reset.error)
     reset.add_argument("--execute", action="store_true", help="do it; without this it is only planned")
     reset.add_argument("--partial", action="store_true", help="leave brokers out that cannot be asked")
@@ -118,6 +137,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     reset.add_argument(
         "--wait", type=seconds, default=30.0, metavar="SECONDS", help="how long to wait for members in all (30)"
+    )
+
+
+def _add_table(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--table", default="pyrocket_offsets", metavar="NAME", help="the table's name (pyrocket_offsets)"
     )
 
 
@@ -140,6 +165,24 @@ def _admin(options: argparse.Namespace) -> Admin:
     return Admin(**connection(options))
 
 
+def _store(options: argparse.Namespace) -> DatabaseOffsets | None:
+    """Return the store that the options name.
+
+    Raises:
+        ConfigError: its address is none, or a driver is missing.
+    """
+    if options.store is None:
+        return None
+    from pyrocket_consumer.errors import ConfigError
+    from pyrocket_consumer.offsets import DatabaseOffsets
+
+    variable = options.store.removeprefix("env:") if options.store.startswith("env:") else None
+    url = options.store if variable is None else os.environ.get(variable, "")
+    if not url:
+        raise ConfigError(f"--store {options.store}: there is no variable {variable} in the environment; set it")
+    return DatabaseOffsets.at(url, options.table)
+
+
 def _print_json(value: object) -> None:
     say_json(value, indent=2)
 
@@ -149,7 +192,7 @@ def _print_json(value: object) -> None:
 
 def run_show(options: argparse.Namespace) -> int:
     with _admin(options) as admin:
-        found = admin.offsets(options.group, options.topic, brokers=options.broker)
+        found = admin.offsets(options.group, options.topic, brokers=options.broker, store=_store(options))
     if options.output == "json":
         _print_json(_lag_as_json(found))
         return 3 if found.missing else 0
@@ -171,7 +214,7 @@ def run_show(options: argparse.Namespace) -> int:
 
 def run_lag(options: argparse.Namespace) -> int:
     with _admin(options) as admin:
-        found = admin.lag(options.group, brokers=options.broker)
+        found = admin.lag(options.group, brokers=options.broker, store=_store(options))
     totals = _by_topic(found)
     too_far = options.max is not None and (not found.is_complete or any(each[-1] > options.max for each in totals))
     code = 3 if too_far or found.missing else 0
@@ -251,6 +294,18 @@ def _lag_as_json(found: GroupLag) -> dict[str, Any]:
     }
 
 
+# --- tables
+
+
+def run_ddl(options: argparse.Namespace) -> int:
+    from pyrocket_consumer.offsets.database import ddl
+
+    for statement in ddl(options.dialect, options.table, with_inbox=options.inbox):
+        for line in f"{statement};".replace("\t", "    ").splitlines():
+            say(line.rstrip())
+    return 0
+
+
 # --- reset
 
 
@@ -260,7 +315,7 @@ def run_reset(options: argparse.Namespace) -> int:
     with Interrupts(), _admin(options) as admin:
         plan = admin.plan_reset(
             options.group, options.topic, to, queues,
-            model=options.model, member=options.member, wait_s=options.wait / 2,
+            model=options.model, member=options.member, store=_store(options), wait_s=options.wait / 2,
         )  # fmt: skip
         as_json = options.output == "json"
         undo = _undo(plan, options)
@@ -297,6 +352,9 @@ def _undo(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
     """Return the commands that bring everybody back to where the plan found them."""
     where = [*(["-n", options.name_server] if options.name_server else []), *(["--tls"] if options.tls else [])]
     where += ["--tls-ca", options.tls_ca] if options.tls_ca else []
+    if plan.store is not None:  # a password is not shown
+        where += ["--store", options.store if options.store.startswith("env:") else plan.store.address]
+        where += ["--table", options.table] if options.table != "pyrocket_offsets" else []
     where += ["--allowed-addresses", options.allowed_addresses] if options.allowed_addresses else []
     command = ["pyrocket", "offsets"]
     commands = [

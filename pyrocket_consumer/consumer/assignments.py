@@ -26,6 +26,7 @@ from pyrocket_consumer.consumer.pulling import Pulling
 from pyrocket_consumer.consumer.statistics import Counts, Totals
 from pyrocket_consumer.errors import DatabaseError, Fenced, OffsetStoreError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue
+from pyrocket_consumer.offsets import QueueReset
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
@@ -223,11 +224,18 @@ class Assignments:
     def _lock(self, queue: MessageQueue) -> asyncio.Lock:
         return self._changing.setdefault(queue, asyncio.Lock())
 
-    async def begin(self, queue: MessageQueue, *, is_new: bool, is_ours: Callable[[], bool]) -> bool:
+    async def begin(
+        self,
+        queue: MessageQueue,
+        *,
+        is_new: bool,
+        is_ours: Callable[[], bool],
+        recorded: QueueReset | None = None,
+    ) -> bool:
         """Take `queue` on and start pulling. Returns False when its start offset cannot be told or stored now.
 
         `is_new`: it was added to its topic while we consume. `is_ours` is asked again before each thing that could
-        not be taken back.
+        not be taken back. `recorded`: a reset that was made while nobody had claimed the queue.
         """
         group = self._group
 
@@ -250,6 +258,8 @@ class Assignments:
                     return False
                 offset, origin = await self._start_offset(queue, is_new)
                 claim = self._commits.claim_of(queue)
+                if claim is not None and recorded is not None and recorded.epoch > claim.reset_epoch:
+                    offset, origin = await self._follow_record(queue, recorded), "recorded reset"
                 if claim is not None and not await self._divergence.may_begin(claim):
                     self._commits.forget(queue)
                     await self._unlock(queue)
@@ -257,6 +267,8 @@ class Assignments:
                 if is_wanted() and (origin != "stored" or offset == 0):  # brokers of 4.9 say 0 where they have none
                     storing = True
                     await self._store_start(queue, offset)
+                    if claim is None and recorded is not None:  # its start rule holds, and later ones do not follow
+                        await self._commits.follow({queue: QueueReset(None, recorded.epoch)})
             except RocketError as error:
                 text = f"where {queue} begins is not known or not stored yet: {error}"
                 group.trouble(_trouble_of(error), text, queue)
@@ -274,6 +286,14 @@ class Assignments:
         )
         assignment.puller.pull()
         return True
+
+    async def _follow_record(self, queue: MessageQueue, recorded: QueueReset) -> int:
+        assert recorded.offset is not None
+        await self._commits.follow({queue: recorded})
+        facts = {"to": recorded.offset, "epoch": recorded.epoch}
+        text = f"-> {recorded.offset} (recorded while nobody had the queue)"
+        self._group.event(EventKind.OFFSET_RESET, text, queue, facts, level=logging.WARNING)
+        return recorded.offset
 
     async def _store_start(self, queue: MessageQueue, offset: int) -> None:
         """Store where `queue` begins, durably, before one message of it is pulled.

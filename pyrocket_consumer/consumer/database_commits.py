@@ -20,6 +20,9 @@ T = TypeVar("T")
 CALL_S = 30.0
 """How long a call of the database's is waited for; none other is made until it has returned."""
 
+LOOK_EVERY_S = 5.0
+"""How often it is looked whether queues are ours still, so that a reset in the database reaches those that are idle."""
+
 CALM_S = 60.0
 """A queue that was ours for so long is claimed anew at once, when another member has claimed it meanwhile."""
 
@@ -48,6 +51,7 @@ class DatabaseCommits:
         self._claims: dict[MessageQueue, Claim] = {}
         self._claimed_at: dict[MessageQueue, float] = {}
         self._pauses: dict[MessageQueue, tuple[float, float]] = {}  # how long, and until when
+        self._look_at = 0.0
         self._hanging: asyncio.Future[Any] | None = None
         self._published = BrokerCommits(cluster, group)
         self._published.on_reset_waiting = lambda queue: self.on_reset_waiting(queue)
@@ -181,7 +185,7 @@ class DatabaseCommits:
         ours = [queue for queue in queues if queue in self._claims]
         behind = {queue: offset for queue in ours if (offset := self._unstored(queue)) is not None}
         failed: dict[MessageQueue, RocketError] = {}
-        if behind or self._store.has_inbox:
+        if ours:
             persisting = self._loop.create_task(self._persist(behind))
             persisting.add_done_callback(look_at)
             await wait_for_all([persisting], until)
@@ -209,6 +213,11 @@ class DatabaseCommits:
                 failed[queue] = error
         try:
             await self._do("tidying the inbox", self._store.tidy)
+            if self._loop.time() >= self._look_at:  # who has nothing to consume would not hear of it
+                self._look_at = self._loop.time() + LOOK_EVERY_S
+                claims = list(self._claims.values())
+                for claim in await self._do("looking at claims", self._store.fenced_among, self._group, claims):
+                    self._fenced(claim)
         except RocketError as error:
             self.on_waiting(None, str(error))
         return failed

@@ -189,9 +189,9 @@ class Rebalance:
             except RocketError as error:
                 self._group.trouble(EventKind.BROKER_UNREACHABLE, f"{queue} does not begin yet: {error}", queue)
                 return False
-            await self._resets.before_begin(queue)  # what was reset while we were away counts for its start offset
+            recorded = await self._resets.before_begin(queue)  # what was reset while we were away counts
             return await self._assignments.begin(
-                queue, is_new=self.is_new(queue), is_ours=lambda: self._coming.get(queue) is task
+                queue, is_new=self.is_new(queue), is_ours=lambda: self._coming.get(queue) is task, recorded=recorded
             )
 
         def begun(done: asyncio.Task[bool]) -> None:

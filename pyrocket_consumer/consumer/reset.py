@@ -22,7 +22,7 @@ from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.tasks import Turns
 from pyrocket_consumer.errors import PermissionDenied, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, PullAnswer
-from pyrocket_consumer.offsets import QueueReset
+from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.command import ResetOffsetHeader
 from pyrocket_consumer.wire.frame import RemotingCommand
@@ -74,6 +74,7 @@ class Resets:
         self._records: dict[tuple[str, str], ResetRecord] = {}
         self._heads: dict[tuple[str, str], int] = {}  # of each record read: nothing to do while it stays
         self._reading: dict[tuple[str, str], asyncio.Lock] = {}
+        self._recorded: dict[MessageQueue, QueueReset] = {}  # for whoever claims the queue
         self._unread: set[tuple[str, str]] = set()
         self._look_again = asyncio.Event()
         self._recent: dict[MessageQueue, tuple[float, int]] = {}  # when, and where to
@@ -291,17 +292,22 @@ class Resets:
             else:
                 self._undurable.difference_update(queues)
 
-    # --- broadcasting: the record
+    # --- the record, of broadcasting groups and of those with offsets in a database
 
-    async def before_begin(self, queue: MessageQueue) -> None:
-        """Read the record of the queue's topic at its broker, if that was not done yet: before the first pull."""
+    async def before_begin(self, queue: MessageQueue) -> QueueReset | None:
+        """Read the record of the queue's topic at its broker, if that was not done yet: before the first pull.
+
+        A broadcasting group follows at once. Else what is recorded is returned: whoever claims the queue follows it.
+        """
         key = queue.topic, queue.broker_name
         if self._reads_records(queue.topic) and key not in self._heads and key not in self._unread:
             await self._read(*key, first=True)
+        return self._recorded.get(queue)
 
     def _reads_records(self, topic: str) -> bool:
         config = self._group.config
-        return config.broadcasting and config.remote_reset == "accept" and not topic.startswith(RETRY_PREFIX)
+        keeps = config.broadcasting or isinstance(config.offset_store, DatabaseOffsets)
+        return keeps and config.remote_reset == "accept" and not topic.startswith(RETRY_PREFIX)
 
     async def read_regularly(self) -> None:
         """Look at every record now and then, and soon after a broker was away. Until cancelled."""
@@ -378,7 +384,9 @@ class Resets:
             MessageQueue(topic, broker_name, queue_id): QueueReset(reset.target, reset.epoch)
             for queue_id, reset in found.items()
         }
-        if not commits.keeps_epochs and key not in self._heads:
+        if not self._group.config.broadcasting:
+            self._recorded.update(resets)
+        elif not commits.keeps_epochs and key not in self._heads:
             # At our first look we cannot tell a reset we followed in an earlier life from one we missed. To follow the
             # same one again at every start would be worse than to miss one.
             await commits.follow({queue: QueueReset(None, reset.epoch) for queue, reset in resets.items()})

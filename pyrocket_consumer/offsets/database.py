@@ -204,11 +204,24 @@ class DatabaseOffsets:
         store._init(_access().django(alias), table, inbox_days, on_divergence, allow_foreign_members)
         return store
 
+    @classmethod
+    def at(cls, url: str, table: str = "pyrocket_offsets") -> DatabaseOffsets:
+        """Make one for tools, by the database's address as SQLAlchemy has it.
+
+        Raises:
+            ConfigError: that is none, or its driver is not installed.
+        """
+        return cls(_access().engine_at(url), table)
+
+    @property
+    def address(self) -> str:
+        """The database's address, without its password."""
+        return self._database.shown
+
     def _init(
         self, database: Database, table: str, inbox_days: float | None, on_divergence: str, allow_foreign_members: bool
     ) -> None:
-        if not isinstance(table, str) or not _TABLE_NAME.fullmatch(table):
-            raise ConfigError(f"table={shown(table)} is not allowed; it must be a name, or schema.name")
+        _check_table(table)
         if inbox_days is not None:
             check_range("inbox_days", inbox_days, 0.01, 3650)
         check_choice("on_divergence", on_divergence, ["stop", "continue"])
@@ -516,6 +529,15 @@ class DatabaseOffsets:
         row = self._do(work, f"storing {offset} of {claim.queue}")
         claim.stored = max(claim.stored, offset if row is None else row.next_offset)
 
+    def fenced_among(self, group: str, claims: Iterable[Claim]) -> list[Claim]:
+        """Return those of `claims` that are another's by now.
+
+        Raises:
+            DatabaseError: the database could not be asked.
+        """
+        epochs = {row.queue: row.epoch for row in self.offsets(group)}
+        return [claim for claim in claims if epochs.get(claim.queue) != claim.epoch]
+
     def move(self, claim: Claim, offset: int, reset_epoch: int | None = None) -> None:
         """Set the offset, whatever it was; what runs for the claim's present epoch changes nothing from now on.
 
@@ -647,6 +669,22 @@ def _said(error: BaseException) -> str:
     """Return the first line of what a driver says."""
     lines = str(getattr(error, "orig", None) or error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def ddl(dialect: str, table: str = "pyrocket_offsets", *, with_inbox: bool = False) -> list[str]:
+    """Return the statements that make the tables of offsets.
+
+    Raises:
+        ConfigError: `table` is no name, or SQLAlchemy is not installed.
+    """
+    _check_table(table)
+    statements: list[str] = _access().ddl(dialect, table, with_inbox=with_inbox)
+    return statements
+
+
+def _check_table(table: object) -> None:
+    if not isinstance(table, str) or not _TABLE_NAME.fullmatch(table):
+        raise ConfigError(f"table={shown(table)} is not allowed; it must be a name, or schema.name")
 
 
 def _access() -> Any:

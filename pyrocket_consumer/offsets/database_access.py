@@ -27,10 +27,12 @@ from sqlalchemy import (
     String,
     Table,
     bindparam,
+    create_engine,
     delete,
     func,
     insert,
     literal_column,
+    make_url,
     null,
     select,
     text,
@@ -38,11 +40,17 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection, Dialect, Engine
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import (
+    AsyncConnection,
+    AsyncEngine,
+    AsyncSession,
+    async_sessionmaker,
+    create_async_engine,
+)
 from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.pool import NullPool, StaticPool
 from sqlalchemy.schema import CreateIndex, CreateTable
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.util import await_only, greenlet_spawn
@@ -706,6 +714,26 @@ def of(given: object) -> Database:
         f"engine={shown(given)} is not allowed; it must be a SQLAlchemy Engine, AsyncEngine, sessionmaker or "
         "async_sessionmaker (create_engine(url) makes an Engine)"
     )
+
+
+def engine_at(url: str) -> Engine | AsyncEngine:
+    """Return an engine that keeps no connection open.
+
+    Raises:
+        ConfigError: `url` is no address, or its driver is not installed.
+    """
+    try:
+        parsed = make_url(url)
+    except ArgumentError:  # its text would show a password
+        raise ConfigError(
+            "the database's address cannot be read; it must be one of SQLAlchemy's: postgresql+psycopg://user@host/name"
+        ) from None
+    try:
+        return create_engine(parsed, poolclass=NullPool)
+    except InvalidRequestError:
+        return create_async_engine(parsed, poolclass=NullPool)
+    except (ImportError, NoSuchModuleError) as error:
+        raise ConfigError(f"{parsed.render_as_string()} needs a driver that is not installed: {error}") from error
 
 
 def django(alias: str) -> Database:
