@@ -149,7 +149,7 @@ class Queues:
         self.group.happened.append(("end", queue.queue_id))
         self.group.mine.discard(queue)
 
-    async def begin(self, queue, *, is_new, is_ours):
+    async def begin(self, queue, *, is_new, is_ours, recorded):
         group = self.group
         group.happened.append(("begin", queue.queue_id))
         await asyncio.sleep(group.begin_s.get(queue, 0))
