@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from datetime import datetime
 from ipaddress import ip_network
@@ -31,6 +31,9 @@ Allocation = (
     | Callable[[str, str, Sequence[MessageQueue], Sequence[str]], Sequence[MessageQueue]]
 )
 """A strategy's name, or a callable (group, own client id, all queues, all client ids) -> own queues."""
+
+OrderBy = Literal["sharding_key"] | Callable[[Any], Hashable]
+"""What tells the key of a message: its sharding key, or a function (message) -> key."""
 
 NameServers = str | Iterable[str]
 """`host:port`, several joined by `;`, or a list of them."""
@@ -411,6 +414,7 @@ class ConsumerConfig(ClientConfig):
     group: str = ""
     message_model: MessageModel | Literal["clustering", "broadcasting"] = MessageModel.CLUSTERING
     orderly: bool = False
+    order_by: OrderBy | None = None
     consume_from: Literal["first", "earliest", "last", "latest"] | str | datetime = "last"
     consume_threads: int = 20
     listener_batch_size: int = 1
@@ -462,6 +466,7 @@ class ConsumerConfig(ClientConfig):
             check_int("max_reconsume_times", self.max_reconsume_times, 0, 2**31 - 1)
         if not self.auto_commit and not self.orderly:
             raise ConfigError("auto_commit=False works with orderly=True only; leave it out, or consume orderly")
+        self._check_order_by()
         check_range("consume_timeout_s", self.consume_timeout_s, 0.05, 7 * 86400)
         check_range("start_wait_s", self.start_wait_s, 0, 600)
         check_range("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400)
@@ -489,8 +494,33 @@ class ConsumerConfig(ClientConfig):
         if self.on_event is not None and not callable(self.on_event):
             raise ConfigError(f"on_event={shown(self.on_event)} is not callable; pass a function of one ConsumerEvent")
 
+    def _check_order_by(self) -> None:
+        key_of = self.order_by
+        if key_of is None:
+            return
+        shown_by = f"order_by={shown(key_of)}"
+        call = getattr(key_of, "__call__", None)  # noqa: B004 - of an object it may be async
+        if inspect.iscoroutinefunction(key_of) or inspect.iscoroutinefunction(call):
+            raise ConfigError(f"{shown_by} is an async def; pass a plain function: a message's key is not waited for")
+        if not callable(key_of) and not (isinstance(key_of, str) and key_of == "sharding_key"):
+            raise ConfigError(
+                f"{shown_by} is not allowed; use 'sharding_key', or a function that returns the key of a message"
+            )
+        if not self.orderly:
+            raise ConfigError(f"{shown_by} works with orderly=True only; leave it out, or consume orderly")
+        if not self.auto_commit:
+            raise ConfigError(
+                f"{shown_by} does not work with auto_commit=False, which commits what is consumed of a whole queue; "
+                "leave one of them out"
+            )
+
     def _check_claimed_offsets(self) -> None:
         store = shown(self.offset_store)
+        if self.order_by is not None:
+            raise ConfigError(
+                f"order_by={shown(self.order_by)} does not work with offset_store={store}: its order is the queue's; "
+                "leave order_by out, or keep offsets at the broker"
+            )
         if self.broadcasting:
             raise ConfigError(
                 f"offset_store={store} works in a clustering group only, where each queue has one owner; leave "
@@ -538,6 +568,7 @@ class ConsumerOptions(ClientOptions, total=False):
 
     message_model: MessageModel | Literal["clustering", "broadcasting"]
     orderly: bool
+    order_by: OrderBy | None
     consume_from: Literal["first", "earliest", "last", "latest"] | str | datetime  # editors offer the words
     consume_threads: int
     listener_batch_size: int

@@ -17,7 +17,7 @@ from pyrocket_consumer.cluster.namespace import unwrap
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.consume import Workers
 from pyrocket_consumer.consumer.divergence import Divergence
-from pyrocket_consumer.consumer.events import shown_id
+from pyrocket_consumer.consumer.events import shown_id, shown_key
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.locks import QueueLocks
 from pyrocket_consumer.consumer.process_queue import Budget, Limits, ProcessQueue
@@ -66,7 +66,10 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class QueueProgress:
-    """Where one queue stands. Offsets are the next to consume; `broker_max` is the end at the last pull's answer."""
+    """Where one queue stands. Offsets are the next to consume; `broker_max` is the end at the last pull's answer.
+
+    `oldest_key` is the key of the oldest unfinished message, with `order_by`: it holds the offset to commit.
+    """
 
     committed: int | None
     persisted: int | None
@@ -79,6 +82,7 @@ class QueueProgress:
     start_offset: int
     paused: bool
     last_error: str
+    oldest_key: str | None = None
 
     @property
     def lag(self) -> int:
@@ -183,6 +187,7 @@ class Assignments:
                 start_offset=assignment.start_offset,
                 paused=self._pulling.paused(queue),
                 last_error=puller.last_error,
+                oldest_key=shown_key(oldest) if oldest else None,
             )
         return table
 
@@ -315,7 +320,7 @@ class Assignments:
         config = self._group.config
         limits = Limits(
             self._of_topic("max_cached_messages", queue.topic),
-            MAX_OFFSET if config.orderly else config.max_span,
+            MAX_OFFSET if config.orderly and config.order_by is None else config.max_span,
         )
         window = ProcessQueue(
             queue,

@@ -64,6 +64,10 @@ class Chunk:
 class Turn(Protocol):
     """The part of a chunk that keeps the order of an orderly queue. Called by the worker that has the chunk."""
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether its calls are the listener's, by whose time work is handed over."""
+
     def may_go_on(self) -> bool:
         """Tell whether the next listener call may begin."""
 
@@ -261,8 +265,9 @@ class _Runner:
         chunk.current = None
         chunk.window.last_consumed_at = now = chunk.window.clock()
         try:
-            done = chunk.done if chunk.turn is None else chunk.turn.committed()
-            chunk.window.ack(done, now - chunk.begun_at, calls)
+            turn = chunk.turn
+            done = chunk.done if turn is None else turn.committed()
+            chunk.window.ack(done, now - chunk.begun_at, calls if turn is None or turn.is_measured else 0)
         finally:
             if chunk.failed and (failed := pop_all(chunk.failed)):
                 self.outcome.failed(chunk.window, failed)

@@ -168,6 +168,18 @@ def said(error: BaseException) -> str:
         return f"{type(error).__name__}, whose str raises"
 
 
+def shown_key(message: Message) -> str | None:
+    """Return the key of a message as it is told; None without `order_by`, and until the key was asked for."""
+    line = getattr(message, "_key_line", None)
+    return None if line is None else shown(line.key)
+
+
+def key_facts(message: Message) -> dict[str, object]:
+    """Return what an event tells of the key of a message: nothing without `order_by`."""
+    key = shown_key(message)
+    return {} if key is None else {"key": key}
+
+
 def shown_id(message: Message) -> str:
     """Return the id of a message as it is told; a damaged record has none that can be read."""
     try:

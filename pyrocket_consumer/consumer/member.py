@@ -12,6 +12,7 @@ from enum import Enum
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.assignments import Assignments, QueueProgress
+from pyrocket_consumer.consumer.by_key import KeyedService
 from pyrocket_consumer.consumer.commit import Commits
 from pyrocket_consumer.consumer.commit_timer import CommitTimer
 from pyrocket_consumer.consumer.consume import ConsumeService, Outcome, Workers
@@ -118,10 +119,25 @@ class GroupMember:
         store = config.offset_store
         return not isinstance(store, DatabaseOffsets) or store.allow_foreign_members
 
-    def _service(self, workers_for: Callable[[bool], Workers], counts: Counts) -> ConsumeService | OrderlyService:
+    def _service(
+        self, workers_for: Callable[[bool], Workers], counts: Counts
+    ) -> ConsumeService | OrderlyService | KeyedService:
         config, loop = self.config, self.group.loop
         if not config.orderly:
             return ConsumeService(loop, workers_for)
+        if config.order_by is not None:
+            return KeyedService(
+                loop,
+                workers_for,
+                order_by=config.order_by,
+                max_attempts=config.most_attempts,
+                begin=self.group.tasks.begin,
+                give_up=lambda window, message: self.retries.give_up(window, message),
+                failed=lambda window, count: counts.failed(window.queue.topic, count),
+                held_up=lambda window, why: self._outcomes.held_up(window, why),
+                no_key=lambda window, message, error: self._outcomes.no_key(window, message, error),
+                worker_failed=lambda error: self._outcomes.worker_failed(error),
+            )
         return OrderlyService(
             loop,
             workers_for,

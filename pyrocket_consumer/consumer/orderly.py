@@ -84,6 +84,8 @@ class Line:
 class LineTurn:
     """The next units of a line, while a worker has them."""
 
+    is_measured = True
+
     def __init__(self, service: OrderlyService, line: Line, chunk: Chunk) -> None:
         self.line = line
         self.chunk = chunk

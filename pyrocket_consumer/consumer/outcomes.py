@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from pyrocket_consumer.consumer.events import key_facts, shown_id
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.listener import ConsumeResult, Failed
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
@@ -31,7 +32,7 @@ class Outcomes:
             self._retries.add(window, failed)
 
     def listener_raised(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
-        facts = {"offset": message.queue_offset, "error": shown(error)}
+        facts = {"offset": message.queue_offset, "error": shown(error), **key_facts(message)}
         self._group.event(
             EventKind.LISTENER_FAILED,
             "the listener raised; the message has failed",
@@ -59,6 +60,19 @@ class Outcomes:
     def held_up(self, window: ProcessQueue, why: str) -> None:
         """An orderly queue waits for its listener."""
         self._group.event(EventKind.MESSAGE_STUCK, why, window.queue, level=logging.WARNING)
+
+    def no_key(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
+        """The key of a message cannot be told."""
+        facts = {"offset": message.queue_offset, "message_id": shown_id(message), "error": shown(error)}
+        self._group.event(
+            EventKind.LISTENER_FAILED,
+            "order_by raised, or returned what cannot be a key; the message has failed, and is tried again by itself "
+            "(told once): later ones of its key may come before it",
+            window.queue,
+            facts,
+            level=logging.WARNING,
+            error=error,
+        )
 
     def worker_failed(self, error: BaseException) -> None:
         self._group.soon(self._group.surprised, "a worker failed", error)

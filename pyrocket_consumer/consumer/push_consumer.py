@@ -83,6 +83,9 @@ class _Face:
                 answers is enough
             message_model ("clustering"; "broadcasting"): each message to one member, or to every member
             orderly (False): one listener call of a queue at a time, in order of offset
+            order_by (–; "sharding_key", a callable; orderly only): order by key instead: messages of one key one at a
+                time and in order of offset, those of other keys beside them. A callable gets a message and returns a
+                hashable key
             auto_commit (True; orderly only): False: only ConsumeResult.COMMIT commits, well before
                 max_cached_messages wait for it; ROLLBACK brings back what came since
             consume_from ("last"; "first", an aware datetime or its text): where a group begins that has no offset
@@ -98,7 +101,7 @@ class _Face:
             max_body_bytes (64 MiB; 1024–1073741824, bytes): a body that holds more when it is unpacked is not read: its
                 message goes to %DLQ% at once
             max_span (2000; 1–65535): distance between the oldest unfinished offset and the newest pulled (not when
-                orderly)
+                orderly, but with order_by)
             commit_interval_s (5; 0.01–3600 s): how often offsets are stored
             rebalance_interval_s (20; 0.05–3600 s): how often the assignment is looked at without cause
             max_reconsume_times (16; orderly: no limit; 0–2³¹−1): failures after which a message goes to %DLQ%

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pyrocket_consumer.consumer.delivery import Delivery
-from pyrocket_consumer.consumer.events import shown_id
+from pyrocket_consumer.consumer.events import key_facts, shown_id
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.listener import Failed
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
@@ -227,6 +227,7 @@ class Retries:
         failures = message.reconsume_times + (0 if self._group.config.orderly else 1)
         text = f"the message is given up after {failures} failure{'s' if failures > 1 else ''}: {what}"
         facts = {"offset": message.queue_offset, "message_id": shown_id(message), "failures": failures}
+        facts.update(key_facts(message))
         self._group.event(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
 
     # --- send-backs that were not answered

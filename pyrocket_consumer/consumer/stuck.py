@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from pyrocket_consumer.consumer.events import shown_id
+from pyrocket_consumer.consumer.events import key_facts, shown_id
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.retry import Retries
@@ -51,7 +51,7 @@ class StuckCalls:
                     EventKind.MESSAGE_STUCK,
                     f"its listener has run for more than {timeout_s:g} s",
                     window.queue,
-                    {"offset": waiting[0].queue_offset, "message_id": shown_id(waiting[0])},
+                    {"offset": waiting[0].queue_offset, "message_id": shown_id(waiting[0]), **key_facts(waiting[0])},
                     level=logging.WARNING,
                 )
                 if not group.config.broadcasting and not group.config.orderly:  # the order is more than the message

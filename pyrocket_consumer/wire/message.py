@@ -118,6 +118,7 @@ class Message:
         "_properties",
         "_done",  # for the consumer: it has finished with the message
         "_extra_attempts",  # for the consumer: attempts the record does not count
+        "_key_line",  # for the consumer, with order_by only: the line of its key; else it is not set
     )
 
     queue_offset: int
@@ -132,6 +133,7 @@ class Message:
     _properties: dict[str, str] | None
     _done: bool
     _extra_attempts: int
+    _key_line: Any
 
     @property
     def queue(self) -> MessageQueue:

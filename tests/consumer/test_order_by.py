@@ -1,0 +1,531 @@
+"""Order by key: what users see of `order_by`, on an embedded cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+import pytest
+
+from pyrocket_consumer import AsyncPushConsumer, ConfigError, ConsumeResult, MessageQueue, PushConsumer, Retry, Suspend
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
+
+TOPIC, GROUP = "orders", "shipping"
+QUEUE = MessageQueue(TOPIC, "broker-a", 0)
+
+
+@pytest.fixture
+def cluster():
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic(TOPIC, queues=1)
+        yield cluster
+
+
+def send(cluster, *keys, queue_id=0, first=0):
+    """Send a message of each of these keys; its body is the key and a number."""
+    for number, key in enumerate(keys, first):
+        properties = {} if key is None else {"__SHARDINGKEY": key}
+        cluster.send(TOPIC, f"{key}:{number}".encode(), properties=properties, queue_id=queue_id)
+
+
+def key_of(message):
+    return message.body.partition(b":")[0].decode()
+
+
+def committed(cluster):
+    return cluster.committed(GROUP, TOPIC).get(0, 0)
+
+
+def by_key(cluster, listener, **options):
+    return consuming(cluster, TOPIC, GROUP, listener, orderly=True, **{"order_by": "sharding_key", **options})
+
+
+class ByKey(Seen):
+    """A listener that notices when two calls of a key overlap."""
+
+    def __init__(self, judge=lambda message: None):
+        super().__init__(judge)
+        self.overlaps = []
+        self._running = Counter()
+        self._lock = threading.Lock()
+
+    def __call__(self, message):
+        key = key_of(message)
+        with self._lock:
+            self._running[key] += 1
+            if self._running[key] > 1:
+                self.overlaps.append(key)
+        try:
+            return super().__call__(message)
+        finally:
+            with self._lock:
+                self._running[key] -= 1
+
+    def of(self, key):
+        """Return the offsets of a key, in the order in which they came."""
+        return [message.queue_offset for message in list(self.messages) if key_of(message) == key]
+
+    def check(self):
+        """Each key came in order, one call at a time: after a message the next one, or again one of before."""
+        assert not self.overlaps
+        offsets = defaultdict(list)
+        for message in list(self.messages):
+            offsets[message.queue, key_of(message)].append(message.queue_offset)
+        for key, came in offsets.items():
+            place = {offset: number for number, offset in enumerate(sorted(set(came)))}
+            assert place[came[0]] == 0, (key, came)
+            assert all(place[after] <= place[before] + 1 for before, after in pairwise(came)), (key, came)
+
+
+@pytest.mark.parametrize("order_by", ["sharding_key", key_of])
+def test_keys_of_one_queue_run_beside_each_other(cluster, order_by):
+    together = threading.Barrier(4, timeout=WAIT_S)
+    seen = ByKey(lambda message: together.wait() < 0 or None)
+    send(cluster, *"abcd" * 3)
+    with by_key(cluster, seen, order_by=order_by, consume_threads=4):
+        seen.wait_for(12)
+        until(lambda: committed(cluster) == 12, "all is committed")
+    seen.check()
+
+
+@pytest.mark.parametrize("order_by", ["sharding_key", key_of])
+def test_async_listeners_of_several_keys_run_beside_each_other(cluster, order_by):
+    send(cluster, *"abcd" * 3)
+    order = defaultdict(list)
+
+    async def scenario():
+        together, done = asyncio.Barrier(4), asyncio.Event()
+
+        async def handle(message):
+            async with asyncio.timeout(WAIT_S):
+                await together.wait()
+            order[key_of(message)].append(message.queue_offset)
+            if sum(map(len, order.values())) == 12:
+                done.set()
+
+        consumer = AsyncPushConsumer(
+            GROUP, name_server=cluster.name_server, orderly=True, order_by=order_by, consume_threads=4, **QUICK
+        )
+        await consumer.subscribe(TOPIC, handle)
+        async with consumer, asyncio.timeout(WAIT_S):
+            await done.wait()
+
+    asyncio.run(scenario())
+    assert order == {"a": [0, 4, 8], "b": [1, 5, 9], "c": [2, 6, 10], "d": [3, 7, 11]}
+    assert committed(cluster) == 12
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.002])
+@pytest.mark.parametrize("order_by", ["sharding_key", key_of])
+def test_each_key_in_order_one_call_at_a_time(cluster, order_by, pause_s):
+    rng = random.Random(5)
+    send(cluster, *(f"k{rng.randrange(12)}" for _ in range(600)))
+    seen = ByKey(lambda message: time.sleep(rng.uniform(0, pause_s)) if pause_s else None)
+    with by_key(cluster, seen, order_by=order_by):
+        seen.wait_for(600)
+        until(lambda: committed(cluster) == 600, "all is committed")
+    seen.check()
+    assert set(seen.places.values()) == {1}
+
+
+def test_a_list_has_messages_of_one_key(cluster):
+    rng = random.Random(6)
+    send(cluster, *(f"k{rng.randrange(5)}" for _ in range(300)))
+    seen, lists = ByKey(), []
+
+    def handle(messages):
+        lists.append(messages)
+        for message in messages:
+            seen(message)
+
+    with by_key(cluster, handle, listener_batch_size=8):
+        seen.wait_for(300)
+    seen.check()
+    assert all(len({key_of(message) for message in messages}) == 1 for messages in lists)
+    assert max(map(len, lists)) > 1
+    assert max(map(len, lists)) <= 8
+
+
+def test_of_a_list_that_failed_comes_again_what_begins_with_the_failure(cluster):
+    calls = []
+
+    def handle(messages):
+        calls.append([message.queue_offset for message in messages])
+        if key_of(messages[0]) == "a" and 2 in calls[-1] and calls.count(calls[-1]) == 1:
+            return Retry([message for message in messages if message.queue_offset == 2])
+
+    send(cluster, *"aaaab")
+    with by_key(cluster, handle, listener_batch_size=8):
+        until(lambda: committed(cluster) == 5, "all is committed")
+    of_a = [offset for call in calls if 4 not in call for offset in call]
+    assert of_a in ([0, 1, 2, 3, 2, 3], [0, 1, 2, 3, 2, 3, 2, 3], [0, 1, 2, 2, 3])
+
+
+@pytest.mark.parametrize("how", ["raise", "retry", "suspend"])
+def test_a_failing_key_blocks_only_itself(cluster, how):
+    cured, events = threading.Event(), Events()
+
+    def judge(message):
+        if message.queue_offset == 1 and not cured.is_set():
+            if how == "raise":
+                raise ValueError("not yet")
+            return ConsumeResult.RETRY if how == "retry" else Suspend(for_s=0.05)
+
+    send(cluster, "a", "bad", *"abc" * 20, "bad")
+    seen = ByKey(judge)
+    with by_key(cluster, seen, on_event=events) as (consumer, _):
+        seen.wait(lambda seen: len(seen.of("a")) == 21 and len(seen.of("c")) == 20 and len(seen.of("bad")) >= 2)
+        assert set(seen.of("bad")) == {1}, "what is behind it waits"
+        until(lambda: committed(cluster) == 1, "it holds the offset")
+        (progress,) = [each for queue, each in consumer.progress().items() if queue.topic == TOPIC]
+        assert progress.oldest_key == "'bad'"
+        if how == "raise":
+            assert events.wait_for("listener-failed").facts["key"] == "'bad'"
+        cured.set()
+        until(lambda: committed(cluster) == 63, "all is committed")
+    seen.check()
+    assert seen.of("bad")[-1] == 62
+
+
+def test_a_failure_in_a_chunk_lets_nothing_of_its_key_pass(cluster):
+    failed = set()
+
+    def judge(message):
+        if message.queue_offset % 7 == 0 and message.queue_offset not in failed:
+            failed.add(message.queue_offset)
+            return Suspend(for_s=0.01)
+
+    rng = random.Random(7)
+    send(cluster, *(f"k{rng.randrange(3)}" for _ in range(300)))
+    seen = ByKey(judge)
+    with by_key(cluster, seen):
+        until(lambda: committed(cluster) == 300, "all is committed")
+    seen.check()
+    assert seen.places.total() == 300 + len(failed)
+
+
+def test_a_message_that_never_succeeds_is_given_up_and_its_key_goes_on(cluster):
+    events = Events()
+    seen = ByKey(lambda message: Suspend(for_s=0.01) if message.queue_offset == 0 else None)
+    send(cluster, "bad", "good", "bad")
+    with by_key(cluster, seen, max_reconsume_times=2, on_event=events):
+        seen.wait_for(3)
+        given_up = events.wait_for("message-given-up")
+        with consuming(cluster, f"%DLQ%{GROUP}", "dead") as (_, dead):
+            dead.wait_for(1)
+        until(lambda: committed(cluster) == 3, "all is committed")
+    assert seen.of("bad") == [0, 0, 0, 2]
+    assert dead.bodies == [b"bad:0"]
+    assert given_up.facts["key"] == "'bad'"
+
+
+def test_a_stuck_key_is_named_and_bounded_by_the_span(cluster):
+    freed, events = threading.Event(), Events()
+    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if key_of(message) == "stuck" else None)
+    send(cluster, "stuck", *"abcd" * 100)
+    with by_key(cluster, seen, max_span=100, consume_timeout_s=0.1, on_event=events) as (consumer, _):
+        assert events.wait_for("message-stuck").facts["key"] == "'stuck'"
+
+        def progress():
+            (found,) = [each for queue, each in consumer.progress().items() if queue.topic == TOPIC]
+            return found
+
+        until(lambda: len(seen.messages) >= 100, "other keys go on")
+        until(lambda: progress().unfinished == 1, "all that was pulled is consumed, but for the stuck one")
+        now = progress()
+        assert (now.oldest_key, now.committed) == ("'stuck'", 0)
+        assert now.next_to_pull < 100 + 4 * 32, "no more is pulled"
+        freed.set()
+        until(lambda: committed(cluster) == 401, "all is committed")
+    seen.check()
+
+
+def test_a_key_that_fails_until_there_is_no_room_is_told(cluster):
+    cured, events = threading.Event(), Events()
+
+    def judge(message):
+        if key_of(message) == "bad" and not cured.is_set():
+            return Suspend(for_s=0.02)
+
+    send(cluster, "bad", *"abcd" * 100)
+    with by_key(cluster, ByKey(judge), max_span=50, on_event=events):
+        assert "the key 'bad' fails at offset 0" in events.wait_for("message-stuck").text
+        cured.set()
+        until(lambda: committed(cluster) == 401, "all is committed")
+
+
+def test_a_call_that_gets_slow_holds_up_no_other_key_of_its_chunk(cluster):
+    """Chunks of a quick listener hold many keys; when one call hangs, all others go on, also those before it."""
+    freed = threading.Event()
+    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if key_of(message) == "slow" else None)
+    keys = [f"k{number}" for number in range(40)]
+    with by_key(cluster, seen):
+        send(cluster, *keys * 10)
+        seen.wait_for(400)  # by now chunks are large
+        send(cluster, *keys[:20], "slow", *keys[20:], *keys * 3, "slow", first=400)
+        seen.wait(lambda seen: all(len(seen.of(key)) == 14 for key in keys))
+        assert len(seen.of("slow")) == 1
+        assert committed(cluster) <= 420
+        freed.set()
+        until(lambda: committed(cluster) == 562, "all is committed")
+    seen.check()
+
+
+def test_messages_without_a_key_are_one_line(cluster):
+    send(cluster, *[None, "a"] * 50)
+    seen = ByKey(lambda message: time.sleep(0.001))
+    with by_key(cluster, seen):
+        seen.wait_for(100)
+    seen.check()
+    assert seen.of("None") == list(range(0, 100, 2))
+
+
+def test_a_function_is_asked_once_for_each_message_and_not_on_the_thread_of_the_io(cluster):
+    asked, threads = Counter(), set()
+
+    def order_by(message):
+        asked[message.queue_offset] += 1
+        threads.add(threading.current_thread().name.rstrip("0123456789"))
+        return ("key", message.queue_offset % 5)
+
+    send(cluster, *"ab" * 100)
+    with by_key(cluster, Seen(), order_by=order_by) as (_, seen):
+        seen.wait_for(200)
+    assert asked == Counter(range(200))
+    assert threads == {"pyrocket-consume-"}
+
+
+def unhashable(message):
+    return [key_of(message)]
+
+
+def raising(message):
+    raise LookupError("no such order")
+
+
+def leaving(message):
+    raise SystemExit("a function that wants to go")
+
+
+class Grudging:
+    """A key that can be hashed, and not be compared."""
+
+    def __hash__(self):
+        return 1
+
+    def __eq__(self, other):
+        raise ValueError("not comparable")
+
+
+async def awaited(message):
+    return key_of(message)
+
+
+@pytest.mark.parametrize("wrong", [unhashable, raising, leaving, lambda message: awaited(message)])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_message_without_a_key_that_can_be_told_blocks_only_itself(cluster, wrong, is_async):
+    events, seen = Events(), ByKey()
+
+    async def handle(message):
+        return seen(message)
+
+    def order_by(message):
+        return wrong(message) if key_of(message) == "bad" else key_of(message)
+
+    send(cluster, "bad", *"ab" * 20, "bad")
+    with by_key(cluster, handle if is_async else seen, order_by=order_by, on_event=events) as (consumer, _):
+        seen.wait_for(40)
+        until(lambda: len(events.of("listener-failed")) == 2, "each is told")
+        (progress,) = [each for queue, each in consumer.progress().items() if queue.topic == TOPIC]
+        assert progress.oldest_key is not None
+        assert "no key" in progress.oldest_key
+        assert committed(cluster) == 0
+    assert [event.facts["offset"] for event in events.of("listener-failed")] == [0, 41], "once, not each time"
+    assert not seen.of("bad")
+    seen.check()
+
+
+def test_a_key_that_cannot_be_compared_fails_its_message_only(cluster):
+    events, seen = Events(), ByKey()
+
+    def order_by(message):
+        return Grudging() if key_of(message) == "bad" else key_of(message)
+
+    send(cluster, "bad", "bad", *"ab" * 20)
+    with by_key(cluster, seen, order_by=order_by, on_event=events):
+        seen.wait_for(41)
+        assert events.wait_for("listener-failed").facts["offset"] == 1, "the first had nothing to be compared with"
+
+
+def test_what_never_gets_a_key_is_given_up_after_its_attempts(cluster):
+    events, asked = Events(), Counter()
+
+    def order_by(message):
+        asked[message.queue_offset] += 1
+        return raising(message) if key_of(message) == "bad" else key_of(message)
+
+    send(cluster, "a", "bad", "a")
+    with by_key(cluster, Seen(), order_by=order_by, max_reconsume_times=1, on_event=events):
+        events.wait_for("message-given-up")
+        until(lambda: committed(cluster) == 3, "all is committed")
+        with consuming(cluster, f"%DLQ%{GROUP}", "dead") as (_, dead):
+            dead.wait_for(1)
+    assert dead.bodies == [b"bad:1"]
+    assert asked == {0: 1, 1: 2, 2: 1}
+
+
+def test_a_message_whose_key_is_told_at_last_takes_its_place(cluster):
+    asked, freed = Counter(), threading.Event()
+
+    def order_by(message):
+        asked[message.queue_offset] += 1
+        if message.queue_offset == 1 and asked[1] == 1:
+            raise LookupError("not yet")
+        return key_of(message)
+
+    def judge(message):
+        if message.queue_offset == 0:
+            freed.wait(WAIT_S)
+        if key_of(message) == "b":
+            freed.set()
+
+    send(cluster, *"aaaa")
+    seen = ByKey(judge)
+    with by_key(cluster, seen, order_by=order_by):
+        until(lambda: asked[1] == 2, "it is asked again")
+        send(cluster, "b", first=4)  # whose key is asked after it
+        seen.wait_for(5)
+    assert seen.of("a") == [0, 1, 2, 3]
+    assert not seen.overlaps
+
+
+def own(consumer):
+    return [queue for queue in consumer.progress() if queue.topic == TOPIC]
+
+
+@pytest.mark.parametrize("order_by", ["sharding_key", key_of])
+def test_order_is_kept_when_a_second_member_takes_queues(order_by):
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic(TOPIC, queues=4)
+        rng, seen = random.Random(8), ByKey(lambda message: time.sleep(0.002))
+        stop, sent = threading.Event(), 0
+
+        def go_on_sending():
+            nonlocal sent
+            while not stop.is_set():
+                for queue_id in range(4):
+                    send(cluster, *(f"{queue_id}-{rng.randrange(5)}" for _ in range(4)), queue_id=queue_id, first=sent)
+                    sent += 4
+                stop.wait(0.02)
+
+        with by_key(cluster, seen, order_by=order_by) as (first, _):
+            sending = threading.Thread(target=go_on_sending)
+            sending.start()
+            try:
+                seen.wait_for(100)
+                with by_key(cluster, seen, order_by=order_by) as (second, _):
+                    until(lambda: len(own(first)) == len(own(second)) == 2, "two queues each")
+                    seen.wait_for(len(seen.messages) + 200)
+                until(lambda: len(own(first)) == 4, "all queues again")
+                seen.wait_for(len(seen.messages) + 100)
+            finally:
+                stop.set()
+                sending.join()
+            seen.wait_for(sent)
+        seen.check()
+
+
+def test_a_queue_is_handed_over_when_its_calls_have_returned():
+    """The next owner begins nothing of a key while the former one's call of it runs."""
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic(TOPIC, queues=2)
+        begun, freed = threading.Event(), threading.Event()
+
+        def judge(message):
+            if message.queue_offset == 0:
+                begun.set()
+                freed.wait(WAIT_S)
+
+        seen = ByKey(judge)
+        for queue_id in (0, 1):
+            send(cluster, *[f"{queue_id}-a", f"{queue_id}-b"] * 3, queue_id=queue_id, first=10 * queue_id)
+        with by_key(cluster, seen) as (first, _):
+            begun.wait(WAIT_S)
+            until(lambda: len(seen.of("0-b")) == len(seen.of("1-b")) == 3, "the other keys are consumed")
+            events = Events()
+            with by_key(cluster, seen, start_wait_s=0, on_event=events) as (second, _):
+                assert "another member has its lock still" in events.wait_for("lock-lost").text
+                freed.set()
+                until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")
+                seen.wait(lambda seen: all(len(seen.of(key)) >= 3 for key in ("0-a", "1-a")))
+        assert not seen.overlaps
+
+
+def test_a_close_waits_for_what_runs_and_the_next_member_goes_on_in_order(cluster):
+    begun, seen = threading.Event(), ByKey(lambda message: begun.set() or time.sleep(0.02))
+    send(cluster, *"abcd" * 100)
+    with by_key(cluster, seen, consume_threads=3):
+        begun.wait(WAIT_S)
+    first = list(seen.messages)
+    assert len(first) < 400
+    edge = committed(cluster)
+    missing = set(range(400)) - {message.queue_offset for message in first}
+    assert edge == min(missing), "what is finished is committed"
+    with by_key(cluster, seen):
+        seen.wait_for(400)
+    assert not seen.overlaps
+    for key in "abcd":
+        again = [message.queue_offset for message in seen.messages[len(first) :] if key_of(message) == key]
+        assert again == sorted(again)
+
+
+def test_a_queue_that_begins_anew_waits_for_the_calls_of_before(cluster):
+    freed, events = threading.Event(), Events()
+    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if message.queue_offset == 0 else None)
+    send(cluster, *"abab")
+    with by_key(cluster, seen, on_event=events) as (consumer, _):
+        seen.wait_for(3)
+        consumer.reset_offsets(TOPIC, {QUEUE: 0})
+        until(lambda: len(consumer.progress()) and consumer.progress()[QUEUE].unfinished == 4, "it is pulled anew")
+        assert len(seen.messages) == 3
+        freed.set()
+        until(lambda: committed(cluster) == 4, "all is committed")
+    assert not seen.overlaps
+
+
+def test_orderly_broadcasting_has_keys_too(cluster, tmp_path):
+    send(cluster, *"ab" * 20)
+    seen = ByKey()
+    with by_key(cluster, seen, message_model="broadcasting", offset_store_dir=tmp_path):
+        seen.wait_for(40)
+    seen.check()
+
+
+def a_key(message):
+    return 1
+
+
+async def an_async_key(message):
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"order_by": "sharding_key"}, r"order_by='sharding_key' works with orderly=True only; leave it"),
+        ({"order_by": a_key}, r"order_by=<function a_key .*works with orderly=True only"),
+        ({"order_by": a_key, "orderly": True, "auto_commit": False}, r"auto_commit=False.*leave one of them"),
+        ({"order_by": "key", "orderly": True}, r"order_by='key' is not allowed; use 'sharding_key', or a function"),
+        ({"order_by": 5, "orderly": True}, r"order_by=5 is not allowed; use 'sharding_key', or a function"),
+        ({"order_by": an_async_key, "orderly": True}, r"order_by=.*is an async def; pass a plain function"),
+    ],
+)
+@pytest.mark.parametrize("face", [PushConsumer, AsyncPushConsumer])
+def test_what_is_not_allowed_is_told_with_its_remedy(face, options, told):
+    with pytest.raises(ConfigError, match=told):
+        face(GROUP, name_server="127.0.0.1:9876", **options)
