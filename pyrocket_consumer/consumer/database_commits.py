@@ -154,8 +154,7 @@ class DatabaseCommits:
         claim = self._claims.get(queue)
         if claim is None:
             raise Fenced(str(queue))
-        await self._do(f"moving {queue} to {offset}", self._store.move, claim, offset, reset_epoch)
-        self._memory.update_offset(queue, offset)
+        self._has(await self._do(f"moving {queue} to {offset}", self._store.move, claim, offset, reset_epoch))
         self._published.forget(queue)
 
     @property

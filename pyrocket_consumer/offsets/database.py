@@ -538,8 +538,8 @@ class DatabaseOffsets:
         epochs = {row.queue: row.epoch for row in self.offsets(group)}
         return [claim for claim in claims if epochs.get(claim.queue) != claim.epoch]
 
-    def move(self, claim: Claim, offset: int, reset_epoch: int | None = None) -> None:
-        """Set the offset, whatever it was; what runs for the claim's present epoch changes nothing from now on.
+    def move(self, claim: Claim, offset: int, reset_epoch: int | None = None) -> Claim:
+        """Set the offset, whatever it was, and claim the queue anew: what runs for `claim` changes nothing any more.
 
         Raises:
             Fenced: the queue is not ours any more.
@@ -557,8 +557,7 @@ class DatabaseOffsets:
                 raise Fenced(str(claim.queue))  # but for a move of ours that was not answered
             return row
 
-        row = self._do(work, f"moving {claim.queue} to {offset}")
-        claim.epoch, claim.reset_epoch, claim.stored, claim.last = row.epoch, row.reset_epoch, offset, None
+        return Claim(self, claim.holder, claim.group, self._do(work, f"moving {claim.queue} to {offset}"))
 
     def tidy(self) -> None:
         """Delete some of the inbox's old rows, if it is time."""

@@ -82,12 +82,16 @@ class History:
         self.left: list[tuple[float, str, str]] = []  # when, by whom, what: tasks and connections after a close
         self.settled_at = float("inf")  # by then all should be done, without anybody ending or joining
         self.begins_at_the_end = False  # a group that is new does
+        self.booked: list[tuple[str, MessageQueue, int, str | None]] = []  # what a database has committed, see Ledger
+        self.busy = 0  # how often one of its transactions waited for another
+        self.stored: dict[MessageQueue, int] = {}  # where the database has the group at the end
         self.promised: dict[MessageQueue, int] = {}  # where queues ended when a start that took them on returned
 
     def digest(self) -> str:
         """Return a digest of all that happened, the same for the same seed."""
         events = [f"{each.at:.6f} {each.member} {each.place} {each.success}" for each in self.consumed]
         events += [f"{at:.6f} {queue} {offset}" for at, _, queue, offset in self.commits()]
+        events += [f"{what} {queue} {offset}" for what, queue, offset, _ in self.booked]
         return hashlib.sha256("\n".join(events).encode()).hexdigest()[:16]
 
     # --- from the brokers
@@ -322,6 +326,29 @@ class History:
         """A member that has closed leaves no task and no connection."""
         for at, member, what in self.left:
             raise Wrong(f"t={at:.3f} {member} has closed and leaves {what}")
+
+    def check_ledger(self) -> None:
+        """Each effect is that of the next message of its queue, wherever the group was moved; and none is missing."""
+        places: dict[MessageQueue, int] = {}
+        owners: dict[MessageQueue, str | None] = {}
+        for what, queue, offset, owner in self.booked:
+            if queue.topic != self.topic:
+                continue
+            if what == "effect" and places.get(queue) != offset:
+                raise Wrong(f"{queue} {offset} has its effect when {places.get(queue)} was next")
+            if what == "effect" and owners.get(queue) != owner:
+                raise Wrong(f"{queue} {offset} has its effect from {owner}, when {owners.get(queue)} had claimed it")
+            places[queue], owners[queue] = offset + (what == "effect"), owner
+        if self.busy:
+            raise Wrong(f"{self.busy} transactions waited for one whose listener had not returned")
+        for broker in self.cluster.brokers:
+            for message in self.cluster.messages(self.topic):
+                queue = message.queue
+                if queue.broker_name == broker.name and places.get(queue, 0) <= message.queue_offset:
+                    raise Wrong(f"{queue} {message.queue_offset} has no effect; the group is at {places.get(queue)}")
+        for queue, place in places.items():
+            if self.stored.get(queue) != place:
+                raise Wrong(f"{queue} is at {self.stored.get(queue)} in the table, and its effects are at {place}")
 
     def check_nobody_is_left(self) -> None:
         """When all have closed, the group has no members."""

@@ -11,8 +11,10 @@ from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
 from pyrocket_consumer.consumer.consume import AsyncWorkers, Outcome
+from pyrocket_consumer.consumer.database_commits import DatabaseCommits
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
+from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
@@ -21,6 +23,7 @@ from pyrocket_consumer.wire.message import Message
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.offsets.disks import MemoryDisk
 from tests.simulation.history import Consumed, Course, History, Reset
+from tests.simulation.ledger import Ledger, effect_of
 from tests.simulation.plans import EPOCH, Plan
 from tests.simulation.world import CURRENT, Process, World, kill
 
@@ -45,7 +48,15 @@ class Io:
 class Member:
     """One consumer process: started, closed, killed, started again."""
 
-    def __init__(self, name: str, world: World, history: History, cluster: EmbeddedCluster, plan: Plan) -> None:
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        history: History,
+        cluster: EmbeddedCluster,
+        plan: Plan,
+        ledger: Ledger | None = None,
+    ) -> None:
         self.name, self.plan = name, plan
         self.member: GroupMember | None = None
         self.process: Process | None = None
@@ -53,8 +64,10 @@ class Member:
         self._world, self._history, self._embedded = world, history, cluster
         self._lives = 0
         self.is_at_peace = False  # its listeners only listen
+        self._ledger = ledger
+        self.store = ledger.store() if ledger is not None else None
         self.config = ConsumerConfig(
-            group=GROUP, name_server=cluster.name_server, orderly=plan.orderly,
+            group=GROUP, name_server=cluster.name_server, orderly=plan.orderly, offset_store=self.store,
             message_model="broadcasting" if plan.broadcasting else "clustering", **plan.options,
         )  # fmt: skip
 
@@ -108,6 +121,8 @@ class Member:
             store = LocalFileOffsetStore("/store", disk=self.disk, clock=world.time)
             store.load()
             commits = StoreCommits(store, memory_first=True)
+        if self.store is not None:
+            commits = DatabaseCommits(self.store, UserThread("none"), cluster, GROUP)
         member: GroupMember | None = None
         begun = world.now
         try:
@@ -115,7 +130,7 @@ class Member:
             member = GroupMember(
                 self.config, cluster, commits, self._workers, rng, wall_clock=lambda: EPOCH + world.now
             )
-            await member.subscribe(parse_subscription(TOPIC, "*"), Listener.of(self._handle))
+            await member.subscribe(parse_subscription(TOPIC, "*"), self._listener())
             await member.start()
         except (RocketError, asyncio.CancelledError) as error:
             if isinstance(error, RocketError):
@@ -135,9 +150,16 @@ class Member:
     def _workers(self, is_async: bool, outcome: Outcome) -> AsyncWorkers:
         return AsyncWorkers(self.config.consume_threads, outcome, self.config.consume_timeout_s, self._world)
 
+    def _listener(self) -> Listener:
+        if self.store is None:
+            return Listener.of(self._handle)
+        return Listener.of(self.store.exactly_once(self._book), self.config.listener_batch_size)
+
     def kill(self, power: bool = False) -> None:
         """Die as with kill -9, or with the machine."""
         if self.process is not None:
+            if self._ledger is not None:
+                self._ledger.disconnect(self.process)
             kill(self._world, self.process)
         self.member = None
         self.disk = self.disk.after_power_loss(self._world.random) if power else self.disk.after_kill()
@@ -227,9 +249,18 @@ class Member:
         await asyncio.wait([self._run(member.unsubscribe(TOPIC, wait=True), cancelled_at)])
         await asyncio.sleep(seconds)
         if member.state is ConsumerState.RUNNING:
-            await member.subscribe(parse_subscription(TOPIC, "*"), Listener.of(self._handle))
+            await member.subscribe(parse_subscription(TOPIC, "*"), self._listener())
 
     # --- its listener
+
+    async def _book(self, messages: list[Message], session: Any) -> None:
+        """Have an effect for each message, which is written at the end, and take one's time before."""
+        rng, plan = self._world.random, self.plan
+        await asyncio.sleep(rng.uniform(0, plan.slowest_s if rng.random() < plan.slow else plan.quickest_s))
+        for message in messages:
+            session.execute(*effect_of(message.queue, message.queue_offset, self.cluster.client_id))
+        if rng.random() < plan.failing:
+            raise ValueError("this one failed")
 
     async def _handle(self, message: Message) -> None:
         world, plan, rng = self._world, self.plan, self._world.random

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
+
+from sqlalchemy.util import await_only
 
 from pyrocket_consumer.consumer.assignments import Assignments
 from pyrocket_consumer.consumer.commit import BrokerCommits
@@ -11,7 +14,11 @@ from pyrocket_consumer.consumer.consume import Chunk, _Runner, pop_all
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.consumer.process_queue import ProcessQueue, QueueState
 from pyrocket_consumer.consumer.tasks import Tasks
+from pyrocket_consumer.errors import Fenced
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.offsets.database import Claim
+from pyrocket_consumer.offsets.database_access import Statement, Statements
 from pyrocket_consumer.producer import sender
 from pyrocket_consumer.producer.sender import Sender
 from pyrocket_consumer.producer.sending import Sending
@@ -132,11 +139,124 @@ def failed_member_stays() -> None:
     GroupMember._surprised = surprised  # type: ignore[method-assign]
 
 
+# --- of offsets in a database
+
+
+def _consuming_by(steps: Callable[[DatabaseOffsets, Claim, list[Message], Callable[..., Any]], None]) -> None:
+    def consume_once(
+        self: DatabaseOffsets, claim: Claim, messages: list[Message], call: Callable[..., Any], *, is_single: bool
+    ) -> None:
+        steps(self, claim, messages, call)
+
+    DatabaseOffsets._consume_once = consume_once  # type: ignore[method-assign]
+
+
+def _advance(store: DatabaseOffsets, claim: Claim, messages: list[Message]) -> None:
+    with store._database.transaction() as scope:
+        if not store._advance(scope.execute, claim, messages):
+            raise Fenced(str(claim.queue))
+
+
+def _effect(store: DatabaseOffsets, messages: list[Message], call: Callable[..., Any]) -> None:
+    with store._database.transaction() as scope:
+        call(messages, *scope.arguments)
+    await_only(asyncio.sleep(0.05))
+
+
+def commit_before_the_effect() -> None:
+    """The offset is committed, and then the effect."""
+
+    def steps(store: DatabaseOffsets, claim: Claim, messages: list[Message], call: Callable[..., Any]) -> None:
+        _advance(store, claim, messages)
+        _effect(store, messages, call)
+
+    _consuming_by(steps)
+
+
+def commit_after_the_listener() -> None:
+    """The effect is committed, and then the offset: at least once, as everybody has it."""
+
+    def steps(store: DatabaseOffsets, claim: Claim, messages: list[Message], call: Callable[..., Any]) -> None:
+        _effect(store, messages, call)
+        _advance(store, claim, messages)
+
+    _consuming_by(steps)
+
+
+def known_elsewhere() -> None:
+    """What was consumed is noted, but not in the transaction of its effect."""
+    known: set[tuple[str, MessageQueue, int]] = set()
+
+    def steps(store: DatabaseOffsets, claim: Claim, messages: list[Message], call: Callable[..., Any]) -> None:
+        places = {(store.address, message.queue, message.queue_offset): message for message in messages}
+        if fresh := [message for place, message in places.items() if place not in known]:
+            _effect(store, fresh, call)
+        known.update(places)
+        _advance(store, claim, messages)
+
+    _consuming_by(steps)
+
+
+def advance_first() -> None:
+    """The offset advances before the listener is called: a member that stands still holds the row."""
+
+    def steps(store: DatabaseOffsets, claim: Claim, messages: list[Message], call: Callable[..., Any]) -> None:
+        with store._database.transaction() as scope:
+            if not store._advance(scope.execute, claim, messages):
+                raise Fenced(str(claim.queue))
+            call(messages, *scope.arguments)
+
+    _consuming_by(steps)
+
+
+def _with_statement(name: str, old: str, new: str, without: str = "") -> None:
+    right = Statements.__init__
+
+    def init(self: Statements, *arguments: Any, **options: Any) -> None:
+        right(self, *arguments, **options)
+        statement: Statement = getattr(self, name)
+        assert old in statement.text and statement._order is not None, statement.text
+        order = [each for each in statement._order if each != without]
+        setattr(self, name, Statement(statement.text.replace(old, new), order))
+
+    Statements.__init__ = init  # type: ignore[method-assign]
+
+
+def advance_without_the_epoch() -> None:
+    """Whoever has messages of a queue advances it."""
+    _with_statement("advance", " AND pyrocket_offsets.epoch = ?", "", "epoch")
+
+
+def claim_without_a_new_epoch() -> None:
+    """Who takes a queue over has the epoch of who had it before."""
+    _with_statement("claim", "(pyrocket_offsets.epoch + 1)", "pyrocket_offsets.epoch")
+
+
+def reset_that_leaves_the_epoch() -> None:
+    """Calls that run while a queue is moved go on as if it had not been."""
+    _with_statement("move", "(pyrocket_offsets.epoch + 1)", "pyrocket_offsets.epoch")
+    _with_statement("reset", "(pyrocket_offsets.epoch + 1)", "pyrocket_offsets.epoch")
+
+
+def claim_that_moves_along() -> None:
+    """What runs for a queue while it is moved goes by the new claim."""
+    right = DatabaseOffsets.move
+
+    def move(self: DatabaseOffsets, claim: Claim, *arguments: Any) -> Claim:
+        fresh = right(self, claim, *arguments)
+        claim.epoch, claim.reset_epoch, claim.stored, claim.last = fresh.epoch, fresh.reset_epoch, fresh.stored, None
+        return claim
+
+    DatabaseOffsets.move = move  # type: ignore[method-assign]
+
+
 MISTAKES: dict[str, Callable[[], None]] = {
     mistake.__name__.replace("_", "-"): mistake
     for mistake in (
         late_ack, commit_on_no_new_message, drop_without_persist, correction_without_store, unlock_before_commit,
         start_not_stored, cancelled_move, chunk_that_keeps_a_failure, commit_after_the_grace, failed_member_stays,
+        commit_before_the_effect, commit_after_the_listener, known_elsewhere, advance_first,
+        advance_without_the_epoch, claim_without_a_new_epoch, reset_that_leaves_the_epoch, claim_that_moves_along,
     )
 }  # fmt: skip
 

@@ -51,6 +51,8 @@ class Plan:
     calling: float = 0.0  # how many call their own consumer: close, pause, reset, or cancel themselves
     orderly: bool = False
     broadcasting: bool = False
+    exactly_once: bool = False  # offsets and effects in one database
+    lost_answers: float = 0.0  # of all commits of that database
     version: str = "5.5.0"
     side_by_side_s: float = 0.0  # by how much the requests of one connection overtake each other
     options: Mapping[str, Any] = field(default_factory=lambda: ROUGH)
@@ -99,6 +101,15 @@ PLANS = {
         side_by_side_s=0.2, calm_s=150.0,
     ),
     "side-by-side-orderly": Plan(orderly=True, faults=(*CRASHES, "reset"), slow=0.005, side_by_side_s=0.2),
+    "exactly-once": Plan(
+        exactly_once=True, orderly=True, brokers=2, members=3, failing=0.05, slow=0.05, lost_answers=0.02,
+        faults=(*CRASHES, "reset", "store-reset", "freeze", "freeze"), fault_every_s=5.0, trouble_s=150.0, calm_s=200.0,
+        options={**ROUGH, "listener_batch_size": 4},
+    ),
+    "exactly-once-resets": Plan(
+        exactly_once=True, orderly=True, slow=0.4, slowest_s=4.0, faults=("reset", "store-reset", "reset", "restart"),
+        fault_every_s=2.0, options={**ROUGH, "listener_batch_size": 4}, calm_s=150.0,
+    ),
     "many-queues": Plan(
         options=DEFAULTS, brokers=2, queues=(50, 100, 200, 1000), faults=("join", "restart", "slow-node"), rate=50.0,
         trouble_s=40.0, calm_s=60.0, slow=0.002,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
+from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import (
     EmbeddedCluster,
@@ -20,6 +22,7 @@ from pyrocket_consumer.testing import (
 )
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.simulation.history import History
+from tests.simulation.ledger import Ledger
 from tests.simulation.member import GROUP, TOPIC, Member
 from tests.simulation.plans import CALLS, EPOCH, NODES, Plan
 from tests.simulation.world import START_S, Transport, World
@@ -43,6 +46,7 @@ class Scenario:
         )
         self.queues = plan.queues if isinstance(plan.queues, int) else self.random.choice(plan.queues)
         self.members: list[Member] = []
+        self.ledger = Ledger(self.world) if plan.exactly_once else None
         self._sent = 0
         self._sending = True
 
@@ -53,6 +57,8 @@ class Scenario:
         finally:
             self.world.run_until_complete(self._end())
             self.world.close()
+            if self.ledger is not None:
+                self.ledger.close()
 
     async def _run(self) -> History:
         await self.cluster.open()
@@ -61,8 +67,9 @@ class Scenario:
         history.begins_at_the_end = self.plan.options.get("consume_from", "last") == "last"
         self._note_addresses()
         for number in range(self.plan.members):
-            self.members.append(Member(str(number), self.world, history, self.cluster, self.plan))
-            self.members[-1].start()
+            self._add(str(number))
+        if self.ledger is not None:
+            self.ledger.lost_answers = self.plan.lost_answers
         sending = self.world.create_task(self._send())
         await self._trouble()
         self._heal()
@@ -73,7 +80,13 @@ class Scenario:
         history.settled_at = self.world.now
         for member in self.members:
             await member.close()
+        if self.ledger is not None:
+            history.booked, history.stored, history.busy = self.ledger.rows(), self.ledger.offsets(), self.ledger.busy
         return history
+
+    def _add(self, name: str) -> None:
+        self.members.append(Member(name, self.world, self.history, self.cluster, self.plan, self.ledger))
+        self.members[-1].start()
 
     def _note_addresses(self) -> None:
         """Remember whose connections are whose."""
@@ -143,18 +156,30 @@ class Scenario:
             member.reset(rng.random)
         elif kind == "misplace":
             await self._misplace()
+        elif kind == "freeze" and member.process is not None:
+            member.process.frozen_until = world.now + rng.uniform(1, 150)
+        elif kind == "store-reset" and self.ledger is not None:
+            self._reset_in_store(self.ledger)
         elif kind == "pause" and member.running:
             member.pause(rng.uniform(0.1, 10))
         elif kind == "join" and len(self.members) < self.plan.members + 2:
-            fresh = Member(str(len(self.members)), world, self.history, self.cluster, self.plan)
-            self.members.append(fresh)
-            fresh.start()
+            self._add(str(len(self.members)))
         elif kind == "fail" and member.running and sum(each.running for each in self.members) > 1:
             member.fail()
         elif kind in NODES:
             self._disturb(kind, rng.uniform(1, 40))
         elif kind in CALLS:
             self._call(kind, member)
+
+    def _reset_in_store(self, ledger: Ledger) -> None:
+        """Do what an operator does who moves the group in its database."""
+        offsets = ledger.offsets()
+        if offsets:
+            queue = self.random.choice(sorted(offsets))
+            if queue.topic == TOPIC:
+                target = self.random.randrange(offsets[queue] + 1)
+                with suppress(RocketError):
+                    ledger.store().reset(GROUP, {queue: target}, int(self.world.now))
 
     def _disturb(self, kind: str, seconds: float) -> None:
         """Have a node answer for a while as it should not."""
@@ -219,6 +244,8 @@ class Scenario:
 
     def _heal(self) -> None:
         self.world.network.slowest_s = 0.002
+        if self.ledger is not None:
+            self.ledger.lost_answers = 0.0
         for node in (*self.cluster.nodes, *self.cluster.name_server_nodes):
             node.clear_faults()
 
@@ -241,6 +268,9 @@ def check(history: History, plan: Plan) -> None:
     history.check_nothing_is_left()
     if set(plan.faults) <= {"join", "restart", "reset", "fail", "slow-node"}:
         history.check_starts_and_closes_end(start_s=15, close_s=10)
+    if plan.exactly_once:
+        history.check_ledger()
+        return
     if plan.broadcasting:
         history.check_every_member_consumed_everything()
         return

@@ -31,6 +31,8 @@ WORLDS = [
     ("side-by-side", "0-19"),
     ("side-by-side-orderly", "0-9"),
     ("many-queues", "0-1"),
+    ("exactly-once", "0-29"),  # 11: what ran while its queue was moved went by the new claim
+    ("exactly-once-resets", "0-19"),
 ]
 
 
@@ -63,6 +65,14 @@ def test_simulated_worlds_are_right(plan, seeds):
         ("chunk-that-keeps-a-failure", "failures"),
         ("commit-after-the-grace", "hand-overs"),
         ("failed-member-stays", "failed-members"),
+        ("commit-before-the-effect", "exactly-once"),
+        ("commit-after-the-listener", "exactly-once"),
+        ("known-elsewhere", "exactly-once"),
+        ("advance-first", "exactly-once"),
+        ("advance-without-the-epoch", "exactly-once"),
+        ("claim-without-a-new-epoch", "exactly-once"),
+        ("reset-that-leaves-the-epoch", "exactly-once-resets"),
+        ("claim-that-moves-along", "exactly-once-resets"),
     ],
 )
 def test_a_mistake_put_in_on_purpose_is_found(mistake, plan):
@@ -71,7 +81,7 @@ def test_a_mistake_put_in_on_purpose_is_found(mistake, plan):
     assert f"repeat: python -m tests.simulation --plan {plan} --seeds" in done.stdout
 
 
-@pytest.mark.parametrize("plan", ["clustering", "orderly", "broadcasting"])
+@pytest.mark.parametrize("plan", ["clustering", "orderly", "broadcasting", "exactly-once"])
 def test_a_seed_repeats_its_world_exactly(plan):
     seeds = f"3-{2 + trials(4)}"
     once, again = (simulate("--plan", plan, "--seeds", seeds, "--digest").stdout.splitlines()[:-1] for _ in range(2))

@@ -26,6 +26,7 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.dead = False
+        self.frozen_until = 0.0
         self.steps = 0
         self._due: dict[int, list[Callable[[], object]]] = {}
 
@@ -73,6 +74,7 @@ class World(asyncio.BaseEventLoop):
         self.network = Network(self)
         self.processes: list[Process] = []
         self.surprises: list[dict[str, Any]] = []
+        self._put_offs = 0
         self._left: set[asyncio.Task[Any]] = set()
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], Process] = weakref.WeakKeyDictionary()
         self._selector = _NoSelector(self)
@@ -125,9 +127,11 @@ class World(asyncio.BaseEventLoop):
     def _alive(self, callback: Callable[..., Any], context: contextvars.Context | None) -> Callable[..., Any]:
         process = (context or contextvars.copy_context()).get(CURRENT)
         if process is None:
-            return callback
+            return lambda *arguments: callback(*arguments)
 
         def run(*arguments: Any) -> None:
+            if self._put_off(process, run, arguments, context) or run.handle.cancelled():
+                return
             if not process.dead:
                 process.step()
             if not process.dead:
@@ -135,8 +139,26 @@ class World(asyncio.BaseEventLoop):
 
         return run
 
+    def _known(self, handle: Any, run: Callable[..., Any]) -> Any:
+        """Remember the handle of what may be put off: it may be cancelled then as well."""
+        run.handle = handle  # type: ignore[attr-defined]
+        return handle
+
+    def _put_off(
+        self, process: Process | None, run: Callable[..., Any], arguments: Any, context: contextvars.Context | None
+    ) -> bool:
+        """Have what comes to a process that stands still done when it goes on, in the same order."""
+        if process is None or process.dead or self.now >= process.frozen_until:
+            return False
+        self._put_offs += 1
+        asyncio.BaseEventLoop.call_at(
+            self, process.frozen_until + 1e-7 * self._put_offs, run, *arguments, context=context
+        )
+        return True
+
     def call_soon(self, callback: Any, *arguments: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
-        return super().call_soon(self._alive(callback, context), *arguments, context=context)
+        run = self._alive(callback, context)
+        return self._known(super().call_soon(run, *arguments, context=context), run)
 
     def call_soon_threadsafe(
         self, callback: Any, *arguments: Any, context: contextvars.Context | None = None
@@ -146,7 +168,8 @@ class World(asyncio.BaseEventLoop):
     def call_at(
         self, when: float, callback: Any, *arguments: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        return super().call_at(when, self._alive(callback, context), *arguments, context=context)
+        run = self._alive(callback, context)
+        return self._known(super().call_at(when, run, *arguments, context=context), run)
 
     def outside(self, delay_s: float, action: Callable[[], object]) -> None:
         """Have `action` called later, whatever process asks for it, and whether that still lives."""
@@ -365,6 +388,8 @@ class Transport(asyncio.Transport):
 
 def _unless_dead(end: Transport, what: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
+        if end.network.world._put_off(end.process, run, arguments, end.context):
+            return
         if end.process is None or not end.process.dead:
             what(*arguments)
 

@@ -1,0 +1,134 @@
+"""A database in a simulated world: real SQL, transactions that stay open while their listener rests, and its books."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.orm import sessionmaker
+from sqlalchemy.pool import NullPool
+
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.offsets.database_access import Scope, SqlDatabase, Verdict
+from tests.simulation.world import CURRENT, Process, World
+
+Booked = tuple[str, MessageQueue, int, str | None]
+"""What happened, to which queue, at which offset, and who has, or had, the queue."""
+
+_TABLES = """
+CREATE TABLE ledger(id INTEGER PRIMARY KEY, what TEXT, topic TEXT, broker_name TEXT, queue_id INTEGER, queue_offset INTEGER,
+    owner TEXT);
+CREATE TRIGGER begun AFTER INSERT ON pyrocket_offsets BEGIN
+    INSERT INTO ledger VALUES (NULL, 'moved', NEW.topic, NEW.broker_name, NEW.queue_id, NEW.next_offset, NEW.owner);
+END;
+CREATE TRIGGER moved AFTER UPDATE ON pyrocket_offsets WHEN NEW.epoch <> OLD.epoch AND NEW.next_offset <> OLD.next_offset
+BEGIN
+    INSERT INTO ledger VALUES (NULL, 'moved', NEW.topic, NEW.broker_name, NEW.queue_id, NEW.next_offset, NEW.owner);
+END;
+CREATE TRIGGER claimed AFTER UPDATE ON pyrocket_offsets WHEN NEW.owner IS NOT OLD.owner
+BEGIN
+    INSERT INTO ledger VALUES (NULL, 'claimed', NEW.topic, NEW.broker_name, NEW.queue_id, NEW.next_offset, NEW.owner);
+END;
+"""  # noqa: E501
+
+_EFFECT = text("INSERT INTO ledger VALUES (NULL, 'effect', :topic, :broker, :queue, :offset, :owner)")
+
+
+class Ledger:
+    """The database's file, and what its books say."""
+
+    def __init__(self, world: World) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="pyrocket-world-")
+        self.path = Path(self._directory.name) / "db"
+        self._world = world
+        self._open: dict[Process | None, list[Any]] = {}  # sessions of processes, which end with them
+        self.busy = 0  # how often a transaction met one that rests
+        self.lost_answers = 0.0  # of all commits
+        self.store().create_tables()
+        with sqlite3.connect(self.path) as connection:
+            connection.executescript(_TABLES)
+        connection.close()
+
+    def store(self) -> DatabaseOffsets:
+        """Return a member's way to the database."""
+        engine = create_engine(f"sqlite:///{self.path}", poolclass=NullPool, connect_args={"timeout": 0})
+
+        @event.listens_for(engine, "connect")
+        def connected(connection: Any, record: Any) -> None:
+            connection.execute("PRAGMA synchronous=OFF")
+
+        store = DatabaseOffsets(engine)
+        store._database = _WorldDatabase(engine, self)  # the one thing here that is not as users have it
+        return store
+
+    @contextmanager
+    def held(self, session: Any) -> Generator[None]:
+        """A session is open: it ends with its process."""
+        process = CURRENT.get()
+        self._open.setdefault(process, []).append(session)
+        try:
+            yield
+        finally:
+            if session in self._open.get(process, ()):
+                self._open[process].remove(session)
+
+    def disconnect(self, process: Process) -> None:
+        """A process has died: its transactions are rolled back."""
+        for session in self._open.pop(process, ()):
+            session.connection().connection.dbapi_connection.rollback()
+
+    def is_answer_lost(self) -> bool:
+        """Tell whether a commit that was done is not heard of."""
+        return self.lost_answers > 0 and self._world.random.random() < self.lost_answers
+
+    def rows(self) -> list[Booked]:
+        """Return effects, moves of offsets and changes of owners, in the order of their commits."""
+        with sqlite3.connect(self.path) as connection:
+            columns = "what, topic, broker_name, queue_id, queue_offset, owner"
+            found = connection.execute(f"SELECT {columns} FROM ledger ORDER BY id")
+            rows = [(what, MessageQueue(*names), offset, owner) for what, *names, offset, owner in found]
+        connection.close()
+        return rows
+
+    def offsets(self) -> dict[MessageQueue, int]:
+        """Return where the group stands."""
+        return {row.queue: row.next_offset for row in self.store().offsets("app")}
+
+    def close(self) -> None:
+        self._directory.cleanup()
+
+
+class _WorldDatabase(SqlDatabase):
+    """As an asynchronous engine has it: listeners are awaited within their transaction. All on the world's loop."""
+
+    is_async = True
+
+    def __init__(self, engine: Any, ledger: Ledger) -> None:
+        super().__init__(engine, sessionmaker(engine))
+        self._ledger = ledger
+
+    @contextmanager
+    def transaction(self) -> Generator[Scope]:
+        with super().transaction() as scope, self._ledger.held(scope.arguments[0]):
+            yield scope
+        if self._ledger.is_answer_lost():
+            raise ConnectionError("the answer to a commit was lost")
+
+    def verdict(self, error: BaseException) -> Verdict:
+        with suppress(AttributeError):
+            if error.orig.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:  # type: ignore[attr-defined]
+                self._ledger.busy += 1
+                return "away"  # nobody sleeps in this world: come again later
+        return "away" if isinstance(error, ConnectionError) else super().verdict(error)
+
+
+def effect_of(queue: MessageQueue, offset: int, owner: str) -> tuple[Any, dict[str, Any]]:
+    """Return the statement that notes one effect."""
+    values = {"topic": queue.topic, "broker": queue.broker_name, "queue": queue.queue_id}
+    return _EFFECT, {**values, "offset": offset, "owner": owner}
