@@ -561,14 +561,16 @@ class KeyedService(Service):
     # --- what all services do
 
     def running(self, window: ProcessQueue | None = None) -> int:
-        """Return how many turns are with workers (of `window`)."""
+        """Return how many turns are with workers (of the queue of `window`, those of its former periods too).
+
+        A queue that began anew may have calls of before: its next owner shall not begin beside them either.
+        """
         count = 0
-        for turns in [self._turns.get(window.queue, set())] if window is not None else list(self._turns.values()):
-            for turn in list(turns):
-                if window is None or turn.lines.window is window:
-                    if turn.lines.window.dropped and isinstance(turn, KeyTurn):
-                        self._take_back(turn)
-                    count += turn.is_held()
+        for turns in [self._turns.get(window.queue, set())] if window is not None else self._turns.values():
+            for turn in turns:
+                if turn.lines.window.dropped and isinstance(turn, KeyTurn):
+                    self._take_back(turn)  # what no worker has begun keeps nobody waiting
+                count += turn.is_held()
         return count
 
     def stop(self) -> None:

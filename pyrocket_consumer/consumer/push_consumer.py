@@ -85,7 +85,7 @@ class _Face:
             orderly (False): one listener call of a queue at a time, in order of offset
             order_by (–; "sharding_key", a callable; orderly only): order by key instead: messages of one key one at a
                 time and in order of offset, those of other keys beside them. A callable gets a message and returns a
-                hashable key
+                hashable key; see docs/order.md
             auto_commit (True; orderly only): False: only ConsumeResult.COMMIT commits, well before
                 max_cached_messages wait for it; ROLLBACK brings back what came since
             consume_from ("last"; "first", an aware datetime or its text): where a group begins that has no offset

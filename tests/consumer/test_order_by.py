@@ -10,8 +10,10 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
+from sqlalchemy import create_engine
 
 from pyrocket_consumer import AsyncPushConsumer, ConfigError, ConsumeResult, MessageQueue, PushConsumer, Retry, Suspend
+from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
 
@@ -498,6 +500,24 @@ def test_a_queue_that_begins_anew_waits_for_the_calls_of_before(cluster):
     assert not seen.overlaps
 
 
+def test_a_queue_that_began_anew_is_handed_over_when_the_calls_of_before_have_returned():
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic(TOPIC, queues=2)
+        freed, waiting = threading.Event(), Events()
+        seen = ByKey(lambda message: freed.wait(WAIT_S) and None if message.queue_offset == 0 else None)
+        for queue_id in (0, 1):
+            send(cluster, *[f"{queue_id}-a", f"{queue_id}-b"] * 2, queue_id=queue_id, first=10 * queue_id)
+        with by_key(cluster, seen) as (first, _):
+            seen.wait(lambda seen: len(seen.of("0-b")) == len(seen.of("1-b")) == 2)
+            first.reset_offsets(TOPIC, "earliest")
+            with by_key(cluster, seen, start_wait_s=0, on_event=waiting) as (second, _):
+                assert "another member has its lock still" in waiting.wait_for("lock-lost").text
+                assert not own(second)
+                freed.set()
+                until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")
+        assert not seen.overlaps
+
+
 def test_orderly_broadcasting_has_keys_too(cluster, tmp_path):
     send(cluster, *"ab" * 20)
     seen = ByKey()
@@ -522,6 +542,10 @@ async def an_async_key(message):
         ({"order_by": a_key, "orderly": True, "auto_commit": False}, r"auto_commit=False.*leave one of them"),
         ({"order_by": "key", "orderly": True}, r"order_by='key' is not allowed; use 'sharding_key', or a function"),
         ({"order_by": 5, "orderly": True}, r"order_by=5 is not allowed; use 'sharding_key', or a function"),
+        (
+            {"order_by": a_key, "orderly": True, "offset_store": DatabaseOffsets(create_engine("sqlite:///never-opened.db"))},
+            r"order_by=.*does not work with offset_store=.*its order is the queue's; leave order_by out",
+        ),
         ({"order_by": an_async_key, "orderly": True}, r"order_by=.*is an async def; pass a plain function"),
     ],
 )

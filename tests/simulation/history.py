@@ -20,8 +20,10 @@ from pyrocket_consumer.wire.command import (
     SendMessageHeader,
     UpdateConsumerOffsetHeader,
 )
+from pyrocket_consumer.wire.properties import PropertyName
 
 Place = tuple[MessageQueue, int]
+Line = tuple[MessageQueue, str | None]
 
 GRACE_S = 1.0
 """How long a queue that moves waits for its listener calls."""
@@ -372,6 +374,44 @@ class History:
                 unlocked.discard((client, queue))
             elif (client, queue) in unlocked:
                 raise Wrong(f"t={at:.3f} {self.addresses.get(client)} committed {queue} after unlocking it")
+
+    def check_keys_are_in_order(self) -> None:
+        """Of a key in a queue one call runs at a time, and a message comes when the one before it was consumed.
+
+        A member that has begun a queue goes through a key without leaving one out, however often it goes back. It
+        keeps to that also if it was cut off for so long that another one had the queue's lock in between: what failed
+        there it may have consumed before.
+        """
+        key_of: dict[Place, Line] = {}
+        number_of: dict[Place, int] = {}
+        counts: dict[Line, int] = defaultdict(int)
+        for message in self.cluster.messages(self.topic):  # by queue, in order of offset
+            line = (message.queue, message.property(PropertyName.SHARDING_KEY))
+            place = (message.queue, message.queue_offset)
+            key_of[place], number_of[place] = line, counts[line]
+            counts[line] += 1
+        begun_at: dict[tuple[str | None, MessageQueue], list[float]] = defaultdict(list)
+        for at, client, queue in self._begun():
+            begun_at[self.addresses.get(client), queue].append(at)
+        latest: dict[Line, Consumed] = {}
+        of_period: dict[tuple[Line, str, int], Consumed] = {}
+        consumed_at: dict[tuple[Line, int], float] = {}
+        for each in sorted(self.consumed, key=lambda each: each.begun):
+            line, number = key_of[each.place], number_of[each.place]
+            what = f"t={each.begun:.3f} {each.body!r} at {each.place[1]} of {line[0]}, key {line[1]}, at {each.member}"
+            other = latest.get(line)
+            if other is not None and other.at > each.begun:
+                raise Wrong(f"{what} began beside {other.body!r} at {other.member}, which ran until {other.at:.3f}")
+            latest[line] = each
+            period = (line, each.member, bisect(begun_at[each.member, each.place[0]], each.begun))
+            before = of_period.get(period)
+            of_period[period] = each
+            if before is not None and number > number_of[before.place] + before.success:
+                raise Wrong(f"{what} came after {before.body!r}, which failed, or is not the one before it")
+            if number and consumed_at.get((line, number - 1), float("inf")) > each.begun:
+                raise Wrong(f"{what} came before the one before it was consumed")
+            if each.success:
+                consumed_at.setdefault((line, number), each.at)
 
     def check_corrections_are_stored_first(self) -> None:
         """After a correction the first pull from its target comes after the target was committed."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from sqlalchemy.util import await_only
 
 from pyrocket_consumer.consumer.assignments import Assignments
+from pyrocket_consumer.consumer.by_key import KeyedService, KeyLine, KeyTurn, QueueLines
 from pyrocket_consumer.consumer.commit import BrokerCommits
 from pyrocket_consumer.consumer.consume import Chunk, _Runner, pop_all
+from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.consumer.process_queue import ProcessQueue, QueueState
 from pyrocket_consumer.consumer.tasks import Tasks
@@ -250,6 +253,54 @@ def claim_that_moves_along() -> None:
     DatabaseOffsets.move = move  # type: ignore[method-assign]
 
 
+# --- of order by key
+
+
+def two_workers_on_one_key() -> None:
+    """A message of a key that a worker has is handed to another one."""
+    right = QueueLines.add
+
+    def add(self: QueueLines, line: KeyLine, listener: Listener, message: Message) -> None:
+        if isinstance(line.holder, KeyTurn):
+            line.holder = None
+        right(self, line, listener, message)
+
+    QueueLines.add = add  # type: ignore[method-assign]
+
+
+def retry_behind_the_next() -> None:
+    """A message that failed comes again behind what waits of its key."""
+
+    def put_back(self: KeyLine, listener: Listener, messages: Iterable[Message]) -> None:
+        self.waiting.extend((listener, message) for message in messages)
+
+    KeyLine.put_back = put_back  # type: ignore[method-assign]
+
+
+def rest_of_a_key_goes_on() -> None:
+    """What a worker has in hand of a key goes on although a message of it has failed."""
+    right = KeyTurn.judge
+
+    def judge(self: KeyTurn, unit: Any, result: object) -> tuple[bool, bool]:
+        todo, self.chunk.todo = self.chunk.todo, deque()
+        try:
+            return right(self, unit, result)
+        finally:
+            self.chunk.todo = todo
+
+    def resume(self: KeyedService, lines: QueueLines, line: KeyLine) -> None:
+        if line in lines.paused:  # two failures of one key are two pauses
+            resume_right(self, lines, line)
+
+    resume_right = KeyedService._resume
+    KeyTurn.judge, KeyedService._resume = judge, resume  # type: ignore[method-assign]
+
+
+def unlock_while_a_key_runs() -> None:
+    """A queue is handed over without a look at the calls that run."""
+    KeyedService.running = lambda self, window=None: 0  # type: ignore[method-assign]
+
+
 MISTAKES: dict[str, Callable[[], None]] = {
     mistake.__name__.replace("_", "-"): mistake
     for mistake in (
@@ -257,6 +308,7 @@ MISTAKES: dict[str, Callable[[], None]] = {
         start_not_stored, cancelled_move, chunk_that_keeps_a_failure, commit_after_the_grace, failed_member_stays,
         commit_before_the_effect, commit_after_the_listener, known_elsewhere, advance_first,
         advance_without_the_epoch, claim_without_a_new_epoch, reset_that_leaves_the_epoch, claim_that_moves_along,
+        two_workers_on_one_key, retry_behind_the_next, rest_of_a_key_goes_on, unlock_while_a_key_runs,
     )
 }  # fmt: skip
 

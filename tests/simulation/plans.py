@@ -19,7 +19,15 @@ ROUGH = {
 DEFAULTS: dict[str, Any] = {}
 """The options users have: none."""
 
+def key_of(message: Any) -> tuple[str, str | None]:
+    """Tell the key of a message, as a program would."""
+    return "order", message.property("__SHARDINGKEY")
+
+
 CRASHES = ("crash", "restart", "cut", "part", "broker", "name-server", "slow", "pause", "join")
+
+KEEPING_LOCKS = ("crash", "restart", "cut", "part", "name-server", "slow", "pause", "join", "reset")
+"""Without brokers that are killed, which forget who has locked what."""
 
 NODES = ("slow-node", "silent-node", "refusing-node", "late-node", "stammering-node", "no-route")
 """What brokers and name servers do for a while instead of answering as they should."""
@@ -50,6 +58,7 @@ class Plan:
     quickest_s: float = 0.05  # how long the others take at most; 0 makes large chunks
     calling: float = 0.0  # how many call their own consumer: close, pause, reset, or cancel themselves
     orderly: bool = False
+    keys: int = 0  # how many sharding keys messages have; none
     broadcasting: bool = False
     exactly_once: bool = False  # offsets and effects in one database
     lost_answers: float = 0.0  # of all commits of that database
@@ -109,6 +118,14 @@ PLANS = {
     "exactly-once-resets": Plan(
         exactly_once=True, orderly=True, slow=0.4, slowest_s=4.0, faults=("reset", "store-reset", "reset", "restart"),
         fault_every_s=2.0, options={**ROUGH, "listener_batch_size": 4}, calm_s=150.0,
+    ),
+    "by-key": Plan(
+        orderly=True, keys=6, faults=KEEPING_LOCKS, fault_every_s=6.0, slow=0.02, failing=0.05, rate=8.0,
+        options={**ROUGH, "order_by": "sharding_key"}, trouble_s=50.0, calm_s=110.0,
+    ),
+    "by-asked-key": Plan(  # in large chunks, a few of which get stuck
+        orderly=True, keys=20, faults=KEEPING_LOCKS, fault_every_s=6.0, slow=0.01, failing=0.02, rate=3.0,
+        bursts=(1, 10, 40), quickest_s=0.0, options={**ROUGH, "order_by": key_of}, trouble_s=40.0, calm_s=110.0,
     ),
     "many-queues": Plan(
         options=DEFAULTS, brokers=2, queues=(50, 100, 200, 1000), faults=("join", "restart", "slow-node"), rate=50.0,

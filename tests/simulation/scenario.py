@@ -108,7 +108,9 @@ class Scenario:
                 running = [broker for broker in self.cluster.brokers if broker.running]
                 if running and self._sending:
                     name = self.random.choice(running).name
-                    self.cluster.send(TOPIC, b"m%d" % self._sent, broker_name=name)
+                    keys = self.plan.keys
+                    sharding = {"__SHARDINGKEY": f"k{self.random.randrange(keys)}"} if keys else {}
+                    self.cluster.send(TOPIC, b"m%d" % self._sent, broker_name=name, properties=sharding)
                     self._sent += 1
 
     async def _trouble(self) -> None:
@@ -278,6 +280,8 @@ def check(history: History, plan: Plan) -> None:
     history.check_resets_are_kept()
     if plan.orderly:
         history.check_unlocked_only_after_the_last_commit()
+    if plan.keys:
+        history.check_keys_are_in_order()
     if set(plan.faults) <= {"join", "restart"} and not plan.failing:
         history.check_queues_move_without_repeats(allowed_s=3.5 if plan.slow else 0.5)
     if set(plan.faults) <= {"join", "restart", "pause", "fail"}:

@@ -33,6 +33,8 @@ WORLDS = [
     ("many-queues", "0-1"),
     ("exactly-once", "0-29"),  # 11: what ran while its queue was moved went by the new claim
     ("exactly-once-resets", "0-19"),
+    *(("by-key", f"{first}-{first + 99}") for first in range(0, 500, 100)),
+    *(("by-asked-key", f"{first}-{first + 99}") for first in range(0, 500, 100)),
 ]
 
 
@@ -73,6 +75,11 @@ def test_simulated_worlds_are_right(plan, seeds):
         ("claim-without-a-new-epoch", "exactly-once"),
         ("reset-that-leaves-the-epoch", "exactly-once-resets"),
         ("claim-that-moves-along", "exactly-once-resets"),
+        ("two-workers-on-one-key", "by-key"),
+        ("two-workers-on-one-key", "by-asked-key"),
+        ("retry-behind-the-next", "by-key"),
+        ("rest-of-a-key-goes-on", "by-asked-key"),
+        ("unlock-while-a-key-runs", "by-key"),
     ],
 )
 def test_a_mistake_put_in_on_purpose_is_found(mistake, plan):
@@ -81,7 +88,7 @@ def test_a_mistake_put_in_on_purpose_is_found(mistake, plan):
     assert f"repeat: python -m tests.simulation --plan {plan} --seeds" in done.stdout
 
 
-@pytest.mark.parametrize("plan", ["clustering", "orderly", "broadcasting", "exactly-once"])
+@pytest.mark.parametrize("plan", ["clustering", "orderly", "broadcasting", "exactly-once", "by-asked-key"])
 def test_a_seed_repeats_its_world_exactly(plan):
     seeds = f"3-{2 + trials(4)}"
     once, again = (simulate("--plan", plan, "--seeds", seeds, "--digest").stdout.splitlines()[:-1] for _ in range(2))
