@@ -9,7 +9,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import SendMessageHeader
@@ -74,18 +74,23 @@ class Sender:
         self._socket.close()
 
 
-def fill(address: str, topic: str, queues: int, messages: int) -> None:
-    """Store `messages` messages of BODY_BYTES with five properties, equally many in each queue, and wait for it."""
+def fill(address: str, topic: str, queues: int, messages: int, keys: int = 0) -> None:
+    """Store `messages` messages of BODY_BYTES with five properties, equally many in each queue, and wait for it.
+
+    Of `keys` sharding keys each queue has its share; with 0 messages have none.
+    """
     sender = Sender(address)
     per_queue, rest = divmod(messages, queues)
     left = [per_queue + (queue_id < rest) for queue_id in range(queues)]
-    whole = encode_batch(_items(BATCH_MESSAGES))
+    wholes = [encode_batch(_items(BATCH_MESSAGES, _keys_of(queue_id, queues, keys))) for queue_id in range(queues)]
     properties = encode_properties({"UNIQ_KEY": "0" * 32, "WAIT": "true"})
     while any(left):
         for queue_id in range(queues):
             count = min(left[queue_id], BATCH_MESSAGES)
             if count:
-                body = whole if count == BATCH_MESSAGES else encode_batch(_items(count))
+                is_whole = count == BATCH_MESSAGES
+                some = _keys_of(queue_id, queues, keys)
+                body = wholes[queue_id] if is_whole else encode_batch(_items(count, some))
                 sender.send(topic, queue_id, body, properties, batch=True)
                 left[queue_id] -= count
             while sender.under_way >= BATCHES_UNDER_WAY:
@@ -93,7 +98,11 @@ def fill(address: str, topic: str, queues: int, messages: int) -> None:
     sender.close()
 
 
-def _items(count: int) -> Iterator[BatchItem]:
+def _keys_of(queue_id: int, queues: int, keys: int) -> list[str]:
+    return [f"key-{number}" for number in range(queue_id, keys, queues)]
+
+
+def _items(count: int, keys: Sequence[str] = ()) -> Iterator[BatchItem]:
     ids = UniqueIds("127.0.0.1", 1)
     body = bytes(range(256)) * (BODY_BYTES // 256)
     for number in range(count):
@@ -104,6 +113,8 @@ def _items(count: int) -> Iterator[BatchItem]:
             "region": "eu",
             "customer": f"{number:08d}",
         }
+        if keys:
+            properties["__SHARDINGKEY"] = keys[number % len(keys)]
         yield BatchItem(body, properties)
 
 

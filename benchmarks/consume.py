@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import secrets
 import subprocess
@@ -96,19 +97,19 @@ class Cluster:
         self.broker_address: str = table["brokerAddrs"][str(MASTER_ID)]
         self._broker = Peer(self.broker_address)
         self._run = secrets.token_hex(3)
-        self._topics: dict[tuple[int, int], str] = {}
+        self._topics: dict[tuple[int, int, int], str] = {}
 
-    def topic(self, queues: int, messages: int, purpose: str = "backlog") -> str:
-        """Return a topic with that many queues and messages."""
-        name = self._topics.get((queues, messages))
+    def topic(self, queues: int, messages: int, purpose: str = "backlog", keys: int = 0) -> str:
+        """Return a topic with that many queues, messages and sharding keys."""
+        name = self._topics.get((queues, messages, keys))
         if name is None:
             name = f"bench-{self._run}-{purpose}-{queues}"
             self._create(name, queues)
             if messages:
                 say(f"storing {messages:,} messages in {queues} queues")
-                fill(self.broker_address, name, queues, messages)
+                fill(self.broker_address, name, queues, messages, keys)
                 wait_until(lambda: self._readable(name, queues, messages), f"{messages} messages in {name}", 120)
-            self._topics[queues, messages] = name
+            self._topics[queues, messages, keys] = name
         return name
 
     def _create(self, name: str, queues: int) -> None:
@@ -156,8 +157,8 @@ def say(text: str) -> None:
     print(f"  {time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
-def perform(task: Task, java_version: str = NEWEST) -> Answer:
-    """Carry out one task in a process of its own.
+def perform(task: Task, java_version: str = NEWEST, package: Path | None = None) -> Answer:
+    """Carry out one task in a process of its own. `package` is a directory with another pyrocket_consumer than ours.
 
     Raises:
         RuntimeError: it failed; the text has its output.
@@ -165,8 +166,12 @@ def perform(task: Task, java_version: str = NEWEST) -> Answer:
     limit_s = task.timeout_s + task.seconds + task.settle_s + 60
     if task.side == "java":
         return java_program.run("ConsumeBench", java_version, asdict(task), timeout_s=limit_s)
-    command = [sys.executable, "-m", "benchmarks.consume_side", json.dumps(asdict(task))]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, cwd=ROOT)
+    command = [sys.executable, "-P", "-m", "benchmarks.consume_side", json.dumps(asdict(task))]
+    where = os.pathsep.join(str(each) for each in (package, ROOT) if each is not None)
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit_s, check=False, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": where},
+    )  # fmt: skip
     if answer.returncode:
         output = f"{answer.stdout[-1500:]}{answer.stderr[-3000:]}"
         raise RuntimeError(f"{task.side} ended with {answer.returncode}:\n{output}")
@@ -174,13 +179,19 @@ def perform(task: Task, java_version: str = NEWEST) -> Answer:
     return result
 
 
-def compete(results: Results, case: str, tasks: Mapping[str, Callable[[], Task]], rounds: int) -> None:
+def compete(
+    results: Results,
+    case: str,
+    tasks: Mapping[str, Callable[[], Task]],
+    rounds: int,
+    packages: Mapping[str, Path] | None = None,
+) -> None:
     """Let all sides do their task once per round, in a new order each time. Only whole rounds count."""
     rows = results.rounds.setdefault(case, {label: [] for label in tasks})
     for turn in range(rounds):
         answers = {}
         for label in random.sample(list(tasks), len(tasks)):
-            answers[label] = perform(tasks[label]())
+            answers[label] = perform(tasks[label](), package=(packages or {}).get(label))
             say(f"{case}, round {turn + 1} of {rounds}, {label}: {short(answers[label])}")
         for label, answer in answers.items():
             rows[label].append(answer)

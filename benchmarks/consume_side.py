@@ -28,6 +28,7 @@ class Task:
     the first came; "idle" answers what nothing costs over `seconds`, after `settle_s`; "start" answers how long the
     first message took.
     `listener`: "no-op" counts, "touch" reads body and properties, "sleep" sleeps 1 ms.
+    `orderly`: in order of each queue; with `order_by`, "sharding_key" or "function", of each key, which Java has not.
     """
 
     side: str
@@ -36,6 +37,8 @@ class Task:
     group: str
     topic: str
     listener: str = "no-op"
+    orderly: bool = False
+    order_by: str = ""
     threads: int = 20
     pull_batch: int = 32
     listener_batch: int = 1
@@ -107,12 +110,21 @@ class Counter:
         return {"no-op": no_op_list, "touch": touch_list}[kind] if batch else singly[kind]
 
 
+def sharding_key(message: Any) -> Any:
+    """Return what `order_by="sharding_key"` goes by, as a function of a user's would."""
+    return message.property("__SHARDINGKEY")
+
+
 def push_consumer(task: Task) -> Any:
     """Return the consumer of a task, not started."""
     from pyrocket_consumer import PushConsumer
 
+    by_key: dict[str, Any] = {}  # an option that earlier releases do not know
+    if task.order_by:
+        by_key["order_by"] = sharding_key if task.order_by == "function" else task.order_by
     return PushConsumer(
         task.group,
+        orderly=task.orderly,
         name_server=task.name_server,
         consume_from=task.consume_from,
         consume_threads=task.threads,
@@ -120,6 +132,7 @@ def push_consumer(task: Task) -> Any:
         listener_batch_size=task.listener_batch,
         max_cached_messages=task.max_cached,
         max_span=task.max_span,
+        **by_key,
     )
 
 

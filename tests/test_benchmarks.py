@@ -22,7 +22,9 @@ def run(program, *arguments):
     return done.stdout
 
 
-PROGRAMS = ["consume", "offset_persist", "decode", "drop_in", "start_close", "spark_read", "spark_write"]
+PROGRAMS = [
+    "consume", "order_by_key", "offset_persist", "decode", "drop_in", "start_close", "spark_read", "spark_write",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -69,6 +71,19 @@ def test_drop_in_measures_the_facade_beside_what_is_beneath(tmp_path):
     assert all(set(sides) == {"facade", "api"} for sides in rounds.values())
     assert {(each["raised"], each["came_again"]) for (each,) in rounds["raising"].values()} == {(16, 16)}
     assert "consume: CPU ÷ api" in printed
+
+
+def test_order_by_key_measures_all_modes_and_an_earlier_checkout(tmp_path):
+    figures = tmp_path / "figures.json"
+    with EmbeddedCluster() as cluster:
+        options = ["--quick", "--no-java", "--messages", "30000", "--sleep-messages", "3000", "--before", str(ROOT)]
+        printed = run("order_by_key", *options, "--name-server", cluster.name_server, "--json", str(figures))
+    rounds = json.loads(figures.read_text())["rounds"]
+    assert len(rounds) == 2
+    sides = {"orderly", "order_by", "order_by a function", "concurrent", "orderly before"}
+    assert all({side.partition(", ")[2] for side in case} == sides for case in rounds.values())
+    assert all(answer["messages"] > 0 for case in rounds.values() for (answer,) in case.values())
+    assert "order_by ÷ concurrent" in printed
 
 
 def test_drop_in_says_where_the_native_library_is_to_be_had():

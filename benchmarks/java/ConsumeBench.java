@@ -12,7 +12,9 @@ import java.util.concurrent.atomic.LongAdder;
 import java.util.stream.IntStream;
 import org.apache.rocketmq.client.consumer.DefaultMQPushConsumer;
 import org.apache.rocketmq.client.consumer.listener.ConsumeConcurrentlyStatus;
+import org.apache.rocketmq.client.consumer.listener.ConsumeOrderlyStatus;
 import org.apache.rocketmq.client.consumer.listener.MessageListenerConcurrently;
+import org.apache.rocketmq.client.consumer.listener.MessageListenerOrderly;
 import org.apache.rocketmq.common.consumer.ConsumeFromWhere;
 import org.apache.rocketmq.common.message.MessageExt;
 
@@ -52,7 +54,15 @@ public final class ConsumeBench {
         consumer.subscribe(OPTIONS.get("topic"), "*");
         String measure = OPTIONS.get("measure");
         Latencies latencies = new Latencies(measure.equals("latency") ? 1 << 20 : 0);
-        consumer.registerMessageListener(listener(measure.equals("latency") ? "latency" : OPTIONS.get("listener"), latencies));
+        MessageListenerConcurrently listener = listener(measure.equals("latency") ? "latency" : OPTIONS.get("listener"), latencies);
+        if (Boolean.parseBoolean(OPTIONS.get("orderly"))) {
+            consumer.registerMessageListener((MessageListenerOrderly) (messages, context) -> {
+                listener.consumeMessage(messages, null);
+                return ConsumeOrderlyStatus.SUCCESS;
+            });
+        } else {
+            consumer.registerMessageListener(listener);
+        }
         long startedAt = System.nanoTime();
         consumer.start();
         String result;

@@ -1,0 +1,154 @@
+"""How much parallelism does order by key give back, beside order by queue and beside no order at all?
+
+Four queues, 1 000 keys, 20 threads; a listener that sleeps 1 ms, and one that only counts. The sides, in shuffled
+rounds of one run, each in a process of its own: Java's orderly mode, ours, `order_by` with the sharding key and with a
+function, and our concurrent mode. `--before` adds the orderly mode of another checkout, which ours shall reach but for
+the noise of such runs.
+
+Order by queue has a call of each queue at once, order by key as many as there are threads: while the listener only
+sleeps, 20 threads and 4 queues leave room for a factor of 5 between them. The target of 15 beside Java's orderly mode
+asks for more than that.
+Run: python -m benchmarks.order_by_key --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.consume import Cluster, broker, compete, say
+from benchmarks.consume_report import Results, Target, plot, rate, table
+from benchmarks.consume_side import Task
+from benchmarks.environment import environment, header
+from benchmarks.plots import pyplot
+from tests.real_brokers.jars import NEWEST, java_tool
+
+SIDES: Mapping[str, Mapping[str, Any]] = {
+    "java": {"side": "java", "orderly": True},
+    "pyrocket, orderly": {"orderly": True},
+    "pyrocket, order_by": {"orderly": True, "order_by": "sharding_key"},
+    "pyrocket, order_by a function": {"orderly": True, "order_by": "function"},
+    "pyrocket, concurrent": {},
+}
+BEFORE = "pyrocket, orderly before"
+CASES = {"sleep": "listener sleeps 1 ms", "no-op": "listener counts"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How much is measured."""
+
+    rounds: int = 5
+    queues: int = 4
+    keys: int = 1000
+    sleep_messages: int = 60_000
+    messages: int = 400_000
+
+
+def measure(
+    cluster: Cluster, settings: Settings, results: Results, listener: str, java: bool, before: Path | None
+) -> None:
+    """Let all sides work off a backlog with this listener, and note what was reached."""
+    total = settings.sleep_messages if listener == "sleep" else settings.messages
+    topic = cluster.topic(settings.queues, total, f"keys-{listener}", settings.keys)
+    case = f"{CASES[listener]}, {settings.queues} queues, {settings.keys} keys"
+
+    def task(options: Mapping[str, Any]) -> Callable[[], Task]:
+        given = {"side": "pyrocket", "listener": listener, "total": total, **options}
+        return lambda: cluster.task(given["side"], "backlog", topic, settings.queues, **_without_side(given))
+
+    sides = {label: task(options) for label, options in SIDES.items() if java or label != "java"}
+    packages = {}
+    if before is not None:
+        sides[BEFORE], packages[BEFORE] = task(SIDES["pyrocket, orderly"]), before
+    compete(results, case, sides, settings.rounds, packages)
+    goals = [("pyrocket, order_by", "pyrocket, concurrent", 0.8 if listener == "sleep" else 0.5)]
+    if listener == "sleep" and java:
+        goals.append(("pyrocket, order_by", "java", 15))
+    if before is not None:
+        goals.append(("pyrocket, orderly", BEFORE, 0.97))
+    for ours, other, wanted in goals:
+        name = other.partition(", ")[2] or "java, orderly"
+        text = f"{CASES[listener]}: {ours.partition(', ')[2]} ÷ {name}"
+        results.targets.append(Target(text, wanted, results.ratio(case, ours, other, rate)))
+
+
+def _without_side(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "side"}
+
+
+@contextmanager
+def package_of(checkout: Path | None) -> Iterator[Path | None]:
+    """Give a directory with the package of a checkout, and nothing else of it."""
+    if checkout is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="pyrocket-before-") as directory:
+        (Path(directory) / "pyrocket_consumer").symlink_to(checkout.resolve() / "pyrocket_consumer")
+        yield Path(directory)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.order_by_key", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round of small backlogs")
+    parser.add_argument("--rounds", type=int, help="rounds of each comparison (default: 5)")
+    parser.add_argument("--messages", type=int, help="size of the backlog for the quick listener (default: 400000)")
+    parser.add_argument("--sleep-messages", type=int, help="the same for the one that sleeps (default: 60000)")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of sleep, no-op (default: both)")
+    parser.add_argument("--no-java", action="store_true", help="leave Java out")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="its orderly mode is measured beside ours")
+    parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
+    parser.add_argument("--json", type=Path, help="write every round's answers to this file")
+    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
+    options = parser.parse_args()
+    if options.plot:
+        pyplot()  # say now that it is missing
+    cases = options.cases.split(",")
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    base = Settings(1, sleep_messages=20_000, messages=100_000) if options.quick else Settings()
+    settings = Settings(
+        options.rounds or base.rounds,
+        sleep_messages=options.sleep_messages or base.sleep_messages,
+        messages=options.messages or base.messages,
+    )
+    java = not options.no_java
+    facts = environment(java=java_tool("java")) if java else environment()
+    results, failed = Results(), list[str]()
+    with broker(options.name_server, lifted=True) as cluster, package_of(options.before) as before:
+        for case in cases:
+            try:
+                measure(cluster, settings, results, case, java, before)
+            except (RuntimeError, subprocess.SubprocessError) as error:
+                failed.append(f"case {case} failed: {error}")
+                say(failed[-1])
+    results.rounds = {case: sides for case, sides in results.rounds.items() if all(sides.values())}
+    server = f"the cluster at {options.name_server}" if options.name_server else f"RocketMQ {NEWEST}, limits lifted"
+    print(header(facts))
+    print(f"{server}; 20 threads, 1 KB bodies with six properties; rounds: {settings.rounds}, medians of them")
+    print(*table(results), sep="\n")
+    print(f"\n{'target':<62} {'wanted':<9} {'measured':>9}")
+    print(*results.targets, sep="\n")
+    if options.json:
+        found = {
+            "environment": facts,
+            "settings": asdict(settings),
+            "rounds": results.rounds,
+            "targets": [{**asdict(target), "met": target.met} for target in results.targets],
+        }
+        options.json.write_text(json.dumps(found, indent=1))
+    if options.plot:
+        plot(results, options.plot)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
