@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
-from itertools import pairwise
 
 import pytest
 from sqlalchemy import create_engine
@@ -15,6 +14,7 @@ from sqlalchemy import create_engine
 from pyrocket_consumer import AsyncPushConsumer, ConfigError, ConsumeResult, MessageQueue, PushConsumer, Retry, Suspend
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.by_key import ByKey, key_of
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
 
 TOPIC, GROUP = "orders", "shipping"
@@ -35,53 +35,12 @@ def send(cluster, *keys, queue_id=0, first=0):
         cluster.send(TOPIC, f"{key}:{number}".encode(), properties=properties, queue_id=queue_id)
 
 
-def key_of(message):
-    return message.body.partition(b":")[0].decode()
-
-
 def committed(cluster):
     return cluster.committed(GROUP, TOPIC).get(0, 0)
 
 
 def by_key(cluster, listener, **options):
     return consuming(cluster, TOPIC, GROUP, listener, orderly=True, **{"order_by": "sharding_key", **options})
-
-
-class ByKey(Seen):
-    """A listener that notices when two calls of a key overlap."""
-
-    def __init__(self, judge=lambda message: None):
-        super().__init__(judge)
-        self.overlaps = []
-        self._running = Counter()
-        self._lock = threading.Lock()
-
-    def __call__(self, message):
-        key = key_of(message)
-        with self._lock:
-            self._running[key] += 1
-            if self._running[key] > 1:
-                self.overlaps.append(key)
-        try:
-            return super().__call__(message)
-        finally:
-            with self._lock:
-                self._running[key] -= 1
-
-    def of(self, key):
-        """Return the offsets of a key, in the order in which they came."""
-        return [message.queue_offset for message in list(self.messages) if key_of(message) == key]
-
-    def check(self):
-        """Each key came in order, one call at a time: after a message the next one, or again one of before."""
-        assert not self.overlaps
-        offsets = defaultdict(list)
-        for message in list(self.messages):
-            offsets[message.queue, key_of(message)].append(message.queue_offset)
-        for key, came in offsets.items():
-            place = {offset: number for number, offset in enumerate(sorted(set(came)))}
-            assert place[came[0]] == 0, (key, came)
-            assert all(place[after] <= place[before] + 1 for before, after in pairwise(came)), (key, came)
 
 
 @pytest.mark.parametrize("order_by", ["sharding_key", key_of])
