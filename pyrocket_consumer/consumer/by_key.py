@@ -38,8 +38,8 @@ from pyrocket_consumer.text import shown
 from pyrocket_consumer.wire.message import Message
 from pyrocket_consumer.wire.properties import PropertyName
 
-LEAST_KNOWN = 1024
-"""So many keys of a queue are remembered without looking which of them have no messages any more."""
+LEAST_KNOWN = 256
+"""So many keys of a queue are remembered without looking which of them have no messages any more: some are long."""
 
 SORTED_AT_ONCE = 256
 """Most messages that a worker asks `order_by` for the keys of, before they are given to listeners."""

@@ -364,6 +364,6 @@ TABLES = {
 ONLY_HERE = (
     "allowed_addresses", "connect_timeout_s", "max_frame_bytes", "max_body_bytes", "rebalance_interval_s",
     "start_wait_s", "pull_hold_s", "offset_store_dir", "durability", "on_unreadable_store", "remote_reset",
-    "reset_record_interval_s", "server_messages",
+    "reset_record_interval_s", "server_messages", "order_by",
 )  # fmt: skip
 """Options that no setter of Java's is for."""
