@@ -83,7 +83,7 @@ endif
 spark-demo: java .venv/.spark  ## windowed counts with PySpark, from a topic to a topic (ARGS='--seconds 30 --rate 2000')
 	$(RUN)/python -m pyrocket_consumer.spark.demo $(ARGS)
 
-bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|offset_persist|decode|spark_read|spark_write ARGS=--quick
+bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|offset_persist|decode|spark_read|spark_write|exactly_once ARGS=--quick
 	$(RUN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 soak: .venv/.test  ## hours of faults: 20 000 simulated worlds, calls interfered with at every step, 100 000 crash points of the offset store
@@ -92,6 +92,7 @@ soak: .venv/.test  ## hours of faults: 20 000 simulated worlds, calls interfered
 	$(RUN)/python -m tests.simulation.producing --seeds 0-999
 	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/system/test_any_order.py tests/system/test_any_order_of_sending.py --timeout 20000
 	PYROCKET_TRIALS=15 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
+	$(RUN)/python -m tests.exactly_once.killing --messages 200000 --rate 1000 --version 5.5.0 --database postgresql
 
 fuzz: .venv/.test  ## bytes made to hurt, for every decoder: a minute (ARGS='--executions 10000000 --seconds 3600', or --help)
 	@$(RUN)/python -c 'import atheris' 2>/dev/null || $(RUN)/python -m pip install --quiet atheris || echo "atheris does not install here: inputs are mutated by chance alone"

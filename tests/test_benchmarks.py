@@ -23,7 +23,8 @@ def run(program, *arguments):
 
 
 PROGRAMS = [
-    "consume", "order_by_key", "offset_persist", "decode", "drop_in", "start_close", "spark_read", "spark_write",
+    "consume", "order_by_key", "exactly_once", "offset_persist", "decode", "drop_in", "start_close", "spark_read",
+    "spark_write",
 ]  # fmt: skip
 
 
@@ -97,3 +98,11 @@ def test_drop_in_says_where_the_native_library_is_to_be_had():
             check=False,
         )
         assert (done.returncode, "pip install '.[native]'" in done.stderr) == (2, True)
+
+
+def test_exactly_once_measures_every_side(tmp_path):
+    figures = tmp_path / "figures.json"
+    run("exactly_once", "--quick", "--databases", "sqlite", "--json", str(figures))
+    cases = json.loads(figures.read_text())["cases"]
+    assert [(each["batch"], each["queues"]) for each in cases] == [(1, 1), (1, 4), (64, 1), (64, 4)]
+    assert all(min(rates) > 0 for each in cases for rates in each["per_second"].values())

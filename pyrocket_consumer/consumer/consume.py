@@ -48,7 +48,7 @@ class Chunk:
     So can what it has finished, while it is stuck: each message that failed is handed over by whoever takes it out.
     """
 
-    __slots__ = ("window", "listener", "todo", "done", "failed", "begun_at", "current", "turn")
+    __slots__ = ("window", "listener", "todo", "done", "failed", "begun_at", "current", "turn", "is_long", "parts")
 
     def __init__(self, window: ProcessQueue, listener: Listener, units: deque[list[Message]] | deque[Message]) -> None:
         self.window = window
@@ -59,6 +59,8 @@ class Chunk:
         self.begun_at = 0.0
         self.current: Any = None  # the unit whose listener call is running
         self.turn: Turn | None = None  # what an orderly queue has to say
+        self.is_long = False  # may take long: what is consumed is acknowledged meanwhile
+        self.parts = 0  # how often that was done
 
 
 class Turn(Protocol):
@@ -260,6 +262,17 @@ class _Runner:
         if failed := pop_all(chunk.failed):
             self.outcome.failed(chunk.window, failed)
 
+    def finish_part(self, chunk: Chunk, calls: int) -> int:
+        """Hand over what is consumed of a chunk that goes on, if it is time. Returns how many calls are uncounted."""
+        now = chunk.window.clock()
+        if now - chunk.begun_at < CHUNK_TIME_S:
+            return calls
+        chunk.window.last_consumed_at = now
+        chunk.window.ack(pop_all(chunk.done), now - chunk.begun_at, calls)
+        chunk.begun_at = now
+        chunk.parts += 1
+        return 0
+
     def finish(self, chunk: Chunk, calls: int) -> None:
         """Hand over what became of the chunk's messages. An error of the offset store keeps none of it back."""
         chunk.current = None
@@ -447,6 +460,8 @@ class ThreadWorkers(_Runner):
                         entry.leave()
                 if result is None or result is ConsumeResult.SUCCESS:
                     add(unit)
+                    if chunk.is_long:
+                        calls = self.finish_part(chunk, calls)
                 elif not self.judge(chunk, unit, result):
                     break
         finally:
@@ -644,6 +659,8 @@ class AsyncWorkers(_Runner):
                 else:
                     if result is None or result is ConsumeResult.SUCCESS:
                         add(unit)
+                        if chunk.is_long:
+                            calls = self.finish_part(chunk, calls)
                     else:
                         goes_on = self.judge(chunk, unit, result)
                 finally:

@@ -86,7 +86,8 @@ class LineTurn:
 
     is_measured = True
 
-    def __init__(self, service: OrderlyService, line: Line, chunk: Chunk) -> None:
+    def __init__(self, service: OrderlyService, line: Line, chunk: Chunk, workers: Workers) -> None:
+        self._workers = workers
         self.line = line
         self.chunk = chunk
         self.left: Consumed = []  # what comes again first, when the turn ended early
@@ -96,6 +97,9 @@ class LineTurn:
         self._final: list[Message] = []
 
     def may_go_on(self) -> bool:
+        """Tell whether the next call may begin; other queues that wait for a worker come first, now and then."""
+        if self.chunk.parts and self._workers.waiting():
+            return False
         return self.line.window.may_consume() and not self._service.stopped
 
     def judge(self, unit: Any, result: object) -> tuple[bool, bool]:
@@ -222,11 +226,15 @@ class OrderlyService(Service):
             or not window.may_consume()
         ):
             return
-        listener, units = line.take(min(max(int(CHUNK_TIME_S / window.listener_time_s), 1), LARGEST_CHUNK))
+        is_quick = window.listener_time_s * LARGEST_CHUNK <= CHUNK_TIME_S
+        quick_units = min(max(int(CHUNK_TIME_S / window.listener_time_s), 1), LARGEST_CHUNK)
+        listener, units = line.take(LARGEST_CHUNK if self.auto_commit else quick_units)
         chunk = Chunk(window, listener, units)
-        chunk.turn = LineTurn(self, line, chunk)
+        chunk.is_long = self.auto_commit and not is_quick
+        workers = self._workers_of(listener)
+        chunk.turn = LineTurn(self, line, chunk, workers)
         self._in_turn[window.queue] = line
-        self._workers_of(listener).put(chunk)
+        workers.put(chunk)
 
     def turn_ended(self, turn: LineTurn) -> None:
         """A worker is through with a turn. Called by workers."""

@@ -1,0 +1,241 @@
+"""Members that write a ledger are killed with -9, frozen and woken at random; in the end it has each message once.
+
+    python -m tests.exactly_once.killing --messages 200000 --version 5.5.0 --database postgresql
+
+With `--way commit-after`, or `known-elsewhere`, the members do what others do instead: controls, which must fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, make_url, text
+
+from pyrocket_consumer import Producer
+from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.databases import KINDS, SERVERS, Database, running
+from tests.exactly_once.member import WAYS
+from tests.real_brokers import NEWEST, RealCluster
+
+TOPIC, GROUP = "ledger-orders", "ledger-app"
+MEMBERS = 3
+BATCH = 50
+"""How many messages are sent together."""
+MOST_AHEAD = 2000
+"""How many messages may wait, so that there are some all the time."""
+SETTLE_S = 240.0
+"""How long the last messages may take: a member that was killed is missed after two minutes, at the latest."""
+
+
+class Members:
+    """Processes that come to harm."""
+
+    def __init__(self, way: str, url: str, name_server: str, topic: str, group: str, seed: int) -> None:
+        self.killed = self.frozen = 0
+        self._random = random.Random(seed)
+        self._command = [
+            sys.executable, "-m", "tests.exactly_once.member", way, url, topic,
+            json.dumps({
+                "group": group, "name_server": name_server, "consume_from": "first", "listener_batch_size": 32,
+                "rebalance_interval_s": 2.0, "heartbeat_interval_s": 2.0,
+            }),
+        ]  # fmt: skip
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._asleep: list[tuple[float, subprocess.Popen[bytes]]] = []  # until when, and who
+
+    def start(self) -> None:
+        self._running.append(subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    def disturb(self) -> None:
+        """Kill one, freeze one, or let one join."""
+        awake = [each for each in self._running if each not in [sleeper for _, sleeper in self._asleep]]
+        kind = self._random.choice(("kill", "freeze", "join"))
+        if kind == "kill" and awake:
+            victim = self._random.choice(awake)
+            self._running.remove(victim)
+            victim.kill()
+            victim.wait()
+            self.killed += 1
+            self.start()
+        elif kind == "freeze" and len(awake) > 1:
+            victim = self._random.choice(awake)
+            victim.send_signal(signal.SIGSTOP)
+            self._asleep.append((time.monotonic() + self._random.uniform(0.5, 12), victim))
+            self.frozen += 1
+            self.start()  # which takes queues from who stands still
+        elif kind == "join" and len(self._running) < 2 * MEMBERS:
+            self.start()
+        while len(self._running) > 2 * MEMBERS:
+            self._end(self._running.pop(0))
+
+    def wake(self, everybody: bool = False) -> None:
+        """Have those go on whose time has come."""
+        now = time.monotonic()
+        for until, sleeper in list(self._asleep):
+            if everybody or now >= until:
+                self._asleep.remove((until, sleeper))
+                with suppress(ProcessLookupError):
+                    sleeper.send_signal(signal.SIGCONT)
+
+    def _end(self, member: subprocess.Popen[bytes]) -> None:
+        with suppress(ProcessLookupError):
+            member.send_signal(signal.SIGCONT)
+        member.kill()
+        member.wait()
+
+    def close(self) -> None:
+        for member in self._running:
+            self._end(member)
+
+
+@contextmanager
+def database_of(kind: str) -> Iterator[Database]:
+    """Return an empty database of a kind, which is gone afterwards."""
+    with ExitStack() as stack:
+        if kind in SERVERS:
+            yield stack.enter_context(running(kind)).new_database()
+        else:
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            yield Database(kind, make_url(f"sqlite:///{Path(directory)}/db"))
+
+
+def run(
+    cluster: Any,
+    database: Database,
+    messages: int,
+    way: str = "exactly-once",
+    every_s: float = 1.0,
+    seed: int = 0,
+    rate: float = 400.0,
+    *,
+    topic: str = TOPIC,
+    group: str = GROUP,
+    tell: Callable[[str], object] = lambda text: None,
+) -> str:
+    """Send messages, and disturb who consumes them; returns what is wrong in the end, "" if nothing is."""
+    engine = create_engine(database.url)
+    DatabaseOffsets(engine).create_tables()
+    with engine.begin() as connection:
+        columns = "body VARCHAR(32), queue_id INTEGER, queue_offset BIGINT"
+        connection.execute(text(f"CREATE TABLE IF NOT EXISTS ledger({columns})"))
+        connection.execute(text("CREATE TABLE IF NOT EXISTS processed(body VARCHAR(32))"))
+        connection.execute(text("DELETE FROM ledger"))
+        connection.execute(text("DELETE FROM processed"))
+    cluster.create_topic(topic, queues=4)
+    members = Members(way, database.url, cluster.name_server, topic, group, seed)
+    began = time.monotonic()
+    try:
+        for _ in range(MEMBERS):
+            members.start()
+        _send_and_disturb(
+            cluster, topic, members, messages, every_s, rate, lambda: _booked(engine), lambda: _repeats(engine), tell
+        )
+        members.wake(everybody=True)
+        deadline = time.monotonic() + SETTLE_S
+        while _distinct(engine) < messages and time.monotonic() < deadline and not _repeats(engine):
+            time.sleep(0.2)
+        time.sleep(2)  # what should not come comes now
+        with engine.connect() as connection:
+            rows = connection.execute(text("SELECT body, queue_id, queue_offset FROM ledger")).all()
+    finally:
+        members.close()
+        engine.dispose()
+    places, bodies = Counter((queue, offset) for _, queue, offset in rows), {body for body, _, _ in rows}
+    twice = [place for place, count in places.items() if count > 1]
+    missing = [f"m{number}" for number in range(messages) if f"m{number}" not in bodies]
+    tell(
+        f"{messages} messages, {members.killed} kills, {members.frozen} freezes in {time.monotonic() - began:.0f} s: "
+        f"{len(rows)} effects, {len(missing)} missing, {len(twice)} twice"
+    )
+    return f"missing: {len(missing)} {missing[:3]}, twice: {len(twice)} {twice[:3]}" if missing or twice else ""
+
+
+def _booked(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return int(connection.execute(text("SELECT COUNT(*) FROM ledger")).scalar_one())
+
+
+def _repeats(engine: Engine) -> bool:
+    """Tell whether some message has its effect twice: there is nothing more to find."""
+    places = "SELECT COUNT(*) FROM (SELECT DISTINCT queue_id, queue_offset FROM ledger) places"
+    with engine.connect() as connection:
+        return bool(connection.execute(text(f"SELECT COUNT(*) - ({places}) FROM ledger")).scalar_one())
+
+
+def _distinct(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return int(connection.execute(text("SELECT COUNT(DISTINCT body) FROM ledger")).scalar_one())
+
+
+def _send_and_disturb(
+    cluster: Any,
+    topic: str,
+    members: Members,
+    messages: int,
+    every_s: float,
+    rate: float,
+    booked: Callable[[], int],
+    repeats: Callable[[], bool],
+    tell: Callable[[str], object],
+) -> None:
+    sent = done = 0
+    began = time.monotonic()
+    next_at, told_at, looked_at = began + every_s, began, 0.0
+    with Producer(name_server=cluster.name_server) as producer:
+        while sent < messages or done < 0.9 * messages:
+            now = time.monotonic()
+            if now - looked_at > 0.1:
+                looked_at, done = now, booked()
+            if sent < messages and sent < (now - began) * rate and sent - done < MOST_AHEAD:
+                bodies = [b"m%d" % number for number in range(sent, min(sent + BATCH, messages))]
+                producer.send_batch(topic, bodies)
+                sent += len(bodies)
+            else:
+                time.sleep(0.01)
+            members.wake()
+            if now >= next_at:
+                members.disturb()
+                next_at = now + every_s
+            if now - told_at > 10:
+                told_at = now
+                if repeats():
+                    return
+                tell(f"{sent} of {messages} sent, {done} booked, {members.killed} kills, {members.frozen} freezes")
+
+
+def main() -> int:
+    """Run it once, and say what came of it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.exactly_once.killing", description=__doc__)
+    parser.add_argument("--messages", type=int, default=5000, help="(%(default)s)")
+    parser.add_argument("--version", default=NEWEST, help="of the broker, or embedded (%(default)s)")
+    parser.add_argument("--database", choices=KINDS, default="postgresql", help="(%(default)s)")
+    parser.add_argument("--way", choices=WAYS, default=WAYS[0], help="what members do (%(default)s)")
+    parser.add_argument("--every", type=float, default=1.5, help="seconds between two disturbances (%(default)s)")
+    parser.add_argument("--rate", type=float, default=400.0, help="messages sent in a second (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    made = EmbeddedCluster() if given.version == "embedded" else RealCluster(given.version)
+    with made as cluster, database_of(given.database) as database:
+        wrong = run(
+            cluster, database, given.messages, given.way, given.every, given.seed, given.rate,
+            tell=lambda text: print(text, flush=True),
+        )
+    print(wrong or "the ledger has each message once")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

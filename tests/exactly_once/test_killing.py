@@ -1,0 +1,31 @@
+"""Members killed with -9 and frozen at random: the ledger has each message once, and with other ways it has not."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.exactly_once.killing import run
+from tests.exactly_once.member import WAYS
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.versions("4.9.7", "5.5.0")
+@pytest.mark.databases("sqlite", "postgresql")
+def test_the_ledger_has_each_message_once(cluster, database, names):
+    told: list[str] = []
+    wrong = run(cluster, database, 3000, every_s=0.7, tell=told.append, topic=names.topic(), group=names.group())
+    assert wrong == "", told[-1]
+    assert "0 kills" not in told[-1]
+
+
+@pytest.mark.databases("postgresql")
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_another_way_has_some_twice(database, way, names):
+    with EmbeddedCluster() as cluster:
+        for seed in range(4):  # chance may have it that none is hit
+            wrong = run(cluster, database, 4000, way, 0.3, seed, topic=names.topic(), group=names.group())
+            if "twice: 0" not in wrong and wrong:
+                return
+    raise AssertionError(f"{way} had each message once: what finds nothing shows nothing")
