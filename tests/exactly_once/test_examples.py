@@ -1,0 +1,63 @@
+"""The examples run as programs of their own, are killed with -9 in the middle, and started again."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+from sqlalchemy import text
+
+from tests.exactly_once.ledgers import once
+from tests.pages import DOCS
+from tests.system.processes import Child
+
+
+def test_the_ledger_in_sqlite(embedded, tmp_path):
+    embedded.create_topic("orders", queues=4)
+    arguments = [str(DOCS / "examples" / "ledger_sqlite.py"), embedded.name_server, str(tmp_path / "ledger.db")]
+    bodies = [f"order {number}" for number in range(400)]
+    for half in (bodies[:200], bodies[200:]):
+        for body in half:
+            embedded.send("orders", body.encode())
+        child = Child(*arguments)
+        child.wait(lambda lines: len(lines) >= 3)
+        child.process.kill()
+        child.process.wait()
+    child = Child(*arguments)
+
+    def booked():
+        with sqlite3.connect(tmp_path / "ledger.db") as connection:
+            found = [body for (body,) in connection.execute("SELECT body FROM ledger")]
+        connection.close()
+        return found
+
+    embedded.wait_until(lambda: len(booked()) >= 400)
+    child.process.terminate()
+    assert child.ended() == 0
+    assert sorted(booked()) == sorted(once(bodies))
+
+
+@pytest.mark.databases("postgresql")
+def test_the_accounts_in_postgresql(embedded, database):
+    embedded.create_topic("payments", queues=4)
+    for number in range(400):
+        for _ in range(1 + (number % 10 == 0)):  # some were sent twice
+            embedded.send("payments", f"a{number % 7}:{number}".encode(), properties={"UNIQ_KEY": f"payment-{number}"})
+    arguments = [str(DOCS / "examples" / "ledger_postgres.py"), embedded.name_server, database.url]
+    child = Child(*arguments)
+    child.wait(lambda lines: len(lines) >= 3)
+    child.process.kill()
+    child.process.wait()
+    child = Child(*arguments)
+    engine = database.engine()
+
+    def balance():
+        with engine.connect() as connection:
+            return dict(connection.execute(text("SELECT name, balance FROM accounts")).all())
+
+    right = {f"a{rest}": sum(range(rest, 400, 7)) for rest in range(7)}
+    embedded.wait_until(lambda: sum(balance().values()) >= sum(right.values()))
+    child.process.terminate()
+    assert child.ended() == 0
+    assert balance() == right
+    engine.dispose()
