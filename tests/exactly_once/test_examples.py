@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 
 import pytest
 from sqlalchemy import text
@@ -12,11 +13,13 @@ from tests.pages import DOCS
 from tests.system.processes import Child
 
 
-def test_the_ledger_in_sqlite(embedded, tmp_path):
+@pytest.mark.parametrize("kind", ["sqlite", "asyncio", "django"])
+def test_the_ledger_in_a_file(embedded, tmp_path, kind):
     embedded.create_topic("orders", queues=4)
-    arguments = [str(DOCS / "examples" / "ledger_sqlite.py"), embedded.name_server, str(tmp_path / "ledger.db")]
-    bodies = [f"order {number}" for number in range(400)]
-    for half in (bodies[:200], bodies[200:]):
+    program = str(DOCS / "examples" / f"ledger_{kind}.py")
+    arguments = ["-W", "error", program, embedded.name_server, str(tmp_path / "ledger.db")]
+    bodies = [f"order {number}" for number in range(4000)]
+    for half in (bodies[:2000], bodies[2000:]):
         for body in half:
             embedded.send("orders", body.encode())
         child = Child(*arguments)
@@ -31,10 +34,10 @@ def test_the_ledger_in_sqlite(embedded, tmp_path):
         connection.close()
         return found
 
-    embedded.wait_until(lambda: len(booked()) >= 400)
+    embedded.wait_until(lambda: len(booked()) >= len(bodies))
     child.process.terminate()
-    assert child.ended() == 0
-    assert sorted(booked()) == sorted(once(bodies))
+    assert (child.ended(), child.errors) == (0, [])
+    assert Counter(booked()) == once(bodies)
 
 
 @pytest.mark.databases("postgresql")
