@@ -45,40 +45,39 @@ class Line:
 
     def __init__(self, window: ProcessQueue) -> None:
         self.window = window
-        self.waiting: deque[tuple[Listener, deque[Any]]] = deque()  # units, those next to each other that are alike
+        self.waiting: deque[tuple[Listener, deque[Message]]] = deque()  # those next to each other that are alike
         self.pause: asyncio.TimerHandle | None = None
         self.uncommitted: Consumed = []  # consumed, not yet committed by the listener; of the worker in turn
         self.look: asyncio.TimerHandle | None = None  # when what is uncommitted may be all there is room for
 
-    def append(self, listener: Listener, units: list[Any]) -> None:
-        """Add units to the end."""
+    def append(self, listener: Listener, messages: list[Message]) -> None:
+        """Add messages to the end."""
         if self.waiting and self.waiting[-1][0] is listener:
-            self.waiting[-1][1].extend(units)
-        elif units:
-            self.waiting.append((listener, deque(units)))
+            self.waiting[-1][1].extend(messages)
+        elif messages:
+            self.waiting.append((listener, deque(messages)))
 
-    def put_back(self, listener: Listener, units: list[Any]) -> None:
-        """Add units before the first."""
+    def put_back(self, listener: Listener, messages: list[Message]) -> None:
+        """Add messages before the first."""
         if self.waiting and self.waiting[0][0] is listener:
-            self.waiting[0][1].extendleft(reversed(units))
-        elif units:
-            self.waiting.appendleft((listener, deque(units)))
+            self.waiting[0][1].extendleft(reversed(messages))
+        elif messages:
+            self.waiting.appendleft((listener, deque(messages)))
 
     def take(self, most: int) -> tuple[Listener, deque[Any]]:
-        """Remove the first units, of one listener; there must be any."""
-        listener, units = self.waiting[0]
-        taken = deque(units.popleft() for _ in range(min(most, len(units))))
-        if not units:
+        """Remove the messages of the first calls, of one listener, as units; there must be any."""
+        listener, messages = self.waiting[0]
+        taken = [messages.popleft() for _ in range(min(most * listener.batch_size, len(messages)))]
+        if not messages:
             self.waiting.popleft()
-        return listener, taken
+        return listener, deque(units_of(listener, taken))
 
     def remove(self, gone: list[Message]) -> None:
         """Remove messages wherever they are."""
         ids = {id(message) for message in gone}
         before, self.waiting = self.waiting, deque()
-        for listener, units in before:
-            left = [message for unit in units for message in messages_of(unit) if id(message) not in ids]
-            self.append(listener, units_of(listener, left))
+        for listener, messages in before:
+            self.append(listener, [message for message in messages if id(message) not in ids])
 
 
 class LineTurn:
@@ -175,7 +174,7 @@ class OrderlyService(Service):
             line = self._lines[window.queue] = Line(window)
             if window.queue in self._in_turn:
                 self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_held_up, line, self._in_turn[window.queue])
-        line.append(listener, units_of(listener, messages))
+        line.append(listener, messages)
         self._next(line)
 
     def _tell_if_held_up(self, line: Line, former: Line) -> None:
@@ -245,11 +244,11 @@ class OrderlyService(Service):
 
     def _ended(self, turn: LineTurn) -> None:
         line, chunk = turn.line, turn.chunk
-        rest = list(chunk.todo)
+        rest = [message for unit in chunk.todo for message in messages_of(unit)]
         chunk.todo.clear()
         line.put_back(chunk.listener, rest)
         for listener, messages in reversed(turn.left):
-            line.put_back(listener, units_of(listener, messages))
+            line.put_back(listener, messages)
         exhausted: list[Message] = []
         if turn.failed:
             failed = [message for _, messages in turn.left for message in messages]

@@ -90,7 +90,8 @@ class _Face:
                 max_cached_messages wait for it; ROLLBACK brings back what came since
             consume_from ("last"; "first", an aware datetime or its text): where a group begins that has no offset
             consume_threads (20; 1–1000): workers for plain listeners; calls at once for async def ones
-            listener_batch_size (1; 1–1024): above 1 the listener takes a list of at most so many
+            listener_batch_size (1; 1–1024): above 1 the listener takes a list of at most so many, of one pull; orderly
+                queues fill it from all that wait
             pull_batch_size (32; 1–1024, or {topic: n}): most messages of one pull; brokers answer 32 and 256 KiB unless
                 told otherwise
             max_cached_messages (1000; 1–1 000 000, or {topic: n}): unfinished messages of one queue at which pulling

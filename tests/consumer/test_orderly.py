@@ -178,7 +178,7 @@ def test_a_part_of_a_list_that_failed_comes_again_with_what_follows():
         serving.service.dispatch(window, Listener.of(one, 3), messages)
         await serving.desk.finish(Retry(messages[1:2]))
         await asyncio.sleep(2)
-        assert serving.desk.begin() == [[1, 2], [3, 4, 5]]
+        assert serving.desk.begin() == [[1, 2, 3], [4, 5]]
         assert window.commit_offset() == 1
 
     run(scenario())

@@ -251,3 +251,31 @@ def test_a_listener_that_commits_too_late_is_told_what_it_waits_for(embedded, to
         seen.wait(lambda seen: b"m299" in seen.bodies)
         until(lambda: embedded.committed(group, topic) == {0: 300}, "committed")
     assert len(events.of("message-stuck")) == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_lists_are_full_when_there_is_enough_whatever_a_pull_brings(cluster, topic, group, kind):
+    """Brokers answer a pull with 32 messages unless told otherwise."""
+    cluster.create_topic(topic, queues=1)
+    fill(cluster, topic, 200)
+    sizes, begun, released, seen = [], threading.Event(), threading.Event(), []
+
+    def take(messages):
+        begun.set()
+        assert released.wait(60)
+        sizes.append(len(messages))
+        seen.extend(message.queue_offset for message in messages)
+
+    async def take_async(messages):
+        await asyncio.to_thread(take, messages)
+
+    listener = take if kind == "plain" else take_async
+    options = {"orderly": True, "listener_batch_size": 64}
+    with consuming(cluster, topic, group, listener, **options) as (consumer, _):
+        assert begun.wait(30)
+        until(lambda: sum(each.unfinished for each in consumer.progress().values()) == 200, "all wait")
+        released.set()
+        until(lambda: len(seen) == 200, "all consumed")
+    assert seen == list(range(200))
+    assert sizes[1:-1] == [64] * len(sizes[1:-1]), sizes
+    assert len(sizes) <= 5
