@@ -177,6 +177,7 @@ class EventKind(StrEnum):
     LOCK_LOST = "lock-lost"
     QUEUE_FENCED = "queue-fenced"
     LOG_DIVERGED = "log-diverged"
+    FOREIGN_MEMBER = "foreign-member"
     MESSAGE_SENT_BACK = "message-sent-back"
     MESSAGE_GIVEN_UP = "message-given-up"
     MESSAGE_UNWANTED = "message-unwanted"

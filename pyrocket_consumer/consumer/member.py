@@ -20,7 +20,7 @@ from pyrocket_consumer.consumer.corrections import Corrections
 from pyrocket_consumer.consumer.database_commits import DatabaseCommits
 from pyrocket_consumer.consumer.delivery import Delivery
 from pyrocket_consumer.consumer.expressions import Expressions
-from pyrocket_consumer.consumer.foreign_members import refuse_foreign_members
+from pyrocket_consumer.consumer.foreign_members import ForeignMembers
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.locks import QueueLocks
@@ -202,10 +202,13 @@ class GroupMember:
         cluster.on_failure(lambda error: group.surprised("a background task of the cluster ended", error))
         await asyncio.gather(*map(self._find_route, group.subscriptions.topics()))
         await asyncio.gather(*map(self._expressions.check, group.subscriptions.all()))
-        if isinstance(self.commits, DatabaseCommits):
-            await refuse_foreign_members(group)
-        self.state = ConsumerState.RUNNING
         tasks = group.tasks
+        store = self.config.offset_store
+        if isinstance(store, DatabaseOffsets) and not store.allow_foreign_members:
+            foreign_members = ForeignMembers(group, store)
+            await foreign_members.refuse()
+            tasks.keep_running(foreign_members.watch(), "the watch over foreign members")
+        self.state = ConsumerState.RUNNING
         tasks.keep_running(self._rebalance.run(), "the rebalance loop")
         tasks.keep_running(CommitTimer(group, self.assignments, self.commits, self.resets).run(), "the commit timer")
         if self.locks is not None:

@@ -226,6 +226,7 @@ class Resets:
             {queue: target for queue, (_, target) in self._resets.items() if queue.topic == topic},
             {queue: count for queue, (count, _) in self._resets.items() if queue.topic == topic},
             str(self._group.config.message_model),
+            isinstance(self._group.config.offset_store, DatabaseOffsets),
         )
 
     # --- broadcasting: following

@@ -135,6 +135,7 @@ class ReportBody:
     `epochs`: the newest reset each queue has followed, durably. `offsets`: where queues stand. `moved`: the targets
     of this very plan that queues were moved to, for groups whose members share queues and keep no epochs. `resets` and
     `reset_counts`: the target each queue was reset to last, by whomever, and how often it was reset before and then.
+    `in_database`: whether the member's offsets are in a database.
     """
 
     topic: str
@@ -145,6 +146,7 @@ class ReportBody:
     resets: PlanOffsets = field(default_factory=dict)
     reset_counts: PlanOffsets = field(default_factory=dict)
     message_model: str = ""
+    in_database: bool = False
 
 
 def encode_plan(plan: PlanBody) -> bytes:
@@ -197,6 +199,7 @@ def encode_report(report: ReportBody) -> bytes:
             "resets": _nested(report.resets),
             "resetCounts": _nested(report.reset_counts),
             "messageModel": report.message_model,
+            "inDatabase": report.in_database,
         }
     )
 
@@ -220,6 +223,7 @@ def decode_report(body: bytes) -> ReportBody:
         table("resets"),
         table("resetCounts"),
         found.text("messageModel"),
+        found.truth("inDatabase"),
     )
 
 
