@@ -1,0 +1,121 @@
+"""Effects exactly once on every kind of broker."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyrocket_consumer.admin import Admin
+from pyrocket_consumer.errors import ConfigError
+from tests.consuming import Events, consuming, until
+from tests.exactly_once.ledgers import EXACTLY_ONCE, once
+from tests.interop.members import java_named
+
+pytestmark = pytest.mark.databases("sqlite")
+BODIES = [f"m{number}" for number in range(100)]
+
+
+@pytest.fixture
+def topic(names):
+    return names.topic()
+
+
+@pytest.fixture
+def group(names):
+    return names.group()
+
+
+@pytest.fixture
+def billing(cluster, topic, group, ledger):
+    """Makes members of a group that books."""
+
+    def make(**options):
+        listener = ledger.offsets.exactly_once(ledger.book)
+        return consuming(
+            cluster, topic, group, listener, **{**EXACTLY_ONCE, "offset_store": ledger.offsets, **options}
+        )
+
+    return make
+
+
+@pytest.fixture
+def all_are_booked(ledger):
+    def wait(bodies=BODIES):
+        until(lambda: sum(ledger.bodies().values()) >= len(bodies), "all are booked")
+        assert ledger.bodies() == once(bodies)
+
+    return wait
+
+
+def send(cluster, topic, bodies=BODIES, queues=4, **options):
+    cluster.create_topic(topic, queues=queues)
+    for body in bodies:
+        cluster.send(topic, body.encode(), **options)
+
+
+def test_a_group_goes_on_where_it_committed_and_the_broker_shows_it(cluster, topic, group, billing, all_are_booked):
+    send(cluster, topic)
+    with billing():
+        all_are_booked()
+    for body in ("later", "last"):
+        cluster.send(topic, body.encode())
+    with billing():
+        all_are_booked([*BODIES, "later", "last"])
+        until(lambda: sum(cluster.committed(group, topic).values()) == 102, "it is published")
+
+
+def test_members_that_come_and_go_book_each_message_once(cluster, topic, billing, all_are_booked):
+    send(cluster, topic)
+    with billing(instance_name="one"), billing(instance_name="two"):
+        for number in range(40):
+            cluster.send(topic, b"a%d" % number)
+        with billing(instance_name="three"):
+            for number in range(40):
+                cluster.send(topic, b"b%d" % number)
+        all_are_booked([*BODIES, *(f"{kind}{number}" for kind in "ab" for number in range(40))])
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_reset_reaches_the_group(cluster, topic, group, ledger, billing, all_are_booked, running):
+    send(cluster, topic, queues=1)
+
+    def reset():
+        with Admin(name_server=cluster.name_server) as admin:
+            assert admin.plan_reset(group, topic, "earliest", store=ledger.offsets).execute().verified
+
+    def all_are_booked_again():
+        until(lambda: sum(ledger.bodies().values()) == 200, "all are booked again")
+        assert set(ledger.bodies().values()) == {2}
+
+    with billing():
+        all_are_booked()
+        if running:
+            reset()
+            all_are_booked_again()
+    if not running:
+        reset()
+        with billing():
+            all_are_booked_again()
+
+
+def test_a_topic_that_was_made_anew_is_not_consumed(cluster, topic, ledger, billing, all_are_booked):
+    send(cluster, topic, queues=1)
+    with billing():
+        all_are_booked()
+    cluster.delete_topic(topic)
+    send(cluster, topic, [f"new {number}" for number in range(150)], queues=1)
+    events = Events()
+    with billing(on_event=events, start_wait_s=0.1):
+        event = events.wait_for("log-diverged")
+        assert (event.queue.topic, event.facts["offset"]) == (topic, 99)
+    assert ledger.bodies() == once(BODIES)
+
+
+def test_a_group_with_a_java_member_is_refused(real_cluster, java, topic, group, ledger):
+    send(real_cluster, topic)
+    with java.consumer(real_cluster.name_server, group, topic, **java_named("a")) as member:
+        until(lambda: len(member.messages) >= len(BODIES), "the Java member has all")
+        listener = ledger.offsets.exactly_once(ledger.book)
+        options = {**EXACTLY_ONCE, "offset_store": ledger.offsets}
+        with pytest.raises(ConfigError, match=r"members of another client.*JAVA"):
+            consuming(real_cluster, topic, group, listener, **options).__enter__()
+    assert ledger.bodies() == {}
