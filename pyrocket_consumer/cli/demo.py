@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_ou
 from pyrocket_consumer.cli.progress import Progress
 from pyrocket_consumer.cli.streams import Interrupts, say, say_json
 from pyrocket_consumer.cli.tables import print_table
-from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.errors import ConfigError, RocketError
 
 _EXAMPLES = """\
   pyrocket demo                                  # on an embedded cluster: nothing to install
@@ -48,17 +49,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 class Member:
     """A consumer in a process of its own."""
 
-    def __init__(self, name: str, group: str, model: str, topic: str, name_server: str, directory: Path) -> None:
+    def __init__(self, name: str, kind: str, topic: str, name_server: str, directory: Path) -> None:
         self.name = name
-        self.model = model
+        self.kind = kind
         self.seen: Counter[bytes] = Counter()
         self.ready = threading.Event()
         self._command = [
             sys.executable,
             "-m",
             "pyrocket_consumer.cli.demo_member",
-            group,
-            model,
+            f"{topic}-{kind}",
+            kind,
             topic,
             name_server,
             str(directory),
@@ -115,8 +116,42 @@ class Member:
                 pipe.close()
 
 
+class Ledger:
+    """A table in SQLite, in which a group books what it consumes in the transactions that advance its offsets."""
+
+    def __init__(self, file: Path) -> None:
+        """Make the file, with the group's table of offsets.
+
+        Raises:
+            ConfigError: SQLAlchemy is not installed.
+        """
+        from pyrocket_consumer.offsets.database import ddl
+
+        statements = [*ddl("sqlite"), "CREATE TABLE ledger(body BLOB)"]
+        self._file = file
+        with closing(sqlite3.connect(file)) as connection:
+            for statement in statements:
+                connection.execute(statement)
+
+    def booked(self) -> Counter[bytes]:
+        """Return how often each body is in it."""
+        with closing(sqlite3.connect(self._file, timeout=WAIT_S)) as connection:
+            return Counter(dict(connection.execute("SELECT body, COUNT(*) FROM ledger GROUP BY body").fetchall()))
+
+    def compared_with(self, sent: set[bytes]) -> dict[str, Any]:
+        """Return how it differs from having each body of `sent` once."""
+        booked = self.booked()
+        return {
+            "sent": len(sent),
+            "booked": booked.total(),
+            "missing": len(sent - booked.keys()),
+            "twice": sum(times > 1 for times in booked.values()),
+            "equal": booked == Counter(sent),
+        }
+
+
 class Demo:
-    """The story: two clustering members and a broadcasting one consume what a producer sends; two are killed."""
+    """The story: members of several groups consume what a producer sends; of each group the first one is killed."""
 
     def __init__(self, name_server: str, messages: int, rate: int, directory: Path, quiet: bool) -> None:
         self._name_server, self._messages, self._rate = name_server, messages, rate
@@ -126,6 +161,7 @@ class Demo:
         self._sent = 0
         self._ending = threading.Event()
         self._members: list[Member] = []
+        self._ledger: Ledger | None = None
 
     def run(self) -> dict[str, Any]:
         """Play it, and return what was counted."""
@@ -133,26 +169,30 @@ class Demo:
 
         with Admin(name_server=self._name_server) as admin:
             admin.create_topic(self._topic, queues=QUEUES)
-        group = f"{self._topic}-group"
+        sizes = {"clustering": 2, "broadcasting": 1}
+        with suppress(ConfigError):  # without SQLAlchemy nobody keeps a ledger
+            self._ledger = Ledger(self._directory / "ledger.db")
+            sizes["ledger"] = 2
         producing = threading.Thread(target=self._produce, name="demo-producer")
         try:
-            self._say("starting two clustering members and a broadcasting one")
-            self._member("cluster-1", group, "clustering")
-            self._member("cluster-2", group, "clustering")
-            self._member("broadcast-1", f"{group}-b", "broadcasting")
+            self._say("starting members: " + ", ".join(f"{size} {kind}" for kind, size in sizes.items()))
+            for kind, size in sizes.items():
+                for number in range(1, size + 1):
+                    member = Member(f"{kind}-{number}", kind, self._topic, self._name_server, self._directory)
+                    self._members.append(member)
             for member in self._members:
                 member.wait_until_ready()
             producing.start()
             self._watch_until(lambda: self._sent >= self._messages // 3)
-            first, _, broadcasting = self._members
-            for victim in (first, broadcasting):
+            victims = [member for member in self._members if member.name.endswith("-1")]
+            for victim in victims:
                 self._say(f"kill -9 {victim.name}")
                 victim.kill()
             self._watch_until(lambda: self._sent >= self._messages // 2)
-            for victim in (first, broadcasting):
+            for victim in victims:
                 self._say(f"starting {victim.name} again")
                 victim.start()
-            for victim in (first, broadcasting):
+            for victim in victims:
                 victim.wait_until_ready()
             self._watch_until(lambda: not producing.is_alive())
             producing.join()
@@ -166,9 +206,6 @@ class Demo:
                 member.close()
         return self._count()
 
-    def _member(self, name: str, group: str, model: str) -> None:
-        self._members.append(Member(name, group, model, self._topic, self._name_server, self._directory))
-
     def _produce(self) -> None:
         from pyrocket_consumer.producer import Producer
 
@@ -181,27 +218,33 @@ class Demo:
                 producer.send(self._topic, b"%d" % number)
                 self._sent = number + 1
 
-    def _seen(self, model: str) -> Counter[bytes]:
+    def _seen(self, kind: str) -> Counter[bytes]:
+        if kind == "ledger" and self._ledger is not None:
+            return self._ledger.booked()
         seen: Counter[bytes] = Counter()
         for member in self._members:
-            if member.model == model:
+            if member.kind == kind:
                 seen.update(dict(member.seen))
         return seen
 
+    def _progress(self) -> dict[str, int]:
+        """Return how many messages each group has seen."""
+        return {kind: len(self._seen(kind)) for kind in dict.fromkeys(member.kind for member in self._members)}
+
     def _all_seen(self) -> bool:
-        return all(len(self._seen(model)) >= self._sent for model in ("clustering", "broadcasting"))
+        return min(self._progress().values()) >= self._sent
 
     def _watch_until(self, reached: Any) -> None:
         """Show progress until `reached()`, or until nothing has changed for a minute."""
         state, since = None, time.monotonic()
         while not reached():
-            now = (self._sent, len(self._seen("clustering")), len(self._seen("broadcasting")))
+            now = {"sent": self._sent, **self._progress()}
             if now != state:
                 state, since = now, time.monotonic()
             elif time.monotonic() - since > WAIT_S:
                 self._say(f"nothing has moved for {WAIT_S:g} s")
                 return
-            self._say(f"sent {now[0]:>6}   clustering {now[1]:>6}   broadcasting {now[2]:>6}", passing=True)
+            self._say("   ".join(f"{what} {count:>6}" for what, count in now.items()), passing=True)
             time.sleep(0.25)
 
     def _count(self) -> dict[str, Any]:
@@ -218,7 +261,8 @@ class Demo:
                     "lost": len(sent - seen.keys()),
                 }
             )
-        return {"groups": rows, "file": self._file()}
+        ledger = self._ledger.compared_with(sent) if self._ledger else None
+        return {"groups": rows, "file": self._file(), "ledger": ledger}
 
     def _file(self) -> dict[str, Any]:
         """Read the broadcasting member's offsets back from its store, as another process would."""
@@ -249,9 +293,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report(result: dict[str, Any], output: str) -> int:
-    """Print what was counted; returns the exit code: 3 when a message was lost or an offset is wrong."""
+    """Print what was counted; returns the exit code: 3 when a message was lost, or an offset or the ledger is wrong."""
     lost = sum(row["lost"] for row in result["groups"])
     right = result["file"]["sum"] == result["groups"][1]["sent"]
+    ledger = result["ledger"]
     if output == "json":
         say_json(result, indent=2)
     else:
@@ -264,4 +309,20 @@ def report(result: dict[str, Any], output: str) -> int:
             if not lost
             else f"{lost} messages were lost: this must not happen, please report it"
         )
-    return 0 if not lost and right else 3
+        report_ledger(ledger)
+    return 0 if not lost and right and (ledger is None or ledger["equal"]) else 3
+
+
+def report_ledger(ledger: dict[str, Any] | None) -> None:
+    """Print how the ledger differs from what was sent; None is a ledger that nobody kept."""
+    if ledger is None:
+        say("pip install 'pyrocket_consumer[sql]' shows a ledger in a database, too, with each message in it once")
+        return
+    row = [ledger["sent"], ledger["booked"], ledger["missing"], ledger["twice"]]
+    heads = ("sent", "in the ledger", "missing", "twice")
+    print_table("A ledger in SQLite, written with DatabaseOffsets", heads, [row])
+    say(
+        "the ledger is equal to what was sent: each message is in it once, although a member was killed"
+        if ledger["equal"]
+        else "the ledger is not equal to what was sent: this must not happen, please report it"
+    )

@@ -1,38 +1,57 @@
-"""One member of the demo, in a process of its own so that it can be killed. Prints a number per message consumed."""
+"""One member of the demo, in a process of its own so that it can be killed."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from pyrocket_consumer.consumer import PushConsumer
 from pyrocket_consumer.model import MessageModel
+from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.wire.message import Message
 
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
-def main(group: str, model: str, topic: str, name_server: str, directory: str) -> None:
-    """Consume until standard input ends.
+
+def main(group: str, kind: str, topic: str, name_server: str, directory: str) -> None:
+    """Consume until standard input ends."""
+    listener, options = booking(directory) if kind == "ledger" else telling(kind, directory)
+    with PushConsumer(
+        group, name_server=name_server, consume_from="first", rebalance_interval_s=2, **options
+    ) as consumer:
+        consumer.subscribe(topic, listener)
+        os.write(1, b"ready\n")
+        threading.Thread(target=close_at_end_of_input, args=(consumer,), daemon=True).start()
+        consumer.join()
+
+
+def telling(model: str, directory: str) -> tuple[Callable[[Message], None], dict[str, Any]]:
+    """Return a listener that prints the number in each message, and the options it needs.
 
     What was consumed is told before the listener returns: whatever this process has acknowledged, its parent knows.
     """
 
-    def handle(message: Message) -> None:
+    def tell(message: Message) -> None:
         os.write(1, message.body + b"\n")
 
-    with PushConsumer(
-        group,
-        name_server=name_server,
-        message_model=MessageModel(model),
-        consume_from="first",
-        offset_store_dir=directory,
-        commit_interval_s=0.5,
-        rebalance_interval_s=2,
-    ) as consumer:
-        consumer.subscribe(topic, handle)
-        os.write(1, b"ready\n")
-        threading.Thread(target=close_at_end_of_input, args=(consumer,), daemon=True).start()
-        consumer.join()
+    return tell, {"message_model": MessageModel(model), "offset_store_dir": directory, "commit_interval_s": 0.5}
+
+
+def booking(directory: str) -> tuple[Callable[[list[Message]], Any], dict[str, Any]]:
+    """Return a listener that books the messages in the ledger, exactly once, and the options it needs."""
+    from sqlalchemy import URL, create_engine, text
+
+    offsets = DatabaseOffsets(create_engine(URL.create("sqlite", database=f"{directory}/ledger.db")))
+    insert = text("INSERT INTO ledger(body) VALUES (:body)")
+
+    def book(messages: list[Message], connection: Connection) -> None:
+        connection.execute(insert, [{"body": message.body} for message in messages])
+
+    return offsets.exactly_once(book), {"orderly": True, "listener_batch_size": 64, "offset_store": offsets}
 
 
 def close_at_end_of_input(consumer: PushConsumer) -> None:
