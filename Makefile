@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each w
 locked: | .venv/bin/python
 	$(RUN)/python -m pip install --quiet --require-hashes --requirement .ci/lock.txt
 	$(RUN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
-	@touch .venv/.cli .venv/.dev .venv/.spark .venv/.test
+	@touch .venv/.cli .venv/.dev .venv/.spark .venv/.sql .venv/.test
 
 .venv/audit/bin/pip-audit: .ci/lock-audit.txt | .venv/bin/python
 	$(PYTHON) -m venv .venv/audit
@@ -73,7 +73,7 @@ wheel: .venv/.test  ## dist/pyrocket_consumer-*.whl
 	@rm -rf build dist
 	$(RUN)/python -m build --quiet --no-isolation --wheel
 
-demo: .venv/.cli  ## produce and consume on the embedded broker, or on a real one: make demo BROKER=5.5.0
+demo: .venv/.cli .venv/.sql  ## produce and consume on the embedded broker, or on a real one: make demo BROKER=5.5.0
 ifdef BROKER
 	$(RUN)/python -m tests.real_brokers --version $(BROKER) -- $(RUN)/pyrocket demo $(ARGS)
 else
