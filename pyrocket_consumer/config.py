@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypedDict
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import ClaimedOffsets, ConsumerEvent, MessageModel, MessageQueue, OffsetStore
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import shown, shown_unless_secret
 
 DEFAULT_MAX_RECONSUME_TIMES = 16
 MAX_TOPIC_CHARACTERS = 127
@@ -483,8 +483,8 @@ class ConsumerConfig(ClientConfig):
             self._check_claimed_offsets()
         elif self.offset_store is not None and lacking:
             raise ConfigError(
-                f"offset_store={shown(self.offset_store)} is not allowed: it has no {', '.join(lacking)}; "
-                "see OffsetStore"
+                f"offset_store={shown_unless_secret(self.offset_store)} is not allowed: it has no "
+                f"{', '.join(lacking)}; see OffsetStore"
             )
         where = self.offset_store_dir
         if not isinstance(where, str | Path | None) or where == "" or "\0" in str(where):

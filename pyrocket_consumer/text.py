@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What controls a terminal, breaks a line, has text read in another order than written, or is half a character."""
@@ -32,6 +32,13 @@ def shown(value: object, most: int = 80) -> str:
         return f"{value!r:.{most}}"
     except Exception:
         return f"<{type(value).__name__}, whose repr raises>"
+
+
+def shown_unless_secret(value: object) -> str:
+    """Return the same, but the type alone of what may have a password in it: addresses, settings, engines."""
+    if isinstance(value, (str, bytes, Mapping)) or type(value).__module__.partition(".")[0] == "sqlalchemy":
+        return f"<{type(value).__name__}, not shown: it may have a password>"
+    return shown(value)
 
 
 def some_of(names: Sequence[str], most: int = 20) -> str:

@@ -179,6 +179,8 @@ def _store(options: argparse.Namespace) -> DatabaseOffsets | None:
     variable = options.store.removeprefix("env:") if options.store.startswith("env:") else None
     url = options.store if variable is None else os.environ.get(variable, "")
     if not url:
+        if not variable:
+            raise ConfigError(f"--store {options.store!r} names no database; it must be env:NAME, or an address")
         raise ConfigError(f"--store {options.store}: there is no variable {variable} in the environment; set it")
     return DatabaseOffsets.at(url, options.table)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import sqlite3
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 from weakref import WeakSet
 
 from sqlalchemy import (
+    URL,
     BigInteger,
     Column,
     DateTime,
@@ -56,7 +58,7 @@ from sqlalchemy.sql import ClauseElement
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import shown, shown_unless_secret
 
 T = TypeVar("T")
 
@@ -421,11 +423,11 @@ class SqlDatabase(Database):
     """SQLAlchemy's `Engine`, or `sessionmaker`."""
 
     def __init__(self, engine: Engine, sessions: sessionmaker[Any] | None) -> None:
-        self.shown = engine.url.render_as_string(hide_password=True)
+        self.shown = _address(engine.url)
         self.dialect = engine.dialect
         self.engine = engine
         self._sessions = sessions
-        _check_dialect(engine)
+        _check_engine(engine)
 
     def run(self, work: Callable[[Execute], T]) -> T:
         return _run_on(self.engine, work)
@@ -452,7 +454,9 @@ class SqlDatabase(Database):
             given.flush()
             return _executor(given.connection())
         if not isinstance(given, Connection):
-            raise ConfigError(f"advance() needs the Connection or Session of your transaction, not {shown(given)}")
+            raise ConfigError(
+                f"advance() needs the Connection or Session of your transaction, not {shown_unless_secret(given)}"
+            )
         return _executor(given)
 
     def verdict(self, error: BaseException) -> Verdict:
@@ -532,7 +536,8 @@ class AsyncDatabase(SqlDatabase):
             return super().executor(given.sync_session)
         if not isinstance(given, AsyncConnection):
             raise ConfigError(
-                f"advance() needs the AsyncConnection or AsyncSession of your transaction, not {shown(given)}"
+                "advance() needs the AsyncConnection or AsyncSession of your transaction, not "
+                f"{shown_unless_secret(given)}"
             )
         return super().executor(given.sync_connection)
 
@@ -683,13 +688,27 @@ class _DjangoScope:
 _SUPPORTED = "it must be SQLite, PostgreSQL, MySQL or MariaDB"
 
 
-def _check_dialect(engine: Engine) -> None:
-    if engine.dialect.name not in _DIALECTS:
-        raise ConfigError(f"engine={shown(engine)} is a database of {engine.dialect.name}; {_SUPPORTED}")
-    in_memory = engine.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:")
-    if in_memory and not isinstance(engine.pool, StaticPool):
+_SECRET = re.compile(r"pass|pwd|secret|token|odbc", re.IGNORECASE)
+"""Parts of an address's query that are not shown."""
+
+
+def _address(url: URL) -> str:
+    """Return the address of a database without passwords, wherever they are in it."""
+    query = {name: "***" if _SECRET.search(name) else value for name, value in url.query.items()}
+    return url.set(query=query).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
+
+
+def _check_engine(engine: Engine) -> None:
+    address, dialect = _address(engine.url), engine.dialect.name
+    if dialect not in _DIALECTS:
+        raise ConfigError(f"engine={address!r} is a database of {dialect}; {_SUPPORTED}")
+    database, mode = engine.url.database or ":memory:", engine.url.query.get("mode")
+    if dialect == "sqlite" and (":memory:" in database or mode == "memory"):
+        raise ConfigError(f"engine={address!r} is in memory, where threads have no transactions apart; use a file")
+    if isinstance(engine.pool, StaticPool):
         raise ConfigError(
-            f"engine={shown(engine)} is in memory, where each thread has a database of its own; use one in a file"
+            f"engine={address!r} has a StaticPool: all threads have one connection there, and so one transaction, "
+            "which each of them commits; make the engine without it"
         )
 
 
@@ -709,10 +728,10 @@ def of(given: object) -> Database:
             return SqlDatabase(bind, given)
         if isinstance(given, async_sessionmaker) and isinstance(bind, AsyncEngine):
             return AsyncDatabase(bind, given)
-        raise ConfigError(f"engine={shown(given)} has no engine of its own; make it with one: sessionmaker(engine)")
+        raise ConfigError(f"engine is a {type(given).__name__} without one; make it with one: sessionmaker(engine)")
     raise ConfigError(
-        f"engine={shown(given)} is not allowed; it must be a SQLAlchemy Engine, AsyncEngine, sessionmaker or "
-        "async_sessionmaker (create_engine(url) makes an Engine)"
+        f"engine={shown_unless_secret(given)} is not allowed; it must be a SQLAlchemy Engine, AsyncEngine, "
+        "sessionmaker or async_sessionmaker (create_engine(url) makes an Engine)"
     )
 
 
@@ -724,16 +743,19 @@ def engine_at(url: str) -> Engine | AsyncEngine:
     """
     try:
         parsed = make_url(url)
-    except ArgumentError:  # its text would show a password
+    except (ArgumentError, ValueError):  # its text would show a password
         raise ConfigError(
             "the database's address cannot be read; it must be one of SQLAlchemy's: postgresql+psycopg://user@host/name"
         ) from None
     try:
-        return create_engine(parsed, poolclass=NullPool)
-    except InvalidRequestError:
-        return create_async_engine(parsed, poolclass=NullPool)
+        try:
+            return create_engine(parsed, poolclass=NullPool)
+        except InvalidRequestError:
+            return create_async_engine(parsed, poolclass=NullPool)
     except (ImportError, NoSuchModuleError) as error:
-        raise ConfigError(f"{parsed.render_as_string()} needs a driver that is not installed: {error}") from error
+        raise ConfigError(f"{_address(parsed)} needs a driver that is not installed: {error}") from error
+    except (ArgumentError, TypeError, ValueError):
+        raise ConfigError(f"{_address(parsed)} has something in it that its driver does not take") from None
 
 
 def django(alias: str) -> Database:
