@@ -79,6 +79,12 @@ class Database:
         return create_engine(self.url, **options)
 
 
+def _ends_with_us() -> list[str]:
+    """Return what to put before a command that is to end when we are killed, where that can be had."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
+
+
 class Server:
     """A server with a directory, a port and processes of its own. It does what it promises to disks."""
 
@@ -111,12 +117,13 @@ class Server:
         )
         self._run(
             program(self.kind, "mariadb-install-db"), "--no-defaults", f"--datadir={self._data}", "--skip-test-db",
-            "--auth-root-authentication-method=normal",
+            "--auth-root-authentication-method=normal", f"--tmpdir={self._directory}",
         )  # fmt: skip
         self._command = [
             program(self.kind, "mariadbd"), "--no-defaults", f"--datadir={self._data}", f"--port={self.port}",
             "--bind-address=127.0.0.1", f"--socket={self._directory}/socket", f"--init-file={self._directory}/init.sql",
             f"--pid-file={self._directory}/pid", "--skip-name-resolve", "--innodb-buffer-pool-size=32M",
+            f"--tmpdir={self._directory}",  # whoever starts removes what is left of others in the usual one
         ]  # fmt: skip
         self._url = make_url(f"mysql+pymysql://app:app@127.0.0.1:{self.port}/mysql?charset=utf8mb4")
 
@@ -137,7 +144,7 @@ class Server:
         while True:
             with (self._directory / "log").open("ab") as output:
                 self._process = subprocess.Popen(
-                    list(map(str, self._command)), stdout=output, stderr=output, cwd=self._directory,
+                    [*_ends_with_us(), *map(str, self._command)], stdout=output, stderr=output, cwd=self._directory,
                     start_new_session=True, **self._as,
                 )  # fmt: skip
             if self._answers(deadline):

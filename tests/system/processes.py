@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from tests.consuming import QUICK, WAIT_S
+from tests.pages import ROOT
 
 
 class Child:
@@ -23,8 +25,9 @@ class Child:
         self._open = 2
         """Of the outputs, those that may bring more."""
         self.process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
         self._readers = [
             threading.Thread(target=self._read, args=(self.process.stdout, self.lines), daemon=True),
             threading.Thread(target=self._read, args=(self.process.stderr, errors := []), daemon=True),
