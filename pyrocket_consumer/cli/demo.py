@@ -316,7 +316,7 @@ def report(result: dict[str, Any], output: str) -> int:
 def report_ledger(ledger: dict[str, Any] | None) -> None:
     """Print how the ledger differs from what was sent; None is a ledger that nobody kept."""
     if ledger is None:
-        say("pip install 'pyrocket_consumer[sql]' shows a ledger in a database, too, with each message in it once")
+        say("pip install 'pyrocket-consumer[sql]' shows a ledger in a database, too, with each message in it once")
         return
     row = [ledger["sent"], ledger["booked"], ledger["missing"], ledger["twice"]]
     heads = ("sent", "in the ledger", "missing", "twice")

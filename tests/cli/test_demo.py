@@ -17,7 +17,7 @@ from tests.pages import ROOT
 WITHOUT = "import sys; sys.modules['sqlalchemy'] = None\n"
 """As if it were not installed."""
 
-HINT = "pip install 'pyrocket_consumer[sql]' shows a ledger"
+HINT = "pip install 'pyrocket-consumer[sql]' shows a ledger"
 
 
 def demo(*arguments, before=""):
