@@ -420,7 +420,7 @@ class ThreadWorkers(_Runner):
         window, listener, take, done = chunk.window, chunk.listener, chunk.todo.popleft, chunk.done
         call, context = listener.call, listener.wants_context
         add = done.extend if listener.batch_size > 1 else done.append
-        turn, calls, bodies = chunk.turn, 0, window.budget.bodies
+        turn, calls, bodies, is_list = chunk.turn, 0, window.budget.bodies, listener.batch_size > 1
         if window.claim is not None:
             claim_of_call.set(window.claim)
 
@@ -449,8 +449,9 @@ class ThreadWorkers(_Runner):
                             bodies.pass_turn()
                 chunk.current = unit
                 calls += 1
+                given = unit[:] if is_list else unit  # the list is the listener's to empty or sort
                 try:
-                    result = call(unit, self.context(chunk, unit)) if context else call(unit)
+                    result = call(given, self.context(chunk, unit)) if context else call(given)
                 except BaseException as error:  # SystemExit of a listener must not end a worker
                     if self.raised(chunk, unit, error):
                         continue
@@ -614,7 +615,7 @@ class AsyncWorkers(_Runner):
         chunk.begun_at = chunk.window.clock()
         listener, turn, cancelling = chunk.listener, chunk.turn, _this_task().cancelling
         add = chunk.done.extend if listener.batch_size > 1 else chunk.done.append
-        calls, goes_on, bodies = 0, True, chunk.window.budget.bodies
+        calls, goes_on, bodies, is_list = 0, True, chunk.window.budget.bodies, listener.batch_size > 1
         if chunk.window.claim is not None:
             claim_of_call.set(chunk.window.claim)
         try:
@@ -638,11 +639,12 @@ class AsyncWorkers(_Runner):
                             bodies.pass_turn()
                 chunk.current = unit
                 calls += 1
+                given = unit[:] if is_list else unit  # the list is the listener's to empty or sort
                 try:
                     call: Awaitable[object] = (
-                        listener.call(unit, self.context(chunk, unit))
+                        listener.call(given, self.context(chunk, unit))
                         if listener.wants_context
-                        else listener.call(unit)
+                        else listener.call(given)
                     )
                     result = await call
                 except asyncio.CancelledError:

@@ -358,7 +358,7 @@ class DatabaseOffsets:
             left = self._unconsumed(scope.execute, claim, messages) if claim.unsure else messages
             fresh = self._not_in_inbox(scope.execute, claim, left) if left and self.has_inbox else left
             if fresh:
-                result = call(fresh[0] if is_single else fresh, *scope.arguments)
+                result = call(fresh[0] if is_single else list(fresh), *scope.arguments)
                 if not claim.holder.is_success(result):
                     raise _Undo(result)
                 scope.ready()
