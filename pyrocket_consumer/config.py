@@ -506,6 +506,18 @@ class ConsumerConfig(ClientConfig):
             raise ConfigError(
                 f"{shown_by} is not allowed; use 'sharding_key', or a function that returns the key of a message"
             )
+        if isinstance(key_of, type):
+            raise ConfigError(
+                f"{shown_by} is a class, whose objects are mostly all different keys; pass a function that returns the "
+                "key of a message"
+            )
+        if callable(key_of):
+            try:
+                inspect.signature(key_of).bind(None)
+            except ValueError:
+                pass  # some built-ins tell nothing of themselves
+            except TypeError as error:
+                raise ConfigError(f"{shown_by} cannot be called with a message: {error}") from error
         if not self.orderly:
             raise ConfigError(f"{shown_by} works with orderly=True only; leave it out, or consume orderly")
         if not self.auto_commit:

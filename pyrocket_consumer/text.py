@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -13,6 +14,11 @@ PACKAGE_LOG = logging.getLogger("pyrocket_consumer")
 """The log above those of all parts of the package: its level holds for each that has none of its own."""
 
 MOST_OF_A_LINE = 4000
+_MOST_OF_A_TRACE = 16_000
+_MOST_OF_AN_ERROR = 2000
+_OF_A_TRACE = "  | "
+"""Before each line of a traceback: no record begins like this, whatever an error says."""
+
 _MOST_OF_A_NAME = 127
 
 
@@ -27,11 +33,11 @@ def cut(text: str, most: int) -> str:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return how a user's value shows itself, cut; some cannot be shown, as whole numbers of thousands of digits."""
+    """Return how a user's value shows itself, fit and cut; some cannot be shown, as numbers of thousands of digits."""
     try:
-        return f"{value!r:.{most}}"
-    except Exception:
-        return f"<{type(value).__name__}, whose repr raises>"
+        return printable(cut(repr(value), most))
+    except BaseException:  # SystemExit of a user's must end nothing of ours
+        return printable(f"<{cut(type(value).__name__, most)}, whose repr raises>")
 
 
 def shown_unless_secret(value: object) -> str:
@@ -53,17 +59,40 @@ def as_json_strings(text: str) -> str:
 
 
 def logger(part: str) -> logging.Logger:
-    """Return the log of a part of the package: each of its records is one line, whatever is told in it."""
+    """Return the log of a part of the package: each of its records is one line, whatever is told in it.
+
+    A traceback has more, and each shows that it is one's. Handlers have it as text; the error stays for those that
+    report errors by themselves.
+    """
     found = PACKAGE_LOG.getChild(part)
-    found.addFilter(_one_line)
+    found.addFilter(_fit)
     return found
 
 
-def _one_line(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
+def _fit(record: logging.LogRecord) -> bool:
+    try:
+        message = record.getMessage()
+    except (Exception, SystemExit) as error:  # of a user's value; Ctrl-C is for whoever runs us
+        message = f"{record.msg} (what goes into it cannot be shown: {type(error).__name__})"
+        record.msg, record.args = message, None
     if len(message) > MOST_OF_A_LINE or _UNFIT.search(message):
         record.msg, record.args = printable(cut(message, MOST_OF_A_LINE)), None
+    if record.exc_info and record.exc_info[1] is not None:
+        record.exc_text = _traced(record.exc_info[1])
     return True
+
+
+def _traced(error: BaseException) -> str:
+    """Return the traceback of an error as text that is fit: of what errors say the beginning, and no end of it all."""
+    try:
+        parts = traceback.format_exception(error)
+    except (Exception, SystemExit) as failure:
+        parts = [f"{type(error).__name__}, which cannot be shown: {type(failure).__name__}"]
+    text = "\n".join(cut(part.removesuffix("\n"), _MOST_OF_AN_ERROR) for part in parts)
+    if (left_out := len(text) - _MOST_OF_A_TRACE) > 0:
+        half = _MOST_OF_A_TRACE // 2
+        text = f"{text[:half]}\n… ({left_out} more characters)\n{text[-half:]}"
+    return "\n".join(f"{_OF_A_TRACE}{printable(line)}" for line in text.split("\n"))
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -14,7 +14,7 @@ from pyrocket_consumer import Admin, ConsumerEvent, Producer, RocketError, SendE
 from pyrocket_consumer.errors import BrokerError, ConnectError
 from pyrocket_consumer.model import EventKind
 from pyrocket_consumer.testing import EmbeddedCluster, answer
-from pyrocket_consumer.text import as_json_strings, printable
+from pyrocket_consumer.text import as_json_strings, printable, shown
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, consuming
 
@@ -89,6 +89,22 @@ def test_a_text_that_another_error_quotes_is_fit():
     for error in (RocketError(FORGED), ConnectError(FORGED, FORGED), BrokerError(1, FORGED, FORGED)):
         assert_fit(error, repr(error))
     assert_fit(ConsumerEvent(EventKind.OFFSET_RESET, FORGED, None, {"topic": FORGED}))
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_value_is_shown_as_one_short_line_whatever_it_does(error):
+    class Odd:
+        def __repr__(self) -> str:
+            return HUGE
+
+    class Unshown:
+        def __repr__(self) -> str:
+            raise error("not shown")
+
+    assert_fit(shown(Odd()), shown(type(FORGED[:-1], (Unshown,), {})()), shown(10**5000))
+    assert shown(Odd()).endswith(f"… ({len(HUGE) - 80} more characters)")
+    assert shown(Unshown()) == "<Unshown, whose repr raises>"
+    assert shown("as short as this") == "'as short as this'"
 
 
 def test_words_of_all_languages_stay_as_they_are():

@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 from pyrocket_consumer.config import OrderBy
@@ -38,34 +39,39 @@ from pyrocket_consumer.text import shown
 from pyrocket_consumer.wire.message import Message
 from pyrocket_consumer.wire.properties import PropertyName
 
-LEAST_KNOWN = 256
-"""So many keys of a queue are remembered without looking which of them have no messages any more: some are long."""
+LEAST_KNOWN = 64
+"""So many keys of a queue are remembered without looking which of them have no messages any more."""
+
+LONGEST_KEY = 128
+"""Texts and bytes that are longer are known by a digest: a line takes little, whatever is sent."""
+
+SHOWN_OF_LONG_KEYS = 80
 
 SORTED_AT_ONCE = 256
 """Most messages that a worker asks `order_by` for the keys of, before they are given to listeners."""
 
 
-class NoKey:
-    """Stands for the key of a message whose key could not be told."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = shown(error)
-
-    def __repr__(self) -> str:
-        return f"<no key: {self._error}>"
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+"""Keys of these types are shown without any code of users."""
 
 
 class KeyLine:
     """The messages of one key, in one queue, that wait. Changed by the I/O thread only."""
 
-    __slots__ = ("key", "waiting", "holder", "out", "told")
+    __slots__ = ("_key", "_text", "waiting", "holder", "out")
 
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
+    def __init__(self, key: Hashable, text: str | None = None) -> None:
+        """`text` shows a key that is not to be kept, or to be asked how it is shown."""
+        self._key = key
+        self._text = text
         self.waiting: deque[tuple[Listener, Message]] = deque()
         self.holder: object | None = None  # the turn that has messages of it, its pause, or their giving up
         self.out = 0  # how many messages its turn has, and has not said what became of
-        self.told = -1  # the offset at which it was last told that it holds up its queue
+
+    @property
+    def shown(self) -> str:
+        """The key as it is told."""
+        return shown(self._key) if self._text is None else self._text
 
     @property
     def is_idle(self) -> bool:
@@ -95,6 +101,15 @@ class KeyLine:
         self.waiting = deque(entry for entry in self.waiting if id(entry[1]) not in ids)
 
 
+class KeylessLine(KeyLine):
+    """A message whose key could not be told, alone."""
+
+    __slots__ = ()
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(None, f"<no key: {shown(error)}>")
+
+
 def _offset(entry: tuple[Listener, Message]) -> int:
     return entry[1].queue_offset
 
@@ -102,7 +117,10 @@ def _offset(entry: tuple[Listener, Message]) -> int:
 class QueueLines:
     """The lines of one window. Confined to the I/O thread, but for `known`: that is of whoever asks for keys."""
 
-    __slots__ = ("window", "known", "prune_above", "ready", "paused", "arrived", "is_sorting", "waits_for_former")
+    __slots__ = (
+        "window", "known", "prune_above", "ready", "paused", "arrived", "is_sorting", "waits_for_former", "look",
+        "told",
+    )  # fmt: skip
 
     def __init__(self, window: ProcessQueue) -> None:
         self.window = window
@@ -113,18 +131,42 @@ class QueueLines:
         self.arrived: deque[tuple[Listener, Message]] = deque()  # whose keys are not known yet
         self.is_sorting = False
         self.waits_for_former = False
+        self.look: asyncio.TimerHandle | None = None  # whether a key holds the queue up
+        self.told = -1  # the last offset of which it was told that it holds up the queue
 
     def prune(self) -> None:
         """Forget keys of which there is nothing, now and then. Not while a message is between its key and its line."""
-        if len(self.known) > self.prune_above:
-            self.known = {key: line for key, line in self.known.items() if not line.is_idle}
-            self.prune_above = max(LEAST_KNOWN, 2 * len(self.known))
+        known = self.known
+        if len(known) > self.prune_above:
+            for key in [key for key, line in known.items() if line.is_idle]:
+                try:
+                    del known[key]
+                except BaseException:  # noqa: S110 - a key of a user's that cannot be hashed any more is kept
+                    pass
+            self.prune_above = max(LEAST_KNOWN, 2 * len(known))
+
+    def rest(self) -> None:
+        """Forget all keys if there is nothing of any, and there are many; none is asked for that. No turn is left."""
+        if len(self.known) > LEAST_KNOWN and not (self.ready or self.paused or self.arrived or self.is_sorting):
+            self.known.clear()
+            self.prune_above = LEAST_KNOWN
 
     def line_of(self, key: Hashable) -> KeyLine:
         """Return the line of a key."""
         line = self.known.get(key)
-        if line is None:
-            line = self.known[key] = KeyLine(key)
+        return self._first_of(key) if line is None else line
+
+    def _first_of(self, key: Hashable) -> KeyLine:
+        """Return the line of a key that is not known as it is."""
+        known = self.known
+        if (type(key) is str or type(key) is bytes) and len(key) > LONGEST_KEY:
+            digest = _digest(key)
+            line = known.get(digest)
+            if line is None:
+                text = f"{key[:SHOWN_OF_LONG_KEYS]!r}… ({len(key) - SHOWN_OF_LONG_KEYS} more characters)"
+                line = known[digest] = KeyLine(None, text)
+            return line
+        line = known[key] = KeyLine(key) if type(key) in _PLAIN else KeyLine(None, shown(key))
         return line
 
     def add(self, line: KeyLine, listener: Listener, message: Message) -> None:
@@ -149,6 +191,12 @@ class QueueLines:
         line.holder, line.out = None, 0
         if line.waiting:
             self.ready.append(line)
+
+
+def _digest(key: str | bytes) -> tuple[type, bytes]:
+    """Return what a long key is known by; a text is none of bytes."""
+    data = key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
+    return type(key), sha256(data).digest()
 
 
 class KeyTurn:
@@ -198,44 +246,54 @@ class KeyTurn:
 
 
 class SortTurn:
-    """Messages whose keys a worker asks for. Their chunk's listener is `order_by`, or rather `ask`."""
+    """Messages whose keys a worker asks for, in one call. Its chunk's listener is `order_by`, or rather `ask`."""
 
     is_measured = False
 
     def __init__(self, service: KeyedService, lines: QueueLines, order_by: Callable[[Message], Hashable]) -> None:
         self.lines = lines
         self.entries = [lines.arrived.popleft() for _ in range(min(len(lines.arrived), SORTED_AT_ONCE))]
-        self.found: list[KeyLine | BaseException] = []
+        self.found: list[KeyLine] = []
         self._service = service
         self._order_by = order_by
         is_async = self.entries[0][0].is_async
-        listener = Listener(self._ask_async if is_async else self.ask, 1, is_async, False)
-        self.chunk = Chunk(lines.window, listener, deque(message for _, message in self.entries))
+        listener = Listener(self._ask_async if is_async else self.ask, SORTED_AT_ONCE, is_async, False)
+        self.chunk = Chunk(lines.window, listener, deque([[message for _, message in self.entries]]))
         self.chunk.turn = self
 
-    def ask(self, message: Message) -> None:
-        """Find the line of a message. What `order_by` and its keys raise is noted."""
-        try:
-            if not self.found:
-                self.lines.prune()
-            key = self._order_by(message)
-            if hasattr(type(key), "__await__"):
-                close = getattr(key, "close", None)
-                if close is not None:
-                    close()
-                raise TypeError("order_by returned something to await; it must be a plain function")
-            self.found.append(self.lines.line_of(key))
-        except BaseException as error:  # SystemExit of a user's function must not end a worker
-            self.found.append(error)
+    def ask(self, messages: list[Message]) -> ConsumeResult:
+        """Find the lines of messages, or of the first of them. What `order_by` and its keys raise is told."""
+        if not self.found:
+            self.lines.prune()
+        for message in messages:
+            if not self.may_go_on():
+                return ConsumeResult.RETRY
+            self.chunk.current = message  # which is told if the function does not return
+            try:
+                self.found.append(self._line_of(message))
+            except BaseException as error:  # SystemExit of a user's function must not end a worker
+                self.found.append(KeylessLine(error))
+                if message._extra_attempts == 0:
+                    self._service.no_key(self.lines.window, message, error)
+        return ConsumeResult.SUCCESS
 
-    async def _ask_async(self, message: Message) -> None:
-        self.ask(message)
+    def _line_of(self, message: Message) -> KeyLine:
+        key = self._order_by(message)
+        if hasattr(type(key), "__await__"):
+            close = getattr(key, "close", None)
+            if close is not None:
+                close()
+            raise TypeError("order_by returned something to await; it must be a plain function")
+        return self.lines.line_of(key)
+
+    async def _ask_async(self, messages: list[Message]) -> ConsumeResult:
+        return self.ask(messages)
 
     def may_go_on(self) -> bool:
         return self.lines.window.may_consume() and not self._service.stopped
 
     def judge(self, unit: Any, result: object) -> tuple[bool, bool]:
-        return True, True
+        return False, True  # none is asked for behind one that was not: `found` is of the first entries
 
     def committed(self) -> list[Message]:
         return []
@@ -273,7 +331,7 @@ class KeyedService(Service):
         no_key: Callable[[ProcessQueue, Message, BaseException], None] = lambda window, message, error: None,
         worker_failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """`no_key` hears of messages whose key could not be told; the others are as for `OrderlyService`."""
+        """`no_key` hears from workers of messages whose key could not be told; others are as for `OrderlyService`."""
         super().__init__(loop, workers_for)
         self.stopped = False
         self._order_by: Callable[[Message], Hashable] | None = order_by if callable(order_by) else None
@@ -282,7 +340,7 @@ class KeyedService(Service):
         self._give_up = give_up
         self._failed = failed
         self._held_up = held_up
-        self._no_key = no_key
+        self.no_key = no_key
         self._worker_failed = worker_failed
         self._lines: dict[MessageQueue, QueueLines] = {}
         self._turns: dict[MessageQueue, set[KeyTurn | GivingUp]] = {}
@@ -306,6 +364,8 @@ class KeyedService(Service):
             for message in messages:
                 lines.add(lines.line_of(sharding_key(message)), listener, message)
         self._next(lines)
+        if lines.look is None and not self.stopped:
+            lines.look = self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_it_stands, lines, None, 0)
 
     def _begin_lines(self, window: ProcessQueue) -> QueueLines:
         lines = self._lines[window.queue] = QueueLines(window)
@@ -328,6 +388,27 @@ class KeyedService(Service):
                 "a listener call from before the queue began anew still runs; the queue waits until it returns",
             )
 
+    def _tell_if_it_stands(self, lines: QueueLines, former: Message | None, finished: int) -> None:
+        """Tell of a key that fails and fails, or hangs, until its queue has room for no more, and nothing else to do.
+
+        It has not if since the last look the oldest message is the same, and not one was finished.
+        """
+        window, lines.look = lines.window, None
+        oldest = window.unfinished()[2]
+        if oldest is None:
+            return
+        line = getattr(oldest, "_key_line", None)
+        stands = oldest is former and window.finished == finished and window.waits_for_room and not lines.ready
+        if stands and line is not None and lines.told != oldest.queue_offset:
+            lines.told = oldest.queue_offset
+            self._held_up(
+                window,
+                f"the key {line.shown} {'fails' if oldest._extra_attempts else 'hangs'} at offset "
+                f"{oldest.queue_offset}, which holds the offset to commit, and there is room for no more (max_span, "
+                "max_cached_messages): other keys wait for it, too, now",
+            )
+        lines.look = self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_it_stands, lines, oldest, window.finished)
+
     def go_on(self, window: ProcessQueue) -> None:
         """The queue's lock is there again."""
         lines = self._lines.get(window.queue)
@@ -339,7 +420,7 @@ class KeyedService(Service):
         lines = self._lines.get(window.queue)
         if lines is not None and lines.window is window:
             del self._lines[window.queue]
-            _end_pauses(lines)
+            _end_timers(lines)
 
     # --- what goes to workers
 
@@ -439,6 +520,8 @@ class KeyedService(Service):
         touched, self._touched = self._touched, {}
         for lines in touched:
             self._next(lines)
+            if lines.window.queue not in self._turns:
+                lines.rest()
 
     def turn_ended(self, turn: KeyTurn) -> None:
         """A worker is through with a turn."""
@@ -491,25 +574,11 @@ class KeyedService(Service):
         if self._lines.get(lines.window.queue) is not lines or self.stopped:
             line.holder = None
             return
-        self._tell_if_it_holds_up(lines, line)
         line.holder = lines.paused[line] = self._loop.call_later(pause_s, self._resume, lines, line)
-
-    def _tell_if_it_holds_up(self, lines: QueueLines, line: KeyLine) -> None:
-        """Tell of a key that fails and fails, until its queue has room for no more."""
-        oldest = lines.window.unfinished()[2]
-        if oldest is None or not lines.window.waits_for_room or getattr(oldest, "_key_line", None) is not line:
-            return
-        if line.told != oldest.queue_offset:
-            line.told = oldest.queue_offset
-            self._held_up(
-                lines.window,
-                f"the key {shown(line.key)} fails at offset {oldest.queue_offset}, which holds the offset to commit, "
-                "and there is room for no more (max_span, max_cached_messages): other keys wait for it, too, now",
-            )
 
     def _resume(self, lines: QueueLines, line: KeyLine) -> None:
         del lines.paused[line]
-        if isinstance(line.key, NoKey):
+        if isinstance(line, KeylessLine):
             line.holder = None
             lines.arrived.extend(line.waiting)
             line.waiting.clear()
@@ -541,22 +610,15 @@ class KeyedService(Service):
         """A worker has asked for the keys of messages, or of the first of them."""
         lines, count = turn.lines, len(turn.found)
         lines.is_sorting = False
-        for (listener, message), found in zip(turn.entries, turn.found, strict=False):
-            if isinstance(found, KeyLine):
-                lines.add(found, listener, message)
+        for (listener, message), line in zip(turn.entries, turn.found, strict=False):
+            if isinstance(line, KeylessLine):  # it has failed
+                message._key_line = line
+                line.waiting.append((listener, message))
+                self._fail(lines, line, [message], SUSPEND_S)
             else:
-                self._without_key(lines, listener, message, found)
+                lines.add(line, listener, message)
         lines.arrived.extendleft(reversed(turn.entries[count:]))
         self._touched[lines] = None
-
-    def _without_key(self, lines: QueueLines, listener: Listener, message: Message, error: BaseException) -> None:
-        """Take a message whose key cannot be told for one that failed, alone on its line."""
-        is_first = message._extra_attempts == 0
-        line = message._key_line = KeyLine(NoKey(error))
-        line.waiting.append((listener, message))
-        if is_first:
-            self._no_key(lines.window, message, error)
-        self._fail(lines, line, [message], SUSPEND_S)
 
     # --- what all services do
 
@@ -580,7 +642,7 @@ class KeyedService(Service):
             self._tick.cancel()
             self._tick = None
         for lines in self._lines.values():
-            _end_pauses(lines)
+            _end_timers(lines)
         for workers in self.workers():
             workers.stop()
         for turns in self._turns.values():
@@ -589,7 +651,9 @@ class KeyedService(Service):
                     self._take_back(turn)
 
 
-def _end_pauses(lines: QueueLines) -> None:
+def _end_timers(lines: QueueLines) -> None:
+    if lines.look is not None:
+        lines.look.cancel()
     for pause in lines.paused.values():
         pause.cancel()
     lines.paused.clear()

@@ -164,14 +164,14 @@ def said(error: BaseException) -> str:
     """Return an error of a user's as tools show it, one line of it; some cannot be shown."""
     try:
         return printable(cut(f"{type(error).__name__}: {error}", MOST_OF_A_REMARK))
-    except Exception:
-        return f"{type(error).__name__}, whose str raises"
+    except BaseException:  # SystemExit of a user's must end nothing of ours
+        return printable(f"{cut(type(error).__name__, MOST_OF_A_REMARK)}, whose str raises")
 
 
 def shown_key(message: Message) -> str | None:
     """Return the key of a message as it is told; None without `order_by`, and until the key was asked for."""
     line = getattr(message, "_key_line", None)
-    return None if line is None else shown(line.key)
+    return None if line is None else line.shown
 
 
 def key_facts(message: Message) -> dict[str, object]:

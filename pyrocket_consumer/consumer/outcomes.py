@@ -58,11 +58,14 @@ class Outcomes:
         )
 
     def held_up(self, window: ProcessQueue, why: str) -> None:
-        """An orderly queue waits for its listener."""
-        self._group.event(EventKind.MESSAGE_STUCK, why, window.queue, level=logging.WARNING)
+        """An orderly queue waits for its listener; the facts are of the oldest message that does."""
+        oldest, facts = window.unfinished()[2], dict[str, object]()
+        if oldest is not None:
+            facts = {"offset": oldest.queue_offset, "message_id": shown_id(oldest), **key_facts(oldest)}
+        self._group.event(EventKind.MESSAGE_STUCK, why, window.queue, facts, level=logging.WARNING)
 
     def no_key(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
-        """The key of a message cannot be told."""
+        """The key of a message cannot be told. Called by workers: what the error says of itself is a user's code."""
         facts = {"offset": message.queue_offset, "message_id": shown_id(message), "error": shown(error)}
         self._group.event(
             EventKind.LISTENER_FAILED,

@@ -38,6 +38,7 @@ class StuckCalls:
         group = self._group
         timeout_s = group.config.consume_timeout_s
         pause_s = min(max(timeout_s / 10, 0.01), 1.0)
+        asked = ", or order_by," if callable(group.config.order_by) else ""
         told: set[int] = set()
         while True:
             await asyncio.sleep(pause_s)
@@ -49,7 +50,7 @@ class StuckCalls:
                     continue
                 group.event(
                     EventKind.MESSAGE_STUCK,
-                    f"its listener has run for more than {timeout_s:g} s",
+                    f"its listener{asked} has run for more than {timeout_s:g} s",
                     window.queue,
                     {"offset": waiting[0].queue_offset, "message_id": shown_id(waiting[0]), **key_facts(waiting[0])},
                     level=logging.WARNING,

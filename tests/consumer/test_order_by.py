@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 import time
+import tracemalloc
+import weakref
 from collections import Counter, defaultdict
 
 import pytest
@@ -214,10 +217,58 @@ def test_a_key_that_fails_until_there_is_no_room_is_told(cluster):
             return Suspend(for_s=0.02)
 
     send(cluster, "bad", *"abcd" * 100)
-    with by_key(cluster, ByKey(judge), max_span=50, on_event=events):
-        assert "the key 'bad' fails at offset 0" in events.wait_for("message-stuck").text
+    with by_key(cluster, ByKey(judge), max_span=50, on_event=events) as (consumer, _):
+        told = events.wait_for("message-stuck")
+        oldest = consumer.progress()[QUEUE].oldest_unfinished
         cured.set()
         until(lambda: committed(cluster) == 401, "all is committed")
+    assert "the key 'bad' fails at offset 0" in told.text
+    assert told.facts == {"offset": 0, "message_id": oldest, "key": "'bad'"}
+
+
+def test_a_key_that_hangs_until_there_is_no_room_is_told(cluster):
+    freed, events = threading.Event(), Events()
+    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if key_of(message) == "slow" else None)
+    send(cluster, "slow", *"abcd" * 100)
+    with by_key(cluster, seen, max_span=50, on_event=events):
+        told = events.wait_for("message-stuck")
+        freed.set()
+        until(lambda: committed(cluster) == 401, "all is committed")
+    assert "the key 'slow' hangs at offset 0" in told.text
+    assert told.facts["key"] == "'slow'"
+
+
+@pytest.mark.parametrize("result", [Suspend(for_s=0.01), ConsumeResult.RETRY])
+def test_failures_that_pass_are_not_told_as_what_holds_up_a_queue(cluster, result):
+    """Not those of a backlog either, for which there is never room at once."""
+    events, failed = Events(), set()
+
+    def judge(message):
+        if message.queue_offset % 100 == 0 and message.queue_offset not in failed:
+            failed.add(message.queue_offset)
+            return result
+
+    send(cluster, *"abcd" * 100)
+    with by_key(cluster, ByKey(judge), max_span=50, on_event=events):
+        until(lambda: committed(cluster) == 400, "all is committed")
+    assert not events.of("message-stuck")
+
+
+def test_an_oldest_message_whose_key_is_never_told_is_told_once(cluster):
+    asked, events = Counter(), Events()
+
+    def order_by(message):
+        asked[message.queue_offset] += 1
+        return raising(message) if key_of(message) == "bad" else key_of(message)
+
+    send(cluster, "bad", *"abcd" * 100)
+    with by_key(cluster, Seen(), order_by=order_by, max_span=50, on_event=events):
+        told = events.wait_for("message-stuck")
+        enough = asked[0] + 7
+        until(lambda: asked[0] == enough, "it is asked for again and again, once a second")
+    assert told.facts["offset"] == 0
+    assert "no such order" in told.facts["key"]
+    assert len(events.of("message-stuck")) == 1
 
 
 def test_a_call_that_gets_slow_holds_up_no_other_key_of_its_chunk(cluster):
@@ -285,6 +336,163 @@ class Grudging:
 
 async def awaited(message):
     return key_of(message)
+
+
+class Odd:
+    """A key that shows itself as a test says, and notes where it was asked to."""
+
+    def __init__(self, key, show, threads):
+        self._key, self._show, self._threads = key, show, threads
+
+    def __hash__(self):
+        return hash(self._key)
+
+    def __eq__(self, other):
+        return self._key == other._key
+
+    def __repr__(self):
+        self._threads.append(threading.current_thread().name.rstrip("0123456789"))
+        return self._show()
+
+
+def told_of_a_key(cluster, show):
+    """Return what is told of a key that fails, and on which threads it was asked how it is shown."""
+    events, threads = Events(), []
+
+    def judge(message):
+        if key_of(message) == "bad":
+            raise ValueError("not this one")
+
+    send(cluster, "bad", *"abcd" * 10)
+    order_by = lambda message: Odd(key_of(message), show, threads)  # noqa: E731
+    with by_key(cluster, ByKey(judge), order_by=order_by, on_event=events) as (consumer, _):
+        told = {events.wait_for("listener-failed").facts["key"], consumer.progress()[QUEUE].oldest_key}
+    assert set(threads) == {"pyrocket-consume-"}, "the I/O thread runs no code of users"
+    assert len(threads) <= 5, "once for each key"
+    return told
+
+
+@pytest.mark.parametrize(
+    ("shows", "told"),
+    [
+        ("<\x1b]0;owned\x07\x1b[2J\nFORGED>", r"<\x1b]0;owned\x07\x1b[2J\nFORGED>"),
+        ("k" * 1000, "k" * 80 + "… (920 more characters)"),
+    ],
+)
+def test_a_key_is_told_as_one_short_line(cluster, shows, told):
+    assert told_of_a_key(cluster, lambda: shows) == {told}
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_key_that_cannot_be_shown_is_told_by_its_type(cluster, error):
+    def show():
+        raise error("not shown")
+
+    assert told_of_a_key(cluster, show) == {"<Odd, whose repr raises>"}
+
+
+def test_what_order_by_raises_is_asked_on_no_thread_of_the_io(cluster):
+    events, threads = Events(), []
+
+    class OddError(Exception):
+        def __repr__(self):
+            threads.append(threading.current_thread().name.rstrip("0123456789"))
+            return "an odd one"
+
+    def order_by(message):
+        raise OddError
+
+    send(cluster, "bad")
+    with by_key(cluster, Seen(), order_by=order_by, on_event=events) as (consumer, _):
+        assert events.wait_for("listener-failed").facts["error"] == "an odd one"
+        until(lambda: consumer.progress()[QUEUE].oldest_key == "<no key: an odd one>", "it is told")
+    assert set(threads) == {"pyrocket-consume-"}
+
+
+@pytest.mark.parametrize("order_by", ["sharding_key", key_of, lambda message: key_of(message).encode()])
+def test_long_keys_are_told_apart_by_all_of_them(cluster, order_by):
+    together, events = threading.Barrier(3, timeout=WAIT_S), Events()
+
+    def judge(message):
+        together.wait()
+        if message.queue_offset == 8:
+            raise ValueError("the last one")
+
+    keys = ["k" * 5000 + end for end in "abc"]
+    send(cluster, *keys * 3)
+    seen = ByKey(judge)
+    with by_key(cluster, seen, order_by=order_by, consume_threads=3, on_event=events):
+        key = events.wait_for("listener-failed").facts["key"]
+    assert not seen.overlaps
+    assert [seen.of(key) for key in keys] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    assert re.fullmatch(r"b?'k{80}'… \(4921 more characters\)", key)
+
+
+def test_a_long_text_is_another_key_than_its_bytes(cluster):
+    together = threading.Barrier(2, timeout=WAIT_S)
+    send(cluster, "k" * 1000, "k" * 1000)
+    order_by = lambda message: key_of(message) if message.queue_offset else key_of(message).encode()  # noqa: E731
+    with by_key(cluster, lambda message: together.wait() < 0 or None, order_by=order_by):
+        until(lambda: committed(cluster) == 2, "both are consumed")
+
+
+@pytest.mark.parametrize("order_by", ["sharding_key", lambda message: message.property("__SHARDINGKEY")])
+@pytest.mark.parametrize("are_finished", [True, False])
+def test_long_keys_take_no_more_memory_than_short_ones(cluster, order_by, are_finished):
+    freed = threading.Event()
+    seen = Seen(lambda message: None if are_finished else freed.wait(WAIT_S) and None)
+    keys = (f"\N{ROCKET}{number:05}" + "y" * 25_000 for number in range(200))  # of 100 kB each in memory
+    with by_key(cluster, seen, order_by=order_by, consume_threads=2) as (consumer, _):
+        tracemalloc.start()
+        try:
+            for number, key in enumerate(keys):
+                cluster.send(TOPIC, b"%d" % number, properties={"__SHARDINGKEY": key})
+            if are_finished:
+                seen.wait_for(200)
+            unfinished = 0 if are_finished else 200
+            until(lambda: consumer.progress()[QUEUE].unfinished == unfinished, "they are in their lines")
+            grown, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            freed.set()
+    assert grown < 16_000_000, "the cluster and what is unfinished have 5 MB each, and nobody the 20 MB of all keys"
+
+
+def test_keys_without_messages_are_forgotten_when_a_queue_is_idle(cluster):
+    alive = weakref.WeakSet()
+
+    def order_by(message):
+        key = Odd(key_of(message), lambda: "", [])
+        alive.add(key)
+        return key
+
+    send(cluster, *(f"k{number}" for number in range(200)))
+    with by_key(cluster, Seen(), order_by=order_by) as (_, seen):
+        seen.wait_for(200)
+        until(lambda: len(alive) < 100, "most are forgotten")
+
+
+def test_a_key_that_cannot_be_hashed_any_more_holds_up_no_other(cluster):
+    """Of those that are known, keys without messages are forgotten now and then: they are hashed once more."""
+    has_changed, freed, events = threading.Event(), threading.Event(), Events()
+
+    class Changing(Odd):
+        def __hash__(self):
+            if has_changed.is_set() and self._key.startswith("old"):
+                raise ValueError("changed")
+            return super().__hash__()
+
+    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if key_of(message) == "old-stuck" else None)
+    send(cluster, "old-stuck", *(f"old-{number}" for number in range(300)))
+    order_by = lambda message: Changing(key_of(message), lambda: "", [])  # noqa: E731
+    with by_key(cluster, seen, order_by=order_by, on_event=events):
+        seen.wait_for(301)
+        has_changed.set()
+        send(cluster, *(f"new-{number}" for number in range(300)), first=301)
+        seen.wait_for(601)
+        freed.set()
+        until(lambda: committed(cluster) == 601, "all is committed")
+    assert not events.of("listener-failed")
 
 
 @pytest.mark.parametrize("wrong", [unhashable, raising, leaving, lambda message: awaited(message)])
