@@ -21,6 +21,7 @@ from pyrocket_consumer.admin.reset_planning import plan_reset
 from pyrocket_consumer.admin.reset_result import ResetProgress, ResetResult
 from pyrocket_consumer.admin.topics import MAX_QUEUES, OffsetRange, check_attributes, check_perm
 from pyrocket_consumer.cluster import Cluster, make_client_id
+from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.cluster.places import To, check_to
 from pyrocket_consumer.config import (
     ClientConfig,
@@ -275,10 +276,11 @@ class Admin:
         its own; those that do not answer are in `unreached`. Brokers that do not answer every question, that refuse, or
         have no master, are in `missing`. Name servers forget brokers that were stopped: of those `missing` has the ones
         in `brokers` (names that must be there), and those whose queues this Admin has seen before. Of a group whose
-        offsets are in a database, brokers know what they were told last; `store` is asked instead.
+        offsets are in a database, brokers know what they were told last, if anything; `store` is asked instead.
 
         Raises:
-            ConfigError: no broker knows the group.
+            ConfigError: no broker knows the group, and `store` has no row of it.
+            DatabaseError: the store could not be asked.
             ConnectError, RequestTimeout, BrokerError: no broker answers.
         """
         return self._lag(group, None, brokers, store)
@@ -290,7 +292,8 @@ class Admin:
 
         Raises:
             RouteNotFound: there is no such topic.
-            ConfigError: no broker knows the group.
+            ConfigError: no broker knows the group, and `store` has no row of it.
+            DatabaseError: the store could not be asked.
         """
         check_topic(topic)
         return self._lag(group, topic, brokers, store)
@@ -302,8 +305,10 @@ class Admin:
         expected = check_names("brokers", brokers)
         cluster = self._started()
         _check_store(store)
-        found = cluster.run(group_lag(cluster, group, topic, expected, self._seen), _SLOW_TIMEOUT_S)
-        return found if store is None else as_stored(found, store, cluster.config.namespace)
+        namespace = cluster.config.namespace
+        stored = {} if store is None else {row.queue: row for row in store.offsets(wrap(namespace, group))}
+        found = cluster.run(group_lag(cluster, group, topic, expected, self._seen, stored), _SLOW_TIMEOUT_S)
+        return found if store is None else as_stored(found, stored, namespace)
 
     def plan_reset(
         self,
@@ -328,11 +333,13 @@ class Admin:
         Only `queues` are moved, if they are given; of a broadcasting group only `member` (a client id), if it is given.
         `model` ("clustering" or "broadcasting") is for groups of which nobody is online, where it cannot be told.
         Members have `wait_s` seconds to say where they are.
-        A group whose offsets are in a database is reset there, running or not, if its `store` is given.
+        A group whose offsets are in a database is reset there, running or not, if its `store` is given. Queues of its
+        retry topic that have no row there begin where brokers have them.
 
         Raises:
             RouteNotFound: there is no such topic.
             ConfigError: there is no such group, queue or member online, or `to` is none of these.
+            DatabaseError: the store could not be asked.
         """
         check_group(group)
         check_topic(topic)

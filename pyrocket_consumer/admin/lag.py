@@ -20,7 +20,7 @@ from pyrocket_consumer.cluster.places import committed_offsets, first_and_last
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.errors import ConnectError, ConsumerClosed, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
-from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.offsets.database import StoredOffset
 from pyrocket_consumer.wire.bodies import QueueConsumeStats, decode_consume_stats
 from pyrocket_consumer.wire.command import GetConsumeStatsHeader
 
@@ -180,10 +180,12 @@ async def group_lag(
     topic: str | None,
     expected: Collection[str],
     seen: dict[str, frozenset[MessageQueue]],
+    stored: Mapping[MessageQueue, StoredOffset],
 ) -> GroupLag:
     """Return where a group is, in all its topics or in one.
 
-    `expected` brokers must be there; `seen` is for the next call.
+    `expected` brokers must be there; `seen` is for the next call. `stored` are the rows that a database has of the
+    group, which proves that there is one; see `as_stored`.
     """
     namespace = cluster.config.namespace
     wire_group = wrap(namespace, group)
@@ -194,16 +196,16 @@ async def group_lag(
     concerned: set[str] | None = None
     if topic is not None:
         concerned = {queue.broker_name for queue in await _queues(cluster, wrap(namespace, topic))} | {*expected}
-    if not found.members:
+    if not found.members and not stored:
         await check_group_exists(cluster, group, survey.brokers)
     unreached: dict[str, str] = {}
     wire_topic, model, not_known = topic and wrap(namespace, topic), found.model, ""
     if model is MessageModel.BROADCASTING:
         rows = await _of_members(cluster, wire_group, wire_topic, found, unreached, survey)
     else:
-        rows = await _of_brokers(cluster, wire_group, wire_topic, survey, found.topics)
+        rows = await _of_brokers(cluster, wire_group, wire_topic, survey, found.topics, stored)
         retry = retry_topic(wire_group)
-        if not found.members and all(row.committed is None for row in rows if row.queue.topic != retry):
+        if not found.members and not stored and all(row.committed is None for row in rows if row.queue.topic != retry):
             # Who has committed nothing is no clustering group, or has never consumed.
             recorded, unrecorded = await _recorded(cluster, wire_group, wire_topic, survey)
             not_known = f"nobody of {group} is online, and it has committed nothing"
@@ -222,16 +224,12 @@ async def group_lag(
     return GroupLag(group, model, members, outward, unreached, not_known, survey.told(namespace, concerned))
 
 
-def as_stored(found: GroupLag, store: DatabaseOffsets, namespace: str | None) -> GroupLag:
-    """Return the same with what a database has for committed.
-
-    Raises:
-        DatabaseError: it could not be asked.
-    """
-    stored = {_outward(namespace, row.queue): row for row in store.offsets(wrap(namespace, found.group))}
+def as_stored(found: GroupLag, stored: Mapping[MessageQueue, StoredOffset], namespace: str | None) -> GroupLag:
+    """Return the same with what a database has for committed."""
+    outward = {_outward(namespace, queue): row for queue, row in stored.items()}
     rows = []
     for each in found.rows:
-        row = stored.get(each.queue)
+        row = outward.get(each.queue)
         consumed_at = time_of(row.last.stored_at_ms) if row is not None and row.last is not None else None
         rows.append(replace(each, committed=None if row is None else row.next_offset, consumed_at=consumed_at))
     return replace(found, rows=tuple(rows), model=MessageModel.CLUSTERING, not_known="")
@@ -242,7 +240,12 @@ def _outward(namespace: str | None, queue: MessageQueue) -> MessageQueue:
 
 
 async def _of_brokers(
-    cluster: Cluster, group: str, topic: str | None, survey: _Survey, subscribed: Collection[str]
+    cluster: Cluster,
+    group: str,
+    topic: str | None,
+    survey: _Survey,
+    subscribed: Collection[str],
+    stored: Collection[MessageQueue],
 ) -> list[QueueLag]:
     """Return the rows of what is committed, and of what is there to consume though nothing is committed for it.
 
@@ -261,7 +264,8 @@ async def _of_brokers(
 
     await for_each(sorted(survey.brokers), ask)
     survey.lose(failures)
-    topics = {topic} if topic else {queue.topic for queue in stats} | {*subscribed, retry_topic(group)}
+    known = {queue.topic for queue in chain(stats, stored)}
+    topics = {topic} if topic else known | {*subscribed, retry_topic(group)}
     there = await survey.queues(cluster, topics)
     offsets: dict[MessageQueue, int | None] = {
         queue: facts.consumer_offset for queue, facts in stats.items() if there.get(queue.topic)
@@ -279,7 +283,7 @@ async def _of_brokers(
         )
         for queue, (low, high) in ends.items()
     ]
-    return [row for row in rows if row.queue in stats or row.committed or row.lag]
+    return [row for row in rows if row.queue in stats or row.queue in stored or row.committed or row.lag]
 
 
 async def _queues(cluster: Cluster, topic: str) -> list[MessageQueue]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from uuid import uuid4
@@ -321,23 +321,38 @@ class _Execution:
     # --- a group whose offsets are in a database
 
     async def in_store(self, store: DatabaseOffsets) -> ResetResult:
-        """Set the offsets there, read them again, and see that members that are online have claimed the queues anew."""
-        before = await asyncio.to_thread(store.offsets, self._group)
-        epoch = max(int(time.time() * 1000), *(row.reset_epoch + 1 for row in before), 1)
+        """Set the offsets there, read them again, and see that members that are online have claimed the queues anew.
+
+        Who consumes the topic, and claims nothing, has another database: then it is not confirmed.
+        """
+        plan, before = self._plan, await asyncio.to_thread(store.offsets, self._group)
+        now_ms = int(time.time() * 1000)
+        epoch = max(now_ms, *(row.reset_epoch + 1 for row in before if is_epoch(row.reset_epoch, now_ms)), 1)
         targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}
-        await asyncio.to_thread(store.reset, self._group, targets, epoch)
-        rows = await asyncio.to_thread(store.offsets, self._group, self._topic)
+        begun = {row.queue for row in before}  # maybe since it was planned
+        retries = {queue: each for queue, each in plan.wire_retries.items() if queue not in begun}
+        starts = {queue: each.target for queue, each in retries.items()}
+        await asyncio.to_thread(store.reset, self._group, {**targets, **starts}, epoch)
+        rows = await asyncio.to_thread(store.offsets, self._group)
         at_reset = {row.queue: row for row in rows if row.reset_epoch == epoch}
         self._tell("store", repr(store), f"{len(at_reset)} queues are set")
         claimed: dict[MessageQueue, str] = {}
-        while len(claimed) < len(targets) and self._left_s and await self._online():
+        while awaited := set() if plan.unsubscribed else {member.client_id for member in await self._online()}:
             for row in await asyncio.to_thread(store.offsets, self._group, self._topic):
                 if row.queue in at_reset and row.epoch > at_reset[row.queue].epoch and row.owner:
                     claimed[row.queue] = row.owner
+            if not self._left_s or claimed.keys() >= targets.keys() & at_reset.keys():
+                break
             await asyncio.sleep(LOOK_EVERY_S)
-        outcomes = [self._told(_in_store(queue, at_reset, claimed)) for queue in sorted(targets)]
+        had = {row.queue: row.owner for row in before if row.owner in awaited}
+        outcomes = [self._told(_in_store(queue, at_reset, claimed, had, awaited)) for queue in sorted(targets)]
+        outcomes += [
+            self._told(ResetOutcome(str(each.queue), ResetState.MOVED, f"in the database, {each.text}"))
+            for each in retries.values()
+        ]
         try:
-            await self._commit_all({queue: to for queue, to in targets.items() if queue not in claimed})
+            if not awaited:  # else members tell them
+                await self._commit_all({queue: to for queue, to in targets.items() if queue not in claimed})
         except RocketError as error:  # brokers have it as information only
             self._tell("broker", self._topic, f"not told: {error}")
         return ResetResult(self._id, epoch, tuple(outcomes), self._notes)
@@ -537,10 +552,19 @@ class _Execution:
 
 
 def _in_store(
-    queue: MessageQueue, at_reset: Mapping[MessageQueue, StoredOffset], claimed: Mapping[MessageQueue, str]
+    queue: MessageQueue,
+    at_reset: Mapping[MessageQueue, StoredOffset],
+    claimed: Mapping[MessageQueue, str],
+    had: Mapping[MessageQueue, str | None],
+    awaited: Collection[str],
 ) -> ResetOutcome:
     if queue not in at_reset:
         return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, "somebody else has reset it at the same time")
+    if awaited and queue not in claimed:
+        text = "is set, and no member that is online has claimed it: is this their database, and table?"
+        if queue in had:  # a queue whose log had changed is looked at once a minute
+            text = f"is set, and {had[queue]}, which had it, has not claimed it anew yet: look again in a minute"
+        return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text)
     text = f"claimed anew by {claimed[queue]}" if queue in claimed else "in the database"
     return ResetOutcome(queue_name(queue), ResetState.MOVED, text)
 

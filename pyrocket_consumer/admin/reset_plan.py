@@ -11,7 +11,7 @@ from pyrocket_consumer.cluster.members import Member, MemberReply, Reply
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import check_bool, check_range
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.model import MessageModel, MessageQueue
+from pyrocket_consumer.model import MessageModel, MessageQueue, retry_topic
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import printable
 from pyrocket_consumer.wire.codes import version_name
@@ -80,6 +80,28 @@ class QueueMove:
 
 
 @dataclass(frozen=True, slots=True)
+class RetryStart:
+    """Where a group begins in a queue of its retry topic that its database has no row of: what failed comes from there.
+
+    `committed` is what the brokers have; None when nothing is, and it begins with the first message.
+    """
+
+    queue: MessageQueue
+    committed: int | None
+    target: int
+
+    @property
+    def text(self) -> str:
+        """Why there, for people."""
+        if self.committed is None:
+            return "its first message"
+        return "where the brokers have it" + (f" ({self.committed})" if self.committed != self.target else "")
+
+    def __str__(self) -> str:
+        return f"{self.queue} will be set to {self.target}, {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
 class BrokerPlan:
     """A master with queues of the topic. `server_side`: resets made by it are marks it keeps; None if not known."""
 
@@ -123,7 +145,8 @@ class ResetPlan:
     """A reset that was thought through but not done. Print it, then `execute()` it.
 
     Names of topic and group are as the user knows them; those of a namespace are put in front where they go out.
-    `unsubscribed` says that no member that is online subscribes to the topic, and to what they do.
+    `unsubscribed` says that no member that is online subscribes to the topic, and to what they do. With a `store`,
+    `retries` are the queues of the retry topic that come along, for it has no row of them.
     """
 
     group: str
@@ -139,6 +162,7 @@ class ResetPlan:
     member: str | None = None
     unsubscribed: str = ""
     store: DatabaseOffsets | None = field(default=None, repr=False, compare=False)
+    retries: tuple[RetryStart, ...] = ()
     _execute: Execute | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -158,6 +182,12 @@ class ResetPlan:
             MessageQueue(self.wire_topic, each.queue.broker_name, each.queue.queue_id): each.target
             for each in self.targets
         }
+
+    @property
+    def wire_retries(self) -> dict[MessageQueue, RetryStart]:
+        """Return queue -> where it begins, as brokers name the queues."""
+        topic = retry_topic(self.wire_group)
+        return {MessageQueue(topic, each.queue.broker_name, each.queue.queue_id): each for each in self.retries}
 
     @property
     def problems(self) -> list[str]:
@@ -237,6 +267,7 @@ class ResetPlan:
             who = [move.member or "(offline members)"] if self.broadcasting else []
             rows.append([*who, queue_name(move.queue), current, f"{move.target}{note}", *amounts])
         lines += columns(["member", *heads] if self.broadcasting else heads, rows)
+        lines += ["", "Retries:", *(f"  {each}" for each in self.retries)] if self.retries else []
         lines += ["", "Brokers:", *(f"  {broker}" for broker in self.brokers)]
         lines += ["", "Members online:" if self.members else "Nobody of the group is online."]
         for each in self.members:

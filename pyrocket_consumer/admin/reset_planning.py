@@ -15,6 +15,7 @@ from pyrocket_consumer.admin.reset_plan import (
     QueueTarget,
     ResetPlan,
     ResetWay,
+    RetryStart,
     way_for,
 )
 from pyrocket_consumer.admin.reset_result import queue_name
@@ -32,13 +33,33 @@ from pyrocket_consumer.cluster.members import (
     speak_to_all,
 )
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.cluster.places import TOOLS_GROUP, first_and_last, nearest_held, offsets_at
+from pyrocket_consumer.cluster.places import (
+    TOOLS_GROUP,
+    committed_offsets,
+    first_and_last,
+    nearest_held,
+    offsets_at,
+)
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.config import (
     Place,
 )
-from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, PermissionDenied, RocketError
-from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, MessageModel, MessageQueue, TopicRoute
+from pyrocket_consumer.errors import (
+    BrokerError,
+    ConfigError,
+    ConnectError,
+    PermissionDenied,
+    RocketError,
+    RouteNotFound,
+)
+from pyrocket_consumer.model import (
+    MASTER_ID,
+    RETRY_PREFIX,
+    MessageModel,
+    MessageQueue,
+    TopicRoute,
+    retry_topic,
+)
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import some_of
 from pyrocket_consumer.wire.bodies import decode_java_properties
@@ -74,7 +95,12 @@ async def plan_reset(
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
     route = await cluster.route(wire_topic, refresh=True)
     chosen = _chosen(route, unwrap(namespace, topic), wire_topic, where, wanted)
-    brokers = await _brokers(cluster, route)
+    stored, retry_route = dict[MessageQueue, int](), None
+    if store is not None:
+        rows = await asyncio.to_thread(store.offsets, wire_group)
+        stored = {row.queue: row.next_offset for row in rows}
+        retry_route = await _retry_route(cluster, wire_group, wire_topic, stored)
+    brokers = await _brokers(cluster, [route] if retry_route is None else [route, retry_route])
     usable = {broker.name: broker.address for broker in brokers if not broker.problem}
     found = await group_members(cluster, wire_group, usable)
     decided = MessageModel(model) if model is not None else None
@@ -106,8 +132,10 @@ async def plan_reset(
         for data in route.queues
         for number in range(data.write_queues)
     )
+    unsubscribed = _unsubscribed(found, wire_topic, group, namespace)
+    has_row = bool(unsubscribed) or any(queue.topic == wire_topic for queue in stored)
     members = tuple(
-        MemberPlan(each, replies[each.client_id], *_claims_anew(replies[each.client_id]))
+        MemberPlan(each, replies[each.client_id], *_claims_anew(replies[each.client_id], has_row))
         if store is not None
         else _member_plan(each, replies[each.client_id], decided, brokers, all_queues, alone=member is not None)
         for each in found.members
@@ -120,12 +148,15 @@ async def plan_reset(
     if store is None:
         moves = await _moves(cluster, wire_group, wire_topic, decided, members, targets, wait_s)
     else:
-        rows = await asyncio.to_thread(store.offsets, wire_group, wire_topic)
-        stored = {row.queue: row.next_offset for row in rows}
         moves = [QueueMove(each.queue, None, stored.get(each.queue), each.target) for each in targets]
 
-    def outward(queue: MessageQueue) -> MessageQueue:
-        return MessageQueue(topic, queue.broker_name, queue.queue_id)
+    left = [] if retry_route is None else retry_route.consume_queues()
+    retries = await _retry_starts(
+        cluster, wire_group, [queue for queue in left if queue not in stored and queue.broker_name in usable]
+    )
+
+    def outward(queue: MessageQueue, to: str = topic) -> MessageQueue:
+        return MessageQueue(to, queue.broker_name, queue.queue_id)
 
     return ResetPlan(
         group,
@@ -139,9 +170,38 @@ async def plan_reset(
         all_queues,
         namespace,
         member,
-        _unsubscribed(found, wire_topic, group, namespace),
+        unsubscribed,
         store,
+        tuple(RetryStart(outward(each.queue, retry_topic(group)), each.committed, each.target) for each in retries),
     )
+
+
+async def _retry_route(
+    cluster: Cluster, wire_group: str, wire_topic: str, stored: Mapping[MessageQueue, int]
+) -> TopicRoute | None:
+    """Return the route of the group's retry topic, if it has queues that are to come along."""
+    if wire_topic == retry_topic(wire_group):
+        return None
+    try:
+        route = await cluster.route(retry_topic(wire_group), refresh=True)
+    except RouteNotFound:
+        return None
+    return route if any(queue not in stored for queue in route.consume_queues()) else None
+
+
+async def _retry_starts(cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue]) -> list[RetryStart]:
+    """Return where queues of the retry topic begin: without a row they would with their first message, consumed or not.
+
+    So what was consumed does not come again, and what was not is not lost.
+    """
+    committed = await committed_offsets(cluster, wire_group, queues)
+    ends = await first_and_last(cluster, queues)
+
+    def start(queue: MessageQueue) -> RetryStart:
+        offset, (low, high) = committed[queue], ends[queue]
+        return RetryStart(queue, offset, low if offset is None else nearest_held(offset, low, high))
+
+    return [start(queue) for queue in sorted(queues)]
 
 
 def _check_claimed(group: str, model: MessageModel | None) -> None:
@@ -149,9 +209,11 @@ def _check_claimed(group: str, model: MessageModel | None) -> None:
         raise ConfigError(f"group {group!r} is broadcasting, and a database keeps no offsets of such; leave store out")
 
 
-def _claims_anew(reply: MemberReply) -> tuple[bool, str]:
-    if reply.kind is Reply.FOREIGN:
+def _claims_anew(reply: MemberReply, has_row: bool) -> tuple[bool, str]:
+    if reply.kind is Reply.FOREIGN or (reply.kind is Reply.OURS and not reply.report.in_database):
         return False, "goes by the broker's offsets, and not by the database's"
+    if not has_row:
+        return False, "consumes the topic, and the database has no row of it: is this its database, and table?"
     return True, "will find out within seconds, and claim its queues anew"
 
 
@@ -231,8 +293,9 @@ def _chosen(
     return sorted(set(chosen))
 
 
-async def _brokers(cluster: Cluster, route: TopicRoute) -> list[BrokerPlan]:
-    addresses = {broker.broker_name: broker.addresses.get(MASTER_ID) for broker in route.brokers}
+async def _brokers(cluster: Cluster, routes: Sequence[TopicRoute]) -> list[BrokerPlan]:
+    brokers = [broker for route in routes for broker in route.brokers]
+    addresses = {broker.broker_name: broker.addresses.get(MASTER_ID) for broker in brokers}
 
     async def ask(name: str) -> BrokerPlan:
         address = addresses.get(name)
@@ -253,7 +316,8 @@ async def _brokers(cluster: Cluster, route: TopicRoute) -> list[BrokerPlan]:
             server_side = setting.lower() == "true"
         return BrokerPlan(name, address, server_side, answer.version)
 
-    return list((await for_each(sorted({data.broker_name for data in route.queues}), ask)).values())
+    names = {data.broker_name for route in routes for data in route.queues}
+    return list((await for_each(sorted(names), ask)).values())
 
 
 def _reported_model(replies: Mapping[str, MemberReply]) -> MessageModel | None:

@@ -32,6 +32,7 @@ from pyrocket_consumer.cli.streams import (
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.text import printable
+from pyrocket_consumer.wire.properties import PropertyName
 
 if TYPE_CHECKING:
     from pyrocket_consumer.cli.look import Look
@@ -142,7 +143,9 @@ class Printer:
 
 
 def _head(message: Message) -> str:
-    return f"{message.queue}@{message.queue_offset}  {message.tags or '-'}  "
+    sharding_key = message.property(PropertyName.SHARDING_KEY)
+    about = (message.tags or "-") + (f" [{sharding_key}]" if sharding_key else "")
+    return f"{message.queue}@{message.queue_offset}  {about}  "
 
 
 def _as_json(message: Message) -> dict[str, object]:
@@ -154,6 +157,7 @@ def _as_json(message: Message) -> dict[str, object]:
         "id": message.message_id,
         "tag": message.tags,
         "keys": message.keys,
+        "sharding_key": message.property(PropertyName.SHARDING_KEY),
         "born_at_ms": message.born_at_ms,
         "body": None if unreadable else body.decode(errors="backslashreplace"),
     }

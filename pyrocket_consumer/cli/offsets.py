@@ -7,7 +7,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ _RESET_EXAMPLES = """\
 
 Offsets in a database (DatabaseOffsets) are reset there, whether members run or not:
   pyrocket offsets reset billing orders --to earliest --store env:DATABASE_URL --execute
+Queues of the retry topic that have no row there begin where the brokers have them.
 
 Plan and result name the commands that undo it. Exit code 3: somebody has not moved, or did not confirm it. To repeat
 a reset is safe.
@@ -165,24 +167,39 @@ def _admin(options: argparse.Namespace) -> Admin:
     return Admin(**connection(options))
 
 
-def _store(options: argparse.Namespace) -> DatabaseOffsets | None:
-    """Return the store that the options name.
+@contextmanager
+def _store(options: argparse.Namespace) -> Iterator[DatabaseOffsets | None]:
+    """Give the store that the options name, if they do.
 
     Raises:
         ConfigError: its address is none, or a driver is missing.
     """
     if options.store is None:
-        return None
+        yield None
+        return
     from pyrocket_consumer.errors import ConfigError
     from pyrocket_consumer.offsets import DatabaseOffsets
 
     variable = options.store.removeprefix("env:") if options.store.startswith("env:") else None
-    url = options.store if variable is None else os.environ.get(variable, "")
-    if not url:
-        if not variable:
-            raise ConfigError(f"--store {options.store!r} names no database; it must be env:NAME, or an address")
+    if not options.store or variable == "":
+        raise ConfigError(f"--store {options.store!r} names no database; it must be env:NAME, or an address")
+    url = options.store if variable is None else os.environ.get(variable)
+    if url is None:
         raise ConfigError(f"--store {options.store}: there is no variable {variable} in the environment; set it")
-    return DatabaseOffsets.at(url, options.table)
+    if not url:
+        raise ConfigError(
+            f"--store {options.store}: the variable {variable} is empty; set it to the database's address"
+        )
+    try:
+        url.encode()
+    except UnicodeEncodeError:
+        name = "the address" if variable is None else f"the address in {variable}"  # it may have a password
+        raise ConfigError(f"--store: {name} is not UTF-8; write it as text") from None
+    store = DatabaseOffsets.at(url, options.table)
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 def _print_json(value: object) -> None:
@@ -193,8 +210,8 @@ def _print_json(value: object) -> None:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    with _admin(options) as admin:
-        found = admin.offsets(options.group, options.topic, brokers=options.broker, store=_store(options))
+    with _admin(options) as admin, _store(options) as store:
+        found = admin.offsets(options.group, options.topic, brokers=options.broker, store=store)
     if options.output == "json":
         _print_json(_lag_as_json(found))
         return 3 if found.missing else 0
@@ -215,8 +232,8 @@ def run_show(options: argparse.Namespace) -> int:
 
 
 def run_lag(options: argparse.Namespace) -> int:
-    with _admin(options) as admin:
-        found = admin.lag(options.group, brokers=options.broker, store=_store(options))
+    with _admin(options) as admin, _store(options) as store:
+        found = admin.lag(options.group, brokers=options.broker, store=store)
     totals = _by_topic(found)
     too_far = options.max is not None and (not found.is_complete or any(each[-1] > options.max for each in totals))
     code = 3 if too_far or found.missing else 0
@@ -314,10 +331,10 @@ def run_ddl(options: argparse.Namespace) -> int:
 def run_reset(options: argparse.Namespace) -> int:
     to, queues = _where(options)
     began = time.monotonic()
-    with Interrupts(), _admin(options) as admin:
+    with Interrupts(), _admin(options) as admin, _store(options) as store:
         plan = admin.plan_reset(
             options.group, options.topic, to, queues,
-            model=options.model, member=options.member, store=_store(options), wait_s=options.wait / 2,
+            model=options.model, member=options.member, store=store, wait_s=options.wait / 2,
         )  # fmt: skip
         as_json = options.output == "json"
         undo = _undo(plan, options)
@@ -413,6 +430,8 @@ def _print_plan(plan: ResetPlan) -> None:
     say()
     if plan.unsubscribed:
         say(f"  {plan.unsubscribed}")
+    for retry in plan.retries:
+        say(f"  {retry}")
     for broker in plan.brokers:
         say(f"  {broker}")
     for each in plan.members:
@@ -462,6 +481,13 @@ def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
                 "replayed": each.replayed, "skipped": each.skipped,
             }
             for each in plan.moves
+        ],
+        "retries": [
+            {
+                "topic": each.queue.topic, **_queue_as_json(each.queue),
+                "committed": each.committed, "target": each.target,
+            }
+            for each in plan.retries
         ],
         "members": [
             {"client_id": each.client_id, "client": each.client, "reachable": each.reachable, "how": each.how}

@@ -14,6 +14,7 @@ from pyrocket_consumer.errors import RocketError
 
 _EXAMPLES = """\
   pyrocket produce -n 127.0.0.1:9876 orders 'first' 'second' --tag paid
+  pyrocket produce -n 127.0.0.1:9876 orders 'placed' 'paid' --sharding-key customer-7   # one queue, in order
   seq 1000 | pyrocket produce -n 127.0.0.1:9876 orders -          # a message a line
 
 A line's body is without its end (LF or CRLF); an empty line is no message. What stops it, Ctrl-C and SIGTERM too, does
@@ -32,6 +33,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("bodies", nargs="+", metavar="BODY", help="a message each; - reads standard input by lines")
     command.add_argument("--tag", help="the messages' tag")
     command.add_argument("--key", action="append", default=[], help="an index key; repeatable")
+    command.add_argument(
+        "--sharding-key", metavar="KEY", help="what the messages are about: it chooses their queue, which keeps order"
+    )
 
 
 @dataclass
@@ -65,7 +69,9 @@ def _send(options: argparse.Namespace, interrupts: Interrupts, sent: _Sent) -> N
         bodies = _Bodies(options.bodies, producer.config.max_message_bytes)
         for body in bodies:
             with interrupts.held():  # so what is on its way is waited for, and counted
-                result = producer.send(options.topic, body, tags=options.tag, keys=options.key)
+                result = producer.send(
+                    options.topic, body, tags=options.tag, keys=options.key, sharding_key=options.sharding_key
+                )
                 sent.count, sent.last = sent.count + 1, bodies.where
                 if options.output == "json":
                     while not may_write(_LOOK_EVERY_S) and not interrupts.wanted:

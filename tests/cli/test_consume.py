@@ -111,6 +111,15 @@ def test_a_member_ends_after_so_many_and_leaves_the_others_to_the_next(orders):
     assert_only_committed(orders, 5)
 
 
+@pytest.mark.parametrize("arguments", [[], MEMBER], ids=["looking", "member"])
+def test_the_sharding_key_is_shown(orders, arguments):
+    assert main(["produce", "-n", orders.name_server, "orders", "step", "--tag", "t", "--sharding-key", "o-17"]) == 0
+    printed, _ = consume(orders, *arguments, "--count", "6", "-o", "json")
+    assert [json.loads(line)["sharding_key"] for line in printed] == [None] * 5 + ["o-17"]
+    printed, _ = consume(orders, "--selector", "t")
+    assert printed == ["orders/broker-a/0@5  t [o-17]  step"]
+
+
 @pytest.fixture
 def many():
     """A topic in which much more is ready than will be printed."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pyrocket_consumer.cli import main
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.consuming import until
@@ -103,6 +104,15 @@ def test_json_ends_with_how_many_were_sent(orders):
     *stored, summary = map(json.loads, printed.splitlines())
     assert (code, beside, [each["offset"] for each in stored]) == (0, "", [0, 1, 2])
     assert summary == {"topic": "orders", "sent": 3, "last": "line 4 of standard input", "stopped_by": None}
+
+
+def test_messages_of_one_sharding_key_are_in_one_queue(orders):
+    orders.create_topic("keyed", queues=8)
+    arguments = ["produce", "-n", orders.name_server, "keyed", "a", "b", "c", "--sharding-key", "customer-7"]
+    assert main(arguments) == 0
+    stored = orders.messages("keyed")
+    assert {message.property("__SHARDINGKEY") for message in stored} == {"customer-7"}
+    assert len({message.queue for message in stored}) == 1
 
 
 def refuse_after(orders, count):

@@ -137,6 +137,7 @@ def test_groups_that_are_known_are_shown_nearest_first_and_counted(told, address
         (["produce", "T", "x", "--tag", "a||b"], "'a||b'", "a message has one tag, without '||'"),
         (["produce", "T", "x", "--key", ""], "a key is empty", "leave it out"),
         (["produce", "T", "x", "--key", "a b"], "'a b'", "replace it"),
+        (["produce", "T", "x", "--sharding-key", ""], "sharding_key", "leave it out"),
         (["consume", "a b"], "'a b'", "use a-z A-Z 0-9 _ - % |"),
         (["consume", ""], "topic is empty", "give it a name"),
         (["consume", "T", "--group", "a b"], "'a b'", "use a-z A-Z 0-9 _ - % |"),

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import time
 
 import pytest
 from sqlalchemy import create_engine, text
 
-from pyrocket_consumer import MessageQueue
+from pyrocket_consumer import ConsumeResult, MessageQueue
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError
 from pyrocket_consumer.offsets import DatabaseOffsets, LocalFileOffsetStore
-from tests.consuming import Events
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import Events, Seen, consuming
 from tests.exactly_once.ledgers import once
 from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
+from tests.pages import DOCS, blocks
+
+RETRIES = f"%RETRY%{GROUP}"
 
 
 @pytest.fixture
@@ -100,19 +107,26 @@ def test_queues_that_were_never_consumed_are_reset(embedded, ledger, reset):
     ("url", "said"),
     [
         ("nonsense", "one of SQLAlchemy's"),
-        ("env:NOT_THERE", "no variable NOT_THERE"),
-        ("oracle://secret:word@db/x", "needs a driver"),
+        ("env:NOT_THERE", "there is no variable NOT_THERE in the environment; set it"),
+        ("env:EMPTY", "the variable EMPTY is empty; set it to the database's address"),
+        ("env:NO_TEXT", "is not UTF-8"),
+        ("sqlite:///\udcff.db", "is not UTF-8"),
+        ("env:", "names no database"),
+        ("oracle://secret:word@db/x", "is a database of oracle"),
+        ("postgresql+nosuch://secret:word@db/x", "needs a driver"),
         ("sqlite://", "in memory"),
-        ("sqlite:////nowhere/at/all.db", "unable to open"),
+        ("sqlite:////nowhere/at/all.db", "there is no such file"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_named(embedded, ledger, capsys, url, said):
+def test_an_address_that_cannot_be_used_is_named(embedded, ledger, monkeypatch, capsys, url, said):
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.setenv("NO_TEXT", "sqlite:////\udcff.db")
     send(embedded)
     with billing(embedded, ledger):
         until_all(embedded, ledger)
     assert main(["offsets", "show", GROUP, TOPIC, "-n", embedded.name_server, "--store", url]) != 0
     told = capsys.readouterr().err
-    assert said in told and "word" not in told
+    assert said in told and "word" not in told and len(told.splitlines()) == 1
 
 
 @pytest.mark.databases("sqlite")
@@ -191,3 +205,274 @@ def test_a_reset_that_was_recorded_before_a_group_began_is_never_followed(embedd
         with billing(embedded, ledger, consume_from="last") as (consumer, _):
             embedded.wait_until(lambda one=consumer: len(one.progress()) == 5)
     assert ledger.rows() == []
+
+
+# --- moving a group into a database
+
+
+@pytest.fixture
+def moving():
+    """A group as it was before: its offsets are at the brokers, and what failed once came again by its retry topic."""
+    judged = set()
+
+    def judge(message):
+        if int(message.body) % 5 == 0 and message.body not in judged:
+            judged.add(message.body)
+            return ConsumeResult.RETRY
+
+    with EmbeddedCluster(delay_scale=0.01) as cluster:
+        cluster.create_topic(TOPIC, queues=2)
+        for queue_id, bodies in enumerate((range(12), range(12, 21))):
+            for body in bodies:
+                cluster.send(TOPIC, b"%d" % body, queue_id=queue_id)
+        with consuming(cluster, TOPIC, GROUP, Seen(judge)) as (_, seen):
+            seen.wait(lambda seen: len(seen.messages) == 21 + 5)
+            cluster.wait_until(lambda: sum(cluster.committed(GROUP, RETRIES).values()) == 5)
+            cluster.wait_until(lambda: cluster.committed(GROUP, TOPIC) == {0: 12, 1: 9})
+        yield cluster
+
+
+def send_late(cluster):
+    """Have a message come by the retry topic and by the topic each, which has had no effect yet."""
+    cluster.send(RETRIES, b"failed", properties={"RETRY_TOPIC": TOPIC})
+    cluster.send(TOPIC, b"new")
+
+
+@pytest.mark.databases("sqlite")
+def test_the_page_s_move_loses_nothing_and_repeats_nothing(moving, ledger, monkeypatch, capsys):
+    monkeypatch.setenv("NAMESRV_ADDR", moving.name_server)
+    monkeypatch.setenv("DATABASE_URL", ledger.database.url)
+    (block,) = [each for each in blocks(DOCS / "exactly-once.md", "sh") if "--queue" in each]
+    for line in block.splitlines():
+        assert main(shlex.split(line, comments=True)[1:]) == 0, capsys.readouterr().err
+    send_late(moving)
+    with billing(moving, ledger):
+        moving.wait_until(lambda: len(ledger.rows()) >= 2)
+    assert ledger.bodies() == once(["failed", "new"])
+
+
+@pytest.mark.databases("sqlite")
+def test_the_retry_topic_comes_along_and_is_told(moving, ledger, capsys):
+    offsets = ["-n", moving.name_server, "--store", ledger.database.url]
+    here = ["offsets", "reset", GROUP, TOPIC, "--to", "latest", *offsets]
+    assert main(here) == 0
+    assert f"{RETRIES}/broker-a/0 will be set to 5, where the brokers have it" in capsys.readouterr().out
+    assert main([*here, "--execute", "-o", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    expected = {"topic": RETRIES, "broker": "broker-a", "queue": 0, "committed": 5, "target": 5}
+    assert told["plan"]["retries"] == [expected]
+    assert told["result"]["outcomes"][-1] == {
+        "who": f"{RETRIES}/broker-a/0", "state": "moved", "text": "in the database, where the brokers have it",
+    }  # fmt: skip
+    assert ledger.offset(GROUP, 0, RETRIES) == 5
+    ledger.execute("UPDATE pyrocket_offsets SET next_offset = 3 WHERE topic = :topic", topic=RETRIES)
+    assert main([*here, "--execute", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["retries"] == []
+    assert ledger.offset(GROUP, 0, RETRIES) == 3, "it has a row of its own by now"
+
+
+@pytest.mark.databases("sqlite")
+def test_retries_of_which_nothing_is_committed_are_consumed_from_the_first(embedded, ledger):
+    send(embedded, ["1"], queues=1)
+    embedded.create_topic(RETRIES, queues=1)
+    embedded.broker("broker-a").create_group(GROUP)
+    with Admin(name_server=embedded.name_server) as admin:
+        plan = admin.plan_reset(GROUP, TOPIC, "latest", store=ledger.offsets)
+        assert f"{RETRIES}/broker-a/0 will be set to 0, its first message" in str(plan)
+        assert plan.execute().verified
+    send_late(embedded)
+    with billing(embedded, ledger):
+        embedded.wait_until(lambda: len(ledger.rows()) >= 2)
+    assert ledger.bodies() == once(["failed", "new"])
+
+
+@pytest.mark.databases("sqlite")
+def test_retries_that_members_have_begun_meanwhile_are_left_alone(moving, ledger):
+    with Admin(name_server=moving.name_server) as admin:
+        plan = admin.plan_reset(GROUP, TOPIC, "latest", store=ledger.offsets)
+        ledger.offsets.reset(GROUP, {MessageQueue(RETRIES, "broker-a", 0): 4}, 1)
+        assert plan.execute().verified
+    assert ledger.offset(GROUP, 0, RETRIES) == 4
+
+
+@pytest.mark.databases("sqlite")
+def test_the_retry_topic_of_a_namespace_comes_along(embedded, ledger):
+    wire_retries = f"%RETRY%team%{GROUP}"
+    for topic in (f"team%{TOPIC}", wire_retries):
+        embedded.create_topic(topic, queues=1)
+        embedded.send(topic, count=3)
+    embedded.broker("broker-a").create_group(f"team%{GROUP}")
+    embedded.broker("broker-a").commit(f"team%{GROUP}", wire_retries, {0: 2})
+    with Admin(name_server=embedded.name_server, namespace="team") as admin:
+        plan = admin.plan_reset(GROUP, TOPIC, "latest", store=ledger.offsets)
+        assert [str(each.queue) for each in plan.retries] == [f"{RETRIES}/broker-a/0"]
+        assert plan.execute().verified
+    assert ledger.offset(f"team%{GROUP}", 0, wire_retries) == 2
+
+
+# --- what the database alone knows
+
+
+@pytest.mark.databases("sqlite")
+@pytest.mark.parametrize("what", ["show", "lag"])
+def test_a_group_that_the_database_has_rows_of_is_known(embedded, ledger, capsys, what):
+    """Brokers that were made anew know no group, and that is when an operator looks."""
+    embedded.create_topic(TOPIC, queues=2)
+    embedded.send(TOPIC, count=6)
+    ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", number): number for number in (2, 3)}, 1)
+    ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", number): number for number in (0, 1)}, 1)
+
+    def run(group):
+        code = main(
+            ["offsets", what, group, *([TOPIC] if what == "show" else []), "-n", embedded.name_server, "-o", "json",
+             "--store", ledger.database.url]
+        )  # fmt: skip
+        return code, *capsys.readouterr()
+
+    code, printed, _ = run(GROUP)
+    assert code == 0
+    told = json.loads(printed)
+    assert [(each["queue"], each["committed"], each["lag"]) for each in told["queues"]] == [(0, 0, 3), (1, 1, 2)]
+    code, _, beside = run("nobody")
+    assert (code, "no broker knows group 'nobody'" in beside) == (2, True)
+
+
+@pytest.mark.databases("sqlite")
+def test_a_queue_that_is_consumed_to_its_end_is_shown(embedded, ledger, reset):
+    embedded.create_topic(TOPIC, queues=1)
+    ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", 0): 0}, 1)
+    code, told = reset(what="show")
+    assert (code, [(each["committed"], each["lag"]) for each in told["queues"]]) == (0, [(0, 0)])
+
+
+@pytest.fixture
+def wrong(tmp_path):
+    """The address of a database that has the tables, and is another one."""
+    url = f"sqlite:///{tmp_path}/wrong.db"
+    engine = create_engine(url)
+    DatabaseOffsets(engine).create_tables()
+    engine.dispose()
+    return url
+
+
+@pytest.mark.databases("sqlite")
+def test_a_reset_in_a_database_that_members_do_not_have_is_unconfirmed(embedded, ledger, wrong, capsys):
+    send(embedded)
+    with billing(embedded, ledger) as (consumer, _):
+        until_all(embedded, ledger)
+        embedded.wait_until(lambda: embedded.committed(GROUP, TOPIC) == dict.fromkeys(range(4), 25))
+        words = ["--to", "earliest", "--execute", "--wait", "3", "-o", "json"]
+        code = main(["offsets", "reset", GROUP, TOPIC, "-n", embedded.name_server, "--store", wrong, *words])
+        told = json.loads(capsys.readouterr().out)
+        assert code == 3
+        outcomes = told["result"]["outcomes"]
+        assert {each["state"] for each in outcomes} == {"unconfirmed", "moved"}
+        assert {each["text"] for each in outcomes if each["who"].startswith("broker-a")} == {
+            "is set, and no member that is online has claimed it: is this their database, and table?"
+        }
+        (problem,) = told["plan"]["problems"]
+        assert problem.startswith(f"{consumer.client_id}: consumes the topic, and the database has no row of it")
+        assert embedded.committed(GROUP, TOPIC) == dict.fromkeys(range(4), 25), "brokers have what members tell them"
+    assert ledger.bodies() == once(BODIES)
+
+
+@pytest.mark.databases("sqlite")
+def test_who_had_a_queue_and_does_not_claim_it_anew_is_named(embedded, ledger, wrong):
+    """As one that looks at a changed log once a minute; here it is looked for in a copy of its database."""
+    send(embedded, queues=1)
+    engine = create_engine(wrong)
+    copy = DatabaseOffsets(engine)
+    with billing(embedded, ledger) as (consumer, _), Admin(name_server=embedded.name_server) as admin:
+        until_all(embedded, ledger)
+        copy.reset(GROUP, {MessageQueue(TOPIC, "broker-a", 0): 100}, 1)
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE pyrocket_offsets SET owner = :owner"), {"owner": consumer.client_id})
+        result = admin.plan_reset(GROUP, TOPIC, "earliest", store=copy).execute(wait_s=1)
+        assert result.outcomes[0].state == "unconfirmed"
+        assert f"{consumer.client_id}, which had it, has not claimed it anew yet" in result.outcomes[0].text
+    engine.dispose()
+
+
+@pytest.mark.databases("sqlite")
+def test_a_queue_whose_log_has_changed_is_reset(embedded, ledger, reset):
+    send(embedded, queues=1)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger)
+    embedded.delete_topic(TOPIC)
+    send(embedded, [f"new {number}" for number in range(120)], queues=1)
+    events = Events()
+    with billing(embedded, ledger, on_event=events, start_wait_s=0.1):
+        events.wait_for("log-diverged")
+        assert reset("--to", "earliest", "--execute")[0] == 0
+        until_all(embedded, ledger, [*BODIES, *(f"new {number}" for number in range(120))])
+
+
+@pytest.mark.databases("sqlite")
+def test_a_topic_that_members_do_not_subscribe_to_is_set_for_later(embedded, ledger, reset):
+    send(embedded)
+    embedded.create_topic("other", queues=1)
+    embedded.send("other", count=3)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger)
+        began = time.monotonic()
+        with Admin(name_server=embedded.name_server) as admin:
+            plan = admin.plan_reset(GROUP, "other", "latest", store=ledger.offsets)
+            assert plan.execute(unsubscribed=True).verified
+        assert time.monotonic() - began < 20, "nobody is waited for"
+    assert ledger.offset(GROUP, 0, "other") == 3
+
+
+# --- odd rows, and odd addresses
+
+
+@pytest.mark.parametrize("what", ["show", "lag", "reset"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE pyrocket_offsets SET next_offset = 'abc' WHERE queue_id = 1",
+        "UPDATE pyrocket_offsets SET next_offset = -3 WHERE queue_id = 1",
+        "UPDATE pyrocket_offsets SET reset_epoch = 'abc' WHERE queue_id = 1",
+        "UPDATE pyrocket_offsets SET reset_epoch = 9223372036854775807 WHERE queue_id = 1",
+        "UPDATE pyrocket_offsets SET queue_id = 'abc' WHERE queue_id = 1",
+        "UPDATE pyrocket_offsets SET topic = x'ff' WHERE queue_id = 1",
+    ],
+)
+@pytest.mark.databases("sqlite")
+def test_a_row_that_means_nothing_is_named_in_a_line(embedded, ledger, capsys, what, statement):
+    embedded.create_topic(TOPIC, queues=2)
+    embedded.broker("broker-a").create_group(GROUP)
+    ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", number): 0 for number in range(2)}, 1)
+    ledger.execute(statement)
+    words = [GROUP, *([TOPIC] if what != "lag" else []), *(["--to", "latest", "--execute"] if what == "reset" else [])]
+    code = main(["offsets", what, *words, "-n", embedded.name_server, "--store", ledger.database.url])
+    (told,) = capsys.readouterr().err.splitlines()
+    assert code == 1
+    assert re.search(r"the row of topic .*, broker 'broker-a', queue .* has ", told) and "Set the row right" in told
+
+
+@pytest.mark.databases("sqlite")
+def test_an_epoch_from_the_future_spoils_no_reset(embedded, ledger, reset):
+    send(embedded)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger)
+    ledger.execute("UPDATE pyrocket_offsets SET reset_epoch = 32503680000000 WHERE queue_id = 0")  # in the year 3000
+    code, told = reset("--to", "earliest", "--execute")
+    assert code == 0
+    assert told["result"]["epoch"] <= time.time() * 1000
+    ledger.execute("DELETE FROM ledger")
+    with billing(embedded, ledger):
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
+
+
+@pytest.mark.databases("sqlite")
+def test_an_asynchronous_address_works(embedded, ledger, monkeypatch, reset):
+    pytest.importorskip("aiosqlite")
+    send(embedded)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger)
+    monkeypatch.setenv("LEDGER_URL", ledger.database.url.replace("sqlite:", "sqlite+aiosqlite:"))
+    code, told = reset(what="show")
+    assert (code, [each["committed"] for each in told["queues"]]) == (0, [25] * 4)
+    assert reset("--to", "earliest", "--execute")[0] == 0
+    assert [ledger.offset(GROUP, number, TOPIC) for number in range(4)] == [0] * 4
