@@ -1,13 +1,17 @@
 """Accounts whose balances are right: a session of the ORM, in which each payment counts once.
 
     python ledger_postgres.py 127.0.0.1:9876 postgresql+psycopg://app@127.0.0.1/app
+
+A payment is a message of the topic `payments` whose body is `account:amount`.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 from sqlalchemy import BigInteger, String, create_engine
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from pyrocket_consumer import Message, PushConsumer
@@ -25,7 +29,7 @@ class Account(Base):
 
     __tablename__ = "accounts"
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
-    balance: Mapped[int] = mapped_column(BigInteger, default=0)
+    balance: Mapped[int] = mapped_column(BigInteger)
 
 
 engine = create_engine(URL)
@@ -33,13 +37,14 @@ offsets = DatabaseOffsets(sessionmaker(engine), inbox_days=7)  # a payment that 
 
 
 def pay(messages: list[Message], session: Session) -> None:
-    """Add each payment, `account:amount`, to its account."""
+    """Add each payment to its account. Other queues pay at the same time, so all lock accounts in one order."""
+    sums = Counter[str]()
     for message in messages:
         name, _, amount = message.body.decode().partition(":")
-        account = session.get(Account, name, with_for_update=True) or Account(name=name, balance=0)
-        account.balance += int(amount)
-        session.add(account)
-        session.flush()
+        sums[name] += int(amount)
+    new = insert(Account).values([{"name": name, "balance": sums[name]} for name in sorted(sums)])
+    added = {"balance": Account.balance + new.excluded.balance}
+    session.execute(new.on_conflict_do_update(index_elements=[Account.name], set_=added))
     print(f"{len(messages)} paid", flush=True)
 
 
@@ -56,3 +61,4 @@ if __name__ == "__main__":
     ) as consumer:
         consumer.subscribe("payments", offsets.exactly_once(pay))
         consumer.join()
+    engine.dispose()

@@ -71,24 +71,35 @@ class GroupMembers:
 
 
 async def group_members(
-    cluster: Cluster, group: str, brokers: Mapping[str, str], failures: dict[str, RocketError] | None = None
+    cluster: Cluster,
+    group: str,
+    brokers: Mapping[str, str],
+    failures: dict[str, RocketError] | None = None,
+    within_s: float = math.inf,
 ) -> GroupMembers:
     """Return who is online in `group` at these masters (broker name -> address).
 
-    With `failures` a broker that does not tell is no error: they get the reason, by broker name.
+    With `failures` a broker that does not tell is no error: they get the reason, by broker name. All have `within_s`
+    seconds together to tell; but each a second, though others before it were silent.
     """
+    deadline = cluster.loop.time() + within_s
     connections: dict[str, list[tuple[str, str, int]]] = {}
     counts: dict[str, int] = {}
     models: set[str] = set()
     topics: set[str] = set()
 
     async def ask(broker_name: str) -> None:
+        left_s = max(LEAST_WAIT_S, deadline - cluster.loop.time())
         try:
-            await take(broker_name)
-        except RocketError as error:
-            if failures is None:
-                raise
-            failures[broker_name] = error
+            async with asyncio.timeout(left_s if left_s < math.inf else None):
+                return await take(broker_name)
+        except TimeoutError:
+            error = RocketError(f"{broker_name} did not tell the members of {group} within {left_s:.2g} s")
+        except RocketError as failure:
+            error = failure
+        if failures is None:
+            raise error
+        failures[broker_name] = error
 
     async def take(broker_name: str) -> None:
         accept = (ResponseCode.SUCCESS, ResponseCode.CONSUMER_NOT_ONLINE)

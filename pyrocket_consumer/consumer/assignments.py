@@ -26,7 +26,7 @@ from pyrocket_consumer.consumer.pulling import Pulling
 from pyrocket_consumer.consumer.statistics import Counts, Totals
 from pyrocket_consumer.errors import DatabaseError, Fenced, OffsetStoreError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue
-from pyrocket_consumer.offsets import QueueReset
+from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
@@ -258,7 +258,7 @@ class Assignments:
                         text = "another member has its lock still; it begins when that is given back, or expires"
                         group.trouble(EventKind.LOCK_LOST, text, queue)
                         return False
-                if self._divergence.is_paused(queue):
+                if self._divergence.is_paused(queue) or self._commits.is_paused(queue):
                     await self._unlock(queue)
                     return False
                 offset, origin = await self._start_offset(queue, is_new)
@@ -274,6 +274,9 @@ class Assignments:
                     await self._store_start(queue, offset)
                     if claim is None and recorded is not None:  # its start rule holds, and later ones do not follow
                         await self._commits.follow({queue: QueueReset(None, recorded.epoch)})
+            except Fenced:  # another member was quicker to begin it
+                await self._unlock(queue)
+                return False
             except RocketError as error:
                 text = f"where {queue} begins is not known or not stored yet: {error}"
                 group.trouble(_trouble_of(error), text, queue)
@@ -405,6 +408,11 @@ class Assignments:
             self._leaving.discard(queue)
         group.event(EventKind.QUEUE_REVOKED, f"{why} at {final}", queue, {"offset": final})
 
+    async def begin_again(self, queue: MessageQueue, why: str) -> None:
+        """Give `queue` up, and take it on as if it was new to us: its last message is looked at before the next one."""
+        await self.end(queue, why)
+        self._group.rebalance_wanted.set()
+
     async def lose(self, window: ProcessQueue) -> None:
         """The broker has given the queue's lock to another member: nothing more is consumed, and nothing committed."""
         queue = window.queue
@@ -424,28 +432,28 @@ class Assignments:
         )
         self._group.rebalance_wanted.set()
 
-    def _fenced(self, queue: MessageQueue) -> None:
+    def _fenced(self, queue: MessageQueue, why: str) -> None:
         """Another member has claimed `queue`, or it was reset in the database: nothing we do for it counts any more."""
         assignment = self._held.get(queue)
         if assignment is not None and queue not in self._leaving:
-            work = self._give_way(queue, assignment.window)
+            work = self._give_way(queue, assignment.window, why)
             self._group.tasks.begin(work, f"giving way at {queue}")
 
-    async def _give_way(self, queue: MessageQueue, window: ProcessQueue) -> None:
+    async def _give_way(self, queue: MessageQueue, window: ProcessQueue, why: str) -> None:
         async with self._lock(queue):
             assignment = self._held.get(queue)
             if assignment is not None and assignment.window is window and not assignment.ended:
                 self._stop(assignment)
                 self._fence(assignment)
-                self._forget_fenced(queue)
+                self._forget_fenced(queue, why)
 
-    def _forget_fenced(self, queue: MessageQueue) -> None:
+    def _forget_fenced(self, queue: MessageQueue, why: str) -> None:
         """Forget a queue that was claimed by another, after its period has ended. The queue is kept still."""
         del self._held[queue]
         self._commits.forget(queue)
         self._group.event(
             EventKind.QUEUE_FENCED,
-            "another member has claimed it, or it was reset; what of ours was not committed by then never will be",
+            f"{why} by then never will be",
             queue,
             level=logging.WARNING,
         )
@@ -481,6 +489,9 @@ class Assignments:
 
     async def _start_offset(self, queue: MessageQueue, is_new: bool) -> tuple[int, str]:
         group, commits = self._group, self._commits
+        # What is sent while a database does not answer comes after the start, too.
+        if isinstance(group.config.offset_store, DatabaseOffsets) and queue not in self._first_starts:
+            self._first_starts[queue] = await self._first_start(queue, is_new)
         stored = await commits.start_offset(queue)
         broker = group.cluster.broker(queue.broker_name)
         known = commits.last_known(queue)
@@ -547,7 +558,7 @@ class Assignments:
         why: str,
         unless: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Begin `queue` anew at `target`: fence, store durably, new epoch, pull. False if it is not ours (any more).
+        """Begin `queue` anew at `target`: fence, store durably, new epoch, pull. False if it is not ours any more.
 
         `expected`: do nothing if the queue has another window by now. `unless`: nor if this holds when its turn comes.
         """
@@ -563,12 +574,12 @@ class Assignments:
                 return False
             self.fence(queue)
             try:
-                await self._store(queue, target)
+                is_stored = await self._store(queue, target)
             except Fenced:
-                self._forget_fenced(queue)
+                self._forget_fenced(queue, "another member has claimed it; what of ours was not committed")
                 return False
             self.begin_anew(assignment, target, why)
-        return True
+        return is_stored
 
     @asynccontextmanager
     async def kept_still(self, queues: Iterable[MessageQueue]) -> AsyncIterator[None]:
@@ -594,8 +605,10 @@ class Assignments:
             puller.moves = fenced.puller.moves
             puller.pull()
 
-    async def _store(self, queue: MessageQueue, target: int) -> None:
+    async def _store(self, queue: MessageQueue, target: int) -> bool:
         """Store `target` durably. A broker is asked until it acknowledges; a full disk is told, memory goes on.
+
+        Returns False if the queue was given up, or the consumer closed, before it was stored.
 
         Raises:
             Fenced: another member has claimed the queue.
@@ -604,15 +617,15 @@ class Assignments:
         while True:
             try:
                 await self._commits.replace(queue, target)
-                return
+                return True
             except OffsetStoreError as error:
                 group.event(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", queue, level=logging.ERROR)
-                return
+                return True
             except Fenced:
                 raise
             except RocketError as error:
                 group.trouble(EventKind.COMMIT_FAILED, f"moving to {target} is not acknowledged yet: {error}", queue)
                 if group.closing or queue in self._leaving:
-                    return
+                    return False
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 2.0)

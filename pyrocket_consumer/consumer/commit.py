@@ -30,7 +30,7 @@ class Commits(Protocol):
     on_reset_waiting: Callable[[MessageQueue], None]
     """Called when a broker ignored a commit because it has a reset for the next pull of that queue."""
 
-    on_fenced: Callable[[MessageQueue], None]
+    on_fenced: Callable[[MessageQueue, str], None]
     """Called when another member has claimed the queue since."""
 
     def claim_of(self, queue: MessageQueue) -> Claim | None:
@@ -47,6 +47,9 @@ class Commits(Protocol):
 
     def persisted(self, queue: MessageQueue) -> int | None:
         """Return what is known to be stored."""
+
+    def is_paused(self, queue: MessageQueue) -> bool:
+        """Tell whether it is too early to ask once more where `queue` begins."""
 
     async def start_offset(self, queue: MessageQueue) -> int | None:
         """Return where to go on, None if this group has never consumed `queue`. An error is raised, never None."""
@@ -119,7 +122,7 @@ class BrokerCommits:
 
     def __init__(self, cluster: Cluster, group: str) -> None:
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
-        self.on_fenced: Callable[[MessageQueue], None] = lambda queue: None
+        self.on_fenced: Callable[[MessageQueue, str], None] = lambda queue, why: None
         self._cluster = cluster
         self._group = group
         self._memory = MemoryOffsetStore()
@@ -148,6 +151,9 @@ class BrokerCommits:
 
     def persisted(self, queue: MessageQueue) -> int | None:
         return self._persisted.get(queue)
+
+    def is_paused(self, queue: MessageQueue) -> bool:
+        return False
 
     async def start_offset(self, queue: MessageQueue) -> int | None:
         offset = await self._cluster.broker(queue.broker_name).query_offset(
@@ -326,7 +332,7 @@ class StoreCommits:
     def __init__(self, store: OffsetStore, thread: UserThread | None = None, *, memory_first: bool) -> None:
         """`thread` is where the store was loaded; it ends with `close`."""
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
-        self.on_fenced: Callable[[MessageQueue], None] = lambda queue: None
+        self.on_fenced: Callable[[MessageQueue, str], None] = lambda queue, why: None
         self._store = store
         self._memory_first = memory_first
         self._epoch_store = store if isinstance(store, ResetEpochs) else None
@@ -372,6 +378,9 @@ class StoreCommits:
 
     def persisted(self, queue: MessageQueue) -> int | None:
         return self._persisted.get(queue)
+
+    def is_paused(self, queue: MessageQueue) -> bool:
+        return False
 
     async def start_offset(self, queue: MessageQueue) -> int | None:
         kind = ReadOffsetType.MEMORY_FIRST_THEN_STORE if self._memory_first else ReadOffsetType.READ_FROM_STORE

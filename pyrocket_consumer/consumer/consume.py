@@ -20,7 +20,7 @@ from pyrocket_consumer.consumer.body_room import Entry
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, failed_messages
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConsumerClosed
-from pyrocket_consumer.offsets.database import claim_of_call
+from pyrocket_consumer.offsets.database import RolledBack, claim_of_call
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.message import Message
 
@@ -237,6 +237,8 @@ class _Runner:
 
     def _unknown(self, chunk: Chunk, message: Message, result: object) -> None:
         """Tell of the first such result of a listener: the thousandth says nothing new."""
+        if isinstance(result, RolledBack):
+            result = result.result
         key = (id(chunk.listener), type(result))
         if key not in self._told:
             self._told[key] = chunk.listener
@@ -246,6 +248,8 @@ class _Runner:
         """Note that a listener raised. Returns whether the chunk goes on."""
         messages = messages_of(unit)
         goes_on = True
+        if (claim := chunk.window.claim) is not None:
+            claim.call_raised()
         if chunk.turn is not None:
             goes_on, _ = chunk.turn.judge(unit, ConsumeResult.RETRY)
         else:
@@ -421,8 +425,8 @@ class ThreadWorkers(_Runner):
         call, context = listener.call, listener.wants_context
         add = done.extend if listener.batch_size > 1 else done.append
         turn, calls, bodies, is_list = chunk.turn, 0, window.budget.bodies, listener.batch_size > 1
-        if window.claim is not None:
-            claim_of_call.set(window.claim)
+        if (claim := window.claim) is not None:
+            claim_of_call.set(claim)
 
         def may_begin() -> bool:
             return not self._stopping and not window.dropped and (turn is None or turn.may_go_on())
@@ -450,8 +454,12 @@ class ThreadWorkers(_Runner):
                 chunk.current = unit
                 calls += 1
                 given = unit[:] if is_list else unit  # the list is the listener's to empty or sort
+                if claim is not None:
+                    claim.begin_call(messages_of(unit))
                 try:
                     result = call(given, self.context(chunk, unit)) if context else call(given)
+                    if claim is not None:
+                        result = claim.result_of(result)
                 except BaseException as error:  # SystemExit of a listener must not end a worker
                     if self.raised(chunk, unit, error):
                         continue
@@ -520,6 +528,8 @@ class AsyncWorkers(_Runner):
         """
         if not task.cancelled():
             task.exception()  # at most a listener's GeneratorExit, which was told
+        if self._tasks.get(number) is task:
+            del self._tasks[number]  # what ended it has the frames of its listener, and all that is open there
         if not self._stopping:
             self._missing.append(number)
             if not self._chunks.empty():
@@ -554,6 +564,11 @@ class AsyncWorkers(_Runner):
 
     def abandon(self) -> None:
         self._on_loop(self._end_all)
+
+    async def ended(self) -> None:
+        """Wait a moment, on their loop, until calls that were cancelled have cleaned up: a rollback takes its time."""
+        if tasks := list(self._tasks.values()):
+            await asyncio.wait(tasks, timeout=LAST_TASKS_S)
 
     def _on_loop(self, work: Callable[[], None]) -> bool:
         """Have something done there. Returns False if the loop has ended."""
@@ -616,8 +631,8 @@ class AsyncWorkers(_Runner):
         listener, turn, cancelling = chunk.listener, chunk.turn, _this_task().cancelling
         add = chunk.done.extend if listener.batch_size > 1 else chunk.done.append
         calls, goes_on, bodies, is_list = 0, True, chunk.window.budget.bodies, listener.batch_size > 1
-        if chunk.window.claim is not None:
-            claim_of_call.set(chunk.window.claim)
+        if (claim := chunk.window.claim) is not None:
+            claim_of_call.set(claim)
         try:
             while goes_on and not chunk.window.dropped and (turn is None or turn.may_go_on()):
                 try:
@@ -640,6 +655,8 @@ class AsyncWorkers(_Runner):
                 chunk.current = unit
                 calls += 1
                 given = unit[:] if is_list else unit  # the list is the listener's to empty or sort
+                if claim is not None:
+                    claim.begin_call(messages_of(unit))
                 try:
                     call: Awaitable[object] = (
                         listener.call(given, self.context(chunk, unit))
@@ -647,6 +664,8 @@ class AsyncWorkers(_Runner):
                         else listener.call(given)
                     )
                     result = await call
+                    if claim is not None:
+                        result = claim.result_of(result)
                 except asyncio.CancelledError:
                     if self._abandoned:
                         raise  # the message stays unfinished

@@ -72,6 +72,11 @@ class Corrections:
         # the window now would pass it over.
         if not await self._finished(puller.window):
             return
+        claim = puller.window.claim
+        if target < asked and claim is not None and claim.is_witnessed and claim.store.on_divergence == "stop":
+            why = f"the broker's log ends at {answer.max_offset}, before {asked}: it is looked at"
+            await self._assignments.begin_again(queue, why)
+            return
         facts = {"from": asked, "to": target, "min": answer.min_offset, "max": answer.max_offset}
         if await self._assignments.move(queue, target, puller.window, "correction"):
             tell = self._group.event

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.consumer.commit import BrokerCommits, look_at, wait_for_all
 from pyrocket_consumer.consumer.listener import ConsumeResult
 from pyrocket_consumer.consumer.user_thread import UserThread
-from pyrocket_consumer.errors import DatabaseError, Fenced, RequestTimeout, RocketError
+from pyrocket_consumer.errors import DatabaseError, Fenced, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets, MemoryOffsetStore, QueueReset, ReadOffsetType
-from pyrocket_consumer.offsets.database import Claim
+from pyrocket_consumer.offsets.database import Claim, RowLocked, Uncommitted
+from pyrocket_consumer.wire.message import Message
 
 T = TypeVar("T")
 
@@ -26,8 +27,8 @@ LOOK_EVERY_S = 5.0
 CALM_S = 60.0
 """A queue that was ours for so long is claimed anew at once, when another member has claimed it meanwhile."""
 
-LONGEST_PAUSE_S = 20.0
-"""The longest pause before it is, when members keep taking a queue from each other."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 20.0
+"""Pauses before it is, when members keep taking a queue from each other, or another session has locked its row."""
 
 
 class DatabaseCommits:
@@ -39,7 +40,10 @@ class DatabaseCommits:
     def __init__(self, store: DatabaseOffsets, thread: UserThread, cluster: Cluster, group: str) -> None:
         """`thread` is where the store was loaded; it ends with `close`."""
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
-        self.on_fenced: Callable[[MessageQueue], None] = lambda queue: None
+        self.on_fenced: Callable[[MessageQueue, str], None] = lambda queue, why: None
+        self.on_apart: Callable[[MessageQueue, str], None] = lambda queue, why: None
+        """Called when a listener's effect and its offset do not commit together, though they could."""
+        self.on_left_out: Callable[[MessageQueue, Sequence[Message]], None] = lambda queue, messages: None
         self.on_waiting: Callable[[MessageQueue | None, str], None] = lambda queue, why: None
         """Called when messages of a queue, or what is to be tidied, wait for the database."""
         self._store = store
@@ -52,12 +56,19 @@ class DatabaseCommits:
         self._claimed_at: dict[MessageQueue, float] = {}
         self._pauses: dict[MessageQueue, tuple[float, float]] = {}  # how long, and until when
         self._look_at = 0.0
-        self._hanging: asyncio.Future[Any] | None = None
+        self._turn = asyncio.Lock()  # one call after the other, whose time begins when it does
+        self._call: asyncio.Future[Any] | None = None
+        self._call_until = 0.0
+        self._told_apart: set[str] = set()  # topics
         self._published = BrokerCommits(cluster, group)
         self._published.on_reset_waiting = lambda queue: self.on_reset_waiting(queue)
         self._publishing: asyncio.Task[object] | None = None
 
     # --- the holder of claims; any thread
+
+    @property
+    def failure(self) -> object:
+        return ConsumeResult.RETRY
 
     def is_success(self, result: object) -> bool:
         return result is None or result is ConsumeResult.SUCCESS or result is ConsumeResult.COMMIT
@@ -68,37 +79,57 @@ class DatabaseCommits:
     def waits(self, claim: Claim, why: str) -> None:
         self._soon(self.on_waiting, claim.queue, why)
 
+    def left_out(self, claim: Claim, messages: Sequence[Message]) -> None:
+        self._soon(self.on_left_out, claim.queue, messages)
+
+    def apart(self, claim: Claim, offset: int) -> None:
+        if claim.queue.topic not in self._told_apart:
+            self._told_apart.add(claim.queue.topic)
+            self._soon(
+                self.on_apart,
+                claim.queue,
+                f"the listener was called with offset {offset}, which neither exactly_once nor advance() has counted: "
+                "its effect and the offset do not commit together, and may come twice (told once for a topic); "
+                f"subscribe with exactly_once(listener) of {self._store!r}",
+            )
+
     def _soon(self, work: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(work, *arguments)
         except RuntimeError:
             pass  # the consumer has ended before its listener
 
-    def _fenced(self, claim: Claim) -> None:
+    def _fenced(
+        self, claim: Claim, why: str = "another member has claimed it, or it was reset; what of ours was not committed"
+    ) -> None:
         queue = claim.queue
         if self._claims.get(queue) is claim:
-            now = self._loop.time()
-            pause_s = 0.0
-            if now - self._claimed_at[queue] < CALM_S:
-                pause_s = min(2 * self._pauses.get(queue, (0.5, 0))[0], LONGEST_PAUSE_S)
-            self._pauses[queue] = pause_s or 0.5, now + pause_s
-            self.on_fenced(queue)
+            if self._loop.time() - self._claimed_at[queue] < CALM_S:
+                self._pause(queue)
+            self.on_fenced(queue, why)
+
+    def _pause(self, queue: MessageQueue) -> None:
+        """Claim a queue later, and later and later if that happens again and again."""
+        now = self._loop.time()
+        before_s, until = self._pauses.get(queue, (0.0, 0.0))
+        pause_s = min(2 * before_s, LONGEST_PAUSE_S) if before_s and now < until + CALM_S else FIRST_PAUSE_S
+        self._pauses[queue] = pause_s, now + pause_s
 
     # --- calls of the database
 
     async def _do(self, what: str, work: Callable[..., T], *arguments: object) -> T:
-        self._check_returned(what)
-        doing = self._loop.run_in_executor(self._thread, work, *arguments)
-        await wait_for_all([doing], self._loop.time() + CALL_S)
-        if not doing.done():
+        async with self._turn:
+            if self._call is not None and not self._call.done():  # whoever asked for it was cancelled, or has given up
+                await wait_for_all([self._call], self._call_until)
+                if not self._call.done():
+                    raise DatabaseError(repr(self._store), what, "it has not returned from a call before")
+            self._call = doing = self._loop.run_in_executor(self._thread, work, *arguments)
             doing.add_done_callback(look_at)
-            self._hanging = doing
-            raise RequestTimeout(what, repr(self._store), CALL_S)
-        return doing.result()
-
-    def _check_returned(self, what: str) -> None:
-        if self._hanging is not None and not self._hanging.done():
-            raise RequestTimeout(what, f"{self._store!r}, which has not returned from a call before", CALL_S)
+            self._call_until = self._loop.time() + CALL_S
+            await wait_for_all([doing], self._call_until)
+            if not doing.done():
+                raise DatabaseError(repr(self._store), what, f"no answer within {CALL_S:g} s")
+            return doing.result()
 
     # --- commits
 
@@ -118,13 +149,16 @@ class DatabaseCommits:
         claim = self._claims.get(queue)
         return claim.stored if claim is not None else None
 
+    def is_paused(self, queue: MessageQueue) -> bool:
+        return self._loop.time() < self._pauses.get(queue, (0.0, 0.0))[1]
+
     async def start_offset(self, queue: MessageQueue) -> int | None:
-        _, until = self._pauses.get(queue, (0.0, 0.0))
-        if (wait_s := until - self._loop.time()) > 0:
-            reason = f"another member has claimed it just now; claimed again in {wait_s:.1f} s"
-            raise DatabaseError(repr(self._store), f"claiming {queue}", reason)
         self.forget(queue)
-        claim = await self._do(f"claiming {queue}", self._store.claim, self, self._group, queue, self._owner)
+        try:
+            claim = await self._do(f"claiming {queue}", self._store.claim, self, self._group, queue, self._owner)
+        except RowLocked:  # other queues shall not wait for it at every turn
+            self._pause(queue)
+            raise
         return None if claim is None else self._has(claim)
 
     def _has(self, claim: Claim) -> int:
@@ -189,7 +223,7 @@ class DatabaseCommits:
             persisting.add_done_callback(look_at)
             await wait_for_all([persisting], until)
             if not persisting.done():
-                return dict.fromkeys(behind, RequestTimeout("storing offsets", repr(self._store), CALL_S))
+                return dict.fromkeys(behind, DatabaseError(repr(self._store), "storing offsets", "no answer in time"))
             failed = persisting.result()
         await self._publish(ours, until)
         return failed
@@ -208,10 +242,13 @@ class DatabaseCommits:
                 await self._do(f"storing {offset} of {queue}", self._store.persist, claim, offset)
             except Fenced:
                 self._fenced(claim)
+            except Uncommitted as error:
+                self.on_apart(queue, str(error))
+                self._fenced(claim, "a listener has not committed its transaction; what of it was not committed")
             except RocketError as error:
                 failed[queue] = error
         try:
-            await self._do("tidying the inbox", self._store.tidy)
+            await self._do("tidying the inbox", self._store.tidy, self._group)
             if self._loop.time() >= self._look_at:  # who has nothing to consume would not hear of it
                 self._look_at = self._loop.time() + LOOK_EVERY_S
                 claims = list(self._claims.values())
@@ -231,6 +268,16 @@ class DatabaseCommits:
             self._publishing.add_done_callback(look_at)
         if until is not None:
             await wait_for_all([self._publishing], until)
+
+    async def is_consumed(self, claim: Claim, offset: int) -> bool:
+        """Tell whether a message that is to be given up has its effect all the same.
+
+        Raises:
+            DatabaseError: the database could not be asked.
+        """
+        if offset >= max(claim.tried, claim.stored):
+            return False
+        return await self._do(f"looking at {claim.queue}", self._store.is_consumed, claim, offset)
 
     async def release(self, queue: MessageQueue) -> None:
         failed = await self.persist([queue])

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import ConsumerConfig
-from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
+from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits, look_at, wait_for_all
 from pyrocket_consumer.consumer.consume import Outcome, Workers
 from pyrocket_consumer.consumer.database_commits import DatabaseCommits
 from pyrocket_consumer.consumer.end import End
@@ -19,7 +19,7 @@ from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.locks import since_boot
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.consumer.user_thread import UserThread
-from pyrocket_consumer.errors import ConfigError, ConsumerClosed
+from pyrocket_consumer.errors import ConfigError, ConsumerClosed, OffsetStoreError
 from pyrocket_consumer.model import ConsumerEvent, Subscription
 from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.offsets import DatabaseOffsets, LocalFileOffsetStore, OffsetStore
@@ -40,6 +40,9 @@ CLOSING_OWNER_LOOK_S = 0.1
 
 STORE_TIMEOUT_S = 5.0
 """How long what was opened by a start that fails is given to close."""
+
+DATABASE_TIMEOUT_S = 30.0
+"""How long a start waits for a database to answer."""
 
 
 class Life:
@@ -168,12 +171,29 @@ class Life:
         patient_until, is_told = self.loop.time() + CLOSING_OWNER_S, False
         while True:
             is_patient = self.loop.time() < patient_until
-            if await self.loop.run_in_executor(self._store_thread, self._open_store, store, is_patient):
+            opening = self.loop.run_in_executor(self._store_thread, self._open_store, store, is_patient)
+            if isinstance(store, DatabaseOffsets):
+                await self._in_time(opening, store)
+            if await opening:
                 return
             if not is_told:
                 is_told = True
                 log.info("group=%s waits for the process that is closing its offset store", self.config.group)
             await asyncio.sleep(CLOSING_OWNER_LOOK_S)
+
+    async def _in_time(self, opening: asyncio.Future[bool], store: DatabaseOffsets) -> None:
+        """Wait for a database to answer.
+
+        Raises:
+            OffsetStoreError: it has not; what it still does is undone when it has.
+        """
+        opening.add_done_callback(look_at)
+        await wait_for_all([opening], self.loop.time() + DATABASE_TIMEOUT_S)
+        if not opening.done():
+            raise OffsetStoreError(
+                f"{store!r} has not answered within {DATABASE_TIMEOUT_S:g} s; check the address, and that the database "
+                "is up; a time-out of its driver (connect_timeout, say) ends such an attempt sooner"
+            )
 
     def _open_store(self, store: OffsetStore | DatabaseOffsets, is_patient: bool) -> bool:
         """Load the store, unless its owner is about to give it up, and we are patient."""
@@ -256,8 +276,15 @@ class Life:
             if self.member is not None:
                 await self.member.close(timeout_s)
             elif self._store is not None:
-                async with asyncio.timeout(STORE_TIMEOUT_S):
-                    await self.loop.run_in_executor(self._store_thread, self._close_store, self._store)
+                closing = self.loop.run_in_executor(self._store_thread, self._close_store, self._store)
+                closing.add_done_callback(look_at)
+                await wait_for_all([closing], self.loop.time() + STORE_TIMEOUT_S)
+                if closing.done():
+                    closing.result()
+                else:  # it is closed when the call that it is in has returned: nothing else is left to do
+                    log.warning(
+                        "group=%s %r has not closed within %g s", self.config.group, self._store, STORE_TIMEOUT_S
+                    )
         except Exception as error:
             self._error = error
         finally:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 
 from pyrocket_consumer.cluster import Cluster
@@ -19,6 +19,7 @@ from pyrocket_consumer.consumer.consume import ConsumeService, Outcome, Workers
 from pyrocket_consumer.consumer.corrections import Corrections
 from pyrocket_consumer.consumer.database_commits import DatabaseCommits
 from pyrocket_consumer.consumer.delivery import Delivery
+from pyrocket_consumer.consumer.events import shown_id
 from pyrocket_consumer.consumer.expressions import Expressions
 from pyrocket_consumer.consumer.foreign_members import ForeignMembers
 from pyrocket_consumer.consumer.group import Group
@@ -26,14 +27,15 @@ from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.locks import QueueLocks
 from pyrocket_consumer.consumer.orderly import OrderlyService
 from pyrocket_consumer.consumer.outcomes import Outcomes
+from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.pulling import Pulling
 from pyrocket_consumer.consumer.rebalance import Rebalance
 from pyrocket_consumer.consumer.requests import BrokerRequests
 from pyrocket_consumer.consumer.reset import Resets
-from pyrocket_consumer.consumer.retry import Retries
+from pyrocket_consumer.consumer.retry import GIVE_UP_AGAIN_S, Retries
 from pyrocket_consumer.consumer.statistics import Counts, Statistics
 from pyrocket_consumer.consumer.stuck import StuckCalls
-from pyrocket_consumer.errors import PermissionDenied, RocketError, RouteNotFound
+from pyrocket_consumer.errors import DatabaseError, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import (
     MASTER_ID,
     RETRY_PREFIX,
@@ -45,6 +47,7 @@ from pyrocket_consumer.model import (
 )
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import logger
+from pyrocket_consumer.wire.message import Message
 
 log = logger("consumer")
 
@@ -99,6 +102,8 @@ class GroupMember:
         self.resets = Resets(group, self.assignments, commits)
         if isinstance(commits, DatabaseCommits):
             commits.on_waiting = lambda queue, why: group.trouble(EventKind.STORE_UNREACHABLE, why, queue)
+            commits.on_apart = lambda queue, why: group.event(EventKind.OFFSET_APART, why, queue, level=logging.WARNING)
+            commits.on_left_out = self._left_out
         corrections = Corrections(group, self.assignments, self.resets)
         self._pulling.on_moved = corrections.moved
         self._pulling.on_late_reset = corrections.met_late
@@ -107,9 +112,28 @@ class GroupMember:
         self._rebalance = Rebalance(group, self.assignments, self.resets, self._expressions)
         self._statistics = Statistics(group.loop.time, self.assignments.totals, self.assignments.listener_time_s)
         self._requests = BrokerRequests(group, self.assignments, commits, self.resets, self._statistics, self.service)
+        self._foreign_members: ForeignMembers | None = None
+        if isinstance(config.offset_store, DatabaseOffsets) and not config.offset_store.allow_foreign_members:
+            self._foreign_members = ForeignMembers(group, config.offset_store)
         self._masters: dict[str, str] = {}  # by broker name
         self._ending: asyncio.Task[None] | None = None
         self._end_calls_by = float("inf")
+
+    async def _give_up(self, window: ProcessQueue, message: Message) -> float:
+        """Give up a message of an orderly queue, as `Retries` does; one that has its effect is consumed."""
+        if window.claim is not None and isinstance(self.commits, DatabaseCommits):
+            try:
+                if await self.commits.is_consumed(window.claim, message.queue_offset):
+                    return 0.0
+            except DatabaseError as error:
+                self.group.trouble(EventKind.STORE_UNREACHABLE, str(error), window.queue)
+                return GIVE_UP_AGAIN_S
+        return await self.retries.give_up(window, message)
+
+    def _left_out(self, queue: MessageQueue, messages: Sequence[Message]) -> None:
+        text = f"{len(messages)} messages have had their effect: their producer has stored them twice"
+        facts = {"offset": messages[0].queue_offset, "message_id": shown_id(messages[0])}
+        self.group.event(EventKind.MESSAGE_LEFT_OUT, text, queue, facts)
 
     @staticmethod
     def _needs_locks(config: ConsumerConfig) -> bool:
@@ -144,7 +168,7 @@ class GroupMember:
             auto_commit=config.auto_commit,
             max_attempts=config.most_attempts,
             begin=self.group.tasks.begin,
-            give_up=lambda window, message: self.retries.give_up(window, message),
+            give_up=self._give_up,
             failed=lambda window, count: counts.failed(window.queue.topic, count),
             held_up=lambda window, why: self._outcomes.held_up(window, why),
         )
@@ -160,6 +184,9 @@ class GroupMember:
         subscription = group.subscriptions.newer(subscription)
         if self.state is ConsumerState.RUNNING:
             await self._expressions.check(subscription)
+            if self._foreign_members is not None:
+                await self._find_route(subscription.topic)
+                await self._foreign_members.refuse(subscription.topic)
         group.subscriptions.add(subscription, listener)
         if self.state is ConsumerState.RUNNING:
             await self._find_route(subscription.topic)
@@ -203,11 +230,9 @@ class GroupMember:
         await asyncio.gather(*map(self._find_route, group.subscriptions.topics()))
         await asyncio.gather(*map(self._expressions.check, group.subscriptions.all()))
         tasks = group.tasks
-        store = self.config.offset_store
-        if isinstance(store, DatabaseOffsets) and not store.allow_foreign_members:
-            foreign_members = ForeignMembers(group, store)
-            await foreign_members.refuse()
-            tasks.keep_running(foreign_members.watch(), "the watch over foreign members")
+        if self._foreign_members is not None:
+            await self._foreign_members.refuse()
+            tasks.keep_running(self._foreign_members.watch(), "the watch over foreign members")
         self.state = ConsumerState.RUNNING
         tasks.keep_running(self._rebalance.run(), "the rebalance loop")
         tasks.keep_running(CommitTimer(group, self.assignments, self.commits, self.resets).run(), "the commit timer")
@@ -363,14 +388,22 @@ class GroupMember:
             address = broker.addresses.get(MASTER_ID)
             if address is not None and self._masters.get(broker.broker_name) != address:
                 self._masters[broker.broker_name] = address
-                self.commits.doubt(broker.broker_name)  # one that was a slave lacks the commits of the last seconds
+                self._doubt(broker.broker_name)  # one that was a slave lacks the commits of the last seconds
         if self.group.subscriptions.get(topic) is not None:
             self.group.rebalance_wanted.set()
 
     def _reconnected(self, address: str) -> None:
-        self._names_of(address, self.commits.doubt)
+        self._names_of(address, self._doubt)
         self.resets.look_again()
         self.group.rebalance_wanted.set()
+
+    def _doubt(self, broker_name: str) -> None:
+        """A broker may have lost something: commits, or what came last."""
+        self.commits.doubt(broker_name)
+        for queue, window in self.assignments.windows().items():
+            if queue.broker_name == broker_name and window.claim is not None:
+                work = self.assignments.begin_again(queue, "its broker was away: its log is looked at, and it goes on")
+                self.group.tasks.begin(work, f"beginning {queue} again")
 
     def _names_of(self, address: str, tell: Callable[[str], None]) -> None:
         for broker_name, addresses in self.group.cluster.broker_addresses().items():

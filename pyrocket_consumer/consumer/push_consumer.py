@@ -28,6 +28,7 @@ from pyrocket_consumer.consumer.listener import Listener, MessageListener
 from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
+from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import shown
 from pyrocket_consumer.wire.subscription import parse_subscription
 
@@ -157,6 +158,7 @@ class _Face:
         self._subscriptions: dict[str, tuple[Subscription, Listener]] = {}
         self._life = Life(config, self._workers_for)
         self._own_loop: asyncio.AbstractEventLoop | None = None  # where `async def` listeners run, if not on a thread
+        self._async_workers: AsyncWorkers | None = None
         self._missed_subscription = False
 
     def __repr__(self) -> str:
@@ -173,6 +175,12 @@ class _Face:
         return self._life.cluster.client_id if self._life.cluster is not None else None
 
     def _checked(self, topic: str, listener: MessageListener, selector: str) -> tuple[Subscription, Listener]:
+        store = getattr(listener, "offset_store", None)
+        if isinstance(store, DatabaseOffsets) and store is not self.config.offset_store:
+            raise ConfigError(
+                f"the listener {getattr(listener, '__qualname__', '')} is one of {store!r}.exactly_once, and this "
+                "consumer has other offsets; pass that store to the consumer as offset_store"
+            )
         subscription = _subscription(wrap(self.config.namespace, topic), selector)
         return subscription, Listener.of(listener, self.config.listener_batch_size)
 
@@ -217,7 +225,9 @@ class _Face:
     def _workers_for(self, is_async: bool, outcome: Outcome) -> Workers:
         config = self.config
         if is_async:
-            return AsyncWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._own_loop)
+            workers = AsyncWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._own_loop)
+            self._async_workers = workers
+            return workers
         return ThreadWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._life.loop)
 
     def _begin_to_close(self, timeout_s: float | None) -> float | None:
@@ -516,6 +526,8 @@ class AsyncPushConsumer(_Face):
             raise
         if not is_over:
             raise self._not_in_time(wait_s)
+        if self._async_workers is not None:
+            await self._async_workers.ended()
         self._raise_end()
 
     async def __aenter__(self) -> Self:

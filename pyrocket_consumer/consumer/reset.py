@@ -213,7 +213,7 @@ class Resets:
 
     def report(self, topic: str, rid: str) -> ReportBody:
         """Return what we tell of a topic; epochs only of what is durable."""
-        commits = self._commits
+        commits, store = self._commits, self._group.config.offset_store
         queues = {queue for queue in self._followed if queue.topic == topic}
         queues.update(self._assignments.held(topic))
         epochs = {queue: self._epoch(queue) for queue in queues - self._undurable}
@@ -226,7 +226,7 @@ class Resets:
             {queue: target for queue, (_, target) in self._resets.items() if queue.topic == topic},
             {queue: count for queue, (count, _) in self._resets.items() if queue.topic == topic},
             str(self._group.config.message_model),
-            isinstance(self._group.config.offset_store, DatabaseOffsets),
+            store.identity if isinstance(store, DatabaseOffsets) else "",
         )
 
     # --- broadcasting: following

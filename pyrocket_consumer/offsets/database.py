@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 from uuid import uuid4
 
@@ -29,13 +29,14 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.store import check_epoch, check_offset, check_queue
 from pyrocket_consumer.text import shown
 from pyrocket_consumer.wire.message import Message
+from pyrocket_consumer.wire.reset_plan import is_epoch
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
     from sqlalchemy.orm import Session, sessionmaker
 
-    from pyrocket_consumer.offsets.database_access import Database, Execute, Statements
+    from pyrocket_consumer.offsets.database_access import Database, Execute, Statements, Verdict
 
 T = TypeVar("T")
 
@@ -50,10 +51,19 @@ AWAY_PAUSE_S = 1.0
 
 LONGEST_KEY = 255
 
+LARGEST = 2**62
+"""Above all numbers that a row can have; there are more above it, so that none is added to until it wraps round."""
+
+OWNER = 6
+"""The place of `owner` among the columns of a row."""
+
 TIDY_EVERY_S = 60.0
 """How often old rows are looked for."""
 
-_TABLE_NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]*\.)?[A-Za-z_][A-Za-z0-9_]{0,62}")
+LONGEST_TIDYING_S = 1.0
+"""How long they are deleted at a time, in small steps: more than can have come meanwhile."""
+
+_TABLE_NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]*\.)?[A-Za-z_][A-Za-z0-9_]{0,53}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +104,16 @@ class RolledBack:
 class ClaimHolder(Protocol):
     """Who has a claim, and hears what becomes of it. Any thread."""
 
+    def apart(self, claim: Claim, offset: int) -> None:
+        """A listener has returned, or raised, and nothing of its call counts the messages from `offset` on."""
+
+    def left_out(self, claim: Claim, messages: Sequence[Message]) -> None:
+        """Messages that had their effect before, as the inbox says, are not given to the listener."""
+
+    @property
+    def failure(self) -> object:
+        """What a listener returns that has failed."""
+
     def is_success(self, result: object) -> bool:
         """Tell whether a listener that returned this has consumed its messages."""
 
@@ -105,24 +125,117 @@ class ClaimHolder(Protocol):
 
 
 class Claim:
-    """One period of owning a queue. What is done for it names its epoch."""
+    """One period of owning a queue. What is done for it names its epoch.
 
-    __slots__ = ("store", "holder", "group", "queue", "epoch", "reset_epoch", "stored", "last", "unsure", "lost")
+    It knows the listener call that runs, which is one at a time, and what is done of it: a listener's word that it has
+    consumed its messages is not enough, for what stands between may have swallowed that their effect was rolled back.
+    """
+
+    __slots__ = (
+        "store", "holder", "group", "queue", "owner", "epoch", "reset_epoch", "stored", "promised", "tried", "last",
+        "unsure", "lost", "in_transaction", "_unit", "_place", "_rolled_back", "_is_used", "_is_own",
+        "_has_advanced",
+    )  # fmt: skip
 
     def __init__(self, store: DatabaseOffsets, holder: ClaimHolder, group: str, row: StoredOffset) -> None:
         self.store = store
         self.holder = holder
         self.group = group
         self.queue = row.queue
+        self.owner = row.owner
         self.epoch = row.epoch
-        self.reset_epoch = row.reset_epoch
+        self.reset_epoch = row.reset_epoch if is_epoch(row.reset_epoch, int(time.time() * 1000)) else 0
         self.stored = row.next_offset  # what is known to be committed
+        self.promised = row.next_offset  # what is, if listeners have committed their own transactions
+        self.tried = row.next_offset  # the highest that any call of `advance` has named, committed or not
         self.last = row.last
         self.unsure = False  # a transaction has failed: it may have been committed all the same
         self.lost = False
+        self.in_transaction = False  # of `exactly_once`
+        self._unit: Sequence[Message] = ()  # the messages of the call
+        self._place = 0  # so many of them are counted, by transactions that are committed or are to be
+        self._rolled_back: RolledBack | None = None  # what the call has come to, whatever its listener says
+        self._is_used = False  # the call has used the store
+        self._is_own = False  # and in transactions of its own
+        self._has_advanced = False
 
     def __repr__(self) -> str:
         return f"Claim({self.queue}, epoch={self.epoch}, stored={self.stored}{', lost' if self.lost else ''})"
+
+    @property
+    def is_witnessed(self) -> bool:
+        """Whether the row has a message that was consumed, to compare the log with."""
+        return self.last is not None or self._has_advanced
+
+    # --- the listener call
+
+    def begin_call(self, messages: Sequence[Message]) -> None:
+        """A listener is about to be called with these."""
+        self._unit, self._place, self._rolled_back = messages, 0, None
+        self._is_used = self._is_own = self.in_transaction = False
+
+    def result_of(self, result: object) -> object:
+        """Return what the call has come to, when its listener has returned this."""
+        if self._rolled_back is not None:
+            return self._rolled_back
+        if self._is_own and self._place:
+            self.promised = max(self.promised, self._unit[self._place - 1].queue_offset + 1)
+        if self._place < len(self._unit) and self.holder.is_success(result):
+            self.holder.apart(self, self._unit[self._place].queue_offset)
+        return result
+
+    def call_raised(self) -> None:
+        """The listener has raised."""
+        if not self._is_used:
+            self.holder.apart(self, self._unit[0].queue_offset)
+
+    def use(self, messages: Sequence[Message], what: str) -> int:
+        """Return which of the call's messages the first one is, for `exactly_once` or `advance`.
+
+        Raises:
+            ConfigError: they are not the next ones of the call, or a transaction of `exactly_once` runs.
+        """
+        self._is_used, unit = True, self._unit
+        if self.in_transaction:
+            raise ConfigError(
+                f"{what} was called within a listener of exactly_once, whose transaction counts its messages by "
+                "itself; use one of the two"
+            )
+        if messages == unit:
+            return 0
+        wanted = (messages[0].queue, messages[0].queue_offset)
+        places = [place for place, each in enumerate(unit) if (each.queue, each.queue_offset) == wanted]
+        if places and places[0] <= self._place:
+            part = unit[places[0] : places[0] + len(messages)]
+            if len(part) == len(messages) and all(
+                (ours.queue, ours.queue_offset) == (given.queue, given.queue_offset)
+                for ours, given in zip(part, messages, strict=True)
+            ):
+                return places[0]
+        left = unit[self._place] if self._place < len(unit) else None
+        raise ConfigError(
+            f"{what} was given {len(messages)} messages, the first at {wanted[0]} offset {wanted[1]}; it must be given "
+            "those of the listener call, in order and without gaps"
+            + (f", from offset {left.queue_offset} of {left.queue} on" if left else ", which are all counted")
+        )
+
+    def count(self, place: int, messages: int, *, is_own: bool) -> None:
+        """So many messages are counted, from that place on; `is_own`: in a transaction that is yet to be committed."""
+        self._place = max(self._place, place + messages)
+        self._has_advanced = True
+        if is_own:
+            self._is_own = True
+            self.tried = max(self.tried, self._unit[self._place - 1].queue_offset + 1)
+
+    @property
+    def rolled_back(self) -> RolledBack | None:
+        """What a transaction of this call has come to, if it was rolled back: what is behind it comes again, too."""
+        return self._rolled_back
+
+    def roll_back(self, why: RolledBack) -> RolledBack:
+        """Note that a transaction of this call was rolled back."""
+        self._rolled_back = why
+        return why
 
 
 claim_of_call: ContextVar[Claim | None] = ContextVar("pyrocket_claim", default=None)
@@ -138,6 +251,27 @@ class _Undo(Exception):
 
 class _Behind(Exception):
     """Rolls back a transaction that came too late, for some of its messages or for all: it is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(f"others have changed its rows meanwhile, {MOST_TRIES} times")
+
+
+class Uncommitted(RocketError):
+    """A listener has called `advance`, and has not committed its transaction: its messages are to come again."""
+
+
+class RowLocked(DatabaseError):
+    """Another session has locked the row of a queue, and keeps it so."""
+
+
+class _Attempt:
+    """How far one attempt at a listener's transaction has come: who is to blame for what it raises."""
+
+    __slots__ = ("step", "is_lost")
+
+    def __init__(self) -> None:
+        self.step: Literal["bookkeeping", "listener", "commit"] = "bookkeeping"
+        self.is_lost = False  # its connection
 
 
 class DatabaseOffsets:
@@ -232,6 +366,8 @@ class DatabaseOffsets:
         self._inbox_due_at = 0.0
         self.on_divergence = on_divergence
         self.allow_foreign_members = allow_foreign_members
+        self.identity = "not known yet"
+        """What tells this table from all others, once it is loaded: members of a group must have the same one."""
 
     def __repr__(self) -> str:
         return f"DatabaseOffsets({self._database.shown!r}, table={self._sql.table!r})"
@@ -267,8 +403,10 @@ class DatabaseOffsets:
                 round.
         """
         _access().check_listener(listener, self._database)
-        wrapped: Callable[[Any], Any] = _access().as_listener(self._database, listener, self._consume)
-        return wrapped
+        wrapped: Any = _access().as_listener(self._database, listener, self._consume)
+        wrapped.offset_store = self  # for consumers, which must have the same one
+        listening: Callable[[Any], Any] = wrapped
+        return listening
 
     @overload
     def advance(self, connection: Connection | Session | None, messages: Message | Sequence[Message]) -> None: ...
@@ -293,14 +431,21 @@ class DatabaseOffsets:
         given = [messages] if isinstance(messages, Message) else list(messages)
         if not given:
             raise ConfigError("advance() was given no messages; pass those that the listener was given")
+        if self.has_inbox:
+            raise ConfigError(
+                "advance() does not look into the inbox: use exactly_once(listener), or make the store without "
+                "inbox_days"
+            )
+        place = claim.use(given, "advance()")
         if self._database.is_async:
-            work: Awaitable[None] = _access().spawned(self._advance_on, connection, claim, given)
+            work: Awaitable[None] = _access().spawned(self._advance_on, connection, claim, given, place)
             return work
-        self._advance_on(connection, claim, given)
+        self._advance_on(connection, claim, given, place)
         return None
 
-    def _advance_on(self, connection: Any, claim: Claim, messages: Sequence[Message]) -> None:
+    def _advance_on(self, connection: Any, claim: Claim, messages: Sequence[Message], place: int) -> None:
         if self._advance(self._database.executor(connection), claim, messages):
+            claim.count(place, len(messages), is_own=True)
             return
         row = self._database.run_apart(lambda execute: self._row(execute, claim.group, claim.queue))
         if row is None or row.epoch != claim.epoch:
@@ -325,21 +470,50 @@ class DatabaseOffsets:
         """Consume the messages of a listener call in a transaction; one that met another is tried again."""
         claim = self._claim_here()
         messages = [given] if isinstance(given, Message) else list(given)
+        if not messages:
+            raise ConfigError("a listener of exactly_once was given no messages; pass those of the listener call")
+        place = claim.use(messages, "a listener of exactly_once")
+        if claim.rolled_back is not None:  # what is behind it has no effect before it
+            return claim.rolled_back
+        try:
+            result = self._try(claim, messages, call, rest, is_single=isinstance(given, Message))
+        except BaseException:
+            claim.roll_back(RolledBack(claim.holder.failure))  # also when somebody catches this
+            raise
+        if result is not None:
+            return claim.roll_back(result)
+        claim.count(place, len(messages), is_own=False)
+        return None
+
+    def _try(
+        self,
+        claim: Claim,
+        messages: list[Message],
+        call: Callable[..., Any],
+        rest: Callable[[float], None],
+        *,
+        is_single: bool,
+    ) -> RolledBack | None:
         for pause_s in pauses():
+            attempt = _Attempt()
             try:
-                self._consume_once(claim, messages, call, is_single=isinstance(given, Message))
+                doubles = self._consume_once(claim, messages, call, attempt, is_single=is_single)
             except _Undo as undone:
                 return RolledBack(undone.result)
             except Fenced:
                 self._lost(claim)
                 return RolledBack(postponed_s=AWAY_PAUSE_S)
             except Exception as error:
-                claim.unsure = True  # the commit may have been done, and its answer lost
-                verdict = "again" if isinstance(error, _Behind) else self._database.verdict(error)
+                was_unsure, claim.unsure = claim.unsure, True  # the commit may have been done, and its answer lost
+                verdict = self._verdict(error, attempt)
+                if verdict == "theirs" and was_unsure and self._is_behind(claim, messages):
+                    verdict = "again"  # it met its own former attempt, which was committed after all
                 if verdict == "theirs":
                     raise
-                if verdict == "away" or pause_s is None:
-                    claim.holder.waits(claim, f"{self._database.shown}: {_said(error)}")
+                if verdict != "again" or pause_s is None:
+                    met = "transactions meet again and again; have them lock rows in one order: "
+                    why = f"{met if verdict == 'again' else ''}{self._database.shown}: {_said(error)}"
+                    claim.holder.waits(claim, why)
                     return RolledBack(postponed_s=AWAY_PAUSE_S)
             except BaseException:
                 claim.unsure = True
@@ -347,25 +521,73 @@ class DatabaseOffsets:
             else:
                 claim.stored = max(claim.stored, messages[-1].queue_offset + 1)
                 claim.unsure = False
+                if doubles:
+                    claim.holder.left_out(claim, doubles)
                 return None
             rest(pause_s)
         raise AssertionError("the last pause is None")
 
+    def _is_behind(self, claim: Claim, messages: Sequence[Message]) -> bool:
+        """Tell whether some of `messages` have their effect by now, or the queue is another's."""
+        row = self._database.run_apart(lambda execute: self._row(execute, claim.group, claim.queue))
+        return row is None or row.epoch != claim.epoch or row.next_offset > messages[0].queue_offset
+
+    def _verdict(self, error: Exception, attempt: _Attempt) -> Verdict:
+        """Return what an error says: only what the listener has done is its failure."""
+        if isinstance(error, _Behind):
+            return "again"
+        if attempt.step != "listener" and isinstance(error, OSError):
+            return "away"  # some drivers raise what their connection met as it is
+        verdict = self._database.verdict(error)
+        if verdict == "broken":  # by an error that the listener has caught: PostgreSQL goes on with nothing
+            return "theirs"
+        if attempt.step == "listener":
+            if verdict == "locked":  # by rows of its own
+                return "again"
+            if verdict == "gone" and not attempt.is_lost:  # another database's
+                return "theirs"
+        return "away" if verdict == "theirs" and attempt.step == "bookkeeping" else verdict
+
     def _consume_once(
-        self, claim: Claim, messages: list[Message], call: Callable[..., Any], *, is_single: bool
-    ) -> None:
+        self, claim: Claim, messages: list[Message], call: Callable[..., Any], attempt: _Attempt, *, is_single: bool
+    ) -> Sequence[Message]:
+        """Do it once; returns the messages that were left out, because they had their effect before."""
         with self._database.transaction() as scope:
             left = self._unconsumed(scope.execute, claim, messages) if claim.unsure else messages
-            fresh = self._not_in_inbox(scope.execute, claim, left) if left and self.has_inbox else left
+            fresh, notes = self._not_in_inbox(scope.execute, claim, left) if left and self.has_inbox else (left, {})
             if fresh:
-                result = call(fresh[0] if is_single else list(fresh), *scope.arguments)
+                scope.begin()
+                if self._sql.marks:
+                    scope.execute(self._sql.mark)
+                attempt.step, claim.in_transaction = "listener", True
+                try:
+                    result = call(fresh[0] if is_single else list(fresh), *scope.arguments)
+                except Exception:
+                    attempt.is_lost = scope.is_lost()
+                    raise
+                finally:
+                    claim.in_transaction = False
                 if not claim.holder.is_success(result):
                     raise _Undo(result)
                 scope.ready()
-                if self.has_inbox:
-                    self._put_in_inbox(scope.execute, claim, fresh)
+                if self._sql.marks:
+                    self._unmark(scope.execute)
+                attempt.step = "bookkeeping"
+                if notes:
+                    self._put_in_inbox(scope.execute, claim, notes)
             if left and not self._advance(scope.execute, claim, left):
                 raise _Behind
+            attempt.step = "commit"
+        return [message for message in left if message not in fresh] if len(fresh) < len(left) else ()
+
+    def _unmark(self, execute: Execute) -> None:
+        """See that the transaction is the one that was begun for the listener."""
+        try:
+            execute(self._sql.unmark)
+        except Exception as error:
+            if self._database.verdict(error) == "theirs":
+                _access().was_ended()
+            raise
 
     def _advance(self, execute: Execute, claim: Claim, messages: Sequence[Message]) -> int:
         """Execute the statement that advances; returns how many rows it has changed."""
@@ -397,22 +619,38 @@ class DatabaseOffsets:
         """Whether messages are looked for in the inbox."""
         return self._inbox_days is not None
 
-    def _not_in_inbox(self, execute: Execute, claim: Claim, messages: Sequence[Message]) -> list[Message]:
-        """Return those of `messages` that have not been consumed before, each once."""
-        firsts = {id_of(message): message for message in reversed(messages)}
-        values = {"group": claim.group} | {f"id{number}": each for number, each in enumerate(firsts)}
-        for (known,) in execute(self._sql.in_inbox(len(firsts)), values).rows:
-            firsts.pop(known, None)
-        return [message for message in messages if firsts.get(id_of(message)) is message]
+    def _not_in_inbox(
+        self, execute: Execute, claim: Claim, messages: Sequence[Message]
+    ) -> tuple[list[Message], dict[str, bool]]:
+        """Return those of `messages` that have had no effect yet, each once; and their ids, and if a row is there.
 
-    def _put_in_inbox(self, execute: Execute, claim: Claim, messages: Sequence[Message]) -> None:
-        """Note that `messages` are consumed."""
-        at = int(time.time() * 1000)
-        rows = [{"group": claim.group, "message_id": id_of(message), "at": at} for message in messages]
+        What was noted before the queue was last reset does not count: it was reset to be consumed once more.
+        """
+        names = [inbox_id_of(message) for message in messages]
+        ids = list(dict.fromkeys(name for name in names if name is not None))
+        noted: dict[str, int] = {}
+        if ids:
+            values = {"group": claim.group} | {f"id{number}": each for number, each in enumerate(ids)}
+            noted = {name: at for name, at in execute(self._sql.in_inbox(len(ids)), values).rows}  # noqa: C416
+        fresh, notes = list[Message](), dict[str, bool]()
+        for message, name in zip(messages, names, strict=True):
+            if name is None:
+                fresh.append(message)
+            elif name not in notes and noted.get(name, -1) <= claim.reset_epoch:
+                fresh.append(message)
+                notes[name] = name in noted
+        return fresh, notes
+
+    def _put_in_inbox(self, execute: Execute, claim: Claim, notes: Mapping[str, bool]) -> None:
+        """Note that messages are consumed."""
+        at = max(int(time.time() * 1000), claim.reset_epoch + 1)
         try:
-            execute(self._sql.to_inbox, rows)
+            for statement, is_there in ((self._sql.to_inbox, False), (self._sql.again_in_inbox, True)):
+                names = [name for name, each in notes.items() if each is is_there]
+                if names:
+                    execute(statement, [{"group": claim.group, "message_id": name, "at": at} for name in names])
         except Exception as error:
-            if type(error).__name__ == "IntegrityError":  # another queue has it, too, and was quicker
+            if _is_there_already(error):  # another queue has it, too, and was quicker
                 raise _Behind from error
             raise
 
@@ -438,43 +676,73 @@ class DatabaseOffsets:
 
     def _check(self) -> None:
         try:
-            self._database.run(self._sql.look)
-            undoes = self._undoes()
+            self._patiently(lambda execute: None)
+        except Exception as error:
+            raise OffsetStoreError(
+                f"{self!r} cannot be reached: {_said(error)}; check the address and the account, and that the database "
+                "is up"
+            ) from error
+        try:
+            self._patiently(self._sql.look)
+            kept = self._kept()
+            if not kept:
+                self.identity = self._identity()
         except Exception as error:
             if self._database.verdict(error) != "theirs":
-                raise OffsetStoreError(
-                    f"{self!r} cannot be reached: {_said(error)}; check the address, and that the database is up"
-                ) from error
+                raise OffsetStoreError(f"{self!r} cannot be used now: {_said(error)}; check that it is up") from error
             raise OffsetStoreError(
                 f"{self!r}: the table is missing, of another version, or may not be written: {_said(error)}; call "
                 "create_tables() once, or execute what `pyrocket offsets ddl` prints"
             ) from error
-        if not undoes:
+        if kept:
             raise OffsetStoreError(
-                f"{self!r} keeps what is rolled back, so that nothing can be exactly once: make the engine without "
-                "isolation_level='AUTOCOMMIT', and the tables of MySQL with ENGINE=InnoDB"
+                f"{self!r} keeps what is rolled back in {kept}, so that nothing can be exactly once: make the engine "
+                "without isolation_level='AUTOCOMMIT', and the tables of MySQL with ENGINE=InnoDB"
             )
 
-    def _undoes(self) -> bool:
-        """Tell whether a row that is rolled back is gone."""
-        queue = MessageQueue(f"probe-{uuid4().hex}", "", 0)
-        key = self._key("", queue)
+    def _identity(self) -> str:
+        """Return what tells this table from all others, which the first who asks writes there."""
+        key = self._key("", MessageQueue("pyrocket", "", 0))
+
+        def work(execute: Execute) -> str:
+            if not (rows := execute(self._sql.row, key).rows):
+                execute(self._sql.begin, {**key, "next": 0, "epoch": 0, "reset_epoch": 0, "owner": uuid4().hex})
+                rows = execute(self._sql.row, key).rows
+            return str(rows[0][OWNER])
+
+        try:
+            return self._patiently(work)
+        except Exception as error:
+            if not _is_there_already(error):
+                raise
+        return self._patiently(work)  # another was quicker
+
+    def _kept(self) -> str:
+        """Return the table in which a row that is rolled back is there still, "" if there is none."""
+        name = f"probe-{uuid4().hex}"
+        key, note = self._key("", MessageQueue(name, "", 0)), {"group": "", "message_id": name}
 
         def write(execute: Execute) -> None:
             execute(self._sql.begin, {**key, "next": 0, "epoch": 0, "reset_epoch": 0, "owner": None})
+            if self.has_inbox:
+                execute(self._sql.to_inbox, {**note, "at": 0})
             raise _Undo(None)
 
-        def read_and_forget(execute: Execute) -> bool:
-            is_there = self._row(execute, "", queue) is not None
-            if is_there:
+        def read_and_forget(execute: Execute) -> str:
+            kept = ""
+            if execute(self._sql.row, key).rows:
+                kept = self._sql.table
                 execute(self._sql.forget, key)
-            return not is_there
+            if self.has_inbox and execute(self._sql.in_inbox(1), {"group": "", "id0": name}).rows:
+                kept = kept or "its inbox"
+                execute(self._sql.from_inbox, note)
+            return kept
 
         try:
-            self._database.run(write)
+            self._patiently(write)
         except _Undo:
             pass
-        return self._database.run(read_and_forget)
+        return self._patiently(read_and_forget)
 
     def claim(self, holder: ClaimHolder, group: str, queue: MessageQueue, owner: str) -> Claim | None:
         """Make `queue` ours, whoever had it; None if the group has no row of it.
@@ -495,14 +763,20 @@ class DatabaseOffsets:
         """Make the first row of `queue`, and claim it.
 
         Raises:
-            DatabaseError: the database could not be asked, or another member has made the row just now.
+            Fenced: another member has made the row just now.
+            DatabaseError: the database could not be asked.
         """
         check_queue(queue)
         check_offset(queue, offset)
 
         def work(execute: Execute) -> StoredOffset | None:
             values = {"next": offset, "epoch": 1, "reset_epoch": 0, "owner": owner[:LONGEST_KEY]}
-            execute(self._sql.begin, {**self._key(group, queue), **values})
+            try:
+                execute(self._sql.begin, {**self._key(group, queue), **values})
+            except Exception as error:
+                if _is_there_already(error):
+                    raise Fenced(str(queue)) from error
+                raise
             return self._row(execute, group, queue)
 
         row = self._do(work, f"beginning {queue} at {offset}")
@@ -514,11 +788,21 @@ class DatabaseOffsets:
 
         Raises:
             Fenced: the queue is not ours any more.
+            Uncommitted: a listener has called `advance` for some of it, and has not committed that.
             DatabaseError: the database could not be asked.
         """
+        promised = min(claim.promised, offset)
 
         def work(execute: Execute) -> StoredOffset | None:
             key = self._key(claim.group, claim.queue)
+            if promised > claim.stored:
+                row = self._row(execute, claim.group, claim.queue)
+                if row is not None and row.epoch == claim.epoch and row.next_offset < promised:
+                    raise Uncommitted(
+                        f"a listener has called advance() up to offset {promised}, and its transaction was not "
+                        f"committed (the row is at {row.next_offset}), so its messages come again: commit it before "
+                        "the listener returns (with engine.begin(), say)"
+                    )
             if execute(self._sql.persist, {**key, "epoch": claim.epoch, "next": offset}).changed:
                 return None
             row = self._row(execute, claim.group, claim.queue)
@@ -535,8 +819,17 @@ class DatabaseOffsets:
         Raises:
             DatabaseError: the database could not be asked.
         """
-        epochs = {row.queue: row.epoch for row in self.offsets(group)}
-        return [claim for claim in claims if epochs.get(claim.queue) != claim.epoch]
+
+        def work(execute: Execute) -> dict[tuple[object, ...], object]:  # whatever others may have written there
+            return {tuple(row[:3]): row[4] for row in execute(self._sql.of_group, {"group": group}).rows}
+
+        epochs = self._do(work, f"looking at claims of {group}")
+        names = ((claim, claim.queue) for claim in claims)
+        return [
+            claim
+            for claim, queue in names
+            if epochs.get((queue.topic, queue.broker_name, queue.queue_id)) != claim.epoch
+        ]
 
     def move(self, claim: Claim, offset: int, reset_epoch: int | None = None) -> Claim:
         """Set the offset, whatever it was, and claim the queue anew: what runs for `claim` changes nothing any more.
@@ -550,30 +843,51 @@ class DatabaseOffsets:
         def work(execute: Execute) -> StoredOffset:
             key = self._key(claim.group, claim.queue)
             followed = claim.reset_epoch if reset_epoch is None else reset_epoch
+            if reset_epoch is None and offset < claim.stored:  # for the inbox it is a reset, too
+                followed = max(followed, int(time.time() * 1000))
             values = {**key, "epoch": claim.epoch, "next": offset, "reset_epoch": followed}
             changed = execute(self._sql.move, values).changed
             row = self._row(execute, claim.group, claim.queue)
-            if row is None or (not changed and (row.epoch, row.next_offset) != (claim.epoch + 1, offset)):
+            ours = (claim.epoch + 1, offset, claim.owner)
+            if row is None or (not changed and (row.epoch, row.next_offset, row.owner) != ours):
                 raise Fenced(str(claim.queue))  # but for a move of ours that was not answered
             return row
 
         return Claim(self, claim.holder, claim.group, self._do(work, f"moving {claim.queue} to {offset}"))
 
-    def tidy(self) -> None:
-        """Delete some of the inbox's old rows, if it is time."""
+    def is_consumed(self, claim: Claim, offset: int) -> bool:
+        """Tell whether a message that has failed has its effect: a listener may raise after its own commit.
+
+        Raises:
+            DatabaseError: the database could not be asked.
+        """
+        if claim.tried > max(claim.stored, offset):
+
+            def work(execute: Execute) -> StoredOffset | None:
+                return self._row(execute, claim.group, claim.queue)
+
+            row = self._do(work, f"looking at {claim.queue}")
+            if row is not None and row.epoch == claim.epoch:
+                claim.stored = max(claim.stored, row.next_offset)
+        return offset < claim.stored
+
+    def tidy(self, group: str) -> None:
+        """Delete old rows of the group's inbox, or as many as can be in a moment, if it is time."""
         if self._inbox_days is None or time.monotonic() < self._inbox_due_at:
             return
         before = int((time.time() - self._inbox_days * 86400) * 1000)
 
         def work(execute: Execute) -> bool:
-            old = execute(self._sql.old_in_inbox, {"before": before}).rows
+            old = execute(self._sql.old_in_inbox, {"group": group, "before": before}).rows
             if old:
-                execute(self._sql.from_inbox, [{"group": group, "message_id": name} for group, name in old])
+                execute(self._sql.from_inbox, [{"group": group, "message_id": name} for (name,) in old])
             return bool(old)
 
+        until = time.monotonic() + LONGEST_TIDYING_S
+        while self._do(work, "tidying the inbox"):
+            if time.monotonic() >= until:
+                return  # there may be more: the next time is now
         self._inbox_due_at = time.monotonic() + TIDY_EVERY_S
-        if self._do(work, "tidying the inbox"):
-            self._inbox_due_at = 0.0  # there may be more
 
     def close(self) -> None:
         """Give up what was opened besides your engine, which stays yours to dispose of."""
@@ -590,7 +904,7 @@ class DatabaseOffsets:
 
         def work(execute: Execute) -> list[StoredOffset]:
             rows = execute(self._sql.of_group, {"group": group}).rows
-            return [stored for row in rows if topic in (None, (stored := _stored(row)).queue.topic)]
+            return [self._stored(row) for row in rows if topic in (None, row[0])]
 
         return sorted(self._do(work, f"reading the offsets of {group}"), key=lambda row: row.queue)
 
@@ -622,18 +936,51 @@ class DatabaseOffsets:
 
     def _row(self, execute: Execute, group: str, queue: MessageQueue) -> StoredOffset | None:
         rows = execute(self._sql.row, self._key(group, queue)).rows
-        return _stored(rows[0]) if rows else None
+        return self._stored(rows[0]) if rows else None
+
+    def _stored(self, row: Sequence[Any]) -> StoredOffset:
+        """Return a row as what it means.
+
+        Raises:
+            DatabaseError: it means nothing; not every database looks at types, and not everybody at what he writes.
+        """
+        topic, broker_name, queue_id, next_offset, epoch, reset_epoch, owner, *last = row
+        numbers = {"queue_id": queue_id, "next_offset": next_offset, "epoch": epoch, "reset_epoch": reset_epoch}
+        if last[0] is not None:
+            numbers |= {"last_offset": last[0], "last_store_time": last[2]}
+        wrong = {name: each for name, each in numbers.items() if type(each) is not int or not 0 <= each < LARGEST}
+        names = {"topic": topic, "broker_name": broker_name}
+        wrong |= {name: each for name, each in names.items() if type(each) is not str}
+        if wrong:
+            where = f"the row of topic {shown(topic)}, broker {shown(broker_name)}, queue {shown(queue_id)}"
+            what = ", ".join(f"{name}={shown(value)}" for name, value in wrong.items())
+            raise DatabaseError(
+                self._database.shown,
+                f"reading {self._sql.table}",
+                f"{where} has {what}; numbers must be whole, from 0 to {LARGEST - 1}, and names text. Set the row "
+                "right, or delete it if it is nobody's",
+            )
+        message = LastMessage(last[0], str(last[1] or ""), last[2]) if last[0] is not None else None
+        return StoredOffset(MessageQueue(topic, broker_name, queue_id), next_offset, epoch, reset_epoch, owner, message)
 
     def _do(self, work: Callable[[Execute], T], what: str) -> T:
+        """Do some statements in a transaction."""
+        try:
+            return self._patiently(work)
+        except RocketError:
+            raise
+        except Exception as error:
+            kind = RowLocked if self._database.verdict(error) == "locked" else DatabaseError
+            raise kind(self._database.shown, what, _said(error)) from error
+
+    def _patiently(self, work: Callable[[Execute], T]) -> T:
         """Do some statements in a transaction; one that met another's is tried again."""
         for pause_s in pauses():
             try:
                 return self._database.run(work)
-            except RocketError:
-                raise
             except Exception as error:
-                if self._database.verdict(error) != "again" or pause_s is None:
-                    raise DatabaseError(self._database.shown, what, _said(error)) from error
+                if pause_s is None or self._database.verdict(error) != "again":
+                    raise
             time.sleep(pause_s)
         raise AssertionError("the last pause is None")
 
@@ -650,18 +997,37 @@ def pauses() -> Iterable[float | None]:
 def id_of(message: Message) -> str:
     """Return the id of a message as the tables have it: what any producer or damage has made of it fits in there."""
     try:
-        name = message.message_id
+        return _fitting(message.message_id)
     except ProtocolError:
-        return f"damaged:{message.queue}:{message.queue_offset}"[:LONGEST_KEY]
-    if len(name) <= LONGEST_KEY and name.isprintable() and name == name.strip():
+        return _fitting(f"damaged:{message.queue}:{message.queue_offset}")
+
+
+def inbox_id_of(message: Message) -> str | None:
+    """Return what two copies of one message have in common, and no other message: None if nothing can be.
+
+    Ids alone would not do: one that is forwarded to another topic may keep its id, whoever knows an id can send with
+    it, and some clients give those of a batch the same one.
+    """
+    try:
+        name, body = message.producer_id, message.body
+    except ProtocolError:
+        return None
+    if name is None:
+        return None
+    proof = blake2b(f"{message.topic}\0{name}\0".encode(errors="surrogatepass") + body, digest_size=12).hexdigest()
+    return _fitting(f"{name}/{proof}")
+
+
+def _fitting(name: str) -> str:
+    """Return an id in a form that every database has a place for, and tells from all others."""
+    if len(name) <= LONGEST_KEY and name.isascii() and name.isprintable() and name == name.strip():
         return name
     return "sha256:" + sha256(name.encode(errors="surrogatepass")).hexdigest()
 
 
-def _stored(row: Sequence[Any]) -> StoredOffset:
-    topic, broker_name, queue_id, next_offset, epoch, reset_epoch, owner, last_offset, message_id, store_time = row
-    last = None if last_offset is None else LastMessage(last_offset, message_id or "", store_time or 0)
-    return StoredOffset(MessageQueue(topic, broker_name, queue_id), next_offset, epoch, reset_epoch, owner, last)
+def _is_there_already(error: Exception) -> bool:
+    """Tell whether a row could not be made because there is one; Django's errors have that name, too."""
+    return type(error).__name__ == "IntegrityError"
 
 
 def _said(error: BaseException) -> str:
@@ -674,8 +1040,9 @@ def ddl(dialect: str, table: str = "pyrocket_offsets", *, with_inbox: bool = Fal
     """Return the statements that make the tables of offsets.
 
     Raises:
-        ConfigError: `table` is no name, or SQLAlchemy is not installed.
+        ConfigError: there is no such dialect, `table` is no name, or SQLAlchemy is not installed.
     """
+    check_choice("dialect", dialect, ["sqlite", "postgresql", "mysql", "mariadb"])
     _check_table(table)
     statements: list[str] = _access().ddl(dialect, table, with_inbox=with_inbox)
     return statements
@@ -683,7 +1050,9 @@ def ddl(dialect: str, table: str = "pyrocket_offsets", *, with_inbox: bool = Fal
 
 def _check_table(table: object) -> None:
     if not isinstance(table, str) or not _TABLE_NAME.fullmatch(table):
-        raise ConfigError(f"table={shown(table)} is not allowed; it must be a name, or schema.name")
+        raise ConfigError(
+            f"table={shown(table)} is not allowed; it must be a name of up to 54 characters, or schema.name"
+        )
 
 
 def _access() -> Any:

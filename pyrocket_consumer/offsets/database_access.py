@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import re
+import os
 import sqlite3
 import threading
 import time
@@ -16,18 +16,17 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
-from weakref import WeakSet
 
 from sqlalchemy import (
     URL,
     BigInteger,
     Column,
     DateTime,
-    Index,
     Integer,
     MetaData,
     String,
     Table,
+    UniqueConstraint,
     bindparam,
     create_engine,
     delete,
@@ -42,7 +41,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection, Dialect, Engine
-from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import (
     AsyncConnection,
@@ -53,45 +52,66 @@ from sqlalchemy.ext.asyncio import (
 )
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool, StaticPool
-from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy.schema import CreateTable
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.net.forks import renew_locks_in_children
 from pyrocket_consumer.text import shown, shown_unless_secret
 
 T = TypeVar("T")
 
-LOCK_WAIT_S = 5
-"""How long bookkeeping waits for a row of PostgreSQL that a listener's transaction has locked."""
+LOCK_WAIT_S = 1
+"""How long bookkeeping waits for a row that another session has locked: all queues wait for it."""
+
+ANSWER_WITHIN_S = 60.0
+"""How long bookkeeping waits for an asynchronous driver; others have time-outs of their own."""
+
+DISPOSE_WITHIN_S = 5.0
+
+CONNECT_WITHIN_S = 10
+"""How long tools wait for a server that says nothing."""
 
 LONGEST_KEY = 255
+
+IDLE = 0
+"""psycopg's TransactionStatus for a connection without a transaction."""
 
 INBOX_STEP = 500
 """How many old rows of the inbox are deleted at a time."""
 
-Verdict = Literal["again", "away", "theirs"]
-"""What an error says: this transaction met another; the database cannot be used now; it is the listener's own."""
+Verdict = Literal["again", "locked", "gone", "away", "broken", "theirs"]
+"""What an error says: this transaction met another; one that lasts; there is no connection; the database cannot be used
+now; an error of before has ended the transaction; it is the listener's own."""
 
 _SQLSTATES: dict[str, Verdict] = {
     "40001": "again", "40P01": "again",  # serialization failure, deadlock
-    "08": "away", "53": "away", "57P": "away",  # connection, resources, shutdown
-    "40003": "away", "25006": "away", "25P03": "away", "55P03": "away",  # read-only: a standby after a fail-over
+    "08": "gone", "53300": "gone", "57P": "gone",  # connection, too many of them, shutdown
+    "53": "away",  # resources
+    "40003": "away", "25006": "away", "25P03": "away",  # read-only: a standby after a fail-over
+    "55P03": "locked", "25P02": "broken",
 }  # fmt: skip
 
 _MYSQL_CODES: dict[int, Verdict] = {
-    **dict.fromkeys((1205, 1213, 1020), "again"),
+    **dict.fromkeys((1213, 1020), "again"),
+    **dict.fromkeys((1205, 3572), "locked"),
     **dict.fromkeys(
         (0, 1040, 1053, 1077, 1079, 1129, 1152, 1158, 1159, 1160, 1161, 1203, 1290, 1792, 1836, 1927), "away"
     ),
-    **dict.fromkeys((2002, 2003, 2006, 2012, 2013, 2055, 3159, 4031), "away"),
+    **dict.fromkeys((2002, 2003, 2006, 2012, 2013, 2055, 3159, 4031), "gone"),
 }
 
 _SQLITE_CODES: dict[int, Verdict] = {
     **dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED), "again"),
     **dict.fromkeys(
-        (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY), "away"
+        (
+            sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CORRUPT,
+            sqlite3.SQLITE_NOTADB,
+        ),
+        "away",
     ),
+    sqlite3.SQLITE_CANTOPEN: "gone",
 }
 
 
@@ -122,12 +142,18 @@ class Scope(Protocol):
     def arguments(self) -> tuple[Any, ...]:
         """What the listener gets besides its messages."""
 
+    def begin(self) -> None:
+        """The listener is about to be called: what it reads is of the transaction, too."""
+
     def ready(self) -> None:
         """Have everything executed that was asked for; the transaction must still be there.
 
         Raises:
             ConfigError: the listener has ended it.
         """
+
+    def is_lost(self) -> bool:
+        """Tell whether its connection is."""
 
 
 # --- statements
@@ -195,9 +221,9 @@ class Statements:
             Column("consumer_group", key_text, primary_key=True),
             Column("message_id", key_text, primary_key=True),
             Column("at", BigInteger, nullable=False),
+            UniqueConstraint("consumer_group", "at", "message_id"),  # an index that is made with the table
             **options,
         )
-        self._inbox_by_time = Index(f"{inbox.name}_at", inbox.c.at)
         self._with_inbox = with_inbox
         self._lookups: dict[int, Statement] = {}
         row = offsets.c
@@ -251,15 +277,22 @@ class Statements:
         self.move = self._made(update(offsets).where(*ours).values(**moved, **unwitnessed, **now))
         self.reset = self._made(update(offsets).where(*key).values(**moved, **unwitnessed, **now))
         self.forget = self._made(delete(offsets).where(*key))
+        self.marks = dialect.name != "postgresql"  # there it would cost two answers, and its driver tells
+        self.mark, self.unmark = Statement("SAVEPOINT pyrocket_begun"), Statement("RELEASE SAVEPOINT pyrocket_begun")
         seen = inbox.c
         self.to_inbox = self._made(
             insert(inbox).values(consumer_group=_value("group"), message_id=_value("message_id"), at=_value("at"))
         )
         self.old_in_inbox = self._made(
-            select(seen.consumer_group, seen.message_id)
-            .where(seen.at < _value("before"))
+            select(seen.message_id)
+            .where(seen.consumer_group == _value("group"), seen.at < _value("before"))
             .order_by(seen.at)
             .suffix_with(f"LIMIT {INBOX_STEP}")
+        )
+        self.again_in_inbox = self._made(
+            update(inbox)
+            .where(seen.consumer_group == _value("group"), seen.message_id == _value("message_id"))
+            .values(at=_value("at"))
         )
         self.from_inbox = self._made(
             delete(inbox).where(seen.consumer_group == _value("group"), seen.message_id == _value("message_id"))
@@ -270,22 +303,19 @@ class Statements:
         return Statement.of(clause, self._dialect)
 
     def in_inbox(self, count: int) -> Statement:
-        """Return what looks for so many ids, `id0` and on."""
+        """Return what looks for so many ids, `id0` and on, and for when they were noted."""
         if count not in self._lookups:
             seen = self._inbox.c
             wanted = seen.message_id.in_([_value(f"id{number}") for number in range(count)])
             self._lookups[count] = self._made(
-                select(seen.message_id).where(seen.consumer_group == _value("group"), wanted)
+                select(seen.message_id, seen.at).where(seen.consumer_group == _value("group"), wanted)
             )
         return self._lookups[count]
 
     def ddl(self) -> list[str]:
         """Return the statements that make the tables."""
-        makers: list[ClauseElement] = [CreateTable(self._offsets, if_not_exists=True)]
-        if self._with_inbox:
-            is_mysql = self._dialect.name in ("mysql", "mariadb")  # MySQL has no IF NOT EXISTS for indexes
-            makers.append(CreateTable(self._inbox, if_not_exists=True))
-            makers.append(CreateIndex(self._inbox_by_time, if_not_exists=not is_mysql))
+        tables = [self._offsets, self._inbox] if self._with_inbox else [self._offsets]
+        makers = [CreateTable(table, if_not_exists=True) for table in tables]
         return [str(maker.compile(dialect=self._dialect)).strip() for maker in makers]
 
     def creations(self) -> list[Statement]:
@@ -312,17 +342,19 @@ _DIALECTS: dict[str, Callable[..., Dialect]] = {
 # --- errors
 
 
-def _driver_verdict(error: BaseException | None) -> Verdict | None:
+def _driver_verdict(error: BaseException | None, dialect: str) -> Verdict | None:
     """Return what the driver's own error says, by its code."""
-    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
-    if isinstance(state, str):
-        return next((_SQLSTATES[state[:size]] for size in (5, 3, 2) if state[:size] in _SQLSTATES), "theirs")
-    if _is_disconnected(error):
-        return "away"
     if isinstance(error, sqlite3.Error):
         return _SQLITE_CODES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
     code = error.args[0] if error is not None and error.args else None
-    return _MYSQL_CODES.get(code) if isinstance(code, int) else None
+    if dialect in ("mysql", "mariadb") and code in _MYSQL_CODES:  # their states say less: many errors share one
+        return _MYSQL_CODES[code]
+    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    if isinstance(code, dict):
+        state = code.get("C")  # pg8000
+    if isinstance(state, str):
+        return next((_SQLSTATES[state[:size]] for size in (5, 3, 2) if state[:size] in _SQLSTATES), "theirs")
+    return "gone" if _is_disconnected(error) else None
 
 
 def _is_disconnected(error: BaseException | None) -> bool:
@@ -338,10 +370,15 @@ def _refuse_to_end(*_: object, **__: object) -> NoReturn:
     )
 
 
-def _was_ended() -> NoReturn:
+def was_ended() -> NoReturn:
+    """Raise what says so.
+
+    Raises:
+        ConfigError: always.
+    """
     raise ConfigError(
-        "the listener has ended the transaction it was given, which exactly_once ends, together with the offset; what "
-        "it had committed is not undone"
+        "the listener has ended the transaction it was given, which exactly_once ends, together with the offset, or "
+        "has caught an error by which the database did (a deadlock, say); what it had committed is not undone"
     )
 
 
@@ -391,15 +428,30 @@ class _SqlScope:
         """`held` is what the user's code holds, or what that goes by: its ends are not the user's to call."""
         self.execute = _executor(connection)
         self.arguments = (handle,)
+        self._connection = connection
         self._held = held
         self._transaction = held.get_transaction()
         held.commit = held.rollback = held.close = _refuse_to_end
 
     def ready(self) -> None:
         if self._held.get_transaction() is not self._transaction or not self._transaction.is_active:
-            _was_ended()
+            was_ended()
         if isinstance(self._held, Session):
             self._held.flush()
+        info = getattr(self._connection.connection.driver_connection, "info", None)
+        if getattr(info, "transaction_status", None) == IDLE:  # of psycopg: ended by a statement, or beneath SQLAlchemy
+            was_ended()
+
+    def begin(self) -> None:
+        driver = self._connection.connection.driver_connection
+        if self._connection.dialect.name == "sqlite" and not getattr(driver, "in_transaction", True):
+            self._connection.exec_driver_sql("BEGIN")  # its driver would only with the first change
+
+    def is_lost(self) -> bool:
+        if self._connection.closed or self._connection.invalidated:
+            return True
+        driver = self._connection.connection.driver_connection
+        return bool(getattr(driver, "closed", False)) or getattr(driver, "open", True) is False
 
     def give_back(self) -> None:
         """The transaction has ended: whoever keeps the connection may end it."""
@@ -420,17 +472,56 @@ def _executor(connection: Connection) -> Execute:
 
 
 class SqlDatabase(Database):
-    """SQLAlchemy's `Engine`, or `sessionmaker`."""
+    """SQLAlchemy's `Engine`, or `sessionmaker`.
+
+    Bookkeeping has connections of its own: listeners may have all of the engine's.
+    """
 
     def __init__(self, engine: Engine, sessions: sessionmaker[Any] | None) -> None:
+        _check_engine(engine, is_async=self.is_async)
         self.shown = _address(engine.url)
         self.dialect = engine.dialect
         self.engine = engine
         self._sessions = sessions
-        _check_engine(engine)
+        self._pid = os.getpid()
+        self.renew_locks()
+        renew_locks_in_children(self)
+
+    def renew_locks(self) -> None:
+        """Have a lock that nobody holds, and no connections: in a forked child they are its parent's."""
+        self._lock = threading.Lock()
+        self._own: _OwnConnections | _OwnLoop | None = None
+        self._users = 0
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self.engine.dispose(close=False)
+
+    def _new_own(self) -> _OwnConnections | _OwnLoop:
+        return _OwnConnections(self.engine)
+
+    def open(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._own is None:
+                self._own = self._new_own()
+
+    def close(self) -> None:
+        with self._lock:
+            self._users -= 1
+            own, self._own = (self._own, None) if self._users <= 0 else (None, self._own)
+        if own is not None:
+            own.close()
 
     def run(self, work: Callable[[Execute], T]) -> T:
-        return _run_on(self.engine, work)
+        with self._lock:
+            own = self._own
+        if own is not None:
+            return own.run(work)
+        own = self._new_own()
+        try:
+            return own.run(work)
+        finally:
+            own.close()
 
     @contextmanager
     def transaction(self) -> Generator[Scope]:
@@ -461,10 +552,10 @@ class SqlDatabase(Database):
 
     def verdict(self, error: BaseException) -> Verdict:
         if isinstance(error, PoolTimeout):
-            return "away"
+            return "gone"
         if not isinstance(error, DBAPIError):
             return "theirs"
-        return "away" if error.connection_invalidated else _driver_verdict(error.orig) or "theirs"
+        return "gone" if error.connection_invalidated else _driver_verdict(error.orig, self.dialect.name) or "theirs"
 
 
 class AsyncDatabase(SqlDatabase):
@@ -480,37 +571,15 @@ class AsyncDatabase(SqlDatabase):
         super().__init__(engine.sync_engine, None)
         self._async_engine = engine
         self._async_sessions = sessions
-        self._lock = threading.Lock()
-        self._own: _OwnLoop | None = None
-        self._users = 0
+        self._loop: asyncio.AbstractEventLoop | None = None  # that listeners run on
 
-    def open(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._own is None:
-                self._own = _OwnLoop(self.engine)
-
-    def run(self, work: Callable[[Execute], T]) -> T:
-        with self._lock:
-            own = self._own
-        if own is not None:
-            return own.run(work)
-        own = _OwnLoop(self.engine)
-        try:
-            return own.run(work)
-        finally:
-            own.close()
-
-    def close(self) -> None:
-        with self._lock:
-            self._users -= 1
-            own, self._own = (self._own, None) if self._users == 0 else (None, self._own)
-        if own is not None:
-            own.close()
+    def _new_own(self) -> _OwnConnections | _OwnLoop:
+        return _OwnLoop(self.engine)
 
     @contextmanager
     def transaction(self) -> Generator[Scope]:
         """To be entered within a greenlet of SQLAlchemy's."""
+        self._check_loop()
         handle: Any
         held: Any
         if self._async_sessions is None:
@@ -531,6 +600,21 @@ class AsyncDatabase(SqlDatabase):
         finally:
             await_only(handle.close())
 
+    def _check_loop(self) -> None:
+        """See that connections of a pool are used on one loop alone, as SQLAlchemy wants it.
+
+        Raises:
+            ConfigError: another loop that runs still has used them.
+        """
+        loop = asyncio.get_running_loop()
+        other = self._loop if self._loop is not loop else None
+        if other is not None and other.is_running() and not isinstance(self.engine.pool, NullPool):
+            raise ConfigError(
+                f"{self.shown} is used on two event loops, and its pool is of one: give each consumer an engine and a "
+                "store of its own, or use AsyncPushConsumer on the application's loop"
+            )
+        self._loop = loop
+
     def executor(self, given: Any) -> Execute:
         if isinstance(given, AsyncSession):
             return super().executor(given.sync_session)
@@ -541,17 +625,25 @@ class AsyncDatabase(SqlDatabase):
             )
         return super().executor(given.sync_connection)
 
-    def verdict(self, error: BaseException) -> Verdict:
-        if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-            return "away"  # asyncpg raises what its connect met as it is
-        return super().verdict(error)
+
+class _OwnConnections:
+    """Connections for bookkeeping, as the engine would make them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = _as_if(engine)
+
+    def run(self, work: Callable[[Execute], T]) -> T:
+        return _run_on(self._engine, work)
+
+    def close(self) -> None:
+        self._engine.dispose()
 
 
 class _OwnLoop:
     """A loop on a thread of its own, and connections that belong to it."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = Engine(engine.pool.recreate(), engine.dialect, engine.url)
+        self._engine = _as_if(engine)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="pyrocket-database", daemon=True).start()
 
@@ -562,21 +654,42 @@ class _OwnLoop:
             self._loop.close()
 
     def run(self, work: Callable[[Execute], T]) -> T:
-        result: T = asyncio.run_coroutine_threadsafe(greenlet_spawn(_run_on, self._engine, work), self._loop).result()
+        running = asyncio.run_coroutine_threadsafe(greenlet_spawn(_run_on, self._engine, work), self._loop)
+        try:
+            result: T = running.result(ANSWER_WITHIN_S)
+        except TimeoutError:
+            running.cancel()
+            raise TimeoutError(f"no answer within {ANSWER_WITHIN_S:g} s") from None
         return result
 
     def close(self) -> None:
         disposing = asyncio.run_coroutine_threadsafe(greenlet_spawn(self._engine.dispose), self._loop)
         try:
-            disposing.result(LOCK_WAIT_S)
+            disposing.result(DISPOSE_WITHIN_S)
+        except TimeoutError:
+            pass  # what it still waits for goes with it
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 
+def _as_if(engine: Engine) -> Engine:
+    """Return an engine with the same settings, and connections of its own."""
+    return Engine(
+        engine.pool.recreate(),
+        engine.dialect,
+        engine.url,
+        execution_options=engine.get_execution_options(),
+        hide_parameters=engine.hide_parameters,
+    )
+
+
 def _run_on(engine: Engine, work: Callable[[Execute], T]) -> T:
+    """Do `work` on an engine of our own."""
     with engine.connect() as connection, connection.begin():
         if engine.dialect.name == "postgresql":
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_WAIT_S}s'")
+        elif engine.dialect.name in ("mysql", "mariadb"):
+            connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {LOCK_WAIT_S}")
         return work(_executor(connection))
 
 
@@ -600,7 +713,10 @@ class DjangoDatabase(Database):
         if vendor not in _DIALECTS:
             raise ConfigError(f"alias={alias!r} is a database of {vendor}; {_SUPPORTED}")
         self._alias = alias
-        self._lent: WeakSet[Any] = WeakSet()  # connections of threads that listeners run on
+        self._lock = threading.Lock()
+        self._users = 0
+        self._lent: set[Any] = set()  # connections of threads that listeners run on
+        self._busy: set[Any] = set()  # those of them that a listener call has in hand
         self.shown = f"django:{alias}"
         self.dialect = _DIALECTS[vendor](paramstyle="format")
 
@@ -609,7 +725,8 @@ class DjangoDatabase(Database):
         from django.db import connections, transaction
 
         connection = connections[self._alias]
-        if not connection.in_atomic_block:
+        # A CONN_MAX_AGE of 0 is for requests: a connection for each would cost more than what is done with it.
+        if not connection.in_atomic_block and (connection.errors_occurred or connection.settings_dict["CONN_MAX_AGE"]):
             connection.close_if_unusable_or_obsolete()
         with transaction.atomic(using=self._alias, durable=True):
             yield _DjangoScope(connection)
@@ -620,22 +737,41 @@ class DjangoDatabase(Database):
 
     def run_apart(self, work: Callable[[Execute], T]) -> T:
         def run_here() -> T:
+            from django.db import connections
+
             try:
                 return self.run(work)
             finally:
-                self.close()
+                connections[self._alias].close()
 
         with ThreadPoolExecutor(1) as thread:  # a connection of its own
             return thread.submit(run_here).result()
 
-    def transaction(self) -> AbstractContextManager[Scope]:
+    @contextmanager
+    def transaction(self) -> Generator[Scope]:
         from django.db import connections
 
         connection = connections[self._alias]
-        if connection not in self._lent:
-            connection.inc_thread_sharing()  # they are closed by whoever closes this
-            self._lent.add(connection)
-        return self._scope()
+        with self._lock:
+            if connection not in self._lent:
+                connection.inc_thread_sharing()  # they are closed by whoever closes this
+                self._lent.add(connection)
+            self._busy.add(connection)
+        try:
+            with self._scope() as scope:
+                yield scope
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+                is_last = self._users <= 0
+                if is_last:
+                    self._lent.discard(connection)
+            if is_last:  # the consumer has not waited for its listener
+                connection.close()
+
+    def open(self) -> None:
+        with self._lock:
+            self._users += 1
 
     def executor(self, given: Any) -> Execute:
         from django.db import connections
@@ -652,14 +788,19 @@ class DjangoDatabase(Database):
 
         if not isinstance(error, Error):
             return "theirs"
-        return _driver_verdict(error.__cause__) or ("away" if isinstance(error, InterfaceError) else "theirs")
+        return _driver_verdict(error.__cause__, self.dialect.name) or (
+            "gone" if isinstance(error, InterfaceError) else "theirs"
+        )
 
     def close(self) -> None:
         from django.db import connections
 
-        for connection in (connections[self._alias], *self._lent):
+        with self._lock:
+            self._users -= 1
+            idle = self._lent - self._busy if self._users <= 0 else set()
+            self._lent -= idle
+        for connection in (connections[self._alias], *idle):
             connection.close()
-        self._lent.clear()
 
 
 class _DjangoScope:
@@ -680,28 +821,54 @@ class _DjangoScope:
                 cursor.execute(statement.text)
             return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
 
+    def begin(self) -> None:
+        pass
+
     def ready(self) -> None:
         if not self._connection.in_atomic_block or self._connection.needs_rollback:
-            _was_ended()
+            was_ended()
+
+    def is_lost(self) -> bool:
+        return self._connection.connection is None or self._connection.errors_occurred
 
 
 _SUPPORTED = "it must be SQLite, PostgreSQL, MySQL or MariaDB"
 
+_DRIVERS = {
+    "sqlite": "sqlite:///file",
+    "postgresql": "postgresql+psycopg://user@host/name (pip install 'psycopg[binary]')",
+    "mysql": "mysql+pymysql://user@host/name (pip install PyMySQL)",
+    "mariadb": "mariadb+pymysql://user@host/name (pip install PyMySQL)",
+}
 
-_SECRET = re.compile(r"pass|pwd|secret|token|odbc", re.IGNORECASE)
-"""Parts of an address's query that are not shown."""
+
+_SHOWN = {
+    "application_name", "charset", "connect_timeout", "dbname", "host", "mode", "port", "sslmode", "timeout", "uri",
+    "user",
+}  # fmt: skip
+"""Parts of an address's query that are shown: any other may be a secret."""
 
 
 def _address(url: URL) -> str:
     """Return the address of a database without passwords, wherever they are in it."""
-    query = {name: "***" if _SECRET.search(name) else value for name, value in url.query.items()}
+    query = {name: value if name in _SHOWN else "***" for name, value in url.query.items()}
     return url.set(query=query).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
 
 
-def _check_engine(engine: Engine) -> None:
+def _check_host(url: URL, what: str) -> None:
+    if url.host is not None and "@" in url.host:  # what is before it is of the password
+        raise ConfigError(f"{what} has an @ in its host; an @ in a password is written %40 there")
+
+
+def _check_engine(engine: Engine, *, is_async: bool) -> None:
+    _check_host(engine.url, "the address of engine")
     address, dialect = _address(engine.url), engine.dialect.name
     if dialect not in _DIALECTS:
         raise ConfigError(f"engine={address!r} is a database of {dialect}; {_SUPPORTED}")
+    if engine.dialect.is_async and not is_async:
+        raise ConfigError(
+            f"engine={address!r} has an asynchronous driver; use create_async_engine, or a driver that is not"
+        )
     database, mode = engine.url.database or ":memory:", engine.url.query.get("mode")
     if dialect == "sqlite" and (":memory:" in database or mode == "memory"):
         raise ConfigError(f"engine={address!r} is in memory, where threads have no transactions apart; use a file")
@@ -747,13 +914,22 @@ def engine_at(url: str) -> Engine | AsyncEngine:
         raise ConfigError(
             "the database's address cannot be read; it must be one of SQLAlchemy's: postgresql+psycopg://user@host/name"
         ) from None
+    _check_host(parsed, "the database's address")
+    kind = parsed.get_backend_name()
+    if kind not in _DRIVERS:
+        raise ConfigError(f"{_address(parsed)} is a database of {kind}; {_SUPPORTED}: {', '.join(_DRIVERS.values())}")
+    if kind == "sqlite" and parsed.database and not parsed.query and not os.path.exists(parsed.database):
+        raise ConfigError(f"{_address(parsed)}: there is no such file; a member makes it, with create_tables()")
     try:
-        try:
-            return create_engine(parsed, poolclass=NullPool)
-        except InvalidRequestError:
-            return create_async_engine(parsed, poolclass=NullPool)
+        dialect = parsed.get_dialect()
+        options: dict[str, Any] = {"poolclass": NullPool}
+        if dialect.driver in ("psycopg", "psycopg2") and "connect_timeout" not in parsed.query:
+            options["connect_args"] = {"connect_timeout": CONNECT_WITHIN_S}  # others have one without being asked
+        return (create_async_engine if dialect.is_async else create_engine)(parsed, **options)
     except (ImportError, NoSuchModuleError) as error:
-        raise ConfigError(f"{_address(parsed)} needs a driver that is not installed: {error}") from error
+        raise ConfigError(
+            f"{_address(parsed)} needs a driver that is not installed ({error}); for example {_DRIVERS[kind]}"
+        ) from error
     except (ArgumentError, TypeError, ValueError):
         raise ConfigError(f"{_address(parsed)} has something in it that its driver does not take") from None
 

@@ -37,6 +37,7 @@ from pyrocket_consumer.wire.properties import (
     encode_properties,
     encoded_properties,
     find_property,
+    first_property,
 )
 
 __all__ = [
@@ -214,6 +215,16 @@ class Message:
         Not unique: a message sent twice keeps it, and brokers 5.1 and 5.3 give the items of a Java batch the same one.
         """
         return self.property(PropertyName.UNIQUE_KEY) or self.offset_message_id
+
+    @property
+    def producer_id(self) -> str | None:
+        """The id its producer gave this very message, None if it gave none; copies that it sent twice have the same.
+
+        Some brokers give the items of a batch the batch's id besides their own, and then `message_id` is that one.
+        """
+        start = self._properties_start()
+        value = first_property(self._data[start : self._end], PropertyName.UNIQUE_KEY)
+        return value.decode("utf-8", "replace") if value is not None else None
 
     @property
     def offset_message_id(self) -> str:

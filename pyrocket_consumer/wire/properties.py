@@ -116,6 +116,16 @@ def decode_properties(text: bytes | str) -> dict[str, str]:
     return properties
 
 
+def first_property(data: bytes, name: str) -> bytes | None:
+    """Return the first value of `name` in the text `data`, None when absent; elsewhere the last one counts."""
+    wanted = name.encode()
+    for item in data.split(b"\x02"):
+        found, _, value = item.partition(b"\x01")
+        if found == wanted and value:
+            return value
+    return None
+
+
 def find_property(data: bytes, start: int, end: int, name: str) -> bytes | None:
     """Return the value of `name` in the properties text `data[start:end]`, None when absent, without reading the rest.
 

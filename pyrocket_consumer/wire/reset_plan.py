@@ -135,7 +135,7 @@ class ReportBody:
     `epochs`: the newest reset each queue has followed, durably. `offsets`: where queues stand. `moved`: the targets
     of this very plan that queues were moved to, for groups whose members share queues and keep no epochs. `resets` and
     `reset_counts`: the target each queue was reset to last, by whomever, and how often it was reset before and then.
-    `in_database`: whether the member's offsets are in a database.
+    `database`: what tells the database that the member's offsets are in from others, "" if they are in none.
     """
 
     topic: str
@@ -146,7 +146,12 @@ class ReportBody:
     resets: PlanOffsets = field(default_factory=dict)
     reset_counts: PlanOffsets = field(default_factory=dict)
     message_model: str = ""
-    in_database: bool = False
+    database: str = ""
+
+    @property
+    def in_database(self) -> bool:
+        """Whether the member's offsets are in a database."""
+        return bool(self.database)
 
 
 def encode_plan(plan: PlanBody) -> bytes:
@@ -199,7 +204,7 @@ def encode_report(report: ReportBody) -> bytes:
             "resets": _nested(report.resets),
             "resetCounts": _nested(report.reset_counts),
             "messageModel": report.message_model,
-            "inDatabase": report.in_database,
+            "database": report.database,
         }
     )
 
@@ -223,7 +228,7 @@ def decode_report(body: bytes) -> ReportBody:
         table("resets"),
         table("resetCounts"),
         found.text("messageModel"),
-        found.truth("inDatabase"),
+        found.text("database"),
     )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy.exc import OperationalError
 
 from pyrocket_consumer import Producer
 from pyrocket_consumer.offsets import DatabaseOffsets
@@ -127,6 +128,7 @@ def run(
 ) -> str:
     """Send messages, and disturb who consumes them; returns what is wrong in the end, "" if nothing is."""
     engine = create_engine(database.url)
+    ledger = Ledger(engine)
     DatabaseOffsets(engine).create_tables()
     with engine.begin() as connection:
         columns = "body VARCHAR(32), queue_id INTEGER, queue_offset BIGINT"
@@ -140,12 +142,10 @@ def run(
     try:
         for _ in range(MEMBERS):
             members.start()
-        _send_and_disturb(
-            cluster, topic, members, messages, every_s, rate, lambda: _booked(engine), lambda: _repeats(engine), tell
-        )
+        _send_and_disturb(cluster, topic, members, messages, every_s, rate, ledger, tell)
         members.wake(everybody=True)
         deadline = time.monotonic() + SETTLE_S
-        while _distinct(engine) < messages and time.monotonic() < deadline and not _repeats(engine):
+        while ledger.distinct() < messages and time.monotonic() < deadline and not ledger.repeats():
             time.sleep(0.2)
         time.sleep(2)  # what should not come comes now
         with engine.connect() as connection:
@@ -163,21 +163,34 @@ def run(
     return f"missing: {len(missing)} {missing[:3]}, twice: {len(twice)} {twice[:3]}" if missing or twice else ""
 
 
-def _booked(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return int(connection.execute(text("SELECT COUNT(*) FROM ledger")).scalar_one())
+class Ledger:
+    """What is in the ledger, as far as it can be looked at: a frozen member may have locked a file of SQLite."""
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[str, int] = {}
 
-def _repeats(engine: Engine) -> bool:
-    """Tell whether some message has its effect twice: there is nothing more to find."""
-    places = "SELECT COUNT(*) FROM (SELECT DISTINCT queue_id, queue_offset FROM ledger) places"
-    with engine.connect() as connection:
-        return bool(connection.execute(text(f"SELECT COUNT(*) - ({places}) FROM ledger")).scalar_one())
+    def booked(self) -> int:
+        """Return how many effects there are."""
+        return self._count("SELECT COUNT(*) FROM ledger")
 
+    def distinct(self) -> int:
+        """Return how many messages have one."""
+        return self._count("SELECT COUNT(DISTINCT body) FROM ledger")
 
-def _distinct(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return int(connection.execute(text("SELECT COUNT(DISTINCT body) FROM ledger")).scalar_one())
+    def repeats(self) -> int:
+        """Return how many a message has too many; if there are any, there is nothing more to find."""
+        places = "SELECT COUNT(*) FROM (SELECT DISTINCT queue_id, queue_offset FROM ledger) places"
+        return self._count(f"SELECT COUNT(*) - ({places}) FROM ledger")
+
+    def _count(self, statement: str) -> int:
+        try:
+            with self._engine.connect() as connection:
+                self._known[statement] = int(connection.execute(text(statement)).scalar_one())
+        except OperationalError as error:
+            if "locked" not in str(error.orig):
+                raise
+        return self._known.get(statement, 0)
 
 
 def _send_and_disturb(
@@ -187,8 +200,7 @@ def _send_and_disturb(
     messages: int,
     every_s: float,
     rate: float,
-    booked: Callable[[], int],
-    repeats: Callable[[], bool],
+    ledger: Ledger,
     tell: Callable[[str], object],
 ) -> None:
     sent = done = 0
@@ -198,7 +210,7 @@ def _send_and_disturb(
         while sent < messages or done < 0.9 * messages:
             now = time.monotonic()
             if now - looked_at > 0.1:
-                looked_at, done = now, booked()
+                looked_at, done = now, ledger.booked()
             if sent < messages and sent < (now - began) * rate and sent - done < MOST_AHEAD:
                 bodies = [b"m%d" % number for number in range(sent, min(sent + BATCH, messages))]
                 producer.send_batch(topic, bodies)
@@ -211,7 +223,7 @@ def _send_and_disturb(
                 next_at = now + every_s
             if now - told_at > 10:
                 told_at = now
-                if repeats():
+                if ledger.repeats():
                     return
                 tell(f"{sent} of {messages} sent, {done} booked, {members.killed} kills, {members.frozen} freezes")
 

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from contextlib import ExitStack
 
 import pytest
+from sqlalchemy import create_engine
 
+from pyrocket_consumer import PushConsumer
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, consuming
-from tests.exactly_once.ledgers import ledger_in, once
+from tests.exactly_once.ledgers import EXACTLY_ONCE, ledger_in, once
 from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
 from tests.hazards.naive import NaiveMember
 
 pytestmark = pytest.mark.databases("sqlite")
+
+WHO, HOW = RequestCode.GET_CONSUMER_CONNECTION_LIST, RequestCode.GET_CONSUMER_RUNNING_INFO
+MOST_ASKED = 200
+"""In one look."""
+
+
+def telling(count, language, name="m{}"):
+    """A fault: the broker names so many members, of whom it knows nothing when it is to ask them."""
+    members = [
+        {"clientAddr": "1.1.1.1:1", "clientId": name.format(number), "language": language, "version": 435}
+        for number in range(count)
+    ]
+    said = {
+        "connectionSet": members, "subscriptionTable": {}, "consumeType": "CONSUME_PASSIVELY",
+        "messageModel": "CLUSTERING", "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET",
+    }  # fmt: skip
+    return answer(0, "", {}, json.dumps(said).encode())
+
+
+def asked(cluster, code, broker_name="broker-a"):
+    return len(cluster.broker(broker_name).requests(code))
 
 
 @pytest.fixture
@@ -26,9 +53,9 @@ def foreigner(embedded):
 
 
 def test_a_group_with_a_member_of_another_client_is_refused(embedded, ledger, foreigner):
-    with pytest.raises(ConfigError, match=f"members of another client.*{foreigner.client_id}.*allow_foreign_members"):
+    with pytest.raises(ConfigError, match=f"members of another client.*allow_foreign_members.*{foreigner.client_id}"):
         billing(embedded, ledger).__enter__()
-    assert ledger.query("SELECT * FROM pyrocket_offsets") == []
+    assert ledger.offsets.offsets(GROUP) == []
 
 
 def test_it_is_not_if_it_shall_not_be_and_then_brokers_lock_queues(embedded, database, foreigner):
@@ -43,9 +70,9 @@ def test_a_group_with_a_member_that_has_no_database_is_refused(embedded, ledger)
     send(embedded)
     with consuming(embedded, TOPIC, GROUP, orderly=True) as (former, seen):
         seen.wait_for(len(BODIES))
-        with pytest.raises(ConfigError, match=f"{former.client_id}.*not in a database.*allow_foreign_members"):
+        with pytest.raises(ConfigError, match=f"allow_foreign_members.*{former.client_id}.*not in a database"):
             billing(embedded, ledger).__enter__()
-    assert ledger.query("SELECT * FROM pyrocket_offsets") == []
+    assert ledger.offsets.offsets(GROUP) == []
     with billing(embedded, ledger):
         until_all(embedded, ledger)
 
@@ -65,11 +92,131 @@ def test_one_that_comes_later_is_told_once(embedded, ledger, kind):
         event = events.wait_for("foreign-member")
         assert member.client_id in event.text
         assert "stop" in event.text
-        looks = len(embedded.broker("broker-a").requests(RequestCode.GET_CONSUMER_CONNECTION_LIST))
-        embedded.wait_until(
-            lambda: len(embedded.broker("broker-a").requests(RequestCode.GET_CONSUMER_CONNECTION_LIST)) > looks + 3
-        )
+        looks = asked(embedded, WHO)
+        embedded.wait_until(lambda: asked(embedded, WHO) > looks + 3)
     assert len(events.of("foreign-member")) == 1
+
+
+@pytest.mark.parametrize("fault", [drop, answer(1, "busy")], ids=["lost", "busy"])
+def test_one_whose_first_answer_is_not_heard_is_refused_at_a_start_all_the_same(embedded, ledger, fault):
+    send(embedded)
+    with consuming(embedded, TOPIC, GROUP, orderly=True) as (former, _):
+        embedded.broker("broker-a").on(HOW, fault)
+        with pytest.raises(ConfigError, match=f"{former.client_id}.*not in a database"):
+            billing(embedded, ledger).__enter__()
+    assert ledger.offsets.offsets(GROUP) == []
+
+
+def test_one_is_refused_at_a_start_though_its_broker_did_not_tell_at_once(embedded, ledger, foreigner):
+    embedded.broker("broker-a").on(WHO, answer(1, "busy"))
+    with pytest.raises(ConfigError, match=foreigner.client_id):
+        billing(embedded, ledger).__enter__()
+
+
+def test_a_broker_that_does_not_tell_its_members_holds_up_no_start_and_is_told(embedded, ledger, caplog):
+    caplog.set_level(logging.WARNING)
+    send(embedded)
+    embedded.broker("broker-a").on(WHO, answer(1, "busy"), times=None)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger)
+    (line,) = [record.getMessage() for record in caplog.records if "not known" in record.getMessage()]
+    assert "broker-a" in line and "busy" in line
+
+
+def test_one_that_is_not_heard_at_a_start_is_told_when_it_is(embedded, ledger, caplog):
+    """A start does not wait for those that are silent: a member of ours that hangs would end the group."""
+    caplog.set_level(logging.WARNING)
+    send(embedded)
+    events = Events()
+    broker = embedded.broker("broker-a")
+    broker.on(HOW, answer(1, "busy"), times=None)
+    with (
+        consuming(embedded, TOPIC, GROUP, orderly=True) as (former, _),
+        billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2),
+    ):
+        (line,) = [record.getMessage() for record in caplog.records if "not known" in record.getMessage()]
+        assert former.client_id in line and "busy" in line
+        looks = asked(embedded, WHO)
+        embedded.wait_until(lambda: asked(embedded, WHO) > looks + 20)
+        assert events.of("foreign-member") == []
+        assert asked(embedded, HOW) < asked(embedded, WHO) / 2, "less and less often"
+        broker.clear_faults()
+        assert former.client_id in events.wait_for("foreign-member").text
+        heard = asked(embedded, HOW)
+        looks = asked(embedded, WHO)
+        embedded.wait_until(lambda: asked(embedded, WHO) > looks + 5)
+        assert asked(embedded, HOW) == heard, "who is known is asked no more"
+    assert len(events.of("foreign-member")) == 1
+
+
+@pytest.mark.parametrize("fault", [drop, answer(1, "busy")], ids=["lost", "busy"])
+def test_one_that_comes_later_and_is_not_heard_at_once_is_told_once(embedded, ledger, fault):
+    send(embedded)
+    events = Events()
+    with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
+        embedded.broker("broker-a").on(HOW, fault)
+        with consuming(embedded, TOPIC, GROUP, orderly=True, instance_name="late") as (member, _):
+            assert member.client_id in events.wait_for("foreign-member").text
+            looks = asked(embedded, WHO)
+            embedded.wait_until(lambda: asked(embedded, WHO) > looks + 5)
+    assert len(events.of("foreign-member")) == 1
+
+
+def test_one_is_told_though_another_broker_says_nothing(database):
+    with EmbeddedCluster(brokers=2) as cluster, ledger_in(database) as ledger:
+        send(cluster)
+        events = Events()
+        with billing(cluster, ledger, on_event=events, rebalance_interval_s=0.2):
+            cluster.broker("broker-b").on(WHO, drop, times=None)
+            with consuming(cluster, TOPIC, GROUP, orderly=True, instance_name="late") as (member, _):
+                assert member.client_id in events.wait_for("foreign-member").text
+
+
+def test_one_that_was_told_is_not_told_again_after_its_broker_said_nothing(database):
+    with EmbeddedCluster() as cluster, ledger_in(database) as ledger:
+        send(cluster)
+        events = Events()
+        with (
+            billing(cluster, ledger, on_event=events, rebalance_interval_s=0.2),
+            consuming(cluster, TOPIC, GROUP, orderly=True, instance_name="late"),
+        ):
+            events.wait_for("foreign-member")
+            cluster.broker("broker-a").on(WHO, answer(1, "busy"), times=3)
+            looks = asked(cluster, WHO)
+            cluster.wait_until(lambda: asked(cluster, WHO) > looks + 6)
+        assert len(events.of("foreign-member")) == 1
+
+
+def test_a_start_that_is_refused_says_the_remedy_however_many_there_are(embedded, ledger):
+    send(embedded, [])
+    embedded.broker("broker-a").on(WHO, telling(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
+    with pytest.raises(ConfigError, match="5000 members of another client.*stop them.*: .*and 4990 more$") as refused:
+        billing(embedded, ledger).__enter__()
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 3000
+
+
+def test_an_event_of_many_is_short_and_says_the_remedy(embedded, ledger):
+    send(embedded, [])
+    events = Events()
+    with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
+        embedded.broker("broker-a").on(WHO, telling(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
+        event = events.wait_for("foreign-member")
+    assert "stop them" in event.text and event.text.endswith("and 4990 more")
+    assert event.facts["count"] == 5000
+    named = event.facts["members"]
+    assert len(named) == 10 and all(len(name) < 300 and name.isprintable() for name in named)
+
+
+def test_so_many_members_are_asked_in_a_look(embedded, ledger):
+    send(embedded, [])
+    with billing(embedded, ledger, rebalance_interval_s=0.2):
+        looks, before = asked(embedded, WHO), asked(embedded, HOW)
+        embedded.broker("broker-a").on(WHO, telling(1000, "PYTHON"), times=None)
+        embedded.wait_until(lambda: asked(embedded, HOW) >= before + 1000)
+        assert asked(embedded, HOW) - before <= MOST_ASKED * (asked(embedded, WHO) - looks)
+        requests = embedded.broker("broker-a").requests(HOW)[before : before + 1000]
+        assert len({request.command.fields["clientId"] for request in requests}) == 1000, "each has its turn"
 
 
 def test_without_others_no_broker_locks_anything(embedded, ledger):
@@ -84,3 +231,38 @@ def test_members_of_ours_are_welcome(embedded, ledger):
     with billing(embedded, ledger, instance_name="one"), billing(embedded, ledger, instance_name="two"):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
+
+
+def test_members_with_another_database_are_refused(embedded, ledger, tmp_path):
+    embedded.create_topic(TOPIC)
+    engine = create_engine(f"sqlite:///{tmp_path}/another.db")
+    others = DatabaseOffsets(engine)
+    others.create_tables()
+    with (
+        consuming(embedded, TOPIC, GROUP, others.exactly_once(ledger.book), **EXACTLY_ONCE, offset_store=others),
+        pytest.raises(ConfigError, match="another database, or table"),
+    ):
+        billing(embedded, ledger).__enter__()
+    engine.dispose()
+
+
+def test_a_subscription_of_a_consumer_that_runs_is_refused(embedded, ledger):
+    """As all examples have it: with the consumer, then the subscription."""
+    embedded.create_topic(TOPIC)
+    with consuming(embedded, TOPIC, GROUP, orderly=True), PushConsumer(
+        GROUP, name_server=embedded.name_server, **EXACTLY_ONCE, offset_store=ledger.offsets
+    ) as consumer:
+        with pytest.raises(ConfigError, match="without this database"):
+            consumer.subscribe(TOPIC, ledger.offsets.exactly_once(ledger.book))
+        assert not consumer.progress()
+
+
+@pytest.mark.parametrize("store", ["none", "another"])
+def test_a_listener_of_another_store_is_refused(ledger, tmp_path, store):
+    engine = create_engine(f"sqlite:///{tmp_path}/another.db")
+    another = DatabaseOffsets(engine) if store == "another" else None
+    consumer = PushConsumer(GROUP, name_server="127.0.0.1:1", orderly=True, offset_store=another)
+    with pytest.raises(ConfigError, match="pass that store to the consumer as offset_store"):
+        consumer.subscribe(TOPIC, ledger.offsets.exactly_once(ledger.book))
+    consumer.close()
+    engine.dispose()

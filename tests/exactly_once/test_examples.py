@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 from sqlalchemy import text
 
+from tests.consuming import until
 from tests.exactly_once.ledgers import once
-from tests.pages import DOCS
+from tests.pages import DOCS, _takes_sigterm
 from tests.system.processes import Child
 
 
@@ -35,6 +36,7 @@ def test_the_ledger_in_a_file(embedded, tmp_path, kind):
         return found
 
     embedded.wait_until(lambda: len(booked()) >= len(bodies))
+    until(lambda: _takes_sigterm(child.process), "join has begun")
     child.process.terminate()
     assert (child.ended(), child.errors) == (0, [])
     assert Counter(booked()) == once(bodies)
@@ -42,6 +44,7 @@ def test_the_ledger_in_a_file(embedded, tmp_path, kind):
 
 @pytest.mark.databases("postgresql")
 def test_the_accounts_in_postgresql(embedded, database):
+    """Killed, too; and though its calls lock the same rows at once, none waits for another that waits for it."""
     embedded.create_topic("payments", queues=4)
     for number in range(400):
         for _ in range(1 + (number % 10 == 0)):  # some were sent twice
@@ -58,9 +61,16 @@ def test_the_accounts_in_postgresql(embedded, database):
         with engine.connect() as connection:
             return dict(connection.execute(text("SELECT name, balance FROM accounts")).all())
 
+    def deadlocks():
+        with engine.connect() as connection:
+            found = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
+            return connection.execute(text(found)).scalar()
+
     right = {f"a{rest}": sum(range(rest, 400, 7)) for rest in range(7)}
     embedded.wait_until(lambda: sum(balance().values()) >= sum(right.values()))
+    until(lambda: _takes_sigterm(child.process), "join has begun")
     child.process.terminate()
     assert child.ended() == 0
     assert balance() == right
+    assert deadlocks() == 0
     engine.dispose()

@@ -49,7 +49,7 @@ def test_a_password_in_the_query_is_not_shown(embedded, capsys):
     assert offsets.address == "postgresql+psycopg://127.0.0.1:1/db?password=***&sslpassword=***&user=app"
     assert "swordfish" not in repr(offsets)
     with pytest.raises(ConfigError, match="needs a driver") as caught:
-        DatabaseOffsets.at("oracle+nosuch://app:swordfish@db/app?password=swordfish")
+        DatabaseOffsets.at("postgresql+nosuch://app:swordfish@db/app?password=swordfish")
     assert "swordfish" not in str(caught.value)
     send(embedded, BODIES[:4])
     with Admin(name_server=embedded.name_server) as admin:

@@ -9,6 +9,7 @@ from sqlalchemy import text
 
 from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.testing import RequestCode, drop
 from tests.consuming import Events, consuming
 from tests.exactly_once.ledgers import EXACTLY_ONCE, ledger_in, once
 from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
@@ -94,6 +95,76 @@ def test_old_ids_are_forgotten(embedded, with_inbox):
         embedded.wait_until(lambda: with_inbox.query("SELECT COUNT(*) FROM pyrocket_inbox") == [(100,)])
 
 
+def test_old_ids_are_forgotten_sooner_than_new_ones_come(embedded, with_inbox):
+    old = int((time.time() - 8 * 86400) * 1000)
+    with with_inbox.engine.begin() as connection:
+        connection.execute(
+            text("INSERT INTO pyrocket_inbox VALUES (:g, :id, :at)"),
+            [{"g": g, "id": f"older-{number}", "at": old} for number in range(3000) for g in (GROUP, "another")],
+        )
+    send(embedded, BODIES[:1])
+    with billing(embedded, with_inbox, commit_interval_s=0.5):
+        until_all(embedded, with_inbox, BODIES[:1])
+        in_group = "SELECT COUNT(*) FROM pyrocket_inbox WHERE consumer_group = :g"
+        embedded.wait_until(lambda: with_inbox.query(in_group, g=GROUP) == [(1,)], 10)
+        assert with_inbox.query(in_group, g="another") == [(3000,)]  # it may have an inbox_days of its own
+
+
+@pytest.mark.databases("sqlite")
+def test_messages_that_share_an_id_and_are_no_copies_are_consumed(embedded, with_inbox):
+    """Items of a batch at some brokers; a message that was sent on to another topic of the group."""
+    embedded.create_topic(TOPIC, queues=1)
+    embedded.create_topic("enriched", queues=1)
+    for body in BODIES[:5]:
+        embedded.send(TOPIC, body.encode(), properties={"UNIQ_KEY": "one"})
+    embedded.send("enriched", b"0", properties={"UNIQ_KEY": "one"})
+    with billing(embedded, with_inbox) as (consumer, _):
+        consumer.subscribe("enriched", with_inbox.offsets.exactly_once(with_inbox.book))
+        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 5)
+        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, "enriched") == 1)
+    assert with_inbox.bodies() == once(BODIES[:5]) + once(["0"])
+
+
+def test_what_is_left_out_is_told(embedded, with_inbox):
+    send_twice(embedded, [])
+    embedded.create_topic(TOPIC, queues=1)
+    send_twice(embedded, BODIES[:4])
+    events = Events()
+    with billing(embedded, with_inbox, on_event=events):
+        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 8)
+        told = events.wait_for("message-left-out")
+    assert "stored them twice" in told.text and told.facts["message_id"].startswith("id-")
+
+
+@pytest.mark.parametrize("how", ["member", "store"])
+def test_a_reset_consumes_again_what_is_in_the_inbox(embedded, with_inbox, how):
+    embedded.create_topic(TOPIC, queues=1)
+    send_twice(embedded, BODIES[:5])
+    with billing(embedded, with_inbox) as (consumer, _):
+        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 10)
+        with_inbox.execute("DELETE FROM ledger")  # to be built anew
+        if how == "member":
+            consumer.reset_offsets(TOPIC, "earliest")
+        else:
+            now_ms = int(time.time() * 1000)
+            with_inbox.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", 0): 0}, now_ms)
+        embedded.wait_until(lambda: len(with_inbox.bodies()) == 5)
+        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 10)
+    assert with_inbox.bodies() == once(BODIES[:5])
+
+
+@pytest.mark.databases("sqlite", "postgresql")
+def test_ids_are_written_in_a_form_that_every_encoding_has(embedded, with_inbox):
+    embedded.create_topic(TOPIC, queues=1)
+    embedded.send(TOPIC, b"0", properties={"UNIQ_KEY": "\u03a9 \U0001f680"})
+    with billing(embedded, with_inbox):
+        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 1)
+    found = with_inbox.query("SELECT message_id FROM pyrocket_inbox") + with_inbox.query(
+        "SELECT last_message_id FROM pyrocket_offsets WHERE topic = :t", t=TOPIC
+    )
+    assert [name.isascii() for (name,) in found] == [True, True]
+
+
 # --- witness
 
 
@@ -171,3 +242,50 @@ def test_the_table_may_have_a_name_of_its_own(embedded, database):
             until_all(embedded, ledger, BODIES[:20])
         assert ledger.query("SELECT COUNT(*) FROM billing_offsets_inbox") == [(20,)]
         assert isinstance(ledger.offsets, DatabaseOffsets)
+
+
+def _consumed_and_running(embedded, ledger, **options):
+    send(embedded, BODIES[:20], queues=1)
+    return billing(embedded, ledger, **{"call_timeout_s": 3.0, "rebalance_interval_s": 1.0, **options})
+
+
+@pytest.mark.databases("sqlite")
+@pytest.mark.parametrize("new", [3, 10])
+def test_a_fail_over_while_it_runs_passes_nothing_over(embedded, ledger, new):
+    """The new master lacks the last five; others have stored something there before we ask."""
+    broker, events = embedded.broker("broker-a"), Events()
+    with _consumed_and_running(embedded, ledger, on_event=events):
+        until_all(embedded, ledger, BODIES[:20])
+        broker.kill()
+        broker.truncate(TOPIC, 0, 15)
+        broker.on(RequestCode.PULL_MESSAGE, drop, times=None)
+        broker.start()
+        embedded.send(TOPIC, lambda number: b"new %d" % number, count=new)
+        broker.clear_faults()
+        told = events.wait_for("log-diverged", timeout_s=60)
+        assert told.queue == MessageQueue(TOPIC, "broker-a", 0)
+        assert ledger.offset(GROUP, 0, TOPIC) == 20
+    assert ledger.bodies() == once(BODIES[:20])
+
+
+@pytest.mark.databases("sqlite")
+def test_a_topic_that_is_made_anew_while_it_runs_is_not_consumed(embedded, ledger):
+    events = Events()
+    with _consumed_and_running(embedded, ledger, on_event=events):
+        until_all(embedded, ledger, BODIES[:20])
+        remade(embedded, ["new"])
+        events.wait_for("log-diverged", timeout_s=60)
+    assert ledger.bodies() == once(BODIES[:20])
+
+
+@pytest.mark.databases("sqlite")
+def test_a_broker_that_was_away_and_lost_nothing_goes_on(embedded, ledger):
+    events = Events()
+    with _consumed_and_running(embedded, ledger, on_event=events):
+        until_all(embedded, ledger, BODIES[:20])
+        embedded.broker("broker-a").kill()
+        embedded.broker("broker-a").start()
+        embedded.send(TOPIC, b"new")
+        until_all(embedded, ledger, [*BODIES[:20], "new"])
+    assert ledger.bodies() == once([*BODIES[:20], "new"])
+    assert not events.of("log-diverged") and not events.of("queue-fenced")

@@ -2,30 +2,99 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import sqlite3
+from collections import Counter
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
+from sqlalchemy import text
 
-from tests.pages import DOCS, blocks, orders_arriving, run_pyrocket, run_python
+from tests.consuming import until
+from tests.pages import ADDRESS, DOCS, ROOT, _takes_sigterm, blocks, orders_arriving, run_pyrocket, run_python
+from tests.system.processes import Child
 
 PAGE = DOCS / "exactly-once.md"
+PROGRAM, OWN_TRANSACTION, LIFESPAN = blocks(PAGE, "python")
+BROKER, PROGRAMS, PRODUCE, *OFFSETS = blocks(PAGE, "sh")
 
 
 def test_the_page_can_be_followed(tmp_path, monkeypatch):
-    program = blocks(PAGE, "python")[0]
-    (commands,) = blocks(PAGE, "sh")
     monkeypatch.setenv("DATABASE_URL", f"sqlite:///{tmp_path}/billing.db")
     with orders_arriving("orders") as cluster:
-        assert "booked" in run_python(program, cluster, tmp_path)
+        assert "booked" in run_python(PROGRAM, cluster, tmp_path)
         monkeypatch.setenv("NAMESRV_ADDR", cluster.name_server)
-        shown, reset = run_pyrocket(commands, cluster, tmp_path)
-    assert "clustering" in shown and "in the database" in reset
+        for commands in OFFSETS:
+            shown, reset = run_pyrocket(commands, cluster, tmp_path)
+            assert "Group billing in topic orders" in shown and "in the database" in reset
     with sqlite3.connect(tmp_path / "billing.db") as connection:
         offsets = dict(connection.execute("SELECT queue_id, next_offset FROM pyrocket_offsets WHERE topic = 'orders'"))
         assert connection.execute("SELECT COUNT(*) FROM ledger").fetchone()[0] > 0
     connection.close()
     assert offsets == dict.fromkeys(range(4), 0)
+
+
+def test_a_transaction_of_ones_own(tmp_path):
+    before, consuming, after = PROGRAM.partition("with PushConsumer")
+    program = before + OWN_TRANSACTION + consuming + after.replace("offsets.exactly_once(book)", "book")
+    assert program.count("def book(") == 2 and "exactly_once" not in program
+    with orders_arriving("orders") as cluster:
+        assert "booked" in run_python(program, cluster, tmp_path)
+    with closing(sqlite3.connect(tmp_path / "billing.db")) as connection:
+        offsets = connection.execute("SELECT SUM(next_offset) FROM pyrocket_offsets WHERE topic = 'orders'")
+        assert offsets.fetchone() == connection.execute("SELECT COUNT(*) FROM ledger").fetchone() > (0,)
+
+
+@pytest.fixture
+def broker():
+    """What the page has run beside its programs."""
+    (command,) = BROKER.splitlines()
+    child = Child("-m", "pyrocket_consumer.cli", *shlex.split(command.replace(" --port 9876", ""))[1:])
+    child.wait(lambda lines: any("name server: " in line for line in lines))
+    (address,) = re.findall(r"name server: (\S+)", "\n".join(child.lines))
+    yield SimpleNamespace(name_server=address)
+    child.process.terminate()
+    assert (child.ended(), child.errors) == (0, [])
+
+
+def followed(broker, tmp_path, program, target):
+    """Start the page's line of a program, send what the page sends, and end it when all of that was consumed."""
+    (line,) = [line for line in PROGRAMS.splitlines() if f"/{program}.py" in line]
+    python, path, name_server, placeholder = line.split()
+    assert (python, name_server) == ("python", ADDRESS)
+    child = Child("-W", "error", str(ROOT / path), broker.name_server, target or str(tmp_path / placeholder))
+    run_pyrocket(PRODUCE, broker, tmp_path)
+    sent = 3 if target else 2
+    until(lambda: sum(int(line.split()[0]) for line in list(child.lines)) == sent, "all is consumed")
+    until(lambda: _takes_sigterm(child.process), "join has begun")
+    child.process.terminate()
+    assert (child.ended(), child.errors) == (0, [])
+    return tmp_path / placeholder
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "asyncio", "django"])
+def test_a_program_can_be_followed(broker, tmp_path, kind):
+    file = followed(broker, tmp_path, f"ledger_{kind}", None)
+    with closing(sqlite3.connect(file)) as connection:
+        assert sorted(connection.execute("SELECT body FROM ledger")) == [("a lamp",), ("two books",)]
+
+
+@pytest.mark.databases("postgresql")
+def test_the_program_for_postgresql_can_be_followed(broker, tmp_path, database):
+    followed(broker, tmp_path, "ledger_postgres", database.url)
+    engine = database.engine()
+    with engine.connect() as connection:
+        assert dict(connection.execute(text("SELECT name, balance FROM accounts")).all()) == {"alice": 3, "bob": 7}
+    engine.dispose()
+
+
+def test_each_program_is_in_the_page():
+    programs = Counter(path.stem for path in (DOCS / "examples").glob("ledger_*.py"))
+    assert Counter(re.findall(r"examples/(\w+)\.py ", PROGRAMS)) == programs
+    assert Counter(re.findall(r"\(examples/(\w+)\.py\)", PAGE.read_text())) == programs
 
 
 RUN_LIFESPAN = """
@@ -46,12 +115,17 @@ asyncio.run(serve())
 
 def test_an_application_of_fastapi_books_as_long_as_it_lives(tmp_path):
     """What a server does with the application's lifespan, without a server."""
-    program = blocks(PAGE, "python")[1] + RUN_LIFESPAN
     shutil.copy(DOCS / "examples" / "ledger_asyncio.py", tmp_path)
     with orders_arriving("orders") as cluster:
-        assert "booked" in run_python(program, cluster, tmp_path)
+        assert "booked" in run_python(LIFESPAN + RUN_LIFESPAN, cluster, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["queue-fenced", "log-diverged", "store-unreachable", "Fenced", "advance"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "queue-fenced", "log-diverged", "store-unreachable", "foreign-member", "offset-apart", "message-left-out",
+        "listener-failed", "Fenced", "OffsetStoreError", "ConfigError", "advance",
+    ],
+)  # fmt: skip
 def test_the_page_has(name):
     assert f"`{name}" in PAGE.read_text() or f"offsets.{name}" in PAGE.read_text()

@@ -516,3 +516,14 @@ def test_inner_batches_cannot_unfold_without_end():
 def test_what_no_record_can_hold_is_refused(stored):
     with pytest.raises(ConfigError):
         encode_message(stored)
+
+
+def test_the_items_of_a_batch_keep_the_ids_they_were_given():
+    """Brokers 5.1 and 5.3 append the batch's properties to those of each item; the last of a name counts."""
+    record = encode_message(
+        StoredMessage("orders", b"b", properties="TAGS\x01A\x02UNIQ_KEY\x01item\x02UNIQ_KEY\x01batch\x02")
+    )
+    (message,) = decode_messages(record)
+    assert (message.message_id, message.producer_id) == ("batch", "item")
+    (message,) = decode_messages(encode_message(StoredMessage("orders", b"b", properties="MY_UNIQ_KEY\x01item\x02")))
+    assert message.producer_id is None

@@ -65,7 +65,7 @@ def test_a_plan_comes_back(epoch, targets):
 
 @given(tables, tables)
 def test_a_report_comes_back(first, second):
-    report = ReportBody("T", "id", first, second, second, first, second, "broadcasting", True)
+    report = ReportBody("T", "id", first, second, second, first, second, "broadcasting", "a1b2")
     assert decode_report(encode_report(report)) == report
 
 

@@ -1,0 +1,378 @@
+"""A database in trouble: what fails in the store's own statements is nobody's failure, and holds up what it must."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
+
+from pyrocket_consumer import MessageQueue, PushConsumer
+from pyrocket_consumer.errors import ConfigError, DatabaseError, OffsetStoreError
+from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.offsets.database import ddl
+from pyrocket_consumer.testing import Gate, RequestCode
+from tests.consuming import Events, consuming
+from tests.exactly_once.ledgers import EXACTLY_ONCE, ledger_in, once
+from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
+
+SOME, MORE = BODIES[:10], BODIES[10:20]
+
+
+@contextmanager
+def locked(ledger, *queues):
+    """Another session has the rows of these queues locked."""
+    with ledger.engine.connect() as connection, connection.begin():
+        for queue in queues:
+            connection.execute(
+                text(
+                    "SELECT * FROM pyrocket_offsets WHERE consumer_group = :g AND topic = :t "
+                    "AND broker_name = 'broker-a' AND queue_id = :q FOR UPDATE"
+                ),
+                {"g": GROUP, "t": TOPIC, "q": queue},
+            ).all()
+        yield
+
+
+@contextmanager
+def renamed(ledger, table="pyrocket_offsets"):
+    """The table is away, as during a migration."""
+    ledger.execute(f"ALTER TABLE {table} RENAME TO away")
+    try:
+        yield
+    finally:
+        ledger.execute(f"ALTER TABLE away RENAME TO {table}")
+
+
+def impatient(database):
+    """Return an engine of MariaDB that waits for locks for a second."""
+    return create_engine(database.url, connect_args={"init_command": "SET SESSION innodb_lock_wait_timeout = 1"})
+
+
+# --- our own statements
+
+
+@pytest.mark.databases("mariadb")
+def test_a_row_that_is_locked_for_long_is_no_failure(embedded, ledger):
+    offsets = DatabaseOffsets(engine := impatient(ledger.database))
+    send(embedded, SOME, queues=1)
+    events = Events()
+    with consuming(
+        embedded, TOPIC, GROUP, offsets.exactly_once(ledger.book), **EXACTLY_ONCE, offset_store=offsets,
+        max_reconsume_times=0, on_event=events,
+    ):  # fmt: skip
+        until_all(embedded, ledger, SOME)
+        with locked(ledger, 0):
+            send(embedded, MORE, queues=1)
+            events.wait_for("store-unreachable")
+        until_all(embedded, ledger, [*SOME, *MORE])
+    engine.dispose()
+    assert ledger.bodies() == once([*SOME, *MORE])
+    assert not events.of("listener-failed")
+
+
+@pytest.mark.databases("sqlite", "postgresql", "mariadb")
+def test_a_table_that_is_away_for_a_while_is_no_failure(embedded, ledger):
+    send(embedded, SOME, queues=1)
+    events = Events()
+    with billing(embedded, ledger, max_reconsume_times=0, on_event=events):
+        until_all(embedded, ledger, SOME)
+        with renamed(ledger):
+            send(embedded, MORE, queues=1)
+            told = events.wait_for("store-unreachable")
+        until_all(embedded, ledger, [*SOME, *MORE])
+    assert "pyrocket_offsets" in told.text
+    assert ledger.bodies() == once([*SOME, *MORE])
+    assert not events.of("listener-failed")
+
+
+@pytest.mark.databases("mariadb")
+def test_an_account_that_is_refused_for_a_while_is_no_failure(embedded, ledger):
+    """Its password was changed, and then changed back."""
+    url, account = ledger.engine.url.set(username="teller", password="one"), "teller@'127.0.0.1'"
+    ledger.execute(f"CREATE USER {account} IDENTIFIED BY 'one'")
+    ledger.execute(f"GRANT ALL ON {url.database}.* TO {account}")
+    engine = create_engine(url, poolclass=NullPool)
+    offsets = DatabaseOffsets(engine)
+    send(embedded, SOME, queues=1)
+    events = Events()
+    try:
+        with consuming(
+            embedded, TOPIC, GROUP, offsets.exactly_once(ledger.book), **EXACTLY_ONCE, offset_store=offsets,
+            max_reconsume_times=0, on_event=events,
+        ):  # fmt: skip
+            until_all(embedded, ledger, SOME)
+            ledger.execute(f"SET PASSWORD FOR {account} = PASSWORD('two')")
+            send(embedded, MORE, queues=1)
+            events.wait_for("store-unreachable")
+            ledger.execute(f"SET PASSWORD FOR {account} = PASSWORD('one')")
+            until_all(embedded, ledger, [*SOME, *MORE])
+    finally:
+        ledger.execute(f"DROP USER {account}")
+    assert ledger.bodies() == once([*SOME, *MORE])
+    assert not events.of("listener-failed")
+
+
+@pytest.mark.databases("postgresql", "mariadb")
+def test_rows_that_are_locked_hold_up_no_other_queue(embedded, ledger):
+    send(embedded, BODIES, queues=20)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger)
+    others = [f"more {number}" for number in range(20)]
+    with locked(ledger, *range(8)):
+        events = Events()
+        send(embedded, others, queues=20)
+        with billing(embedded, ledger, on_event=events, start_wait_s=0.1):
+            embedded.wait_until(lambda: len(ledger.bodies()) >= 112, 25)
+            events.wait_for("store-unreachable")
+            assert not events.of("broker-unreachable") or "not begun" in events.of("broker-unreachable")[0].text
+    with billing(embedded, ledger):
+        until_all(embedded, ledger, [*BODIES, *others])
+    assert ledger.bodies() == once([*BODIES, *others])
+
+
+@pytest.mark.databases("postgresql")
+def test_listeners_that_have_all_connections_leave_one_for_the_rest(embedded, ledger):
+    engine = create_engine(ledger.database.url, pool_size=1, max_overflow=0)
+    offsets = DatabaseOffsets(engine)
+
+    def book(messages, connection):
+        time.sleep(0.02)
+        ledger.book(messages, connection)
+
+    events = Events()
+    embedded.create_topic(TOPIC, queues=16)
+    with consuming(
+        embedded, TOPIC, GROUP, offsets.exactly_once(book), **EXACTLY_ONCE, offset_store=offsets, on_event=events
+    ):
+        send(embedded, queues=16)
+        until_all(embedded, ledger)
+    engine.dispose()
+    assert ledger.bodies() == once(BODIES)
+    assert not events.of("store-unreachable")
+
+
+# --- a start, and its end
+
+
+@pytest.fixture
+def silent():
+    """The port of a server that takes connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("face", ["plain", "async"])
+def test_a_database_that_is_silent_keeps_no_close_waiting(embedded, silent, face):
+    url = f"postgresql+psycopg://app@127.0.0.1:{silent}/app?connect_timeout=8"
+    engine = create_engine(url) if face == "plain" else create_async_engine(url)
+    consumer = PushConsumer(GROUP, name_server=embedded.name_server, orderly=True, offset_store=DatabaseOffsets(engine))
+    consumer.subscribe(TOPIC, lambda message: None)
+    raised = []
+
+    def start():
+        try:
+            consumer.start()
+        except Exception as error:
+            raised.append(error)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    embedded.wait_until(lambda: any(thread.name == "pyrocket-store" for thread in threading.enumerate()))
+    began = time.monotonic()
+    consumer.close(1)
+    starting.join(20)
+    assert time.monotonic() - began < 12
+    assert raised and "closed while it started" in str(raised[0])
+    names = {"pyrocket-store", "pyrocket-database", "pyrocket-io"}
+    embedded.wait_until(lambda: not names & {thread.name for thread in threading.enumerate()}, 20)
+
+
+@pytest.mark.databases("sqlite")
+def test_a_start_waits_for_a_writer(embedded, database):
+    with ledger_in(database) as ledger:
+        offsets = DatabaseOffsets(create_engine(database.url, connect_args={"timeout": 0.1}))
+        send(embedded, SOME, queues=1)
+        with ledger.engine.connect() as connection:
+            connection.exec_driver_sql("BEGIN EXCLUSIVE")
+            timer = threading.Timer(0.5, connection.rollback)
+            consumer = PushConsumer(
+                GROUP, name_server=embedded.name_server, **EXACTLY_ONCE, consume_from="first", offset_store=offsets
+            )
+            consumer.subscribe(TOPIC, offsets.exactly_once(ledger.book))
+            timer.start()
+            with consumer:
+                timer.join()
+                until_all(embedded, ledger, SOME)
+
+
+@pytest.mark.databases("sqlite")
+def test_what_is_sent_after_the_start_is_consumed_although_the_database_was_away(embedded, database):
+    """A new group begins with what comes after the start, also where its queues begin later."""
+    with ledger_in(database) as ledger:
+        engine = create_engine(database.url, connect_args={"timeout": 0.1})
+        offsets = DatabaseOffsets(engine)
+        send(embedded, ["old"], queues=1)
+        loaded = Gate()
+        embedded.broker("broker-a").on(RequestCode.HEART_BEAT, loaded)
+        consumer = PushConsumer(
+            GROUP, name_server=embedded.name_server, **EXACTLY_ONCE, offset_store=offsets, start_wait_s=1
+        )
+        consumer.subscribe(TOPIC, offsets.exactly_once(ledger.book))
+        starting = threading.Thread(target=consumer.start)
+        starting.start()
+        loaded.wait_held()
+        with ledger.engine.connect() as writer:
+            writer.exec_driver_sql("BEGIN EXCLUSIVE")
+            loaded.open()
+            starting.join()
+            send(embedded, SOME, queues=1)
+            writer.rollback()
+        until_all(embedded, ledger, SOME)
+        consumer.close()
+        engine.dispose()
+
+
+# --- rows and addresses
+
+
+@pytest.mark.databases("sqlite")
+@pytest.mark.parametrize("column", ["next_offset", "epoch", "reset_epoch", "queue_id"])
+@pytest.mark.parametrize("value", ["'abc'", "-3", "9223372036854775807", "1.5"])
+def test_a_row_that_means_nothing_is_named_and_stops_nobody(embedded, ledger, column, value):
+    send(embedded, SOME, queues=2)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger, SOME)
+    ledger.execute(f"UPDATE pyrocket_offsets SET {column} = {value} WHERE topic = :t AND queue_id = 0", t=TOPIC)
+    with pytest.raises(DatabaseError, match=f"{column}=.*delete it if it is nobody's"):
+        ledger.offsets.offsets(GROUP)
+    events = Events()
+    with billing(embedded, ledger, on_event=events, commit_interval_s=0.1) as (consumer, _):
+        for body in MORE:
+            embedded.send(TOPIC, body.encode(), queue_id=1)
+        until_all(embedded, ledger, [*SOME, *MORE])
+        if column != "queue_id" and (column, value) != ("epoch", "'abc'"):  # else it is nobody's, or 0 + 1 to SQLite
+            assert column in events.wait_for("store-unreachable").text
+        time.sleep(0.3)  # some looks at all claims
+        assert consumer.state.value == "running"
+    assert not events.of("consumer-failed")
+
+
+@pytest.mark.parametrize("make", [DatabaseOffsets.at, lambda url: DatabaseOffsets(create_engine(url))])
+def test_a_password_with_an_at_in_it_is_not_shown(make):
+    with pytest.raises(ConfigError, match="written %40") as caught:
+        make("postgresql+psycopg://app:p@fishy@127.0.0.1:1/app")
+    assert "fishy" not in str(caught.value)
+
+
+def test_what_is_not_known_to_be_no_secret_is_not_shown():
+    url = "postgresql+psycopg://app@127.0.0.1:1/app?options=-cx%3Dswordfish&credential=swordfish&sslmode=disable"
+    offsets = DatabaseOffsets.at(url)
+    assert "swordfish" not in repr(offsets) and "sslmode=disable" in repr(offsets)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("postgres://app@db/app", "it must be SQLite, PostgreSQL"),
+        ("mssql://app@db/app", "it must be SQLite, PostgreSQL"),
+        ("mysql://app@db/app", "pip install PyMySQL"),
+        ("sqlite:////tmp/there/is/none.db", "there is no such file"),
+    ],
+)
+def test_the_remedy_for_an_address_is_named(url, said):
+    with pytest.raises(ConfigError, match=said):
+        DatabaseOffsets.at(url)
+
+
+def test_an_asynchronous_driver_needs_an_asynchronous_engine(tmp_path):
+    with pytest.raises(ConfigError, match="create_async_engine"):
+        DatabaseOffsets(create_engine(f"sqlite+aiosqlite:///{tmp_path}/app.db"))
+
+
+@pytest.mark.databases("sqlite")
+def test_a_tool_takes_an_asynchronous_address(ledger):
+    assert DatabaseOffsets.at(ledger.database.async_url).offsets(GROUP) == []
+
+
+def test_names_that_are_too_long_and_dialects_that_are_none_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="up to 54 characters"):
+        DatabaseOffsets(create_engine(f"sqlite:///{tmp_path}/app.db"), "t" * 55)
+    with pytest.raises(ConfigError, match="oracle"):
+        ddl("oracle")
+
+
+@pytest.mark.databases("sqlite", "postgresql", "mariadb")
+def test_what_ddl_prints_can_be_executed_twice(database):
+    engine = database.engine()
+    dialect = {"mariadb": "mysql"}.get(database.kind, database.kind)
+    for _ in range(2):
+        with engine.begin() as connection:
+            for statement in ddl(dialect, "t" * 54, with_inbox=True):
+                connection.exec_driver_sql(statement)
+    engine.dispose()
+
+
+@pytest.mark.databases("sqlite")
+def test_an_asynchronous_engine_that_commits_each_statement_is_refused(embedded, ledger):
+    engine = create_async_engine(ledger.database.async_url, execution_options={"isolation_level": "AUTOCOMMIT"})
+    consumer = PushConsumer(GROUP, name_server=embedded.name_server, orderly=True, offset_store=DatabaseOffsets(engine))
+    consumer.subscribe(TOPIC, lambda message: None)
+    with pytest.raises(OffsetStoreError, match="keeps what is rolled back"):
+        consumer.start()
+
+
+@pytest.mark.databases("mariadb")
+def test_an_inbox_that_undoes_nothing_is_refused(embedded, database):
+    with ledger_in(database, inbox_days=1) as ledger:
+        ledger.execute("ALTER TABLE pyrocket_inbox ENGINE = Aria")
+        consumer = PushConsumer(GROUP, name_server=embedded.name_server, orderly=True, offset_store=ledger.offsets)
+        consumer.subscribe(TOPIC, lambda message: None)
+        with pytest.raises(OffsetStoreError, match="its inbox"):
+            consumer.start()
+
+
+# --- forks
+
+
+def _in_child(offsets, answers):
+    try:
+        answers.put(len(offsets.offsets(GROUP)))
+        answers.put(offsets.claim(None, GROUP, MessageQueue(TOPIC, "broker-a", 3), "child").epoch)
+    except BaseException as error:
+        answers.put(repr(error))
+
+
+@pytest.mark.databases("postgresql")
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("face", ["plain", "async"])
+def test_a_forked_child_has_connections_of_its_own(embedded, ledger, face):
+    engine = create_async_engine(ledger.database.async_url) if face == "async" else ledger.engine
+    offsets = DatabaseOffsets(engine)
+
+    async def book_async(messages, connection):
+        await connection.run_sync(lambda plain: ledger.book(messages, plain))
+
+    listener = offsets.exactly_once(book_async if face == "async" else ledger.book)
+    send(embedded, SOME)
+    with consuming(embedded, TOPIC, GROUP, listener, **EXACTLY_ONCE, offset_store=offsets):
+        until_all(embedded, ledger, SOME)
+        answers = multiprocessing.get_context("fork").Queue()
+        child = multiprocessing.get_context("fork").Process(target=_in_child, args=(offsets, answers))
+        child.start()
+        found = [answers.get(timeout=20), answers.get(timeout=20)]
+        child.join(10)
+        assert not child.is_alive()
+        assert found == [4 + 1, 2]  # with the retry topic
+        send(embedded, MORE)
+        until_all(embedded, ledger, [*SOME, *MORE])
+    if face == "async":
+        asyncio.run(engine.dispose())
+    assert ledger.bodies() == once([*SOME, *MORE])

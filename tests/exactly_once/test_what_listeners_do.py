@@ -1,0 +1,350 @@
+"""Whatever a listener does with its transaction and its messages: no effect is lost, and none comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from pyrocket_consumer import Retry
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.offsets import DatabaseOffsets
+from tests.consuming import Events, consuming
+from tests.exactly_once.ledgers import EXACTLY_ONCE, ledger_in, once
+from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
+
+SOME = BODIES[:12]
+LAST = len(SOME)
+
+pytestmark = pytest.mark.databases("sqlite")
+
+
+def consuming_own(cluster, ledger, listener, **options):
+    """A consumer whose listener is not wrapped, or wraps by itself."""
+    return consuming(cluster, TOPIC, GROUP, listener, **{**EXACTLY_ONCE, "offset_store": ledger.offsets, **options})
+
+
+@contextmanager
+def asynchronous(ledger) -> Iterator[Any]:
+    """The same database by an asynchronous engine."""
+    engine = create_async_engine(ledger.database.async_url)
+    try:
+        yield DatabaseOffsets(engine)
+    finally:
+        asyncio.run(engine.dispose())
+
+
+def failing_once(ledger):
+    """A listener whose effects are rolled back the first time."""
+    failed = []
+
+    def book(messages, connection):
+        ledger.book(messages, connection)
+        if not failed:
+            failed.append(messages)
+            return Retry()
+        return None
+
+    return book
+
+
+def test_a_wrapper_that_drops_the_result_loses_nothing(embedded, ledger):
+    booked = ledger.offsets.exactly_once(failing_once(ledger))
+
+    def handle(messages):
+        booked(messages)
+
+    send(embedded, SOME, queues=1)
+    with consuming_own(embedded, ledger, handle):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == LAST)
+    assert ledger.bodies() == once(SOME)
+
+
+def test_a_wrapper_that_swallows_what_was_raised_loses_nothing(embedded, ledger):
+    raised = []
+
+    def book(messages, connection):
+        ledger.book(messages, connection)
+        if not raised:
+            raised.append(messages)
+            raise ValueError("not now")
+
+    booked = ledger.offsets.exactly_once(book)
+
+    def handle(messages):
+        with suppress(ValueError):
+            booked(messages)
+
+    send(embedded, SOME, queues=1)
+    with consuming_own(embedded, ledger, handle):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == LAST)
+    assert ledger.bodies() == once(SOME)
+
+
+def test_a_transaction_for_each_message_of_a_list(embedded, ledger):
+    failed = []
+
+    def book(messages, connection):
+        ledger.book(messages, connection)
+        if messages[0].body == b"3" and not failed:
+            failed.append(messages)
+            return Retry()
+        return None
+
+    booked = ledger.offsets.exactly_once(book)
+
+    def handle(messages):
+        for message in messages:
+            booked([message])
+
+    send(embedded, SOME, queues=1)
+    with consuming_own(embedded, ledger, handle):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == LAST)
+    assert ledger.rows() == [(body, 0, offset) for offset, body in enumerate(SOME)]
+
+
+@pytest.mark.parametrize("choose", [lambda messages: messages[1:], lambda messages: messages[::-1]])
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_messages_that_are_not_the_next_ones_are_refused(embedded, ledger, choose, is_wrapped):
+    booked = ledger.offsets.exactly_once(ledger.book)
+    errors = []
+
+    def handle(messages):
+        try:
+            if len(messages) == 1 or errors:
+                booked(messages)
+            elif is_wrapped:
+                booked(choose(messages))
+            else:
+                with ledger.engine.begin() as connection:
+                    ledger.book(choose(messages), connection)
+                    ledger.offsets.advance(connection, choose(messages))
+        except ConfigError as error:
+            errors.append(str(error))
+            raise
+
+    send(embedded, SOME, queues=1)
+    with consuming_own(embedded, ledger, handle):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == LAST)
+    assert ledger.bodies() == once(SOME)
+    assert errors and "from offset 0 of orders" in errors[0] and "in order" in errors[0]
+
+
+def test_messages_of_another_queue_are_refused(embedded, ledger):
+    kept, errors = [], []
+    booked = ledger.offsets.exactly_once(ledger.book)
+
+    def handle(messages):
+        kept.extend(messages)
+        others = [each for each in kept if each.queue != messages[0].queue]
+        if others and not errors:
+            try:
+                with ledger.engine.begin() as connection:
+                    ledger.book(others, connection)
+                    ledger.offsets.advance(connection, others)
+            except ConfigError as error:
+                errors.append(str(error))
+                raise
+        booked(messages)
+
+    send(embedded, queues=2)
+    with consuming_own(embedded, ledger, handle):
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
+    assert "those of the listener call" in errors[0]
+
+
+@pytest.mark.parametrize("what", ["advance", "exactly_once"])
+def test_a_transaction_within_a_transaction_is_refused(embedded, ledger, what):
+    errors = []
+    inner = ledger.offsets.exactly_once(ledger.book)
+
+    def book(messages, connection):
+        ledger.book(messages, connection)
+        if not errors:
+            try:
+                ledger.offsets.advance(connection, messages) if what == "advance" else inner(messages)
+            except ConfigError as error:
+                errors.append(str(error))
+                raise
+
+    send(embedded, SOME, queues=1)
+    events = Events()
+    with billing(embedded, ledger, book, on_event=events):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == LAST)
+    assert ledger.bodies() == once(SOME)
+    assert "within a listener of exactly_once" in errors[0]
+    assert not events.of("store-unreachable")
+
+
+@pytest.mark.databases("sqlite", "postgresql", "mariadb")
+def test_an_advance_that_is_not_committed_is_told_and_comes_again(embedded, ledger):
+    calls = []
+
+    def handle(messages):
+        calls.append(messages)
+        connection = ledger.engine.connect()
+        ledger.book(messages, connection)
+        ledger.offsets.advance(connection, messages)
+        if len(calls) > 1:
+            connection.commit()
+        connection.close()  # which rolls back what is not committed
+
+    send(embedded, SOME[:8], queues=1)
+    events = Events()
+    with consuming_own(embedded, ledger, handle, on_event=events, commit_interval_s=0.2):
+        told = events.wait_for("offset-apart")
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 8)
+    assert "was not committed" in told.text
+    assert ledger.bodies() == once(SOME[:8])
+
+
+def test_a_listener_that_is_not_wrapped_is_told_once(embedded, ledger):
+    def handle(messages):
+        with ledger.engine.begin() as connection:
+            ledger.book(messages, connection)
+
+    send(embedded)
+    events = Events()
+    with consuming_own(embedded, ledger, handle, on_event=events):
+        until_all(embedded, ledger)
+        embedded.wait_until(lambda: [ledger.offset(GROUP, queue, TOPIC) for queue in range(4)] == [25] * 4)
+    assert len(events.of("offset-apart")) == 1
+    assert "subscribe with exactly_once(listener)" in events.of("offset-apart")[0].text
+
+
+def test_what_is_committed_by_advance_is_not_given_up(embedded, ledger):
+    def handle(messages):
+        with ledger.engine.begin() as connection:
+            ledger.book(messages, connection)
+            ledger.offsets.advance(connection, messages)
+        raise ValueError("after the commit")
+
+    send(embedded, SOME[:8], queues=1)
+    events = Events()
+    with consuming_own(embedded, ledger, handle, on_event=events, max_reconsume_times=0):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 8)
+        events.wait_for("listener-failed")
+        events.wait_for("queue-assigned")
+    assert ledger.bodies() == once(SOME[:8])
+    assert not events.of("message-given-up")
+
+
+@pytest.mark.databases("sqlite", "mariadb")
+@pytest.mark.parametrize("end", ["ROLLBACK", "COMMIT"])
+def test_a_transaction_that_is_ended_by_text_is_noticed(embedded, ledger, end):
+    ended = []
+
+    def book(messages, connection):
+        if not ended:
+            connection.execute(text("UPDATE pyrocket_offsets SET owner = 'me' WHERE 1 = 0"))
+            connection.execute(text(end))
+            ended.append(end)
+        ledger.book(messages, connection)
+
+    send(embedded, SOME[:8], queues=1)
+    events = Events()
+    with billing(embedded, ledger, book, on_event=events):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 8)
+    assert ledger.bodies() == once(SOME[:8])
+    assert "has ended the transaction" in events.of("listener-failed")[0].facts["error"]
+
+
+@pytest.mark.databases("postgresql")
+def test_an_error_that_a_listener_catches_is_its_failure(embedded, ledger):
+    caught = []
+
+    def book(messages, connection):
+        ledger.book(messages, connection)
+        if len(caught) < 2:
+            try:
+                connection.execute(text("SELECT 1 / 0"))
+            except Exception as error:
+                caught.append(error)
+
+    send(embedded, SOME[:8], queues=1)
+    events = Events()
+    with billing(embedded, ledger, book, on_event=events):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 8)
+    assert ledger.bodies() == once(SOME[:8])
+    assert len(events.of("listener-failed")) == 2
+    assert not events.of("store-unreachable")
+
+
+def test_what_a_listener_reads_is_of_its_transaction(embedded, ledger):
+    ledger.execute("CREATE TABLE total(n INTEGER)")
+    ledger.execute("INSERT INTO total VALUES (0)")
+
+    def book(messages, connection):
+        before = connection.execute(text("SELECT n FROM total")).scalar_one()
+        ledger.book(messages, connection)
+        connection.execute(text("UPDATE total SET n = :n"), {"n": before + len(messages)})
+
+    send(embedded)
+    with billing(embedded, ledger, book):
+        until_all(embedded, ledger)
+    assert ledger.query("SELECT n FROM total") == [(100,)]
+
+
+def test_the_inbox_is_not_passed_by(embedded, database):
+    with ledger_in(database, inbox_days=1) as ledger:
+        errors = []
+
+        def handle(messages):
+            try:
+                with ledger.engine.begin() as connection:
+                    ledger.offsets.advance(connection, messages)
+            except ConfigError as error:
+                errors.append(str(error))
+                raise
+
+        send(embedded, SOME[:1], queues=1)
+        events = Events()
+        with consuming_own(embedded, ledger, handle, on_event=events):
+            events.wait_for("listener-failed")
+    assert "without inbox_days" in errors[0]
+
+
+def test_an_async_listener_that_fails_by_the_network_has_failed(embedded, ledger):
+    """What it could not connect to is not the database."""
+
+    async def book(messages, connection):
+        raise ConnectionRefusedError("a mail server, say")
+
+    send(embedded, SOME[:2], queues=1)
+    events = Events()
+    with asynchronous(ledger) as offsets:
+        wrapped = offsets.exactly_once(book)
+        options = {**EXACTLY_ONCE, "max_reconsume_times": 1}
+        with consuming(embedded, TOPIC, GROUP, wrapped, **options, offset_store=offsets, on_event=events):
+            events.wait_for("message-given-up", 2)
+    assert not events.of("store-unreachable")
+
+
+def test_a_cancelled_call_of_a_wrapper_loses_nothing(embedded, ledger):
+    cancelled = []
+
+    async def book(messages, connection):
+        await connection.execute(text("INSERT INTO ledger VALUES (:b, 0, :o)"), [
+            {"b": message.body.decode(), "o": message.queue_offset} for message in messages
+        ])  # fmt: skip
+        if not cancelled:
+            cancelled.append(messages)
+            await asyncio.sleep(60)
+
+    send(embedded, SOME, queues=1)
+    with asynchronous(ledger) as offsets:
+        booked = offsets.exactly_once(book)
+
+        async def handle(messages):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(booked(messages), 0.2)
+
+        with consuming(embedded, TOPIC, GROUP, handle, **EXACTLY_ONCE, offset_store=offsets):
+            embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == LAST)
+    assert ledger.bodies() == once(SOME)
