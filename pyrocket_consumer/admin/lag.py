@@ -20,7 +20,7 @@ from pyrocket_consumer.cluster.places import committed_offsets, first_and_last
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.errors import ConnectError, ConsumerClosed, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
-from pyrocket_consumer.offsets.database import StoredOffset
+from pyrocket_consumer.offsets.claim import StoredOffset
 from pyrocket_consumer.wire.bodies import QueueConsumeStats, decode_consume_stats
 from pyrocket_consumer.wire.command import GetConsumeStatsHeader
 

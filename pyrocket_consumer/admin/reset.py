@@ -29,7 +29,7 @@ from pyrocket_consumer.cluster.reset_record import MOST_TIMES_TAKEN, EpochTaken,
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.offsets.database import StoredOffset
+from pyrocket_consumer.offsets.claim import StoredOffset
 from pyrocket_consumer.wire.bodies import decode_offset_table
 from pyrocket_consumer.wire.command import ResetOffsetHeader, UpdateConsumerOffsetHeader
 from pyrocket_consumer.wire.reset_plan import PlanBody, encode_plan, encode_status_question, is_epoch

@@ -16,7 +16,7 @@ from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import BrokerError, OffsetStoreError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, OffsetStore, QueueReset, ReadOffsetType, ResetEpochs
-from pyrocket_consumer.offsets.database import Claim
+from pyrocket_consumer.offsets.claim import Claim
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")

@@ -20,7 +20,7 @@ from pyrocket_consumer.consumer.body_room import Entry
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, failed_messages
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConsumerClosed
-from pyrocket_consumer.offsets.database import RolledBack, claim_of_call
+from pyrocket_consumer.offsets.claim import RolledBack, claim_of_call
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.message import Message
 

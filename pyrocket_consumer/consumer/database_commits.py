@@ -13,7 +13,8 @@ from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import DatabaseError, Fenced, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets, MemoryOffsetStore, QueueReset, ReadOffsetType
-from pyrocket_consumer.offsets.database import Claim, RowLocked, Uncommitted
+from pyrocket_consumer.offsets.claim import Claim
+from pyrocket_consumer.offsets.database import RowLocked, Uncommitted
 from pyrocket_consumer.wire.message import Message
 
 T = TypeVar("T")

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from pyrocket_consumer.consumer.group import Group
 from pyrocket_consumer.model import EventKind, MessageQueue, PullAnswer, Subscription
-from pyrocket_consumer.offsets.database import Claim, id_of
+from pyrocket_consumer.offsets.claim import Claim
+from pyrocket_consumer.offsets.message_ids import id_of
 from pyrocket_consumer.wire.message import Message
 
 SHORT_LOOKS = 3

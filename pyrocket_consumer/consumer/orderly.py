@@ -25,7 +25,7 @@ from pyrocket_consumer.consumer.consume import (
 from pyrocket_consumer.consumer.listener import SUSPEND_S, ConsumeResult, Listener, suspension
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.database import RolledBack
+from pyrocket_consumer.offsets.claim import RolledBack
 from pyrocket_consumer.wire.message import Message
 
 GiveUp = Callable[[ProcessQueue, Message], Awaitable[float]]

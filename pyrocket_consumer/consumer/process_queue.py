@@ -12,7 +12,7 @@ from enum import Enum
 
 from pyrocket_consumer.consumer.body_room import BodyRoom
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.database import Claim
+from pyrocket_consumer.offsets.claim import Claim
 from pyrocket_consumer.wire.compression import MAX_BODY_BYTES
 from pyrocket_consumer.wire.message import Message
 

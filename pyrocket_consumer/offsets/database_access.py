@@ -1,45 +1,21 @@
-"""How `DatabaseOffsets` reaches a database: SQLAlchemy's engines and sessions, plain and asynchronous, and Django's.
-
-The statements are written once, and compiled once for the database's dialect. What runs for each listener call is the
-driver's own text: to have it built anew would cost as much as to execute it.
-"""
+"""How `DatabaseOffsets` reaches a database: SQLAlchemy's engines and sessions, plain and asynchronous."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from sqlalchemy import (
     URL,
-    BigInteger,
-    Column,
-    DateTime,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    UniqueConstraint,
-    bindparam,
     create_engine,
-    delete,
-    func,
-    insert,
-    literal_column,
     make_url,
-    null,
-    select,
-    text,
-    update,
 )
-from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection, Dialect, Engine
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -52,12 +28,12 @@ from sqlalchemy.ext.asyncio import (
 )
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool, StaticPool
-from sqlalchemy.schema import CreateTable
-from sqlalchemy.sql import ClauseElement
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.net.forks import renew_locks_in_children
+from pyrocket_consumer.offsets.database_statements import DIALECTS, Answer, Execute, Statement, Statements, Values
+from pyrocket_consumer.offsets.database_verdicts import Verdict, driver_verdict
 from pyrocket_consumer.text import shown, shown_unless_secret
 
 T = TypeVar("T")
@@ -73,63 +49,8 @@ DISPOSE_WITHIN_S = 5.0
 CONNECT_WITHIN_S = 10
 """How long tools wait for a server that says nothing."""
 
-LONGEST_KEY = 255
-
 IDLE = 0
 """psycopg's TransactionStatus for a connection without a transaction."""
-
-INBOX_STEP = 500
-"""How many old rows of the inbox are deleted at a time."""
-
-Verdict = Literal["again", "locked", "gone", "away", "broken", "theirs"]
-"""What an error says: this transaction met another; one that lasts; there is no connection; the database cannot be used
-now; an error of before has ended the transaction; it is the listener's own."""
-
-_SQLSTATES: dict[str, Verdict] = {
-    "40001": "again", "40P01": "again",  # serialization failure, deadlock
-    "08": "gone", "53300": "gone", "57P": "gone",  # connection, too many of them, shutdown
-    "53": "away",  # resources
-    "40003": "away", "25006": "away", "25P03": "away",  # read-only: a standby after a fail-over
-    "55P03": "locked", "25P02": "broken",
-}  # fmt: skip
-
-_MYSQL_CODES: dict[int, Verdict] = {
-    **dict.fromkeys((1213, 1020), "again"),
-    **dict.fromkeys((1205, 3572), "locked"),
-    **dict.fromkeys(
-        (0, 1040, 1053, 1077, 1079, 1129, 1152, 1158, 1159, 1160, 1161, 1203, 1290, 1792, 1836, 1927), "away"
-    ),
-    **dict.fromkeys((2002, 2003, 2006, 2012, 2013, 2055, 3159, 4031), "gone"),
-}
-
-_SQLITE_CODES: dict[int, Verdict] = {
-    **dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED), "again"),
-    **dict.fromkeys(
-        (
-            sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CORRUPT,
-            sqlite3.SQLITE_NOTADB,
-        ),
-        "away",
-    ),
-    sqlite3.SQLITE_CANTOPEN: "gone",
-}
-
-
-class Answer(NamedTuple):
-    """What a statement came to."""
-
-    rows: Sequence[Sequence[Any]]
-    changed: int
-
-
-class Execute(Protocol):
-    """Executes a statement, once for each of several sets of values."""
-
-    def __call__(self, statement: Statement, values: Values | Sequence[Values] = ()) -> Answer: ...
-
-
-Values = Mapping[str, object]
-
 
 class Scope(Protocol):
     """A transaction that a listener runs in."""
@@ -154,212 +75,6 @@ class Scope(Protocol):
 
     def is_lost(self) -> bool:
         """Tell whether its connection is."""
-
-
-# --- statements
-
-
-class Statement:
-    """SQL as the driver takes it, and in which form it takes values."""
-
-    __slots__ = ("text", "_order")
-
-    def __init__(self, text: str, order: Sequence[str] | None = None) -> None:
-        """`order`: the names of its values, where the driver takes them by their place."""
-        self.text = text
-        self._order = order
-
-    @classmethod
-    def of(cls, clause: ClauseElement, dialect: Dialect) -> Statement:
-        """Compile a clause."""
-        compiled = clause.compile(dialect=dialect)
-        order = getattr(compiled, "positiontup", None) if dialect.positional else None
-        return cls(str(compiled), None if order is None else [name.removesuffix("_") for name in order])
-
-    def bound(self, values: Values) -> Any:
-        """Return `values` as the driver takes them."""
-        if self._order is None:
-            return {f"{name}_": value for name, value in values.items()}
-        return tuple(values[name] for name in self._order)
-
-
-def _value(name: str) -> Any:
-    return bindparam(name + "_")  # SQLAlchemy has its own use for names that are those of columns
-
-
-class Statements:
-    """All that is ever executed, for one dialect."""
-
-    def __init__(self, table: str, dialect: Dialect, *, with_inbox: bool) -> None:
-        self.table = table
-        self._dialect = dialect
-        schema, _, name = table.rpartition(".")
-        exact = mysql.VARCHAR(LONGEST_KEY, collation="utf8mb4_bin")  # names differ by case
-        key_text = String(LONGEST_KEY).with_variant(exact, "mysql", "mariadb")
-        options: dict[str, Any] = {"schema": schema or None, "mysql_engine": "InnoDB", "mysql_charset": "utf8mb4"}
-        options |= {"mariadb_engine": "InnoDB", "mariadb_charset": "utf8mb4"}
-        self._offsets = offsets = Table(
-            name,
-            MetaData(),
-            Column("consumer_group", key_text, primary_key=True),
-            Column("topic", key_text, primary_key=True),
-            Column("broker_name", key_text, primary_key=True),
-            Column("queue_id", Integer, primary_key=True, autoincrement=False),
-            Column("next_offset", BigInteger, nullable=False),
-            Column("epoch", BigInteger, nullable=False),
-            Column("reset_epoch", BigInteger, nullable=False),
-            Column("owner", String(LONGEST_KEY)),
-            Column("last_offset", BigInteger),
-            Column("last_message_id", String(LONGEST_KEY)),
-            Column("last_store_time", BigInteger),
-            Column("updated_at", DateTime, nullable=False),
-            **options,
-        )
-        self._inbox = inbox = Table(
-            "pyrocket_inbox" if name == "pyrocket_offsets" else f"{name}_inbox",
-            MetaData(),
-            Column("consumer_group", key_text, primary_key=True),
-            Column("message_id", key_text, primary_key=True),
-            Column("at", BigInteger, nullable=False),
-            UniqueConstraint("consumer_group", "at", "message_id"),  # an index that is made with the table
-            **options,
-        )
-        self._with_inbox = with_inbox
-        self._lookups: dict[int, Statement] = {}
-        row = offsets.c
-        key = (
-            row.consumer_group == _value("group"),
-            row.topic == _value("topic"),
-            row.broker_name == _value("broker"),
-            row.queue_id == _value("queue"),
-        )
-        shown_columns = (
-            row.topic, row.broker_name, row.queue_id, row.next_offset, row.epoch, row.reset_epoch, row.owner,
-            row.last_offset, row.last_message_id, row.last_store_time,
-        )  # fmt: skip
-        one: Any = literal_column("1")
-        never = text("1 = 0")
-        now = {"updated_at": func.current_timestamp()}
-        unwitnessed = {"last_offset": null(), "last_message_id": null(), "last_store_time": null()}
-        ours = (*key, row.epoch == _value("epoch"))
-        self._look = self._made(select(*row).where(never))
-        self.row = self._made(select(*shown_columns).where(*key))
-        self.of_group = self._made(select(*shown_columns).where(row.consumer_group == _value("group")))
-        self.claim = self._made(update(offsets).where(*key).values(epoch=row.epoch + one, owner=_value("owner"), **now))
-        self.begin = self._made(
-            insert(offsets).values(
-                consumer_group=_value("group"),
-                topic=_value("topic"),
-                broker_name=_value("broker"),
-                queue_id=_value("queue"),
-                next_offset=_value("next"),
-                epoch=_value("epoch"),
-                reset_epoch=_value("reset_epoch"),
-                owner=_value("owner"),
-                **now,
-            )
-        )
-        self.advance = self._made(
-            update(offsets)
-            .where(*ours, row.next_offset <= _value("first"))
-            .values(
-                next_offset=_value("next"),
-                last_offset=_value("last_offset"),
-                last_message_id=_value("message_id"),
-                last_store_time=_value("store_time"),
-                **now,
-            )
-        )
-        self.persist = self._made(
-            update(offsets).where(*ours, row.next_offset < _value("next")).values(next_offset=_value("next"), **now)
-        )
-        moved = {"next_offset": _value("next"), "reset_epoch": _value("reset_epoch"), "epoch": row.epoch + one}
-        self.move = self._made(update(offsets).where(*ours).values(**moved, **unwitnessed, **now))
-        self.reset = self._made(update(offsets).where(*key).values(**moved, **unwitnessed, **now))
-        self.forget = self._made(delete(offsets).where(*key))
-        self.marks = dialect.name != "postgresql"  # there it would cost two answers, and its driver tells
-        self.mark, self.unmark = Statement("SAVEPOINT pyrocket_begun"), Statement("RELEASE SAVEPOINT pyrocket_begun")
-        seen = inbox.c
-        self.to_inbox = self._made(
-            insert(inbox).values(consumer_group=_value("group"), message_id=_value("message_id"), at=_value("at"))
-        )
-        self.old_in_inbox = self._made(
-            select(seen.message_id)
-            .where(seen.consumer_group == _value("group"), seen.at < _value("before"))
-            .order_by(seen.at)
-            .suffix_with(f"LIMIT {INBOX_STEP}")
-        )
-        self.again_in_inbox = self._made(
-            update(inbox)
-            .where(seen.consumer_group == _value("group"), seen.message_id == _value("message_id"))
-            .values(at=_value("at"))
-        )
-        self.from_inbox = self._made(
-            delete(inbox).where(seen.consumer_group == _value("group"), seen.message_id == _value("message_id"))
-        )
-        self._look_at_inbox = self._made(select(*seen).where(never))
-
-    def _made(self, clause: ClauseElement) -> Statement:
-        return Statement.of(clause, self._dialect)
-
-    def in_inbox(self, count: int) -> Statement:
-        """Return what looks for so many ids, `id0` and on, and for when they were noted."""
-        if count not in self._lookups:
-            seen = self._inbox.c
-            wanted = seen.message_id.in_([_value(f"id{number}") for number in range(count)])
-            self._lookups[count] = self._made(
-                select(seen.message_id, seen.at).where(seen.consumer_group == _value("group"), wanted)
-            )
-        return self._lookups[count]
-
-    def ddl(self) -> list[str]:
-        """Return the statements that make the tables."""
-        tables = [self._offsets, self._inbox] if self._with_inbox else [self._offsets]
-        makers = [CreateTable(table, if_not_exists=True) for table in tables]
-        return [str(maker.compile(dialect=self._dialect)).strip() for maker in makers]
-
-    def creations(self) -> list[Statement]:
-        """Return the same to be executed."""
-        return [Statement(text) for text in self.ddl()]
-
-    def look(self, execute: Execute) -> None:
-        """See that the tables are there, with all their columns."""
-        execute(self._look)
-        if self._with_inbox:
-            execute(self._look_at_inbox)
-
-
-def ddl(dialect: str, table: str, *, with_inbox: bool) -> list[str]:
-    """Return the statements that make the tables, for "sqlite", "postgresql", "mysql" or "mariadb"."""
-    return Statements(table, _DIALECTS[dialect](), with_inbox=with_inbox).ddl()
-
-
-_DIALECTS: dict[str, Callable[..., Dialect]] = {
-    "sqlite": sqlite.dialect, "postgresql": postgresql.dialect, "mysql": mysql.dialect, "mariadb": mysql.dialect,
-}  # fmt: skip
-
-
-# --- errors
-
-
-def _driver_verdict(error: BaseException | None, dialect: str) -> Verdict | None:
-    """Return what the driver's own error says, by its code."""
-    if isinstance(error, sqlite3.Error):
-        return _SQLITE_CODES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
-    code = error.args[0] if error is not None and error.args else None
-    if dialect in ("mysql", "mariadb") and code in _MYSQL_CODES:  # their states say less: many errors share one
-        return _MYSQL_CODES[code]
-    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
-    if isinstance(code, dict):
-        state = code.get("C")  # pg8000
-    if isinstance(state, str):
-        return next((_SQLSTATES[state[:size]] for size in (5, 3, 2) if state[:size] in _SQLSTATES), "theirs")
-    return "gone" if _is_disconnected(error) else None
-
-
-def _is_disconnected(error: BaseException | None) -> bool:
-    """Tell whether psycopg lost its connection, or got none: there is no SQLSTATE then."""
-    return type(error).__name__ == "OperationalError" and type(error).__module__.startswith("psycopg")
 
 
 def _refuse_to_end(*_: object, **__: object) -> NoReturn:
@@ -393,6 +108,10 @@ class Database:
     is_async = False
     arguments = 1
     """How many arguments a listener gets besides its messages."""
+
+    def statements(self, table: str, *, with_inbox: bool) -> Statements:
+        """Return what is executed there."""
+        return Statements(table, self.dialect, with_inbox=with_inbox)
 
     def open(self) -> None:
         """Keep what `run` needs until `close`."""
@@ -555,7 +274,7 @@ class SqlDatabase(Database):
             return "gone"
         if not isinstance(error, DBAPIError):
             return "theirs"
-        return "gone" if error.connection_invalidated else _driver_verdict(error.orig, self.dialect.name) or "theirs"
+        return "gone" if error.connection_invalidated else driver_verdict(error.orig, self.dialect.name) or "theirs"
 
 
 class AsyncDatabase(SqlDatabase):
@@ -693,146 +412,7 @@ def _run_on(engine: Engine, work: Callable[[Execute], T]) -> T:
         return work(_executor(connection))
 
 
-class DjangoDatabase(Database):
-    """A database of Django's settings. Each thread has its own connection, as everywhere in Django."""
-
-    arguments = 0
-
-    def __init__(self, alias: str) -> None:
-        from django.core.exceptions import ImproperlyConfigured
-        from django.db import connections
-        from django.utils.connection import ConnectionDoesNotExist
-
-        try:
-            vendor = connections[alias].vendor
-        except (ConnectionDoesNotExist, ImproperlyConfigured) as error:
-            raise ConfigError(
-                f"alias={shown(alias)} is no database of Django's settings ({error}); it must be one in DATABASES, "
-                "and django.setup() must have been called"
-            ) from error
-        if vendor not in _DIALECTS:
-            raise ConfigError(f"alias={alias!r} is a database of {vendor}; {_SUPPORTED}")
-        self._alias = alias
-        self._lock = threading.Lock()
-        self._users = 0
-        self._lent: set[Any] = set()  # connections of threads that listeners run on
-        self._busy: set[Any] = set()  # those of them that a listener call has in hand
-        self.shown = f"django:{alias}"
-        self.dialect = _DIALECTS[vendor](paramstyle="format")
-
-    @contextmanager
-    def _scope(self) -> Generator[Scope]:
-        from django.db import connections, transaction
-
-        connection = connections[self._alias]
-        # A CONN_MAX_AGE of 0 is for requests: a connection for each would cost more than what is done with it.
-        if not connection.in_atomic_block and (connection.errors_occurred or connection.settings_dict["CONN_MAX_AGE"]):
-            connection.close_if_unusable_or_obsolete()
-        with transaction.atomic(using=self._alias, durable=True):
-            yield _DjangoScope(connection)
-
-    def run(self, work: Callable[[Execute], T]) -> T:
-        with self._scope() as scope:
-            return work(scope.execute)
-
-    def run_apart(self, work: Callable[[Execute], T]) -> T:
-        def run_here() -> T:
-            from django.db import connections
-
-            try:
-                return self.run(work)
-            finally:
-                connections[self._alias].close()
-
-        with ThreadPoolExecutor(1) as thread:  # a connection of its own
-            return thread.submit(run_here).result()
-
-    @contextmanager
-    def transaction(self) -> Generator[Scope]:
-        from django.db import connections
-
-        connection = connections[self._alias]
-        with self._lock:
-            if connection not in self._lent:
-                connection.inc_thread_sharing()  # they are closed by whoever closes this
-                self._lent.add(connection)
-            self._busy.add(connection)
-        try:
-            with self._scope() as scope:
-                yield scope
-        finally:
-            with self._lock:
-                self._busy.discard(connection)
-                is_last = self._users <= 0
-                if is_last:
-                    self._lent.discard(connection)
-            if is_last:  # the consumer has not waited for its listener
-                connection.close()
-
-    def open(self) -> None:
-        with self._lock:
-            self._users += 1
-
-    def executor(self, given: Any) -> Execute:
-        from django.db import connections
-
-        if given is not None:
-            raise ConfigError(f"advance() takes None and the messages here, not {shown(given)}: the alias says where")
-        connection = connections[self._alias]
-        if not connection.in_atomic_block:
-            raise ConfigError("advance() must be called within transaction.atomic(), with the effects it counts")
-        return _DjangoScope(connection).execute
-
-    def verdict(self, error: BaseException) -> Verdict:
-        from django.db import Error, InterfaceError
-
-        if not isinstance(error, Error):
-            return "theirs"
-        return _driver_verdict(error.__cause__, self.dialect.name) or (
-            "gone" if isinstance(error, InterfaceError) else "theirs"
-        )
-
-    def close(self) -> None:
-        from django.db import connections
-
-        with self._lock:
-            self._users -= 1
-            idle = self._lent - self._busy if self._users <= 0 else set()
-            self._lent -= idle
-        for connection in (connections[self._alias], *idle):
-            connection.close()
-
-
-class _DjangoScope:
-    """A transaction of Django's."""
-
-    arguments: tuple[Any, ...] = ()
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-
-    def execute(self, statement: Statement, values: Values | Sequence[Values] = ()) -> Answer:
-        with self._connection.cursor() as cursor:
-            if isinstance(values, Mapping):
-                cursor.execute(statement.text, statement.bound(values))
-            elif values:
-                cursor.executemany(statement.text, [statement.bound(each) for each in values])
-            else:
-                cursor.execute(statement.text)
-            return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
-
-    def begin(self) -> None:
-        pass
-
-    def ready(self) -> None:
-        if not self._connection.in_atomic_block or self._connection.needs_rollback:
-            was_ended()
-
-    def is_lost(self) -> bool:
-        return self._connection.connection is None or self._connection.errors_occurred
-
-
-_SUPPORTED = "it must be SQLite, PostgreSQL, MySQL or MariaDB"
+SUPPORTED = "it must be SQLite, PostgreSQL, MySQL or MariaDB"
 
 _DRIVERS = {
     "sqlite": "sqlite:///file",
@@ -863,8 +443,8 @@ def _check_host(url: URL, what: str) -> None:
 def _check_engine(engine: Engine, *, is_async: bool) -> None:
     _check_host(engine.url, "the address of engine")
     address, dialect = _address(engine.url), engine.dialect.name
-    if dialect not in _DIALECTS:
-        raise ConfigError(f"engine={address!r} is a database of {dialect}; {_SUPPORTED}")
+    if dialect not in DIALECTS:
+        raise ConfigError(f"engine={address!r} is a database of {dialect}; {SUPPORTED}")
     if engine.dialect.is_async and not is_async:
         raise ConfigError(
             f"engine={address!r} has an asynchronous driver; use create_async_engine, or a driver that is not"
@@ -917,7 +497,7 @@ def engine_at(url: str) -> Engine | AsyncEngine:
     _check_host(parsed, "the database's address")
     kind = parsed.get_backend_name()
     if kind not in _DRIVERS:
-        raise ConfigError(f"{_address(parsed)} is a database of {kind}; {_SUPPORTED}: {', '.join(_DRIVERS.values())}")
+        raise ConfigError(f"{_address(parsed)} is a database of {kind}; {SUPPORTED}: {', '.join(_DRIVERS.values())}")
     if kind == "sqlite" and parsed.database and not parsed.query and not os.path.exists(parsed.database):
         raise ConfigError(f"{_address(parsed)}: there is no such file; a member makes it, with create_tables()")
     try:
@@ -932,20 +512,6 @@ def engine_at(url: str) -> Engine | AsyncEngine:
         ) from error
     except (ArgumentError, TypeError, ValueError):
         raise ConfigError(f"{_address(parsed)} has something in it that its driver does not take") from None
-
-
-def django(alias: str) -> Database:
-    """Return the database of an alias of Django's.
-
-    Raises:
-        ConfigError: there is none, or Django is not installed.
-    """
-    try:
-        return DjangoDatabase(alias)
-    except ImportError as error:
-        raise ConfigError(
-            f"DatabaseOffsets.django needs Django, which is not there ({error}); pip install django"
-        ) from error
 
 
 # --- listeners

@@ -20,8 +20,8 @@ from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.errors import Fenced
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.offsets.database import Claim
-from pyrocket_consumer.offsets.database_access import Statement, Statements
+from pyrocket_consumer.offsets.claim import Claim
+from pyrocket_consumer.offsets.database_statements import Statement, Statements
 from pyrocket_consumer.producer import sender
 from pyrocket_consumer.producer.sender import Sender
 from pyrocket_consumer.producer.sending import Sending
