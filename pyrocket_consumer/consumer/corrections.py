@@ -30,6 +30,10 @@ CLOCKS_DIFFER_MS = 1000
 """How much the clocks of brokers and members may differ where it cannot be known."""
 
 
+LOOK_HOLDS_S = 60.0
+"""How long a look at the log of a queue in a database holds, if nothing was consumed since."""
+
+
 class Corrections:
     """Follows brokers that say where a queue goes on. Confined to the I/O thread."""
 
@@ -72,8 +76,7 @@ class Corrections:
         # the window now would pass it over.
         if not await self._finished(puller.window):
             return
-        claim = puller.window.claim
-        if target < asked and claim is not None and claim.is_witnessed and claim.store.on_divergence == "stop":
+        if target < asked and self._is_to_be_looked_at(puller.window):
             why = f"the broker's log ends at {answer.max_offset}, before {asked}: it is looked at"
             await self._assignments.begin_again(queue, why)
             return
@@ -84,6 +87,13 @@ class Corrections:
             if target > asked:
                 text = f"{asked} to {target - 1} are not at the broker any more"
                 tell(EventKind.RANGE_SKIPPED, text, queue, facts, level=logging.WARNING)
+
+    def _is_to_be_looked_at(self, window: ProcessQueue) -> bool:
+        """Tell whether the log may be another one, and that was not looked at just now; then it only ends sooner."""
+        claim = window.claim
+        if claim is None or not claim.is_witnessed or claim.store.on_divergence != "stop":
+            return False
+        return claim.has_advanced or self._group.loop.time() - claim.looked_at > LOOK_HOLDS_S
 
     async def _rest(self, puller: Puller) -> None:
         """Wait before a broker is followed that sends us from place to place: each costs a durable write."""

@@ -89,7 +89,7 @@ class Claim:
     __slots__ = (
         "store", "holder", "group", "queue", "owner", "epoch", "reset_epoch", "stored", "promised", "tried", "last",
         "unsure", "lost", "in_transaction", "_unit", "_place", "_rolled_back", "_is_used", "_is_own",
-        "_has_advanced",
+        "has_advanced", "looked_at",
     )  # fmt: skip
 
     def __init__(self, store: ClaimStore, holder: ClaimHolder, group: str, row: StoredOffset) -> None:
@@ -112,7 +112,8 @@ class Claim:
         self._rolled_back: RolledBack | None = None  # what the call has come to, whatever its listener says
         self._is_used = False  # the call has used the store
         self._is_own = False  # and in transactions of its own
-        self._has_advanced = False
+        self.has_advanced = False
+        self.looked_at = float("-inf")  # when the log was seen to have the last message consumed
 
     def __repr__(self) -> str:
         return f"Claim({self.queue}, epoch={self.epoch}, stored={self.stored}{', lost' if self.lost else ''})"
@@ -120,7 +121,7 @@ class Claim:
     @property
     def is_witnessed(self) -> bool:
         """Whether the row has a message that was consumed, to compare the log with."""
-        return self.last is not None or self._has_advanced
+        return self.last is not None or self.has_advanced
 
     # --- the listener call
 
@@ -177,7 +178,7 @@ class Claim:
     def count(self, place: int, messages: int, *, is_own: bool) -> None:
         """So many messages are counted, from that place on; `is_own`: in a transaction that is yet to be committed."""
         self._place = max(self._place, place + messages)
-        self._has_advanced = True
+        self.has_advanced = True
         if is_own:
             self._is_own = True
             self.tried = max(self.tried, self._unit[self._place - 1].queue_offset + 1)

@@ -289,3 +289,24 @@ def test_a_broker_that_was_away_and_lost_nothing_goes_on(embedded, ledger):
         until_all(embedded, ledger, [*BODIES[:20], "new"])
     assert ledger.bodies() == once([*BODIES[:20], "new"])
     assert not events.of("log-diverged") and not events.of("queue-fenced")
+
+
+@pytest.mark.databases("sqlite")
+def test_a_log_that_only_ends_sooner_is_followed(embedded, ledger):
+    """What was lost had nothing for us: the last message that was consumed is still there."""
+    broker, events = embedded.broker("broker-a"), Events()
+    embedded.create_topic(TOPIC, queues=1)
+    for number in range(20):
+        embedded.send(TOPIC, str(number).encode(), tags="ours" if number < 10 else "others")
+    wrapped = ledger.offsets.exactly_once(ledger.book)
+    options = {**EXACTLY_ONCE, "call_timeout_s": 3.0, "rebalance_interval_s": 1.0}
+    with consuming(embedded, TOPIC, GROUP, wrapped, "ours", **options, offset_store=ledger.offsets, on_event=events):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 20)
+        broker.kill()
+        broker.truncate(TOPIC, 0, 15)
+        broker.start()
+        events.wait_for("offset-corrected", timeout_s=60)
+        embedded.send(TOPIC, b"10", tags="ours")
+        until_all(embedded, ledger, BODIES[:11])
+    assert ledger.bodies() == once(BODIES[:11])
+    assert not events.of("log-diverged")
