@@ -237,7 +237,7 @@ class _Runner:
 
     def _unknown(self, chunk: Chunk, message: Message, result: object) -> None:
         """Tell of the first such result of a listener: the thousandth says nothing new."""
-        if isinstance(result, RolledBack):
+        if type(result) is RolledBack:
             result = result.result
         key = (id(chunk.listener), type(result))
         if key not in self._told:

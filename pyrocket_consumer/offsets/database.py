@@ -667,7 +667,7 @@ class DatabaseOffsets:
         def work(execute: Execute) -> StoredOffset:
             key = self._key(claim.group, claim.queue)
             followed = claim.reset_epoch if reset_epoch is None else reset_epoch
-            if reset_epoch is None and offset < claim.stored:  # for the inbox it is a reset, too
+            if self.has_inbox and reset_epoch is None and offset < claim.stored:  # for the inbox it is a reset, too
                 followed = max(followed, int(time.time() * 1000))
             values = {**key, "epoch": claim.epoch, "next": offset, "reset_epoch": followed}
             changed = execute(self._sql.move, values).changed

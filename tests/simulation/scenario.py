@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import suppress
 from typing import Any
 
@@ -52,6 +53,7 @@ class Scenario:
 
     def run(self) -> History:
         """Live through it; returns what happened."""
+        random.seed(self.seed)  # of the pauses between tries of a transaction
         try:
             return self.world.run_until_complete(self._run())
         finally:
