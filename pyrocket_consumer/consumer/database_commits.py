@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ LOOK_EVERY_S = 5.0
 
 CALM_S = 60.0
 """A queue that was ours for so long is claimed anew at once, when another member has claimed it meanwhile."""
+
+MOST_CLAIMED = 500
+"""How many queues are claimed together."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 20.0
 """Pauses before it is, when members keep taking a queue from each other, or another session has locked its row."""
@@ -61,6 +65,8 @@ class DatabaseCommits:
         self._call: asyncio.Future[Any] | None = None
         self._call_until = 0.0
         self._told_apart: set[str] = set()  # topics
+        self._to_claim: dict[MessageQueue, asyncio.Future[Claim | None]] = {}
+        self._claiming: asyncio.Task[None] | None = None
         self._published = BrokerCommits(cluster, group)
         self._published.on_reset_waiting = lambda queue: self.on_reset_waiting(queue)
         self._publishing: asyncio.Task[object] | None = None
@@ -155,12 +161,54 @@ class DatabaseCommits:
 
     async def start_offset(self, queue: MessageQueue) -> int | None:
         self.forget(queue)
-        try:
-            claim = await self._do(f"claiming {queue}", self._store.claim, self, self._group, queue, self._owner)
-        except RowLocked:  # other queues shall not wait for it at every turn
-            self._pause(queue)
-            raise
+        claimed: asyncio.Future[Claim | None] = self._loop.create_future()
+        self._to_claim[queue] = claimed
+        if self._claiming is None or self._claiming.done():
+            self._claiming = self._loop.create_task(self._claim())
+            self._claiming.add_done_callback(look_at)
+        claim = await claimed
         return None if claim is None else self._has(claim)
+
+    async def _claim(self) -> None:
+        """Claim queues: together all that have come while the last ones were claimed, for it takes several answers."""
+        while self._to_claim:
+            waiting = dict(itertools.islice(self._to_claim.items(), MOST_CLAIMED))
+            for queue in waiting:
+                del self._to_claim[queue]
+            try:
+                if not await self._claim_some(waiting):  # rows of some are locked: others shall not wait for those
+                    for queue, claimed in waiting.items():
+                        if not await self._claim_some({queue: claimed}):
+                            self._pause(queue)
+            except Exception as error:  # it must not be: whoever waits tells
+                for claimed in waiting.values():
+                    if not claimed.done():
+                        claimed.set_exception(error)
+            finally:
+                for claimed in waiting.values():
+                    claimed.cancel()  # what is not done yet: this was cancelled
+
+    async def _claim_some(self, waiting: Mapping[MessageQueue, asyncio.Future[Claim | None]]) -> bool:
+        """Claim queues in one transaction, and tell who waits for them. Returns False if the row of one is locked."""
+        found: Mapping[MessageQueue, Claim | RocketError]
+        is_locked = False
+        try:
+            found = await self._do("claiming queues", self._store.claim, self, self._group, list(waiting), self._owner)
+        except RowLocked as error:
+            if len(waiting) > 1:
+                return False
+            found, is_locked = dict.fromkeys(waiting, error), True
+        except RocketError as error:
+            found = dict.fromkeys(waiting, error)
+        for queue, claimed in waiting.items():
+            claim = found.get(queue)
+            if claimed.done():
+                pass
+            elif isinstance(claim, RocketError):
+                claimed.set_exception(claim)
+            else:
+                claimed.set_result(claim)
+        return not is_locked
 
     def _has(self, claim: Claim) -> int:
         self._claims[claim.queue] = claim
@@ -301,6 +349,8 @@ class DatabaseCommits:
         self._published.doubt(broker_name)
 
     async def close(self, *, until: float | None = None) -> None:
+        if self._claiming is not None:
+            self._claiming.cancel()
         try:
             closing = self._loop.run_in_executor(self._thread, self._store.close)
             closing.add_done_callback(look_at)

@@ -51,6 +51,7 @@ class ForeignMembers:
         self._store = store
         self._known: set[str] = set()  # who has its offsets in a database, or was told
         self._unheard: dict[str, _Unheard] = {}  # all others that are there, but for ourselves
+        self._looking = asyncio.Lock()
         self._untold: dict[str, RocketError] = {}  # why brokers did not say who is there, at the last look
 
     async def refuse(self, *topics: str) -> None:
@@ -60,7 +61,7 @@ class ForeignMembers:
             ConfigError: there is such a member; the text names it.
         """
         foreign = await self._look(topics)
-        if not foreign and (self._unheard or self._untold):
+        if not foreign and not topics and (self._unheard or self._untold):  # a start may take a moment
             await asyncio.sleep(START_AGAIN_AFTER_S)
             foreign = await self._look(topics)
         if foreign:
@@ -70,6 +71,8 @@ class ForeignMembers:
                 "allow_foreign_members=True lets them be, and what they consume has its effect by their rules: "
                 f"{some_of(foreign, _MOST_NAMED)}"
             )
+        if topics:  # who is silent was told, or is by the watch
+            return
         silent = [f"{client_id} ({each.why})" for client_id, each in sorted(self._unheard.items())]
         silent += [f"all of {broker_name} ({why})" for broker_name, why in sorted(self._untold.items())]
         if silent:
@@ -97,6 +100,10 @@ class ForeignMembers:
 
     async def _look(self, topics: Iterable[str] = ()) -> list[str]:
         """Return which members are foreign, among those of which that was not known at the last look."""
+        async with self._looking:
+            return await self._look_now(topics)
+
+    async def _look_now(self, topics: Iterable[str]) -> list[str]:
         new = [member for member in await self._members(topics) if member.client_id not in self._known]
         foreign = {member.client_id: member.client for member in new if member.language not in ("", "PYTHON")}
         now, due = self._group.loop.time(), list[tuple[float, Member]]()

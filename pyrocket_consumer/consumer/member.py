@@ -181,12 +181,13 @@ class GroupMember:
 
     async def _subscribe(self, subscription: Subscription, listener: Listener) -> None:
         group = self.group
+        topic, looks = subscription.topic, self._foreign_members
+        if looks is not None and self.state is ConsumerState.RUNNING and group.subscriptions.get(topic) is None:
+            await self._find_route(topic)
+            await looks.refuse(topic)
         subscription = group.subscriptions.newer(subscription)
         if self.state is ConsumerState.RUNNING:
             await self._expressions.check(subscription)
-            if self._foreign_members is not None:
-                await self._find_route(subscription.topic)
-                await self._foreign_members.refuse(subscription.topic)
         group.subscriptions.add(subscription, listener)
         if self.state is ConsumerState.RUNNING:
             await self._find_route(subscription.topic)

@@ -145,8 +145,10 @@ class Claim:
         if not self._is_used:
             self.holder.apart(self, self._unit[0].queue_offset)
 
-    def use(self, messages: Sequence[Message], what: str) -> int:
+    def use(self, messages: Sequence[Message], what: str, *, behind: bool = False) -> int:
         """Return which of the call's messages the first one is, for `exactly_once` or `advance`.
+
+        `behind`: it may also be behind some that were rolled back.
 
         Raises:
             ConfigError: they are not the next ones of the call, or a transaction of `exactly_once` runs.
@@ -161,7 +163,7 @@ class Claim:
             return 0
         wanted = (messages[0].queue, messages[0].queue_offset)
         places = [place for place, each in enumerate(unit) if (each.queue, each.queue_offset) == wanted]
-        if places and places[0] <= self._place:
+        if places and (places[0] <= self._place or (behind and self._rolled_back is not None)):
             part = unit[places[0] : places[0] + len(messages)]
             if len(part) == len(messages) and all(
                 (ours.queue, ours.queue_offset) == (given.queue, given.queue_offset)
@@ -183,10 +185,15 @@ class Claim:
             self._is_own = True
             self.tried = max(self.tried, self._unit[self._place - 1].queue_offset + 1)
 
-    @property
-    def rolled_back(self) -> RolledBack | None:
-        """What a transaction of this call has come to, if it was rolled back: what is behind it comes again, too."""
-        return self._rolled_back
+    def rolled_back(self, place: int) -> RolledBack | None:
+        """Return what a transaction of this call has come to, if it was before `place`: what is behind it comes again.
+
+        What was rolled back itself may be tried once more.
+        """
+        if place > self._place:
+            return self._rolled_back
+        self._rolled_back = None
+        return None
 
     def roll_back(self, why: RolledBack) -> RolledBack:
         """Note that a transaction of this call was rolled back."""

@@ -296,9 +296,9 @@ class DatabaseOffsets:
         messages = [given] if isinstance(given, Message) else list(given)
         if not messages:
             raise ConfigError("a listener of exactly_once was given no messages; pass those of the listener call")
-        place = claim.use(messages, "a listener of exactly_once")
-        if claim.rolled_back is not None:  # what is behind it has no effect before it
-            return claim.rolled_back
+        place = claim.use(messages, "a listener of exactly_once", behind=True)
+        if (before := claim.rolled_back(place)) is not None:
+            return before
         try:
             result = self._try(claim, messages, call, rest, is_single=isinstance(given, Message))
         except BaseException:
@@ -330,8 +330,8 @@ class DatabaseOffsets:
             except Exception as error:
                 was_unsure, claim.unsure = claim.unsure, True  # the commit may have been done, and its answer lost
                 verdict = self._verdict(error, attempt)
-                if verdict == "theirs" and was_unsure and self._is_behind(claim, messages):
-                    verdict = "again"  # it met its own former attempt, which was committed after all
+                if verdict == "theirs" and was_unsure:
+                    verdict = self._of_unsure(claim, messages)
                 if verdict == "theirs":
                     raise
                 if verdict != "again" or pause_s is None:
@@ -351,10 +351,15 @@ class DatabaseOffsets:
             rest(pause_s)
         raise AssertionError("the last pause is None")
 
-    def _is_behind(self, claim: Claim, messages: Sequence[Message]) -> bool:
-        """Tell whether some of `messages` have their effect by now, or the queue is another's."""
-        row = self._database.run_apart(lambda execute: self._row(execute, claim.group, claim.queue))
-        return row is None or row.epoch != claim.epoch or row.next_offset > messages[0].queue_offset
+    def _of_unsure(self, claim: Claim, messages: Sequence[Message]) -> Verdict:
+        """Return what an error says after a former attempt: it may have met that one, which was committed after all."""
+        try:
+            row = self._database.run_apart(lambda execute: self._row(execute, claim.group, claim.queue))
+        except Exception:
+            return "away"
+        if row is None or row.epoch != claim.epoch or row.next_offset > messages[0].queue_offset:
+            return "again"
+        return "theirs"
 
     def _verdict(self, error: Exception, attempt: _Attempt) -> Verdict:
         """Return what an error says: only what the listener has done is its failure."""
@@ -386,16 +391,17 @@ class DatabaseOffsets:
                 attempt.step, claim.in_transaction = "listener", True
                 try:
                     result = call(fresh[0] if is_single else list(fresh), *scope.arguments)
+                    claim.in_transaction = False
+                    if not claim.holder.is_success(result):
+                        raise _Undo(result)
+                    scope.ready()
+                    if self._sql.marks:
+                        self._unmark(scope.execute)
                 except Exception:
                     attempt.is_lost = scope.is_lost()
                     raise
                 finally:
                     claim.in_transaction = False
-                if not claim.holder.is_success(result):
-                    raise _Undo(result)
-                scope.ready()
-                if self._sql.marks:
-                    self._unmark(scope.execute)
                 attempt.step = "bookkeeping"
                 if notes:
                     self._put_in_inbox(scope.execute, claim, notes)
@@ -568,20 +574,37 @@ class DatabaseOffsets:
             pass
         return self._patiently(read_and_forget)
 
-    def claim(self, holder: ClaimHolder, group: str, queue: MessageQueue, owner: str) -> Claim | None:
-        """Make `queue` ours, whoever had it; None if the group has no row of it.
+    def claim(
+        self, holder: ClaimHolder, group: str, queues: Sequence[MessageQueue], owner: str
+    ) -> dict[MessageQueue, Claim | RocketError]:
+        """Make queues ours, whoever had them, in one transaction; those that the group has no row of are left out.
+
+        A row that means nothing is an error of its queue alone.
 
         Raises:
             DatabaseError: the database could not be asked.
         """
 
-        def work(execute: Execute) -> StoredOffset | None:
-            key = self._key(group, queue)
-            execute(self._sql.claim, {**key, "owner": owner[:LONGEST_KEY]})
-            return self._row(execute, group, queue)
+        def work(execute: Execute) -> dict[MessageQueue, Claim | RocketError]:
+            keys = [{**self._key(group, queue), "owner": owner[:LONGEST_KEY]} for queue in sorted(queues)]
+            execute(self._sql.claim, keys)
+            if len(queues) == 1:
+                rows = execute(self._sql.row, self._key(group, queues[0])).rows
+            else:
+                rows = execute(self._sql.of_group, {"group": group}).rows
+            found: dict[MessageQueue, Claim | RocketError] = {}
+            for row in rows:
+                queue = MessageQueue(*row[:3])
+                if queue in wanted:
+                    try:
+                        found[queue] = Claim(self, holder, group, self._stored(row))
+                    except RocketError as error:
+                        found[queue] = error
+            return found
 
-        row = self._do(work, f"claiming {queue}")
-        return Claim(self, holder, group, row) if row is not None else None
+        wanted = frozenset(queues)
+        what = f"claiming {queues[0]}" if len(queues) == 1 else f"claiming {len(queues)} queues of {group}"
+        return self._do(work, what)
 
     def begin(self, holder: ClaimHolder, group: str, queue: MessageQueue, owner: str, offset: int) -> Claim:
         """Make the first row of `queue`, and claim it.

@@ -392,14 +392,17 @@ class _OwnLoop:
 
 
 def _as_if(engine: Engine) -> Engine:
-    """Return an engine with the same settings, and connections of its own."""
-    return Engine(
+    """Return an engine with the same settings and events, and connections of its own."""
+    own = Engine(
         engine.pool.recreate(),
         engine.dialect,
         engine.url,
         execution_options=engine.get_execution_options(),
         hide_parameters=engine.hide_parameters,
     )
+    own.dispatch = own.dispatch._join(engine.dispatch)
+    own._has_events = engine._has_events
+    return own
 
 
 def _run_on(engine: Engine, work: Callable[[Execute], T]) -> T:

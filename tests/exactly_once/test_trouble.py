@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -240,6 +240,42 @@ def test_what_is_sent_after_the_start_is_consumed_although_the_database_was_away
         engine.dispose()
 
 
+@pytest.mark.databases("sqlite", "postgresql")
+def test_many_queues_begin_in_few_transactions(embedded, ledger):
+    send(embedded, BODIES, queues=100)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger)
+    begun = []
+    event.listen(ledger.engine, "begin", begun.append)
+    with billing(embedded, ledger) as (consumer, _):
+        embedded.wait_until(lambda: len(consumer.progress()) == 101)
+        assert len(begun) < 30
+
+
+@pytest.mark.databases("sqlite")
+def test_an_engine_that_begins_by_events_of_its_own(embedded, database):
+    """As SQLAlchemy's documentation has it for SQLite."""
+    with ledger_in(database) as ledger:
+        engine = create_engine(database.url)
+
+        @event.listens_for(engine, "connect")
+        def connected(connection, record):
+            connection.isolation_level = None
+
+        @event.listens_for(engine, "begin")
+        def begin(connection):
+            connection.exec_driver_sql("BEGIN")
+
+        offsets = DatabaseOffsets(engine)
+        send(embedded)
+        with consuming(
+            embedded, TOPIC, GROUP, offsets.exactly_once(ledger.book), **EXACTLY_ONCE, offset_store=offsets
+        ):
+            until_all(embedded, ledger)
+        engine.dispose()
+        assert ledger.bodies() == once(BODIES)
+
+
 # --- rows and addresses
 
 
@@ -345,7 +381,8 @@ def test_an_inbox_that_undoes_nothing_is_refused(embedded, database):
 def _in_child(offsets, answers):
     try:
         answers.put(len(offsets.offsets(GROUP)))
-        answers.put(offsets.claim(None, GROUP, MessageQueue(TOPIC, "broker-a", 3), "child").epoch)
+        queue = MessageQueue(TOPIC, "broker-a", 3)
+        answers.put(offsets.claim(None, GROUP, [queue], "child")[queue].epoch)
     except BaseException as error:
         answers.put(repr(error))
 

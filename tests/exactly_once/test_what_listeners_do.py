@@ -86,6 +86,24 @@ def test_a_wrapper_that_swallows_what_was_raised_loses_nothing(embedded, ledger)
     assert ledger.bodies() == once(SOME)
 
 
+def test_a_wrapper_that_tries_again_does(embedded, ledger):
+    booked = ledger.offsets.exactly_once(failing_once(ledger))
+    tries = []
+
+    def handle(messages):
+        for _ in range(2):
+            tries.append(result := booked(messages))
+            if result is None:
+                return None
+        return result
+
+    send(embedded, SOME[:8], queues=1)
+    with consuming_own(embedded, ledger, handle, max_reconsume_times=0):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 8)
+    assert ledger.bodies() == once(SOME[:8])
+    assert [result is None for result in tries[:2]] == [False, True]
+
+
 def test_a_transaction_for_each_message_of_a_list(embedded, ledger):
     failed = []
 
