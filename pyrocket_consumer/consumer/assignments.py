@@ -27,6 +27,7 @@ from pyrocket_consumer.consumer.statistics import Counts, Totals
 from pyrocket_consumer.errors import DatabaseError, Fenced, OffsetStoreError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset
+from pyrocket_consumer.offsets.claim import Claim
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
@@ -48,6 +49,9 @@ class Calls(Protocol):
 
     def forget(self, window: ProcessQueue) -> None:
         """The window's life has ended."""
+
+    def go_on(self, window: ProcessQueue) -> None:
+        """Calls of the window may begin again."""
 
     def workers(self) -> list[Workers]:
         """Return the kinds of workers in use."""
@@ -121,6 +125,7 @@ class Assignments:
         self._epochs = itertools.count(1)
         self._changing: WeakValueDictionary[MessageQueue, asyncio.Lock] = WeakValueDictionary()
         self._leaving: set[MessageQueue] = set()
+        self._doubts: dict[MessageQueue, object] = {}  # the newest of each queue
         self._first_starts: dict[MessageQueue, tuple[int, str]] = {}  # found out, and not known to be stored yet
         self._budgets: dict[str, Budget] = {}  # by topic, or one for all
         self._woken: deque[ProcessQueue] = deque()
@@ -408,6 +413,37 @@ class Assignments:
             self._leaving.discard(queue)
         group.event(EventKind.QUEUE_REVOKED, f"{why} at {final}", queue, {"offset": final})
 
+    def doubt(self, broker_name: str) -> None:
+        """A broker may have lost what came last: its claimed queues go on when they were looked at."""
+        for queue, assignment in self._held.items():
+            window = assignment.window
+            if queue.broker_name == broker_name and window.claim is not None and not assignment.ended:
+                self._doubts[queue] = doubt = object()
+                if self._locks is None:
+                    window.locked_until = float("-inf")
+                self._group.tasks.begin(self._look_again(window, window.claim, doubt), f"looking at {queue}")
+
+    async def _look_again(self, window: ProcessQueue, claim: Claim, doubt: object) -> None:
+        """Have a queue go on whose log is the one that was consumed; another one is taken on as if it was new."""
+        queue, pause_s = window.queue, 0.1
+        while self._doubts.get(queue) is doubt and not window.dropped:
+            try:
+                is_same = await self._divergence.is_same(claim)
+            except RocketError as error:
+                text = f"whether its log is still the one that was consumed is not known: {error}"
+                self._group.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 2.0)
+                continue
+            if self._doubts.get(queue) is not doubt or window.dropped:
+                return
+            del self._doubts[queue]
+            if not is_same:
+                await self.begin_again(queue, "its broker was away, and its log is another one")
+            elif self._locks is None:
+                window.locked_until = float("inf")
+                self._calls.go_on(window)
+
     async def begin_again(self, queue: MessageQueue, why: str) -> None:
         """Give `queue` up, and take it on as if it was new to us: its last message is looked at before the next one."""
         await self.end(queue, why)
@@ -601,7 +637,8 @@ class Assignments:
         """Begin the next period of a queue that was fenced, and is kept still since then."""
         queue = fenced.window.queue
         if self._held.get(queue) is fenced and not self._group.closing:
-            puller = self._open(queue, target, why, fenced.window.locked_until).puller
+            locked_until = fenced.window.locked_until if self._locks is not None else None
+            puller = self._open(queue, target, why, locked_until).puller
             puller.moves = fenced.puller.moves
             puller.pull()
 

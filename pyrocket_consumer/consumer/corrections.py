@@ -76,7 +76,7 @@ class Corrections:
         # the window now would pass it over.
         if not await self._finished(puller.window):
             return
-        if target < asked and self._is_to_be_looked_at(puller.window):
+        if target < asked and self._is_to_be_looked_at(puller.window, answer):
             why = f"the broker's log ends at {answer.max_offset}, before {asked}: it is looked at"
             await self._assignments.begin_again(queue, why)
             return
@@ -88,11 +88,13 @@ class Corrections:
                 text = f"{asked} to {target - 1} are not at the broker any more"
                 tell(EventKind.RANGE_SKIPPED, text, queue, facts, level=logging.WARNING)
 
-    def _is_to_be_looked_at(self, window: ProcessQueue) -> bool:
-        """Tell whether the log may be another one, and that was not looked at just now; then it only ends sooner."""
+    def _is_to_be_looked_at(self, window: ProcessQueue, answer: PullAnswer) -> bool:
+        """Tell whether the log may be another one; if it was looked at just now, it only ends sooner."""
         claim = window.claim
         if claim is None or not claim.is_witnessed or claim.store.on_divergence != "stop":
             return False
+        if claim.last is not None and answer.max_offset <= claim.last.offset:
+            return True
         return claim.has_advanced or self._group.loop.time() - claim.looked_at > LOOK_HOLDS_S
 
     async def _rest(self, puller: Puller) -> None:

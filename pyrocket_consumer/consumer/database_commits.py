@@ -14,8 +14,8 @@ from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import DatabaseError, Fenced, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets, MemoryOffsetStore, QueueReset, ReadOffsetType
-from pyrocket_consumer.offsets.claim import Claim
-from pyrocket_consumer.offsets.database import RowLocked, Uncommitted
+from pyrocket_consumer.offsets.claim import Claim, StoredOffset
+from pyrocket_consumer.offsets.database import RowLocked
 from pyrocket_consumer.wire.message import Message
 
 T = TypeVar("T")
@@ -88,6 +88,16 @@ class DatabaseCommits:
 
     def left_out(self, claim: Claim, messages: Sequence[Message]) -> None:
         self._soon(self.on_left_out, claim.queue, messages)
+
+    def uncommitted(self, claim: Claim, row: StoredOffset) -> None:
+        self._soon(
+            self.on_apart,
+            claim.queue,
+            f"a listener has called advance() up to offset {claim.promised}, and its transaction was not committed "
+            f"(the row is at {row.next_offset}), so its messages come again: commit it before the listener returns "
+            "(with engine.begin(), say)",
+        )
+        self._soon(self._fenced, claim, "a listener has not committed its transaction; what was not committed")
 
     def apart(self, claim: Claim, offset: int) -> None:
         if claim.queue.topic not in self._told_apart:
@@ -291,9 +301,6 @@ class DatabaseCommits:
                 await self._do(f"storing {offset} of {queue}", self._store.persist, claim, offset)
             except Fenced:
                 self._fenced(claim)
-            except Uncommitted as error:
-                self.on_apart(queue, str(error))
-                self._fenced(claim, "a listener has not committed its transaction; what of it was not committed")
             except RocketError as error:
                 failed[queue] = error
         try:

@@ -64,6 +64,17 @@ class Divergence:
             del self._looks[queue]
         return not stops
 
+    async def is_same(self, claim: Claim) -> bool:
+        """Tell whether the log of a queue that is held has the last message consumed, or that proves nothing.
+
+        Raises:
+            RocketError: its broker did not answer.
+        """
+        found, _ = await self._found(claim)
+        if not found:
+            claim.looked_at = self._group.loop.time()
+        return not found
+
     async def _found(self, claim: Claim) -> tuple[str, bool]:
         """Return what is there instead of the last message consumed, "" if that may still be; and if it is sure."""
         last, queue, group = claim.last, claim.queue, self._group

@@ -401,10 +401,7 @@ class GroupMember:
     def _doubt(self, broker_name: str) -> None:
         """A broker may have lost something: commits, or what came last."""
         self.commits.doubt(broker_name)
-        for queue, window in self.assignments.windows().items():
-            if queue.broker_name == broker_name and window.claim is not None:
-                work = self.assignments.begin_again(queue, "its broker was away: its log is looked at, and it goes on")
-                self.group.tasks.begin(work, f"beginning {queue} again")
+        self.assignments.doubt(broker_name)
 
     def _names_of(self, address: str, tell: Callable[[str], None]) -> None:
         for broker_name, addresses in self.group.cluster.broker_addresses().items():

@@ -75,6 +75,9 @@ class ClaimHolder(Protocol):
     def fenced(self, claim: Claim) -> None:
         """Another member has claimed the queue since, or somebody has reset it."""
 
+    def uncommitted(self, claim: Claim, row: StoredOffset) -> None:
+        """A listener has called `advance`, and has not committed that: what it named comes again, from the row on."""
+
     def waits(self, claim: Claim, why: str) -> None:
         """The queue's messages wait for the database."""
 
@@ -89,7 +92,7 @@ class Claim:
     __slots__ = (
         "store", "holder", "group", "queue", "owner", "epoch", "reset_epoch", "stored", "promised", "tried", "last",
         "unsure", "lost", "in_transaction", "_unit", "_place", "_rolled_back", "_is_used", "_is_own",
-        "has_advanced", "looked_at",
+        "has_advanced", "looked_at", "next_last", "_owed", "_owed_why",
     )  # fmt: skip
 
     def __init__(self, store: ClaimStore, holder: ClaimHolder, group: str, row: StoredOffset) -> None:
@@ -104,12 +107,15 @@ class Claim:
         self.promised = row.next_offset  # what is, if listeners have committed their own transactions
         self.tried = row.next_offset  # the highest that any call of `advance` has named, committed or not
         self.last = row.last
+        self.next_last: LastMessage | None = None  # once the transaction is committed that names it
         self.unsure = False  # a transaction has failed: it may have been committed all the same
         self.lost = False
         self.in_transaction = False  # of `exactly_once`
         self._unit: Sequence[Message] = ()  # the messages of the call
         self._place = 0  # so many of them are counted, by transactions that are committed or are to be
         self._rolled_back: RolledBack | None = None  # what the call has come to, whatever its listener says
+        self._owed = 0  # up to this place messages were refused, because of some before them
+        self._owed_why: RolledBack | None = None
         self._is_used = False  # the call has used the store
         self._is_own = False  # and in transactions of its own
         self.has_advanced = False
@@ -127,22 +133,25 @@ class Claim:
 
     def begin_call(self, messages: Sequence[Message]) -> None:
         """A listener is about to be called with these."""
-        self._unit, self._place, self._rolled_back = messages, 0, None
+        self._unit, self._place, self._rolled_back, self._owed = messages, 0, None, 0
         self._is_used = self._is_own = self.in_transaction = False
 
     def result_of(self, result: object) -> object:
         """Return what the call has come to, when its listener has returned this."""
         if self._rolled_back is not None:
             return self._rolled_back
+        if self._owed > self._place:
+            return self._owed_why
         if self._is_own and self._place:
             self.promised = max(self.promised, self._unit[self._place - 1].queue_offset + 1)
+            self.last = self.next_last
         if self._place < len(self._unit) and self.holder.is_success(result):
             self.holder.apart(self, self._unit[self._place].queue_offset)
         return result
 
     def call_raised(self) -> None:
         """The listener has raised."""
-        if not self._is_used:
+        if not self._is_used and not self.has_advanced:
             self.holder.apart(self, self._unit[0].queue_offset)
 
     def use(self, messages: Sequence[Message], what: str, *, behind: bool = False) -> int:
@@ -190,7 +199,8 @@ class Claim:
 
         What was rolled back itself may be tried once more.
         """
-        if place > self._place:
+        if place > self._place and self._rolled_back is not None:
+            self._owed, self._owed_why = max(self._owed, place + 1), self._rolled_back
             return self._rolled_back
         self._rolled_back = None
         return None

@@ -77,10 +77,6 @@ class _Behind(Exception):
         super().__init__(f"others have changed its rows meanwhile, {MOST_TRIES} times")
 
 
-class Uncommitted(RocketError):
-    """A listener has called `advance`, and has not committed its transaction: its messages are to come again."""
-
-
 class RowLocked(DatabaseError):
     """Another session has locked the row of a queue, and keeps it so."""
 
@@ -274,6 +270,8 @@ class DatabaseOffsets:
         row = self._database.run_apart(lambda execute: self._row(execute, claim.group, claim.queue))
         if row is None or row.epoch != claim.epoch:
             self._lost(claim)
+        elif row.next_offset < claim.promised:
+            claim.holder.uncommitted(claim, row)
         else:
             claim.stored = max(claim.stored, row.next_offset)
         raise Fenced(str(claim.queue))
@@ -343,7 +341,7 @@ class DatabaseOffsets:
                 claim.unsure = True
                 raise
             else:
-                claim.stored = max(claim.stored, messages[-1].queue_offset + 1)
+                claim.stored, claim.last = max(claim.stored, messages[-1].queue_offset + 1), claim.next_last
                 claim.unsure = False
                 if doubles:
                     claim.holder.left_out(claim, doubles)
@@ -371,8 +369,8 @@ class DatabaseOffsets:
         if verdict == "broken":  # by an error that the listener has caught: PostgreSQL goes on with nothing
             return "theirs"
         if attempt.step == "listener":
-            if verdict == "locked":  # by rows of its own
-                return "again"
+            if verdict == "locked":  # by rows of its own; PostgreSQL waits unless it was told not to
+                return "theirs" if self._database.dialect.name == "postgresql" else "again"
             if verdict == "gone" and not attempt.is_lost:  # another database's
                 return "theirs"
         return "away" if verdict == "theirs" and attempt.step == "bookkeeping" else verdict
@@ -422,13 +420,15 @@ class DatabaseOffsets:
     def _advance(self, execute: Execute, claim: Claim, messages: Sequence[Message]) -> int:
         """Execute the statement that advances; returns how many rows it has changed."""
         last = messages[-1]
+        claim.next_last = LastMessage(last.queue_offset, id_of(last), last.stored_at_ms)
         values = {
             **self._key(claim.group, claim.queue),
             "epoch": claim.epoch,
             "first": messages[0].queue_offset,
+            "known": claim.promised,
             "next": last.queue_offset + 1,
             "last_offset": last.queue_offset,
-            "message_id": id_of(last),
+            "message_id": claim.next_last.message_id,
             "store_time": last.stored_at_ms,
         }
         return execute(self._sql.advance, values).changed
@@ -441,6 +441,9 @@ class DatabaseOffsets:
         """
         row = self._row(execute, claim.group, claim.queue)
         if row is None or row.epoch != claim.epoch:
+            raise Fenced(str(claim.queue))
+        if row.next_offset < claim.promised:
+            claim.holder.uncommitted(claim, row)
             raise Fenced(str(claim.queue))
         return [message for message in messages if message.queue_offset >= row.next_offset]
 
@@ -634,8 +637,7 @@ class DatabaseOffsets:
         """Advance to `offset` what a listener has no effect of: gaps in the queue, and messages given up.
 
         Raises:
-            Fenced: the queue is not ours any more.
-            Uncommitted: a listener has called `advance` for some of it, and has not committed that.
+            Fenced: the queue is not ours any more, or a listener has not committed what it has called `advance` for.
             DatabaseError: the database could not be asked.
         """
         promised = min(claim.promised, offset)
@@ -645,11 +647,8 @@ class DatabaseOffsets:
             if promised > claim.stored:
                 row = self._row(execute, claim.group, claim.queue)
                 if row is not None and row.epoch == claim.epoch and row.next_offset < promised:
-                    raise Uncommitted(
-                        f"a listener has called advance() up to offset {promised}, and its transaction was not "
-                        f"committed (the row is at {row.next_offset}), so its messages come again: commit it before "
-                        "the listener returns (with engine.begin(), say)"
-                    )
+                    claim.holder.uncommitted(claim, row)
+                    raise Fenced(str(claim.queue))
             if execute(self._sql.persist, {**key, "epoch": claim.epoch, "next": offset}).changed:
                 return None
             row = self._row(execute, claim.group, claim.queue)

@@ -226,8 +226,8 @@ class SqlDatabase(Database):
 
     def close(self) -> None:
         with self._lock:
-            self._users -= 1
-            own, self._own = (self._own, None) if self._users <= 0 else (None, self._own)
+            self._users = max(0, self._users - 1)
+            own, self._own = (self._own, None) if self._users == 0 else (None, self._own)
         if own is not None:
             own.close()
 
@@ -290,7 +290,6 @@ class AsyncDatabase(SqlDatabase):
         super().__init__(engine.sync_engine, None)
         self._async_engine = engine
         self._async_sessions = sessions
-        self._loop: asyncio.AbstractEventLoop | None = None  # that listeners run on
 
     def _new_own(self) -> _OwnConnections | _OwnLoop:
         return _OwnLoop(self.engine)
@@ -298,7 +297,6 @@ class AsyncDatabase(SqlDatabase):
     @contextmanager
     def transaction(self) -> Generator[Scope]:
         """To be entered within a greenlet of SQLAlchemy's."""
-        self._check_loop()
         handle: Any
         held: Any
         if self._async_sessions is None:
@@ -318,21 +316,6 @@ class AsyncDatabase(SqlDatabase):
                     scope.give_back()
         finally:
             await_only(handle.close())
-
-    def _check_loop(self) -> None:
-        """See that connections of a pool are used on one loop alone, as SQLAlchemy wants it.
-
-        Raises:
-            ConfigError: another loop that runs still has used them.
-        """
-        loop = asyncio.get_running_loop()
-        other = self._loop if self._loop is not loop else None
-        if other is not None and other.is_running() and not isinstance(self.engine.pool, NullPool):
-            raise ConfigError(
-                f"{self.shown} is used on two event loops, and its pool is of one: give each consumer an engine and a "
-                "store of its own, or use AsyncPushConsumer on the application's loop"
-            )
-        self._loop = loop
 
     def executor(self, given: Any) -> Execute:
         if isinstance(given, AsyncSession):

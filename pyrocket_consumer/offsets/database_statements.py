@@ -156,7 +156,7 @@ class Statements:
         )
         self.advance = self._made(
             update(offsets)
-            .where(*ours, row.next_offset <= _value("first"))
+            .where(*ours, row.next_offset <= _value("first"), row.next_offset >= _value("known"))
             .values(
                 next_offset=_value("next"),
                 last_offset=_value("last_offset"),

@@ -9,12 +9,21 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.offsets.database_access import SUPPORTED, Database, Scope, was_ended
+from pyrocket_consumer.offsets.database_access import IDLE, LOCK_WAIT_S, SUPPORTED, Database, Scope, was_ended
 from pyrocket_consumer.offsets.database_statements import DIALECTS, Answer, Execute, Statement, Values
 from pyrocket_consumer.offsets.database_verdicts import Verdict, driver_verdict
 from pyrocket_consumer.text import shown
 
 T = TypeVar("T")
+
+_WAIT = Statement(f"SET SESSION innodb_lock_wait_timeout = {LOCK_WAIT_S}")
+_WAIT_NO_MORE = Statement("SET SESSION innodb_lock_wait_timeout = DEFAULT")
+
+_LOCK_WAITS: dict[str, tuple[Statement, Statement | None]] = {
+    "postgresql": (Statement(f"SET LOCAL lock_timeout = '{LOCK_WAIT_S}s'"), None),
+    "mysql": (_WAIT, _WAIT_NO_MORE),
+}
+"""What has bookkeeping wait for locked rows, and what ends that."""
 
 
 class DjangoDatabase(Database):
@@ -39,7 +48,7 @@ class DjangoDatabase(Database):
         self._alias = alias
         self._lock = threading.Lock()
         self._users = 0
-        self._lent: set[Any] = set()  # connections of threads that listeners run on
+        self._lent: dict[Any, threading.Thread] = {}  # connections of threads that listeners run on
         self._busy: set[Any] = set()  # those of them that a listener call has in hand
         self.shown = f"django:{alias}"
         self.dialect = DIALECTS[vendor](paramstyle="format")
@@ -56,8 +65,14 @@ class DjangoDatabase(Database):
             yield _DjangoScope(connection)
 
     def run(self, work: Callable[[Execute], T]) -> T:
+        wait, wait_no_more = _LOCK_WAITS.get(self.dialect.name, (None, None))
         with self._scope() as scope:
-            return work(scope.execute)
+            if wait is not None:
+                scope.execute(wait)
+            result = work(scope.execute)
+            if wait_no_more is not None:
+                scope.execute(wait_no_more)
+            return result
 
     def run_apart(self, work: Callable[[Execute], T]) -> T:
         def run_here() -> T:
@@ -79,7 +94,7 @@ class DjangoDatabase(Database):
         with self._lock:
             if connection not in self._lent:
                 connection.inc_thread_sharing()  # they are closed by whoever closes this
-                self._lent.add(connection)
+                self._lent[connection] = threading.current_thread()
             self._busy.add(connection)
         try:
             with self._scope() as scope:
@@ -87,9 +102,9 @@ class DjangoDatabase(Database):
         finally:
             with self._lock:
                 self._busy.discard(connection)
-                is_last = self._users <= 0
+                is_last = self._users == 0
                 if is_last:
-                    self._lent.discard(connection)
+                    self._lent.pop(connection, None)
             if is_last:  # the consumer has not waited for its listener
                 connection.close()
 
@@ -120,9 +135,14 @@ class DjangoDatabase(Database):
         from django.db import connections
 
         with self._lock:
-            self._users -= 1
-            idle = self._lent - self._busy if self._users <= 0 else set()
-            self._lent -= idle
+            self._users = max(0, self._users - 1)
+            idle = [
+                connection
+                for connection, thread in self._lent.items()
+                if connection not in self._busy and (self._users == 0 or not thread.is_alive())
+            ]
+            for connection in idle:
+                del self._lent[connection]
         for connection in (connections[self._alias], *idle):
             connection.close()
 
@@ -150,6 +170,9 @@ class _DjangoScope:
 
     def ready(self) -> None:
         if not self._connection.in_atomic_block or self._connection.needs_rollback:
+            was_ended()
+        info = getattr(self._connection.connection, "info", None)
+        if getattr(info, "transaction_status", None) == IDLE:
             was_ended()
 
     def is_lost(self) -> bool:

@@ -104,6 +104,33 @@ def test_a_wrapper_that_tries_again_does(embedded, ledger):
     assert [result is None for result in tries[:2]] == [False, True]
 
 
+def test_a_wrapper_that_tries_only_what_was_raised_again_loses_nothing(embedded, ledger):
+    failed = []
+
+    def book(messages, connection):
+        ledger.book(messages, connection)
+        if messages[0].body == b"2" and not failed:
+            failed.append(messages)
+            raise ValueError("not now")
+
+    booked = ledger.offsets.exactly_once(book)
+
+    def handle(messages):
+        again = []
+        for message in messages:
+            try:
+                booked([message])
+            except ValueError:
+                again.append(message)
+        for message in again:
+            booked([message])
+
+    send(embedded, SOME, queues=1)
+    with consuming_own(embedded, ledger, handle):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == LAST)
+    assert ledger.bodies() == once(SOME)
+
+
 def test_a_transaction_for_each_message_of_a_list(embedded, ledger):
     failed = []
 
@@ -220,6 +247,26 @@ def test_an_advance_that_is_not_committed_is_told_and_comes_again(embedded, ledg
         embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 8)
     assert "was not committed" in told.text
     assert ledger.bodies() == once(SOME[:8])
+
+
+def test_what_was_not_committed_is_not_passed_over_by_a_later_call(embedded, ledger):
+    forgotten = []
+
+    def handle(message):
+        with ledger.engine.connect() as connection:
+            ledger.book([message], connection)
+            ledger.offsets.advance(connection, message)
+            if message.body == b"3" and not forgotten:
+                forgotten.append(message)
+            else:
+                connection.commit()
+
+    send(embedded, SOME, queues=1)
+    events = Events()
+    with consuming_own(embedded, ledger, handle, on_event=events, listener_batch_size=1, commit_interval_s=60.0):
+        events.wait_for("offset-apart")
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == LAST)
+    assert ledger.bodies() == once(SOME)
 
 
 def test_a_listener_that_is_not_wrapped_is_told_once(embedded, ledger):
