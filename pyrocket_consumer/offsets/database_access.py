@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
@@ -177,7 +178,26 @@ class _SqlScope:
         del self._held.commit, self._held.rollback, self._held.close
 
 
+def _sqlite_executor(driver: sqlite3.Connection) -> Execute:
+    """Return what executes without SQLAlchemy's layers: they would cost more than what a file does with a statement."""
+
+    def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> Answer:
+        if isinstance(values, Mapping):
+            cursor = driver.execute(statement.text, statement.bound(values))
+        elif values:
+            cursor = driver.executemany(statement.text, [statement.bound(each) for each in values])
+        else:
+            cursor = driver.execute(statement.text)
+        return Answer(cursor.fetchall(), cursor.rowcount)
+
+    return execute
+
+
 def _executor(connection: Connection) -> Execute:
+    driver = connection.connection.driver_connection
+    if isinstance(driver, sqlite3.Connection):
+        return _sqlite_executor(driver)
+
     def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> Answer:
         if isinstance(values, Mapping):
             result = connection.exec_driver_sql(statement.text, statement.bound(values))
@@ -270,6 +290,8 @@ class SqlDatabase(Database):
         return _executor(given)
 
     def verdict(self, error: BaseException) -> Verdict:
+        if isinstance(error, sqlite3.Error):
+            return driver_verdict(error, self.dialect.name) or "theirs"
         if isinstance(error, PoolTimeout):
             return "gone"
         if not isinstance(error, DBAPIError):
