@@ -194,13 +194,13 @@ class Claim:
             self._is_own = True
             self.tried = max(self.tried, self._unit[self._place - 1].queue_offset + 1)
 
-    def rolled_back(self, place: int) -> RolledBack | None:
-        """Return what a transaction of this call has come to, if it was before `place`: what is behind it comes again.
+    def rolled_back(self, place: int, messages: int) -> RolledBack | None:
+        """Return what a transaction of this call has come to, if it was before `place`: so many behind it come again.
 
         What was rolled back itself may be tried once more.
         """
         if place > self._place and self._rolled_back is not None:
-            self._owed, self._owed_why = max(self._owed, place + 1), self._rolled_back
+            self._owed, self._owed_why = max(self._owed, place + messages), self._rolled_back
             return self._rolled_back
         self._rolled_back = None
         return None

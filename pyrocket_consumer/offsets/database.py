@@ -295,7 +295,7 @@ class DatabaseOffsets:
         if not messages:
             raise ConfigError("a listener of exactly_once was given no messages; pass those of the listener call")
         place = claim.use(messages, "a listener of exactly_once", behind=True)
-        if (before := claim.rolled_back(place)) is not None:
+        if (before := claim.rolled_back(place, len(messages))) is not None:
             return before
         try:
             result = self._try(claim, messages, call, rest, is_single=isinstance(given, Message))

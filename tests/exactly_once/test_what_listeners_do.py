@@ -131,6 +131,35 @@ def test_a_wrapper_that_tries_only_what_was_raised_again_loses_nothing(embedded,
     assert ledger.bodies() == once(SOME)
 
 
+def test_what_was_refused_in_a_part_is_owed_as_a_whole(embedded, ledger):
+    failed = []
+
+    def book(messages, connection):
+        ledger.book(messages, connection)
+        if not failed:
+            failed.append(messages)
+            raise ValueError("not now")
+
+    booked = ledger.offsets.exactly_once(book)
+
+    def handle(messages):
+        first, rest = messages[:1], messages[1:]
+        try:
+            booked(first)
+        except ValueError:
+            booked(rest)  # which is refused
+            booked(first)
+            booked(rest[:1])
+        else:
+            if rest:
+                booked(rest)
+
+    send(embedded, SOME[:4], queues=1)
+    with consuming_own(embedded, ledger, handle):
+        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 4)
+    assert ledger.bodies() == once(SOME[:4])
+
+
 def test_a_transaction_for_each_message_of_a_list(embedded, ledger):
     failed = []
 
