@@ -1,8 +1,10 @@
 """How many messages per second does a PushConsumer take from a real broker, and what does one cost?
 
-Beside it, in shuffled rounds of one run: Java's DefaultMQPushConsumer with the same settings, and `raw`, a loop that
-only pulls and counts. Every side is a process of its own, with a fresh group that reads the same backlog from the first
-offset on; only its warm part counts. Ratios are taken inside a round. Run: python -m benchmarks.consume --help
+Beside it, in shuffled rounds of one run: `pure`, the same consumer without the C extension; Java's
+DefaultMQPushConsumer with the same settings; `raw`, a loop that only pulls and counts; for a listener that sleeps,
+`threads`, as many threads that sleep and have no client; with `--before`, the consumer of another checkout. Every side
+is a process of its own, with a fresh group that reads the same backlog from the first offset on; only its warm part
+counts. Ratios are taken inside a round. Run: python -m benchmarks.consume --help
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import random
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,8 +28,8 @@ from benchmarks import java_program
 from benchmarks.broker_load import fill
 from benchmarks.consume_report import (
     Results,
-    Target,
     cpu_us,
+    legend,
     peak_mb,
     percent_of_a_core,
     plot,
@@ -61,11 +64,12 @@ BROKER_SETTINGS = {
 }
 BROKER_JVM = ("-Xms768m", "-Xmx768m", "-XX:MaxDirectMemorySize=512m", "-XX:TieredStopAtLevel=4")
 TUNED = {"pull_batch": 1024, "listener_batch": 32, "max_cached": 10_000, "max_span": 20_000}
-SLEEP_LIMIT = 20_000  # 20 threads, 1 ms
 FLOW_RATE = 500
 MANY_QUEUES = 64
 MOST_IN_MANY_QUEUES = 400_000  # of more, a broker that is asked for all queues at once begins to refuse
-CASES = ("one", "lists", "sleep", "latency", "idle", "memory", "start")
+AIMED_AT = (4, 16)  # queues
+CASES = ("one", "touched", "lists", "lists-touched", "sleep", "latency", "idle", "memory", "start")
+SIDES = ("pyrocket", "pure", "java", "raw", "threads", "before")
 
 
 @dataclass(slots=True)
@@ -74,16 +78,19 @@ class Settings:
 
     rounds: int = 3
     queues: tuple[int, ...] = (4, 16, 1000)
-    messages: int = 400_000
+    messages: int = 1_000_000  # less is over before Java is warm
     sleep_messages: int = 60_000
     memory_messages: int = 1_000_000
     latency_s: float = 12.0
     idle_s: float = 20.0
     idle_queues: tuple[int, ...] = (16, 256)
     cases: tuple[str, ...] = CASES
+    sides: tuple[str, ...] = SIDES
+    before: str | None = None
 
 
 QUICK = Settings(1, (4, 16), 150_000, 25_000, 300_000, 6.0, 8.0)
+WARM = 600_000  # messages, from which on ratios to Java mean something
 
 
 class Cluster:
@@ -170,13 +177,24 @@ def perform(task: Task, java_version: str = NEWEST, package: Path | None = None)
     where = os.pathsep.join(str(each) for each in (package, ROOT) if each is not None)
     answer = subprocess.run(
         command, capture_output=True, text=True, timeout=limit_s, check=False, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": where},
+        env={**os.environ, "PYTHONPATH": where, **({"PYROCKET_PURE": "1"} if task.side == "pure" else {})},
     )  # fmt: skip
     if answer.returncode:
         output = f"{answer.stdout[-1500:]}{answer.stderr[-3000:]}"
         raise RuntimeError(f"{task.side} ended with {answer.returncode}:\n{output}")
     result: Answer = json.loads(answer.stdout.splitlines()[-1])
     return result
+
+
+@contextmanager
+def package_of(checkout: Path | None) -> Iterator[Path | None]:
+    """Give a directory with the package of a checkout, and nothing else of it."""
+    if checkout is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="pyrocket-before-") as directory:
+        (Path(directory) / "pyrocket_consumer").symlink_to(checkout.resolve() / "pyrocket_consumer")
+        yield Path(directory)
 
 
 def compete(
@@ -200,68 +218,102 @@ def compete(
 # --- the cases
 
 
+def race(
+    cluster: Cluster,
+    settings: Settings,
+    results: Results,
+    case: str,
+    sides: Mapping[str, Callable[[], Task]],
+    rounds: int | None = None,
+) -> bool:
+    """Let those of the sides compete that were chosen. False: none was."""
+    chosen = {side: task for side, task in sides.items() if side in settings.sides}
+    packages = {"before": Path(settings.before)} if settings.before else {}
+    if settings.before is None:
+        chosen.pop("before", None)
+    if chosen:
+        compete(results, case, chosen, rounds or settings.rounds, packages)
+    return bool(chosen)
+
+
+def work_off(
+    cluster: Cluster,
+    settings: Settings,
+    results: Results,
+    case: str,
+    sides: tuple[str, ...],
+    queues: int,
+    total: int | None = None,
+    **options: Any,
+) -> str:
+    """Let the sides work off the first `total` messages of a backlog; returns the name of the case."""
+    stored = min(settings.messages, MOST_IN_MANY_QUEUES) if queues > MANY_QUEUES else settings.messages
+    topic, case = cluster.topic(queues, stored), f"{case}, {queues} queues"
+
+    def task(side: str) -> Callable[[], Task]:
+        return lambda: cluster.task(side, "backlog", topic, queues, total=min(total or stored, stored), **options)
+
+    race(cluster, settings, results, case, {side: task(side) for side in sides})
+    return case
+
+
 def one_by_one(cluster: Cluster, settings: Settings, results: Results) -> None:
     """A listener that takes one message, at the settings both clients have by default."""
+    sides = ("pyrocket", "pure", "java", "raw", "before")
     for queues in settings.queues:
-        total = min(settings.messages, MOST_IN_MANY_QUEUES) if queues > MANY_QUEUES else settings.messages
-        topic = cluster.topic(queues, total)
-
-        def task(side: str, where: tuple[str, int, int] = (topic, queues, total), **more: Any) -> Callable[[], Task]:
-            topic, queues, total = where
-            return lambda: cluster.task(side, "backlog", topic, queues, total=total, **more)
-
-        case = f"one by one, {queues} queues"
-        compete(
-            results,
-            case,
-            {
-                "pyrocket": task("pyrocket"),
-                "java": task("java"),
-                "raw": task("raw"),
-                "pyrocket, body and properties read": task("pyrocket", listener="touch"),
-                "java, body and properties read": task("java", listener="touch"),
-            },
-            settings.rounds,
-        )
-        if queues in (4, 16):
-            results.targets += [
-                Target(f"{case}: rate ÷ java", 2.5, results.ratio(case, "pyrocket", "java", rate)),
-                Target(f"{case}: rate ÷ raw", 0.5, results.ratio(case, "pyrocket", "raw", rate)),
-                Target(f"{case}: CPU per message ÷ java", 0.2, results.ratio(case, "pyrocket", "java", cpu_us), False),
-                Target(f"{case}: CPU per message, us", 2.6, results.median(case, "pyrocket", cpu_us), False),
-            ]
+        case = work_off(cluster, settings, results, "one by one", sides, queues)
+        if queues in AIMED_AT:
+            results.aim(case, "rate", rate, "pyrocket", "java", at_least=3)
+            results.aim(case, "CPU per message", cpu_us, "pyrocket", "java", at_most=1 / 6)
+            results.aim(case, "rate", rate, "pyrocket", "raw", at_least=0.5)
+            no_slower(results, case)
         if queues == 16:
-            results.targets.append(
-                Target(f"{case}: peak memory, MB", 100, results.median(case, "pyrocket", peak_mb), False)
-            )
+            results.aim(case, "peak memory, MB", peak_mb, "pyrocket", at_most=100)
+
+
+def touched(cluster: Cluster, settings: Settings, results: Results) -> None:
+    """The same with a listener that reads body and properties."""
+    sides = ("pyrocket", "pure", "java", "before")
+    for queues in settings.queues:
+        case = work_off(cluster, settings, results, "body and properties read", sides, queues, listener="touch")
+        if queues in AIMED_AT:
+            results.aim(case, "rate", rate, "pyrocket", "java", at_least=2.5)
+            results.aim(case, "CPU per message", cpu_us, "pyrocket", "java", at_most=1 / 4)
+            no_slower(results, case)
 
 
 def lists(cluster: Cluster, settings: Settings, results: Results) -> None:
     """A listener that takes lists of 32, pulls of 1 024, 10 000 messages cached per queue: not for many queues."""
+    sides = ("pyrocket", "pure", "java", "raw", "before")
     for queues in (each for each in settings.queues if each <= MANY_QUEUES):
-        topic = cluster.topic(queues, settings.messages)
+        case = work_off(cluster, settings, results, "lists of 32, pulls of 1024", sides, queues, **TUNED)
+        if queues in AIMED_AT:
+            results.aim(case, "rate", rate, "pyrocket", "java", at_least=3)
+            no_slower(results, case)
 
-        def task(side: str, queues: int = queues, topic: str = topic, **options: Any) -> Callable[[], Task]:
-            return lambda: cluster.task(side, "backlog", topic, queues, total=settings.messages, **{**TUNED, **options})
 
-        case = f"lists of 32, pulls of 1024, {queues} queues"
-        sides = {"pyrocket": task("pyrocket"), "java": task("java"), "raw": task("raw")}
-        compete(results, case, sides, settings.rounds)
-        if queues in (4, 16):
-            results.targets.append(Target(f"{case}: rate ÷ java", 2, results.ratio(case, "pyrocket", "java", rate)))
+def lists_touched(cluster: Cluster, settings: Settings, results: Results) -> None:
+    """The same with a listener that reads body and properties of every message of its lists."""
+    sides = ("pyrocket", "pure", "java", "before")
+    for queues in (each for each in settings.queues if each <= MANY_QUEUES):
+        name, options = "lists read, pulls of 1024", {"listener": "touch", **TUNED}
+        case = work_off(cluster, settings, results, name, sides, queues, **options)
+        if queues in AIMED_AT:
+            no_slower(results, case)
 
 
 def sleeping(cluster: Cluster, settings: Settings, results: Results) -> None:
-    """A listener that sleeps 1 ms, on 20 threads: 20 000 messages per second are possible."""
-    topic, case = cluster.topic(16, settings.messages), "listener sleeps 1 ms, 16 queues"
-    total = min(settings.sleep_messages, settings.messages)
+    """A listener that sleeps 1 ms, on 20 threads, beside as many threads that do nothing else."""
+    sides = ("pyrocket", "pure", "java", "threads", "before")
+    total = settings.sleep_messages
+    case = work_off(cluster, settings, results, "listener sleeps 1 ms", sides, 16, total, listener="sleep")
+    results.aim(case, "rate", rate, "pyrocket", "threads", at_least=0.9)
+    no_slower(results, case)
 
-    def task(side: str) -> Callable[[], Task]:
-        return lambda: cluster.task(side, "backlog", topic, 16, total=total, listener="sleep")
 
-    compete(results, case, {"pyrocket": task("pyrocket"), "java": task("java")}, settings.rounds)
-    share = results.median(case, "pyrocket", rate) / SLEEP_LIMIT
-    results.targets.append(Target(f"{case}: share of 20 000/s", 0.85, share))
+def no_slower(results: Results, case: str) -> None:
+    """Without the extension nothing may cost more than before it, but for the noise of such runs."""
+    results.aim(case, "rate of pure", rate, "pure", "before", at_least=0.97)
 
 
 def latency(cluster: Cluster, settings: Settings, results: Results) -> None:
@@ -274,13 +326,12 @@ def latency(cluster: Cluster, settings: Settings, results: Results) -> None:
 
     sending = subprocess.Popen([sys.executable, *flow], cwd=ROOT)
     try:
-        compete(results, case, {"pyrocket": task("pyrocket"), "java": task("java")}, settings.rounds)
+        race(cluster, settings, results, case, {"pyrocket": task("pyrocket"), "java": task("java")})
     finally:
         sending.kill()
         sending.wait()
     for name, wanted in (("p50_ms", 1.3), ("p99_ms", 5.0)):
-        measured = results.median(case, "pyrocket", value_of(name))
-        results.targets.append(Target(f"{case}: {name.replace('_', ', ')}", wanted, measured, False))
+        results.aim(case, name.replace("_", ", "), value_of(name), "pyrocket", at_most=wanted)
 
 
 def idle(cluster: Cluster, settings: Settings, results: Results) -> None:
@@ -291,19 +342,23 @@ def idle(cluster: Cluster, settings: Settings, results: Results) -> None:
         def task(side: str, queues: int = queues, topic: str = topic) -> Callable[[], Task]:
             return lambda: cluster.task(side, "idle", topic, queues, seconds=settings.idle_s)
 
-        compete(results, case, {"pyrocket": task("pyrocket"), "java": task("java")}, 1)
-        percent = results.median(case, "pyrocket", percent_of_a_core)
-        results.targets.append(Target(f"{case}: % of a core", wanted, percent, False))
+        race(cluster, settings, results, case, {"pyrocket": task("pyrocket"), "java": task("java")}, 1)
+        results.aim(case, "% of a core", percent_of_a_core, "pyrocket", at_most=wanted)
 
 
 def memory(cluster: Cluster, settings: Settings, results: Results) -> None:
     """Whether memory stays flat while a large backlog passes."""
     total, case = settings.memory_messages, f"memory over {settings.memory_messages:,} messages, 16 queues"
     topic = cluster.topic(16, total, "memory")
-    compete(results, case, {"pyrocket": lambda: cluster.task("pyrocket", "backlog", topic, 16, total=total)}, 1)
-    tenths = results.rounds[case]["pyrocket"][0]["rss_mb_at_tenths"]
-    results.targets.append(Target(f"{case}: peak, MB", 100, results.median(case, "pyrocket", peak_mb), False))
-    results.targets.append(Target(f"{case}: last tenth ÷ second", 1.05, tenths[-1] / tenths[1], False))
+
+    def growth(answer: Answer) -> float:
+        tenths = answer["rss_mb_at_tenths"]
+        return float(tenths[-1] / tenths[1])
+
+    sides = {"pyrocket": lambda: cluster.task("pyrocket", "backlog", topic, 16, total=total)}
+    race(cluster, settings, results, case, sides, 1)
+    results.aim(case, "peak, MB", peak_mb, "pyrocket", at_most=100)
+    results.aim(case, "last tenth ÷ second", growth, "pyrocket", at_most=1.05)
 
 
 def start(cluster: Cluster, settings: Settings, results: Results) -> None:
@@ -326,11 +381,11 @@ def start(cluster: Cluster, settings: Settings, results: Results) -> None:
             {"embedded cluster": on_embedded, "real broker": lambda: cluster.task("pyrocket", "start", topic, 4)},
             settings.rounds,
         )
-    first = results.median(case, "embedded cluster", value_of("first_message_s"))
-    results.targets.append(Target(f"{case}, embedded cluster: s", 1, first, False))
+    results.aim(case, "s on the embedded cluster", value_of("first_message_s"), "embedded cluster", at_most=1)
 
 
-MEASURES = dict(zip(CASES, (one_by_one, lists, sleeping, latency, idle, memory, start), strict=True))
+_MEASURES = (one_by_one, touched, lists, lists_touched, sleeping, latency, idle, memory, start)
+MEASURES = dict(zip(CASES, _MEASURES, strict=True))
 
 
 @contextmanager
@@ -357,9 +412,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.consume", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of small backlogs, 4 and 16 queues")
     parser.add_argument("--cases", help=f"comma-separated, of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--sides", help=f"comma-separated, of {', '.join(SIDES)} (default: all)")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="its consumer is measured as the side `before`")
     parser.add_argument("--queues", type=numbers, help="numbers of queues, comma-separated (default: 4,16,1000)")
     parser.add_argument("--rounds", type=int, help="rounds of each comparison (default: 3)")
-    parser.add_argument("--messages", type=int, help="size of the backlog (default: 400000)")
+    parser.add_argument("--messages", type=int, help="size of the backlog (default: 1000000)")
+    parser.add_argument("--sleep-messages", type=int, help="for the listener that sleeps (default: 60000)")
     parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
     parser.add_argument("--broker-defaults", action="store_true", help="leave the broker's limits per pull as they are")
     parser.add_argument("--json", type=Path, help="write every round's answers to this file")
@@ -372,13 +430,20 @@ def main() -> int:
     settings.queues = options.queues or settings.queues
     settings.rounds = options.rounds or settings.rounds
     settings.messages = options.messages or settings.messages
+    settings.sleep_messages = options.sleep_messages or settings.sleep_messages
     settings.cases = tuple(options.cases.split(",")) if options.cases else settings.cases
-    if unknown := set(settings.cases) - set(CASES):
-        parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    settings.sides = tuple(options.sides.split(",")) if options.sides else settings.sides
+    for what, given, known in (("case", settings.cases, CASES), ("side", settings.sides, SIDES)):
+        if unknown := set(given) - set(known):
+            parser.error(f"no {what} is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
 
-    facts = environment(java=java_tool("java"))
+    facts = environment(java=java_tool("java") if "java" in settings.sides else None)
     results, failed = Results(), list[str]()
-    with broker(options.name_server, lifted=not options.broker_defaults) as cluster:
+    with (
+        broker(options.name_server, lifted=not options.broker_defaults) as cluster,
+        package_of(options.before) as before,
+    ):
+        settings.before = str(before) if before else None
         for case in settings.cases:
             try:
                 MEASURES[case](cluster, settings, results)
@@ -389,16 +454,19 @@ def main() -> int:
     server = f"the cluster at {options.name_server}" if options.name_server else f"RocketMQ {NEWEST}, {limits}"
     print(header(facts))
     print(f"{server}; 1 KB bodies with five properties; rounds: {settings.rounds}, medians of them")
-    if settings.messages < Settings().messages:
+    if not facts["accelerated"]:
+        print("The C extension is not built, or switched off: pyrocket is the same as pure.")
+    if settings.messages < WARM and "java" in settings.sides:
         print("A backlog this small is over before Java has compiled itself: ratios to it flatter us.")
     results.rounds = {case: sides for case, sides in results.rounds.items() if all(sides.values())}
     print(*table(results), sep="\n")
     print(f"\n{'target':<62} {'wanted':<9} {'measured':>9}")
     print(*results.targets, sep="\n")
+    print("\nwhat a ratio means", *legend(results), sep="\n")
     if options.json:
         found = {
             "environment": facts,
-            "settings": asdict(settings),
+            "settings": {**asdict(settings), "before": str(options.before) if options.before else None},
             "rounds": results.rounds,
             "targets": [{**asdict(target), "met": target.met} for target in results.targets],
         }

@@ -26,7 +26,7 @@ class Target:
 
     def __str__(self) -> str:
         sign = "≥" if self.at_least else "≤"
-        return f"{self.text:<62} {sign} {self.wanted:<7g} {self.measured:9.3g}   {'met' if self.met else 'MISSED'}"
+        return f"{self.text:<62} {sign} {self.wanted:<7.3g} {self.measured:9.3g}   {'met' if self.met else 'MISSED'}"
 
 
 @dataclass(slots=True)
@@ -43,6 +43,27 @@ class Results:
         """Return the median of the ratios of the rounds."""
         pairs = zip(self.rounds[case][side], self.rounds[case][other], strict=True)
         return statistics.median(value(ours) / value(theirs) for ours, theirs in pairs)
+
+    def aim(
+        self,
+        case: str,
+        what: str,
+        value: Callable[[Answer], float],
+        side: str,
+        other: str | None = None,
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> None:
+        """Add a target for a value of a side, or for its ratio to that of another. Nothing, if one was not measured."""
+        sides = self.rounds.get(case, {})
+        if not sides.get(side) or not (other is None or sides.get(other)):
+            return
+        measured = self.median(case, side, value) if other is None else self.ratio(case, side, other, value)
+        text = f"{case}: {what}" if other is None else f"{case}: {what} ÷ {other}"
+        wanted = at_least if at_least is not None else at_most
+        assert wanted is not None
+        self.targets.append(Target(text, wanted, measured, at_least is not None))
 
 
 def rate(answer: Answer) -> float:
@@ -67,6 +88,24 @@ def percent_of_a_core(answer: Answer) -> float:
 
 peak_mb = value_of("rss_peak_mb")
 
+BESIDE = {
+    "java": "Java's DefaultMQPushConsumer with the same settings: 3 is three times its rate, .25 a quarter of its CPU",
+    "raw": "a loop on one socket that pulls and counts: 1 would be a consumer that costs nothing",
+    "threads": "as many threads that sleep and have no client: 1 would be a consumer that is not in their way",
+    "pure": "the same consumer without its C extension: what the extension gives",
+    "before": "the consumer of the other checkout: 1 is no change",
+}
+"""What the sides are that others are divided by."""
+
+
+def legend(results: Results) -> Iterator[str]:
+    """Return what each ratio means that the tables have."""
+    yield "  each is taken inside a round, and is the median of the rounds; of rates, or of CPU times for each message"
+    met = {side for sides in results.rounds.values() for side in sides}
+    for side, meaning in BESIDE.items():
+        if side in met:
+            yield f"  {'÷ ' + side:<11} beside {meaning}"
+
 
 def short(answer: Answer) -> str:
     """Return what an answer says in a few words."""
@@ -90,9 +129,11 @@ def table(results: Results) -> Iterator[str]:
                 low, high = (results.median(case, side, value_of(name)) for name in ("p50_ms", "p99_ms"))
                 yield f"  {side:<36} p50 {low:6.2f} ms   p99 {high:6.2f} ms"
         elif "messages" in answer:
-            yield f"  {'':<36}  k msg/s  CPU us  ÷ java  ÷ raw  MB peak  switches/1000"
+            others = [side for side in BESIDE if side in sides]
+            beside = "".join(f" {'÷ ' + other:>9}" for other in others)
+            yield f"  {'':<30}  k msg/s  CPU us{beside}  MB peak  switches/1000"
             for side in sides:
-                yield _throughput_line(results, case, side)
+                yield _throughput_line(results, case, side, others)
             if "memory" in case:
                 yield f"  RSS in MB after each tenth: {answer['rss_mb_at_tenths']}"
         elif "cpu_s" in answer:
@@ -106,16 +147,16 @@ def table(results: Results) -> Iterator[str]:
                 yield f"  {side:<36} {first:6.3f} s   (and {imported:.3f} s for the import)"
 
 
-def _throughput_line(results: Results, case: str, side: str) -> str:
+def _throughput_line(results: Results, case: str, side: str, others: list[str]) -> str:
     sides = results.rounds[case]
-    java = "java, body and properties read" if side.endswith("read") else "java"
-    beside = [f"{results.ratio(case, side, other, rate):.2f}" if other in sides else "" for other in (java, "raw")]
+    ratios = [results.ratio(case, side, other, rate) if other != side else None for other in others]
+    beside = "".join(f" {'' if ratio is None else f'{ratio:.2f}':>9}" for ratio in ratios)
     switches = ""
     if "switches" in sides[side][0]:
         switches = f"{results.median(case, side, lambda each: 1000 * each['switches'] / each['messages']):.1f}"
     return (
-        f"  {side:<36} {results.median(case, side, rate) / 1000:8.1f} {results.median(case, side, cpu_us):7.2f}"
-        f" {beside[0]:>7} {beside[1]:>6} {results.median(case, side, peak_mb):8.0f} {switches:>14}"
+        f"  {side:<30} {results.median(case, side, rate) / 1000:8.1f} {results.median(case, side, cpu_us):7.2f}"
+        f"{beside} {results.median(case, side, peak_mb):8.0f} {switches:>14}"
     )
 
 
@@ -125,6 +166,7 @@ def plot(results: Results, path: Path) -> None:
         (case, side, results.median(case, side, rate) / 1000)
         for case, sides in results.rounds.items()
         for side, answers in sides.items()
-        if "java" in sides and "cpu_s" in answers[0] and "messages" in answers[0]
+        if len(sides) > 1 and "cpu_s" in answers[0] and "messages" in answers[0]
     ]
-    draw_rates(bars, {"pyrocket": "tab:blue", "java": "tab:orange", "raw": "tab:gray"}, path)
+    colours = {"pyrocket": "tab:blue", "pure": "tab:cyan", "before": "tab:green", "java": "tab:orange"}
+    draw_rates(bars, {**colours, "raw": "tab:gray", "threads": "tab:gray"}, path)

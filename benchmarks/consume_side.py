@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.broker_load import FLOW_BODY
+from benchmarks.environment import accelerated
 from benchmarks.raw_pull import raw_pull
 from benchmarks.watch import LOOK_EVERY_S, Answer, Look, Watch, memory_mb
 
@@ -23,6 +24,9 @@ from benchmarks.watch import LOOK_EVERY_S, Answer, Look, Watch, memory_mb
 class Task:
     """What one side is to do. `benchmarks/java/ConsumeBench.java` reads the same fields.
 
+    `side`: "raw" is a loop that pulls and counts, "threads" are threads that do what the listener does and have no
+    client, "java" is the other program, and all others are consumers: "pure" is one that whoever starts it told to use
+    no C extension.
     `measure`: "backlog" consumes `total` messages and answers about the part between `from_share` and `to_share`;
     "latency" answers about the messages of a steady flow that are sent in the `seconds` that begin `settle_s` after
     the first came; "idle" answers what nothing costs over `seconds`, after `settle_s`; "start" answers how long the
@@ -62,6 +66,26 @@ def raw(task: Task) -> Answer:
     watch = Watch(task.total)
     where = task.broker_address, task.broker_name, task.group, task.topic, task.queues
     raw_pull(*where, task.pull_batch, task.total, watch.look)
+    return watch.warm_part(task.from_share, task.to_share)
+
+
+def bare_threads(task: Task) -> Answer:
+    """Answer for threads that call the listener again and again, as nobody could quicker."""
+    counter, watch, done = Counter(), Watch(task.total), threading.Event()
+    listener = counter.listener(task.listener, False)
+
+    def work() -> None:
+        while not done.is_set():
+            listener(None)
+
+    threads = [threading.Thread(target=work) for _ in range(task.threads)]
+    for thread in threads:
+        thread.start()
+    while watch.look(counter.value()).count < task.total:
+        time.sleep(LOOK_EVERY_S)
+    done.set()
+    for thread in threads:
+        thread.join()
     return watch.warm_part(task.from_share, task.to_share)
 
 
@@ -212,9 +236,11 @@ def start(task: Task) -> Answer:
 
 def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
-    measures = {"backlog": raw if task.side == "raw" else backlog, "latency": latency, "idle": idle, "start": start}
+    work_off = {"raw": raw, "threads": bare_threads}.get(task.side, backlog)
+    measures = {"backlog": work_off, "latency": latency, "idle": idle, "start": start}
     answer = measures[task.measure](task)
-    print(json.dumps({**answer, "rss_mb": memory_mb("VmRSS"), "rss_peak_mb": memory_mb("VmHWM")}))
+    memory = {"rss_mb": memory_mb("VmRSS"), "rss_peak_mb": memory_mb("VmHWM")}
+    print(json.dumps({**answer, **memory, "accelerated": accelerated()}))
 
 
 if __name__ == "__main__":

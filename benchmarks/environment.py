@@ -10,6 +10,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+import pyrocket_consumer
+
 
 def environment(*, java: str | None = None) -> dict[str, str | int | float]:
     """Return the facts about interpreter and machine that figures depend on; `java` is the program for its version."""
@@ -19,6 +21,7 @@ def environment(*, java: str | None = None) -> dict[str, str | int | float]:
         "cores": cores(),
         "cpu": cpu_model(),
         "system": f"{platform.system()} {platform.release()}",
+        "accelerated": accelerated(),
         "orjson": metadata.version("orjson"),
         "load": round(os.getloadavg()[0], 2),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -31,10 +34,16 @@ def environment(*, java: str | None = None) -> dict[str, str | int | float]:
 def header(facts: dict[str, str | int | float]) -> str:
     """Return the line that stands above the figures."""
     java = f", Java {facts['java']}" if "java" in facts else ""
+    how = "accelerated" if facts["accelerated"] else "pure Python"
     return (
-        f"{facts['python']} ({facts['gil']}), orjson {facts['orjson']}{java}, "
+        f"{facts['python']} ({facts['gil']}), {how}, orjson {facts['orjson']}{java}, "
         f"{facts['cores']} cores of {facts['cpu']}, {facts['system']}, load {facts['load']} before, {facts['time']}"
     )
+
+
+def accelerated() -> bool:
+    """Tell whether the package uses its C extension in this process. One that is older than it does not."""
+    return bool(getattr(pyrocket_consumer, "ACCELERATED", False))
 
 
 def has_gil() -> bool:

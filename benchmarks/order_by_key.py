@@ -17,14 +17,12 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.consume import Cluster, broker, compete, say
+from benchmarks.consume import Cluster, broker, compete, package_of, say
 from benchmarks.consume_report import Results, Target, plot, rate, table
 from benchmarks.consume_side import Task
 from benchmarks.environment import environment, header
@@ -83,17 +81,6 @@ def measure(
 
 def _without_side(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "side"}
-
-
-@contextmanager
-def package_of(checkout: Path | None) -> Iterator[Path | None]:
-    """Give a directory with the package of a checkout, and nothing else of it."""
-    if checkout is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="pyrocket-before-") as directory:
-        (Path(directory) / "pyrocket_consumer").symlink_to(checkout.resolve() / "pyrocket_consumer")
-        yield Path(directory)
 
 
 def main() -> int:

@@ -74,6 +74,36 @@ def test_drop_in_measures_the_facade_beside_what_is_beneath(tmp_path):
     assert "consume: CPU ÷ api" in printed
 
 
+def test_consume_measures_the_chosen_sides_and_says_what_each_ratio_means(tmp_path):
+    figures = tmp_path / "figures.json"
+    options = ["--quick", "--cases", "one,touched,lists,lists-touched,sleep", "--sides", "pyrocket,pure,threads,before"]
+    sizes = ["--queues", "4", "--messages", "60000", "--sleep-messages", "5000"]
+    with EmbeddedCluster() as cluster:
+        where = ["--name-server", cluster.name_server, "--before", str(ROOT)]
+        printed = run("consume", *options, *sizes, *where, "--json", str(figures))
+    found = json.loads(figures.read_text())
+    for case, sides in found["rounds"].items():
+        assert set(sides) == {"pyrocket", "pure", "before"} | ({"threads"} if "sleeps" in case else set())
+        assert all(answer["messages"] > 0 and answer["cpu_s"] >= 0 for (answer,) in sides.values())
+        assert sides["pure"][0]["accelerated"] is False
+    assert len(found["rounds"]) == 5
+    wanted = {each["text"]: (each["wanted"], each["at_least"]) for each in found["targets"]}
+    assert wanted["listener sleeps 1 ms, 16 queues: rate ÷ threads"] == (0.9, True)
+    assert wanted["one by one, 4 queues: rate of pure ÷ before"] == (0.97, True)
+    assert not any("java" in text for text in wanted)
+    meanings = printed.partition("\nwhat a ratio means\n")[2]
+    assert "÷ threads" in meanings
+    assert "÷ java" not in meanings
+    assert "accelerated" in printed.splitlines()[0] or "pure Python" in printed.splitlines()[0]
+
+
+def test_consume_knows_its_sides():
+    command = [sys.executable, "-m", "benchmarks.consume", "--sides", "pyrocket,jvaa"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "jvaa" in done.stderr
+
+
 def test_order_by_key_measures_all_modes_and_an_earlier_checkout(tmp_path):
     figures = tmp_path / "figures.json"
     with EmbeddedCluster() as cluster:
