@@ -1,9 +1,12 @@
-"""What setup.cfg cannot say: on a package index, the README names files in place of links, which would lead nowhere."""
+"""What setup.cfg cannot say: what is compiled, if it can be; and on a package index, the README names files in place of
+links, which would lead nowhere."""
 
+import os
 import re
+import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 LINK_INTO_THE_SOURCES = re.compile(r"\[([^]]+)\]\((?!https?://)([^)]+)\)")
 
@@ -14,4 +17,17 @@ def as_a_name(link: re.Match[str]) -> str:
 
 
 readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
-setup(long_description=LINK_INTO_THE_SOURCES.sub(as_a_name, readme))
+# One build serves Python 3.11 and all later ones, but for free-threaded ones, each of which needs its own.
+is_stable = not sysconfig.get_config_var("Py_GIL_DISABLED")
+accelerator = Extension(
+    "pyrocket_consumer.wire._accelerator",
+    ["pyrocket_consumer/wire/_accelerator.c"],
+    extra_compile_args=[] if os.name == "nt" else ["-O3"],
+    py_limited_api=is_stable,
+    optional=True,  # without a compiler the Python code is used
+)
+setup(
+    long_description=LINK_INTO_THE_SOURCES.sub(as_a_name, readme),
+    ext_modules=[] if os.environ.get("PYROCKET_PURE", "0") not in ("", "0") else [accelerator],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if is_stable else {},
+)

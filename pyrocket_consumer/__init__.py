@@ -45,11 +45,13 @@ if TYPE_CHECKING:
         sql,
     )
     from pyrocket_consumer.producer import AsyncProducer, Producer, SendResult
+    from pyrocket_consumer.wire.accelerator import ACCELERATED
     from pyrocket_consumer.wire.message import Message
 
 __version__ = "0.1.0"
 
 _HOMES = {  # imported when first used, so that the import is quick
+    "ACCELERATED": "pyrocket_consumer.wire.accelerator",
     "Admin": "pyrocket_consumer.admin",
     "AsyncProducer": "pyrocket_consumer.producer",
     "AsyncPushConsumer": "pyrocket_consumer.consumer",
@@ -69,6 +71,7 @@ _HOMES = {  # imported when first used, so that the import is quick
 }
 
 __all__ = [
+    "ACCELERATED",
     "AddressRefused",
     "Admin",
     "AsyncProducer",

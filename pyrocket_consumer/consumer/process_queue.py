@@ -13,6 +13,7 @@ from enum import Enum
 from pyrocket_consumer.consumer.body_room import BodyRoom
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.claim import Claim
+from pyrocket_consumer.wire.accelerator import finish
 from pyrocket_consumer.wire.compression import MAX_BODY_BYTES
 from pyrocket_consumer.wire.message import Message
 
@@ -338,11 +339,7 @@ class ProcessQueue:
                 taken = elapsed_s / units
                 mean = self.listener_time_s
                 self.listener_time_s = mean + (taken - mean) * (0.5 if taken > mean else 0.2)
-            finished = 0
-            for message in messages:
-                if not message._done:
-                    message._done = True
-                    finished += 1
+            finished = finish(messages)
             if not finished:
                 return
             window = self._window

@@ -7,7 +7,6 @@ the ranges that are expected next; answers are taken in order of offset, and a w
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -20,6 +19,7 @@ from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
 from pyrocket_consumer.net.connection import Connection
+from pyrocket_consumer.wire.accelerator import rising
 from pyrocket_consumer.wire.codes import ResponseCode
 from pyrocket_consumer.wire.command import PullMessageHeader, PullTemplate, request
 from pyrocket_consumer.wire.compression import BodyTooLarge
@@ -436,13 +436,12 @@ class Puller:
         bodies = self.window.budget.bodies
         try:
             messages = decode_messages(body, self.queue, self._unpack, bodies, MOST_RECORDS) if body else []
-            offsets = [message.queue_offset for message in messages]
-            if offsets != sorted(offsets) or len(set(offsets)) != len(offsets):  # the window's edge would go to and fro
+            if not rising(messages):  # the window's edge would go to and fro
                 raise ProtocolError(f"pull of {self.queue} at {offset} was answered with messages out of order")
-            if offsets and not self._large and bisect_left(offsets, offset) == bisect_left(offsets, next_offset):
+            if messages and not self._large and not any(offset <= each.queue_offset < next_offset for each in messages):
                 raise ProtocolError(
-                    f"pull of {self.queue} at {offset} was answered with messages from {offsets[0]} to {offsets[-1]}, "
-                    f"and with none up to {next_offset}, where it leads"
+                    f"pull of {self.queue} at {offset} was answered with messages from {messages[0].queue_offset} to "
+                    f"{messages[-1].queue_offset}, and with none up to {next_offset}, where it leads"
                 )
         except (ProtocolError, ConfigError) as error:  # damaged, or packed with a codec that is not installed
             self.next_offset = offset  # nothing of this answer was put: ask for it again

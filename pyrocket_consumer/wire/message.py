@@ -14,6 +14,7 @@ from typing import Any
 
 from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.wire.accelerator import Record, cut_records, make_record
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.compression import (
     MAX_BODY_BYTES,
@@ -39,6 +40,7 @@ from pyrocket_consumer.wire.properties import (
     find_property,
     first_property,
 )
+from pyrocket_consumer.wire.record import GLANCE, MAGIC_V1, SHORTEST_RECORD
 
 __all__ = [
     "BatchItem", "Compression", "Message", "PropertyName", "StoredMessage", "UniqueIds", "body_crc", "compress",
@@ -46,13 +48,8 @@ __all__ = [
     "encode_properties", "offset_message_id", "parse_offset_message_id",
 ]
 
-_MAGIC_V1 = 0xDAA320A7  # topic length in one byte
-_MAGIC_V2 = 0xDAA320AB  # in two: topics longer than 127 bytes
-_V1_BYTE = _MAGIC_V1 & 0xFF
-
-# What is needed of every record, read from its first 88 bytes, which are all before the body when both hosts are IPv4:
-# total size, magic, queue offset, sysFlag, body length.
-_GLANCE = struct.Struct(">II12xq8xi44xI")
+_MAGIC_V2 = 0xDAA320AB  # of a record whose topic has its length in two bytes: topics longer than 127 bytes
+_V1_BYTE = MAGIC_V1 & 0xFF
 
 # The whole part before the body, by the host bits of sysFlag: total size, magic, body CRC, queue id, flag,
 # queue offset, commit log offset, sysFlag, born at, born host, stored at, store host, reconsume times,
@@ -66,7 +63,6 @@ _HOW = 15  # behind these, of a message whose body is packed: how to unpack it
 _HOSTS_V6 = SysFlag.BORN_HOST_V6 | SysFlag.STORE_HOST_V6
 _UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
 _PACKED = SysFlag.COMPRESSED | _UNPACK
-_UNUSUAL = _HOSTS_V6 | _PACKED
 
 _U16 = struct.Struct(">H")
 _BATCH_ITEM = struct.Struct(">IIIiI")  # item size, magic 0, CRC 0, flag, body length
@@ -98,43 +94,15 @@ Unpack = Callable[["Message"], Iterable["Message"]]
 """Gives what stands for an inner batch."""
 
 
-class Message:
+class Message(Record):
     """One message of a queue, as its broker stored it. Parts are read from the broker's bytes when they are asked for.
 
     Made by `decode_messages`. Read-only; equal only to itself. A record damaged inside raises ProtocolError when the
     damaged part is first read. A message keeps the whole answer it came in alive: `detach()` one to keep it for long.
+    For one property of many, `property(name)` is the cheap way.
     """
 
-    # Without __init__ and with few slots: making one is most of what a pull costs. decode_messages sets them all.
-    __slots__ = (
-        "queue_offset",  # the message's place in its queue
-        "sys_flag",  # see SysFlag
-        "_data",  # the answer's bytes
-        "_start",  # where this record starts, its body ends, and it ends
-        "_body_end",
-        "_end",
-        "_queue",
-        "_fixed",  # what stands before the body, once asked for; of a packed one from the start, and how to unpack it
-        "_body",
-        "_properties",
-        "_done",  # for the consumer: it has finished with the message
-        "_extra_attempts",  # for the consumer: attempts the record does not count
-        "_key_line",  # for the consumer, with order_by only: the line of its key; else it is not set
-    )
-
-    queue_offset: int
-    sys_flag: int
-    _data: bytes
-    _start: int
-    _body_end: int
-    _end: int
-    _queue: MessageQueue | None
-    _fixed: tuple[Any, ...] | None
-    _body: bytes | None
-    _properties: dict[str, str] | None
-    _done: bool
-    _extra_attempts: int
-    _key_line: Any
+    __slots__ = ()
 
     @property
     def queue(self) -> MessageQueue:
@@ -151,24 +119,6 @@ class Message:
         if topic.startswith(RETRY_PREFIX):
             return self.property(PropertyName.RETRY_TOPIC) or topic
         return topic
-
-    @property
-    def body(self) -> bytes:
-        """What was sent, decompressed; b"" when nothing was.
-
-        Raises:
-            ProtocolError: the compressed bytes are damaged, or hold more than `max_body_bytes` (64 MiB).
-            ConfigError: the compression needs a package that is not installed; the text has the pip command.
-        """
-        body = self._body
-        if body is None:
-            flag = self.sys_flag
-            start = self._start + (88 if not flag & _HOSTS_V6 else _FIXED[flag & _HOSTS_V6].size)
-            body = self._data[start : self._body_end]
-            if flag & _PACKED:
-                body = self._unpacked(body)
-            self._body = body
-        return body
 
     def _unpacked(self, stored: bytes) -> bytes:
         flag, how = self.sys_flag, self._how()
@@ -198,15 +148,6 @@ class Message:
         """The index keys."""
         keys = self.property(PropertyName.KEYS)
         return tuple(key for key in keys.split(" ") if key) if keys else ()
-
-    @property
-    def properties(self) -> dict[str, str]:
-        """Every property, the reserved ones too (see PropertyName)."""
-        properties = self._properties
-        if properties is None:
-            start = self._properties_start()
-            properties = self._properties = decode_properties(self._data[start : self._end])
-        return properties
 
     @property
     def message_id(self) -> str:
@@ -355,15 +296,6 @@ class Message:
             raise ProtocolError(f"record at {self._start}: topic and properties do not end where it does")
         return start
 
-    # Last, because it hides the builtin from here on.
-    def property(self, name: str) -> str | None:
-        """Return the property `name`, None when it is absent. Quicker than `properties` for a few of many."""
-        properties = self._properties
-        if properties is not None:
-            return properties.get(name)
-        value = find_property(self._data, self._properties_start(), self._end, name)
-        return value.decode("utf-8", "replace") if value is not None else None
-
     def property_bytes(self, name: str) -> bytes | None:
         """Return the property `name` as it was sent, None when it is absent: some clients write no UTF-8."""
         return find_property(self._data, self._properties_start(), self._end, name)
@@ -421,40 +353,22 @@ def decode_messages(
         ConfigError: an inner batch is compressed in a way whose package is not installed.
     """
     messages: list[Message] = []
-    add, glance, size = messages.append, _GLANCE.unpack_from, len(data)
-    start, last = 0, size - 91  # the shortest record
-    until = last if most is None or last < _STRETCH else _STRETCH
+    size = len(data)
+    start, last = 0, size - SHORTEST_RECORD
     unpacked = surplus = 0
+
+    def unusual(start: int) -> int:
+        nonlocal unpacked, surplus
+        before = len(messages)
+        end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, unpack, bodies)
+        surplus += len(messages) - before - 1
+        return end
+
     while start <= last:
-        while start <= until:
-            total, magic, queue_offset, sys_flag, body_length = glance(data, start)
-            end, body_end = start + total, start + 88 + body_length
-            if magic != _MAGIC_V1 or sys_flag & _UNUSUAL:
-                before = len(messages)
-                end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, unpack, bodies)
-                surplus += len(messages) - before - 1
-            elif body_end + 3 <= end <= size:
-                message = Message()
-                message.queue_offset = queue_offset
-                message.sys_flag = sys_flag
-                message._data = data
-                message._start = start
-                message._body_end = body_end
-                message._end = end
-                message._queue = queue
-                message._fixed = message._body = message._properties = None
-                message._done = False
-                message._extra_attempts = 0
-                add(message)
-            else:
-                raise ProtocolError(f"record at {start} of {size}: size {total}, body of {body_length} bytes")
-            start = end
-        if most is not None:
-            if len(messages) - surplus > most:
-                raise ProtocolError(f"more than {most} records in {size} bytes, which no pull asks for")
-            if start > last:
-                break
-            until = min(last, start + _STRETCH)
+        until = last if most is None else min(last, start + _STRETCH)
+        start = cut_records(Message, messages, data, start, until, queue, unusual)
+        if most is not None and len(messages) - surplus > most:
+            raise ProtocolError(f"more than {most} records in {size} bytes, which no pull asks for")
     if start != size:
         raise ProtocolError(f"{size - start} bytes at {start} are too few for a record")
     return messages
@@ -547,27 +461,21 @@ _MOST_INNER = 2**15 - 1
 
 def _message_at(data: bytes, start: int, queue: MessageQueue | None, bodies: Bodies) -> Message:
     """Return the message whose record starts at `start`: of any form, an inner batch as one message."""
-    message = Message()
     try:
-        total, magic, _, sys_flag, _ = _GLANCE.unpack_from(data, start)
+        total, magic, _, sys_flag, _ = GLANCE.unpack_from(data, start)
         fixed = _FIXED[sys_flag & _HOSTS_V6]
         fields = fixed.unpack_from(data, start)
     except struct.error:
         raise ProtocolError(f"{len(data) - start} bytes at {start} are too few for a record") from None
-    if magic not in (_MAGIC_V1, _MAGIC_V2):
+    if magic not in (MAGIC_V1, _MAGIC_V2):
         raise ProtocolError(f"record at {start}: magic {magic:#010x} is unknown; the answer cannot be read further")
-    message._start, message._end = start, start + total
-    message._body_end = start + fixed.size + fields[14]
-    if not message._body_end + 3 <= message._end <= len(data):
+    end, body_end = start + total, start + fixed.size + fields[14]
+    if not body_end + 3 <= end <= len(data):
         raise ProtocolError(f"record at {start} of {len(data)}: size {total}, body of {fields[14]} bytes")
-    message.queue_offset, message.sys_flag = fields[5], sys_flag
-    message._data, message._queue, message._fixed = data, queue, fields
-    message._body = message._properties = None
-    message._done, message._extra_attempts = False, 0
     if sys_flag & _PACKED:
-        message._fixed = (*fields, bodies)
         bodies.met = True
-    return message
+        fields = (*fields, bodies)
+    return make_record(Message, data, start, body_end, end, fields[5], sys_flag, queue, fields)
 
 
 def _one(record: bytes, queue: MessageQueue | None, extra_attempts: int, max_body_bytes: int) -> Message:
@@ -696,7 +604,7 @@ def encode_message(message: StoredMessage) -> bytes:
     if len(topic) > 32_767:
         raise ConfigError(f"topic of {len(topic)} bytes; 32767 fit into a record")
     born_host, store_host = encode_host(message.born_host), encode_host(message.store_host)
-    magic, topic_length = (_MAGIC_V1, bytes([len(topic)])) if len(topic) <= 127 else (_MAGIC_V2, _U16.pack(len(topic)))
+    magic, topic_length = (MAGIC_V1, bytes([len(topic)])) if len(topic) <= 127 else (_MAGIC_V2, _U16.pack(len(topic)))
     hosts = len(born_host) // 20 * SysFlag.BORN_HOST_V6 | len(store_host) // 20 * SysFlag.STORE_HOST_V6
     tail = b"".join((message.body, topic_length, topic, _U16.pack(len(properties)), properties))
     fixed = _FIXED[hosts]

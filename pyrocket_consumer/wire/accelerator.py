@@ -1,0 +1,51 @@
+"""Which of two is used for what every message pays: the Python code in `record`, or the same compiled.
+
+`_accelerator.c` is built where there is a compiler and left out where there is none; `PYROCKET_PURE=1` switches it off.
+Nothing but speed differs: the tests run with both.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from pyrocket_consumer.text import logger
+
+REVISION = 1
+"""Of what both have in common. A build that is older than the Python code beside it is not used."""
+
+
+def _compiled() -> tuple[ModuleType | None, str]:
+    """Return the compiled module, or None, and why it is that."""
+    if os.environ.get("PYROCKET_PURE", "0") not in ("", "0"):
+        return None, "PYROCKET_PURE is set"
+    try:
+        module = import_module("pyrocket_consumer.wire._accelerator")
+        if module.REVISION != REVISION:
+            raise ImportError(f"it is of revision {module.REVISION}, not {REVISION}")
+    except ModuleNotFoundError:
+        return None, "it was not built: there was no compiler, or this is a copy of the sources"
+    except (ImportError, AttributeError) as error:
+        reason = f"its build cannot be used: {error}; install the package again"
+        logger("wire").warning("Python code is used in place of the compiled part: %s", reason)
+        return None, reason
+    return module, "it was built, and PYROCKET_PURE is not set"
+
+
+compiled, REASON = _compiled()
+
+ACCELERATED: bool = compiled is not None
+"""Whether the compiled part is used; else everything runs in Python, slower. `REASON` tells why."""
+
+if TYPE_CHECKING or compiled is None:
+    from pyrocket_consumer.wire.record import Record, cut_records, finish, make_record, rising
+else:
+    Record = compiled.Record
+    make_record = compiled.make_record
+    cut_records = compiled.cut_records
+    rising = compiled.rising
+    finish = compiled.finish
+
+__all__ = ["ACCELERATED", "REASON", "Record", "cut_records", "finish", "make_record", "rising"]
