@@ -4,6 +4,10 @@
 
 One answer of 32 records, each with 8 properties, is decoded in several ways, one after the other in random order in
 every round. A ratio is the eager decoder's time divided by the other's in the same round: 10 means ten times quicker.
+Then what each step of a message costs with the C extension and without it: the package is imported twice, once each
+way, and each step is done by both in turn, on 1 KB messages with five properties. That ratio is the time without the
+extension divided by the time with it.
+
 Ratios are results; times on a shared machine are anecdotes.
 """
 
@@ -12,11 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import operator
+import os
 import random
 import statistics
 import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from benchmarks.environment import environment, header
@@ -28,26 +37,18 @@ QUESTION = (__doc__ or "").partition("\n")[0]
 QUEUE = MessageQueue("orders", "broker-a", 3)
 MESSAGES = 32
 BODY_BYTES = (100, 1024, 10240)
+FIVE = ("UNIQ_KEY", "CLUSTER", "KEYS", "TAGS", "region")
 
 
-def pull_body(body_bytes: int) -> bytes:
-    """Return the body of a pull's answer: 32 records."""
+def pull_body(body_bytes: int, names: tuple[str, ...] = ()) -> bytes:
+    """Return the body of a pull's answer: 32 records with these of their properties, or all."""
     text = json.dumps({f"field{n}": f"value {n}" for n in range(body_bytes // 16)}).encode()
     return b"".join(
         encode_message(
             StoredMessage(
                 topic="orders",
                 body=text.ljust(body_bytes)[:body_bytes],
-                properties={
-                    "MSG_REGION": "DefaultRegion",
-                    "UNIQ_KEY": f"0A000009126718B4AAC24496ED40{n:04X}",
-                    "CLUSTER": "DefaultCluster",
-                    "KEYS": f"order-{n} customer-{n}",
-                    "TAGS": "paid",
-                    "TRACE_ON": "true",
-                    "region": "eu-central-1",
-                    "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
-                },
+                properties={name: value for name, value in _properties(n).items() if name in names or not names},
                 queue_id=3,
                 queue_offset=1000 + n,
                 commit_log_offset=10**9 + n * body_bytes,
@@ -59,6 +60,19 @@ def pull_body(body_bytes: int) -> bytes:
         )
         for n in range(MESSAGES)
     )
+
+
+def _properties(number: int) -> dict[str, str]:
+    return {
+        "MSG_REGION": "DefaultRegion",
+        "UNIQ_KEY": f"0A000009126718B4AAC24496ED40{number:04X}",
+        "CLUSTER": "DefaultCluster",
+        "KEYS": f"order-{number} customer-{number}",
+        "TAGS": "paid",
+        "TRACE_ON": "true",
+        "region": "eu-central-1",
+        "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    }
 
 
 def decode_eagerly(data: bytes) -> list[dict[str, Any]]:
@@ -204,6 +218,121 @@ def bench_decode(rounds: int) -> list[dict[str, Any]]:
     return results
 
 
+# --- with the extension and without
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One of the two copies of the package: its modules that the steps use."""
+
+    message: ModuleType
+    process_queue: ModuleType
+
+    @classmethod
+    def imported(cls) -> Package:
+        home = "pyrocket_consumer"
+        return cls(import_module(f"{home}.wire.message"), import_module(f"{home}.consumer.process_queue"))
+
+    @classmethod
+    def without_extension(cls) -> Package:
+        """Return a second copy, imported as in a process with PYROCKET_PURE=1; the first one stays as it was."""
+
+        def taken_out() -> dict[str, ModuleType]:
+            names = [name for name in sys.modules if name.partition(".")[0] == "pyrocket_consumer"]
+            return {name: sys.modules.pop(name) for name in names}
+
+        first, before = taken_out(), os.environ.get("PYROCKET_PURE")
+        os.environ["PYROCKET_PURE"] = "1"
+        try:
+            return cls.imported()
+        finally:
+            taken_out()
+            sys.modules.update(first)
+            os.environ.pop("PYROCKET_PURE")
+            if before is not None:
+                os.environ["PYROCKET_PURE"] = before
+
+    def decode(self, data: bytes) -> Any:
+        return self.message.decode_messages(data, QUEUE)
+
+    def window(self, messages: Any, data: bytes) -> Any:
+        """Return a window that holds the messages, none of them finished."""
+        window = self.process_queue.ProcessQueue(QUEUE, 1, self.process_queue.Limits(), lambda queue, offset: None)
+        window.start(messages[0].queue_offset)
+        window.put(messages, messages[-1].queue_offset + 1, len(data))
+        return window
+
+
+def read_bodies(messages: Any) -> None:
+    for message in messages:
+        message.body  # noqa: B018
+
+
+def read_properties(messages: Any) -> None:
+    for message in messages:
+        message.properties  # noqa: B018
+
+
+def read_one_property(messages: Any) -> None:
+    for message in messages:
+        message.property("region")
+
+
+def read_both(messages: Any) -> None:
+    for message in messages:
+        message.body, message.properties  # noqa: B018
+
+
+Step = Callable[[Package, bytes], Callable[[], object]]
+"""Makes ready, and returns what is measured: it handles 32 messages."""
+
+
+def _of_decoded(act: Callable[[Any], object]) -> Step:
+    def ready(package: Package, data: bytes) -> Callable[[], object]:
+        messages = package.decode(data)
+        return lambda: act(messages)
+
+    return ready
+
+
+def _ack(package: Package, data: bytes) -> Callable[[], object]:
+    messages = package.decode(data)
+    ack = package.window(messages, data).ack
+    return lambda: ack(messages, 0.0001, MESSAGES)
+
+
+STEPS: Mapping[str, Step] = {
+    "decode": lambda package, data: lambda: package.decode(data),
+    "body": _of_decoded(read_bodies),
+    "five properties": _of_decoded(read_properties),
+    "one property": _of_decoded(read_one_property),
+    "all": lambda package, data: lambda: read_both(package.decode(data)),
+    "ack": _ack,
+}
+
+
+def bench_steps(rounds: int, packages: Mapping[str, Package], repeats: int = 20) -> list[dict[str, Any]]:
+    """Measure every step, each package in turn: nanoseconds per message."""
+    data, results = pull_body(1024, FIVE), list[dict[str, Any]]()
+    for name, step in STEPS.items():
+        times: dict[str, list[float]] = {how: [] for how in packages}
+        for turn in range(rounds + 3):  # the first ones warm up
+            for how in random.sample(list(packages), len(packages)):
+                ready = [step(packages[how], data) for _ in range(repeats)]
+                begin = time.perf_counter_ns()
+                for act in ready:
+                    act()
+                taken = time.perf_counter_ns() - begin
+                if turn >= 3:
+                    times[how].append(taken / repeats / MESSAGES)
+        result: dict[str, Any] = {"step": name, "ns": {how: summary(values) for how, values in times.items()}}
+        if "accelerated" in times:
+            pairs = zip(times["pure"], times["accelerated"], strict=True)
+            result["times_quicker"] = summary([pure / quick for pure, quick in pairs])
+        results.append(result)
+    return results
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=QUESTION)
     arguments.add_argument("--rounds", type=int, default=60, help="rounds per size of body (60)")
@@ -221,10 +350,26 @@ def main() -> None:
             f"{result['body_bytes']:>6}  {result['way']:20} {ratio['median']:>9.1f} (p5 {ratio['p5']:.1f})".ljust(56)
             + f"{us['median']:>9.2f} (p95 {us['p95']:.2f})"
         )
+    packages = {"accelerated": Package.imported()} if facts["accelerated"] else {}
+    packages["pure"] = Package.without_extension()
+    steps = bench_steps(options.rounds, packages)
+    print(
+        f"\n{'step, 1 KB, five properties':28}"
+        + "".join(f"{how + ', ns':>18}" for how in packages)
+        + f"{'pure ÷ accelerated':>22}"
+    )
+    for each in steps:
+        times = "".join(f"{each['ns'][how]['median']:>18.0f}" for how in packages)
+        print(
+            f"  {each['step']:26}{times}"
+            + (f"{each['times_quicker']['median']:>22.1f}" if "times_quicker" in each else "")
+        )
+    if not facts["accelerated"]:
+        print("The C extension is not built, or switched off: only pure Python was measured.")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             answer = {"question": QUESTION, "environment": facts, "messages": MESSAGES, "rounds": options.rounds}
-            json.dump(answer | {"results": results}, file, indent=1)
+            json.dump(answer | {"results": results, "steps": steps}, file, indent=1)
 
 
 if __name__ == "__main__":

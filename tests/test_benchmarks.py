@@ -62,6 +62,20 @@ def test_decode_measures_every_way(tmp_path):
     assert {each["body_bytes"] for each in results} == {100, 1024, 10240}
 
 
+def test_decode_measures_each_step_with_and_without_the_extension(tmp_path):
+    figures = tmp_path / "figures.json"
+    printed = run("decode", "--rounds", "2", "--json", str(figures))
+    found = json.loads(figures.read_text())
+    steps = [each["step"] for each in found["steps"]]
+    assert steps == ["decode", "body", "five properties", "one property", "all", "ack"]
+    accelerated = found["environment"]["accelerated"]
+    for each in found["steps"]:
+        assert set(each["ns"]) == ({"accelerated", "pure"} if accelerated else {"pure"})
+        assert ("times_quicker" in each) == accelerated
+        assert all(summary["median"] > 0 for summary in each["ns"].values())
+    assert "five properties" in printed
+
+
 def test_drop_in_measures_the_facade_beside_what_is_beneath(tmp_path):
     figures = tmp_path / "figures.json"
     with EmbeddedCluster(delay_scale=0.01) as cluster:
