@@ -43,6 +43,7 @@ _CRC = struct.Struct("<I")
 _FRAME = struct.Struct("<IHH")
 _HEAD = struct.Struct("<HH")
 _RECORD = struct.Struct("<Hiq")
+RECORD_BYTES = _RECORD.size
 _RESET = struct.Struct("<Hiqq")
 _NO_OFFSET = -1  # in a reset: the queue's offset stays as it is
 _SINGLE = struct.Struct("<HHHiq")
@@ -137,13 +138,10 @@ def encode_offset(generation: int, pair: int, queue_id: int, offset: int) -> byt
     return _CRC.pack(crc32(frame, generation & 0xFFFFFFFF)) + frame
 
 
-encode_record = _RECORD.pack
-"""(pair, queue id, offset) -> the bytes of one record of `encode_offsets`."""
-
-
-def encode_offsets(generation: int, records: Sequence[bytes]) -> bytes:
+def encode_offsets(generation: int, pairs: Sequence[int], queue_ids: Sequence[int], offsets: Sequence[int]) -> bytes:
     """Return the frame that sets the offsets of up to MAX_RECORDS queues in one step."""
-    frame = _HEAD.pack(_marker(generation), OFFSETS << 14 | len(records)) + b"".join(records)
+    head = _HEAD.pack(_marker(generation), OFFSETS << 14 | len(offsets))
+    frame = head + b"".join(map(_RECORD.pack, pairs, queue_ids, offsets))
     return _CRC.pack(crc32(frame, generation & 0xFFFFFFFF)) + frame
 
 

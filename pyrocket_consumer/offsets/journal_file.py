@@ -14,13 +14,13 @@ from pyrocket_consumer.offsets.journal import (
     HEADER_BYTES,
     MAX_PAIRS,
     MAX_RECORDS,
+    RECORD_BYTES,
     FileIdentity,
     JournalHeader,
     encode_header,
     encode_names,
     encode_offset,
     encode_offsets,
-    encode_record,
     encode_resets,
 )
 from pyrocket_consumer.offsets.recovery import JOURNAL_FILE
@@ -128,19 +128,22 @@ class JournalFile:
         self._named.clear()
         self.appendable = True
 
-    def frames(self, changed: Sequence[tuple[PairedOffset, int]]) -> bytes:
-        """Return the frames that set each entry's offset, in one step; b"" if a checkpoint is called for."""
+    def frames(self, changed: Sequence[PairedOffset]) -> bytes:
+        """Return the frames that set the offset of each entry to what is stored, in one step; b"" if a checkpoint is
+        called for.
+        """
         generation = self._generation
         if len(changed) == 1:
-            entry, offset = changed[0]
-            frames = encode_offset(generation, entry.pair, entry.queue.queue_id, offset)
+            entry = changed[0]
+            frames = encode_offset(generation, entry.pair, entry.queue.queue_id, entry.stored or 0)
             unnamed = {} if entry.pair in self._named else {entry.pair: entry.queue}
-        elif len(changed) <= MAX_RECORDS:
-            records = [encode_record(entry.pair, entry.queue.queue_id, offset) for entry, offset in changed]
-            frames = encode_offsets(generation, records)
-            if len(frames) > self._size // 4:
-                return b""
-            unnamed = {entry.pair: entry.queue for entry, _ in changed if entry.pair not in self._named}
+        elif len(changed) <= min(MAX_RECORDS, self._size // 4 // RECORD_BYTES):
+            pairs = [entry.pair for entry in changed]
+            queue_ids = [entry.queue.queue_id for entry in changed]
+            frames = encode_offsets(generation, pairs, queue_ids, [entry.stored or 0 for entry in changed])
+            unnamed = {}
+            if not self._named.issuperset(pairs):
+                unnamed = {entry.pair: entry.queue for entry in changed if entry.pair not in self._named}
         else:
             return b""
         return self._with_names(frames, unnamed)
@@ -183,7 +186,6 @@ class JournalFile:
         try:
             self._file.write_at(frames, self._position)
         except OSError as error:
-            self.appendable = False
             self._warn(error)
             raise
         self._position += len(frames)

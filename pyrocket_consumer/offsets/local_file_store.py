@@ -442,11 +442,11 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 self._check_open()
                 self._checkpoint()
 
-    def _changed(self, entries: Iterable[_FileOffset]) -> list[tuple[_FileOffset, int]]:
-        """Return the entries to write, with their offsets. Reading one attribute needs no lock."""
-        return [(entry, offset) for entry in entries if (offset := entry.offset) is not None and offset != entry.stored]
+    def _changed(self, entries: Iterable[_FileOffset]) -> list[_FileOffset]:
+        """Return the entries to write. Reading one attribute needs no lock."""
+        return [entry for entry in entries if (offset := entry.offset) is not None and offset != entry.stored]
 
-    def _hand_over(self, changed: Sequence[tuple[_FileOffset, int]], closing: bool = False) -> None:
+    def _hand_over(self, changed: Sequence[_FileOffset], closing: bool = False) -> None:
         """Write `changed` to the journal, or with a checkpoint. The write lock is held.
 
         Returns with `_written` counting it; it is durable once the journal has come as far.
@@ -454,17 +454,18 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         now = self._clock()
         if now - self._looked_at >= _LOOK_S:
             self._look()
-        journal = self._journal
-        frames = b""
-        if changed and journal.appendable and not closing:
-            frames = journal.frames(changed)
-        for entry, offset in changed:
-            self._store(entry, offset)
         if changed or self._unsure:
             self._written += 1
             self._unsure = False
         if changed:
-            self._write(frames)
+            journal = self._journal
+            fits = journal.appendable and not closing
+            journal.appendable = False  # until `_write` has put there what is noted as stored from here on
+            for entry in changed:
+                if entry.stored is None:
+                    self._order.append(entry)
+                entry.stored = entry.offset
+            self._write(journal.frames(changed) if fits else b"")
         if self._behind and not closing and now - self._checkpoint_at >= self._checkpoint_interval_s:
             try:
                 self._checkpoint()
@@ -521,26 +522,26 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 if reset.offset is not None:
                     entry.offset = reset.offset
         self._epochs_text = None
-        frames = b""
-        if self._journal.appendable:
-            frames = self._journal.reset_frames(
+        journal, frames = self._journal, b""
+        if journal.appendable:
+            frames = journal.reset_frames(
                 [(entry.pair, entry.queue, reset.offset, reset.epoch) for entry, reset in entries]
             )
+        journal.appendable = False  # until `_write` has put them there
         for entry, reset in entries:
             if reset.offset is not None:
-                self._store(entry, reset.offset)
+                if entry.stored is None:
+                    self._order.append(entry)
+                entry.stored = reset.offset
         self._written += 1
         self._unsure = False
         self._write(frames)
 
-    def _store(self, entry: _FileOffset, offset: int) -> None:
-        """Note that `offset` is about to be written. The write lock is held."""
-        if entry.stored is None:
-            self._order.append(entry)
-        entry.stored = offset
-
     def _write(self, frames: bytes) -> None:
-        """Append `frames`, or write a checkpoint when there are none because none fit. The write lock is held."""
+        """Append `frames`, or write a checkpoint when there are none because none fit. The write lock is held.
+
+        Where neither works, the journal stays closed to frames: later ones would count what is in none as durable.
+        """
         self._behind = True
         journal = self._journal
         if not frames:
@@ -550,8 +551,11 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 journal.write(frames, self._written)
             except OSError:
                 self._checkpoint()
+            else:
+                journal.appendable = True
         else:
             journal.append(frames, self._written)
+            journal.appendable = True
 
     def _checkpoint(self) -> None:
         """Make everything written durable in offsets.json, and begin a new generation of the journal.

@@ -325,6 +325,28 @@ def test_a_full_disk_stops_checkpoints_but_not_the_journal(bench):
     assert bench.kinds() == ["store-unwritable", "store-recovered"]
 
 
+def test_what_needed_a_checkpoint_that_failed_is_not_counted_with_a_later_frame():
+    """A table too large for the journal, on a full disk; what the journal has room for must not count in its place."""
+    bench = Bench()
+    bench.store.load()
+    table = [MessageQueue("orders", "broker-a", number) for number in range(200)]
+    for queue in table:
+        bench.store.update_offset(queue, 5)
+    bench.store.persist_all()
+    bench.failing.when = lambda operation, path: operation == "create"
+    bench.failing.error = errno.ENOSPC
+    for queue in table:
+        bench.store.update_offset(queue, 6)
+    for persist in (bench.store.persist_all, lambda: bench.persist(7), bench.store.persist_all):
+        with pytest.raises(OffsetStoreUnwritable):
+            persist()
+    assert bench.after_a_kill() == dict.fromkeys(table, 5)
+    bench.failing.error = None
+    bench.store.persist(QUEUE)
+    assert bench.after_a_kill() == dict.fromkeys(table, 6) | {QUEUE: 7}
+    bench.store.close()
+
+
 def test_a_store_on_a_full_disk_starts_and_works_from_memory():
     full = Bench()
     full.memory_disk.put("/s/offsets.json", encode_offsets({QUEUE: 5}))
