@@ -30,7 +30,8 @@ class Task:
     `measure`: "backlog" consumes `total` messages and answers about the part between `from_share` and `to_share`;
     "latency" answers about the messages of a steady flow that are sent in the `seconds` that begin `settle_s` after
     the first came; "idle" answers what nothing costs over `seconds`, after `settle_s`; "start" answers how long the
-    first message took.
+    first message took; "share" is one of `members` of a group: it prints a line when it has its share of the queues,
+    begins to work it off when a line comes, and answers with all its looks.
     `listener`: "no-op" counts, "touch" reads body and properties, "sleep" sleeps 1 ms.
     `orderly`: in order of each queue; with `order_by`, "sharding_key" or "function", of each key, which Java has not.
     """
@@ -59,6 +60,7 @@ class Task:
     broker_name: str = ""
     queues: int = 0
     shut_down: bool = True
+    members: int = 1
 
 
 def raw(task: Task) -> Answer:
@@ -174,6 +176,42 @@ def backlog(task: Task) -> Answer:
     return watch.warm_part(task.from_share, task.to_share)
 
 
+def share(task: Task) -> Answer:
+    """Answer for one of the members of a group, `total` messages of which are its own.
+
+    Until the line comes, its listener holds what it is given: so all members begin at once, each with its own queues.
+    """
+    counter, watch, released = Counter(), Watch(task.total), threading.Event()
+    count = counter.listener(task.listener, task.listener_batch > 1)
+    held = [released]  # to look whether a list is empty costs less than to ask the event
+
+    def listener(messages: Any) -> None:
+        if held:
+            released.wait()
+        count(messages)
+
+    deadline = time.perf_counter() + task.timeout_s
+    consumer = push_consumer(task)
+    consumer.subscribe(task.topic, listener)
+    try:
+        with consumer:
+            while sum(queue.topic == task.topic for queue in consumer.progress()) != task.queues // task.members:
+                if time.perf_counter() > deadline:
+                    raise TimeoutError(f"its queues are {sorted(consumer.progress())} after {task.timeout_s:g} s")
+                time.sleep(LOOK_EVERY_S)
+            print("ready", flush=True)
+            sys.stdin.readline()
+            held.clear()
+            released.set()
+            while (look := watch.look(counter.value())).count < task.total:
+                if look.at_s > deadline:
+                    raise TimeoutError(f"only {look.count} of {task.total} messages came")
+                time.sleep(LOOK_EVERY_S)
+    finally:
+        released.set()  # closing waits for what runs
+    return {"looks": [(look.at_s, look.count, look.cpu_s) for look in watch.looks]}
+
+
 def latency(task: Task) -> Answer:
     """Answer for the steady flow."""
     came = threading.Event()
@@ -237,7 +275,7 @@ def start(task: Task) -> Answer:
 def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
     work_off = {"raw": raw, "threads": bare_threads}.get(task.side, backlog)
-    measures = {"backlog": work_off, "latency": latency, "idle": idle, "start": start}
+    measures = {"backlog": work_off, "latency": latency, "idle": idle, "start": start, "share": share}
     answer = measures[task.measure](task)
     memory = {"rss_mb": memory_mb("VmRSS"), "rss_peak_mb": memory_mb("VmHWM")}
     print(json.dumps({**answer, **memory, "accelerated": accelerated()}))

@@ -22,7 +22,7 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -333,6 +333,19 @@ def bench_steps(rounds: int, packages: Mapping[str, Package], repeats: int = 20)
     return results
 
 
+def steps_table(steps: Sequence[Mapping[str, Any]], packages: Sequence[str]) -> Iterator[str]:
+    """Return the figures of the steps as lines."""
+    both = len(packages) > 1
+    yield ""
+    times = "".join(f"{how + ', ns':>18}" for how in packages)
+    yield f"{'step, 1 KB, five properties':28}{times}" + ("    pure ÷ accelerated" if both else "")
+    for each in steps:
+        times = "".join(f"{each['ns'][how]['median']:>18.0f}" for how in packages)
+        yield f"  {each['step']:26}{times}" + (f"{each['times_quicker']['median']:>22.1f}" if both else "")
+    if not both:
+        yield "The C extension is not built, or switched off: only pure Python was measured."
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=QUESTION)
     arguments.add_argument("--rounds", type=int, default=60, help="rounds per size of body (60)")
@@ -353,19 +366,7 @@ def main() -> None:
     packages = {"accelerated": Package.imported()} if facts["accelerated"] else {}
     packages["pure"] = Package.without_extension()
     steps = bench_steps(options.rounds, packages)
-    print(
-        f"\n{'step, 1 KB, five properties':28}"
-        + "".join(f"{how + ', ns':>18}" for how in packages)
-        + f"{'pure ÷ accelerated':>22}"
-    )
-    for each in steps:
-        times = "".join(f"{each['ns'][how]['median']:>18.0f}" for how in packages)
-        print(
-            f"  {each['step']:26}{times}"
-            + (f"{each['times_quicker']['median']:>22.1f}" if "times_quicker" in each else "")
-        )
-    if not facts["accelerated"]:
-        print("The C extension is not built, or switched off: only pure Python was measured.")
+    print(*steps_table(steps, list(packages)), sep="\n")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             answer = {"question": QUESTION, "environment": facts, "messages": MESSAGES, "rounds": options.rounds}

@@ -62,6 +62,7 @@ class Settings:
     micro_batches: int = 60
     planned_queues: int = 10_000
     cases: tuple[str, ...] = CASES
+    tasks: int | None = None
 
 
 QUICK = Settings(rounds=2, messages=800_000, real_messages=800_000, micro_batches=20)
@@ -124,6 +125,11 @@ class Bench:
         return count / taken / 1000
 
 
+def task_options(settings: Settings) -> dict[str, int]:
+    """Return the option that limits into how many tasks a query of ours is divided."""
+    return {} if settings.tasks is None else {"maxPartitions": settings.tasks}
+
+
 def spark_cpu_s() -> float:
     """Return the CPU time that Spark has used: its Java process, and the Python workers below that."""
     parents, used = dict[int, int](), dict[int, float]()
@@ -165,7 +171,7 @@ def _beside_ready(bench: Bench, case: str, schema: str | None, *, with_plain: bo
     sides: dict[str, Callable[[], float]] = {
         "rocketmq": lambda: bench.rate(
             "rocketmq", per_queue * queues, schema, nameServer=bench.address, subscribe=topic,
-            pullBatchSize=settings.pull_batch,
+            pullBatchSize=settings.pull_batch, **task_options(settings),
         ),
         "ready": lambda: bench.rate(
             "ready", per_queue * queues, schema, records=bench.records, queues=queues, messages=per_queue
@@ -201,7 +207,7 @@ def real(bench: Bench) -> None:
         def ours(schema: str | None) -> Callable[[], float]:
             return lambda: bench.rate(
                 "rocketmq", messages, schema, nameServer=started.name_server, subscribe=topic,
-                pullBatchSize=settings.pull_batch,
+                pullBatchSize=settings.pull_batch, **task_options(settings),
             )  # fmt: skip
 
         bench.compete(case, {"rocketmq": ours(None), "rocketmq, 2 columns": ours(TWO), "raw": bare})
@@ -344,6 +350,8 @@ def main() -> int:
     parser.add_argument("--queues", type=int, help="queues of the topic, each a task (default: 16)")
     parser.add_argument("--pull-batch", type=int, help="messages per pull, asked and given (default: 32)")
     parser.add_argument("--cores", type=int, default=2, help="tasks at once (default: 2)")
+    parser.add_argument("--tasks", type=int, help="tasks that a query of ours is divided into (default: one per queue)")
+    parser.add_argument("--pure", action="store_true", help="without the C extension: PYROCKET_PURE=1 in every worker")
     parser.add_argument("--json", type=Path, help="write every round's figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
@@ -351,13 +359,16 @@ def main() -> int:
         pyplot()  # say now that it is missing
 
     settings = replace(QUICK) if options.quick else Settings()
-    for name in ("rounds", "messages", "queues", "pull_batch"):
+    for name in ("rounds", "messages", "queues", "pull_batch", "tasks"):
         setattr(settings, name, getattr(options, name) or getattr(settings, name))
     settings.cases = tuple(options.cases.split(",")) if options.cases else CASES
     if unknown := set(settings.cases) - set(CASES):
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
 
     facts = environment(java=java_tool("java"))
+    if options.pure:
+        os.environ["PYROCKET_PURE"] = "1"  # this process has imported the package already; what it starts has not
+        facts["accelerated"] = False
     facts |= {name: metadata.version(name) for name in ("pyspark", "pyarrow", "numpy")}
     results, failed = Results(), list[str]()
     with tempfile.TemporaryDirectory() as directory:

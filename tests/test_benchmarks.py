@@ -24,7 +24,7 @@ def run(program, *arguments):
 
 PROGRAMS = [
     "consume", "order_by_key", "exactly_once", "offset_persist", "decode", "drop_in", "start_close", "spark_read",
-    "spark_write",
+    "spark_write", "cores",
 ]  # fmt: skip
 
 
@@ -109,6 +109,20 @@ def test_consume_measures_the_chosen_sides_and_says_what_each_ratio_means(tmp_pa
     assert "÷ threads" in meanings
     assert "÷ java" not in meanings
     assert "accelerated" in printed.splitlines()[0] or "pure Python" in printed.splitlines()[0]
+
+
+def test_cores_measures_one_and_two_members_of_a_group(tmp_path):
+    figures = tmp_path / "figures.json"
+    with EmbeddedCluster() as cluster:
+        options = ["--quick", "--cases", "no-op,touched", "--queues", "4", "--messages", "40000"]
+        printed = run("cores", *options, "--name-server", cluster.name_server, "--json", str(figures))
+    rounds = json.loads(figures.read_text())["rounds"]
+    assert len(rounds) == 2
+    for sides in rounds.values():
+        assert set(sides) == {"1 process", "2 processes"}
+        assert all(answer["messages"] > 0 and answer["cpu_s"] > 0 for (answer,) in sides.values())
+        assert all(answer["broker_cpu_s"] is None for (answer,) in sides.values())  # it runs elsewhere
+    assert "2 ÷ 1" in printed
 
 
 def test_consume_knows_its_sides():

@@ -1,0 +1,344 @@
+"""What does a second process of a group give, and a second task of Spark, on the cores that there are?
+
+A group of one and of two consumers works off the same backlog of a real broker, with a listener that only counts and
+with one that reads body and properties; Spark reads in one task and in two from a broker that answers from memory. One
+and two take turns in every round. Beside each ratio stands how much of the machine consumers and broker take: where
+both together take all of it, a second process has no core to run on, and the ratio is the machine's.
+
+Run: python -m benchmarks.cores --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.consume import ROOT, Cluster, broker, say
+from benchmarks.consume_report import Results, cpu_us, rate
+from benchmarks.consume_side import Task
+from benchmarks.environment import environment, header
+from benchmarks.plots import draw_rates, pyplot
+from benchmarks.watch import Answer
+from tests.real_brokers.jars import NEWEST
+
+CASES = {
+    "no-op": "consume, listener counts",
+    "touched": "consume, body and properties read",
+    "spark": "Spark, all 16 columns",
+    "spark-two": "Spark, queueOffset and body",
+}
+FROM_SHARE, TO_SHARE = 0.2, 0.9
+LOOK_EVERY_S = 0.02
+
+Run = Callable[[], Answer]
+Look = tuple[float, int, float]
+"""When, how many messages until then, and the CPU time until then."""
+
+
+@dataclass(slots=True)
+class Settings:
+    """How much is measured."""
+
+    rounds: int = 5
+    queues: int = 16
+    messages: int = 1_000_000
+    spark_messages: int = 1_600_000
+    pull_batch: int = 32
+
+
+QUICK = Settings(rounds=1, messages=200_000, spark_messages=400_000)
+
+
+class CpuClock:
+    """The CPU time of a server that we started, and of the whole machine, looked at from a thread of its own."""
+
+    def __init__(self, server: str) -> None:
+        self._server = _child_running(server)
+        self._of_server: list[tuple[float, float]] = []
+        self._of_all: list[tuple[float, float]] = []
+        self._done = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._look)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            thread.join()
+
+    def _look(self) -> None:
+        tick_s, everything = 1 / os.sysconf("SC_CLK_TCK"), Path("/proc/stat")
+        while not self._done.wait(LOOK_EVERY_S):
+            now_s = time.perf_counter()
+            if self._server is not None:
+                _, _, rest = self._server.read_text().rpartition(")")
+                self._of_server.append((now_s, sum(map(int, rest.split()[11:13])) * tick_s))
+            if everything.exists():
+                user, nice, system, _, _, interrupts, soft, *_ = everything.read_text().split(maxsplit=8)[1:]
+                self._of_all.append((now_s, sum(map(int, (user, nice, system, interrupts, soft))) * tick_s))
+
+    def between(self, begin_s: float, end_s: float) -> dict[str, float | None]:
+        """Return the CPU times from one moment to another; None for the broker when it runs elsewhere."""
+        found = {"broker_cpu_s": self._of_server, "machine_cpu_s": self._of_all}
+        return {name: _at(end_s, looks) - _at(begin_s, looks) if looks else None for name, looks in found.items()}
+
+
+def _child_running(program: str) -> Path | None:
+    """Return /proc/PID/stat of our child whose command line names the program."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            _, _, rest = (entry / "stat").read_text().rpartition(")")
+            if int(rest.split()[1]) == os.getpid() and program in (entry / "cmdline").read_text():
+                return entry / "stat"
+        except OSError:
+            continue  # it has ended
+    return None
+
+
+def _at(moment_s: float, looks: Sequence[tuple[float, float]]) -> float:
+    """Return the value at a moment between two looks."""
+    for (before_s, before), (after_s, after) in itertools.pairwise(looks):
+        if moment_s <= after_s:
+            return before + (after - before) * max(moment_s - before_s, 0.0) / (after_s - before_s)
+    return looks[-1][1]
+
+
+# --- consuming
+
+
+def consume(cluster: Cluster, settings: Settings, results: Results, name: str) -> None:
+    """One consumer of a group, and two."""
+    topic = cluster.topic(settings.queues, settings.messages)
+    listener = "touch" if name == "touched" else "no-op"
+
+    def members(count: int) -> Run:
+        return lambda: together(_member_tasks(cluster, settings, topic, listener, count))
+
+    case = f"{CASES[name]}, {settings.queues} queues"
+    take_turns(results, case, {"1 process": members(1), "2 processes": members(2)}, settings.rounds)
+
+
+def _member_tasks(cluster: Cluster, settings: Settings, topic: str, listener: str, count: int) -> list[Task]:
+    task = cluster.task(
+        "pyrocket", "share", topic, settings.queues, listener=listener, total=settings.messages // count, members=count
+    )
+    return [task] * count
+
+
+def together(tasks: Sequence[Task]) -> Answer:
+    """Let the members of a group begin at the same moment; what counts is the time in which all of them are warm.
+
+    Raises:
+        RuntimeError: one of them failed; the text has its output.
+    """
+    command = [sys.executable, "-m", "benchmarks.consume_side"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen([*command, json.dumps(asdict(task))], cwd=ROOT, text=True, **pipes) for task in tasks]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline().strip() != "ready":
+                raise RuntimeError(f"a member ended before it began:\n{process.communicate()[1][-3000:]}")
+        clock = CpuClock("BrokerStartup")
+        with clock.running():
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            outputs = [process.communicate(timeout=tasks[0].timeout_s + 60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    looks: list[list[Look]] = []
+    for process, (output, errors) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"a member ended with {process.returncode}:\n{errors[-3000:]}")
+        looks.append(json.loads(output.splitlines()[-1])["looks"])
+    return common_part(looks, tasks[0].total, clock)
+
+
+def common_part(looks: Sequence[Sequence[Look]], total: int, clock: CpuClock) -> Answer:
+    """Return what all members did together from when the last of them is warm until the first is nearly through.
+
+    Raises:
+        RuntimeError: there was no such time.
+    """
+    begin_s = max(next(at_s for at_s, count, _ in each if count >= FROM_SHARE * total) for each in looks)
+    end_s = min(next(at_s for at_s, count, _ in each if count >= TO_SHARE * total) for each in looks)
+    if end_s <= begin_s:
+        raise RuntimeError(f"one member was through with {total} messages before the other was warm; take more")
+
+    def grown(column: int) -> float:
+        lines = [[(look[0], float(look[column])) for look in each] for each in looks]
+        return sum(_at(end_s, line) - _at(begin_s, line) for line in lines)
+
+    return {
+        "messages": round(grown(1)),
+        "seconds": end_s - begin_s,
+        "cpu_s": grown(2),
+        **clock.between(begin_s, end_s),
+    }
+
+
+# --- Spark
+
+
+def spark(settings: Settings, results: Results, names: Sequence[str]) -> None:
+    """One task and two, of the same session, which has two task threads."""
+    from benchmarks import spark_read
+
+    given = spark_read.Settings(
+        queues=settings.queues, messages=settings.spark_messages, pull_batch=settings.pull_batch
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        records = Path(directory, "records")
+        with spark_read.recorded_broker(given, records) as address, spark_read.session(2) as session:
+            bench = spark_read.Bench(session, given, spark_read.Results(), address, records)
+            schemas = {"spark": None, "spark-two": spark_read.TWO}
+
+            def read(schema: str | None, tasks: int) -> Answer:
+                clock = CpuClock("benchmarks.recorded_broker")
+                count = given.messages // given.queues * given.queues
+                bench.last_cpu_us.clear()
+                with clock.running():
+                    began = time.perf_counter()
+                    bench.rate(
+                        "rocketmq", count, schema, nameServer=address, subscribe=f"orders-{given.queues}",
+                        pullBatchSize=given.pull_batch, maxPartitions=tasks,
+                    )  # fmt: skip
+                    ended = time.perf_counter()
+                cpu_s = bench.last_cpu_us[0] * count / 1e6
+                return {
+                    "messages": count,
+                    "seconds": ended - began,
+                    "cpu_s": cpu_s,
+                    **clock.between(began, ended),
+                }
+
+            def tasks(schema: str | None, count: int) -> Run:
+                return lambda: read(schema, count)
+
+            for name in names:
+                sides = {"1 task": tasks(schemas[name], 1), "2 tasks": tasks(schemas[name], 2)}
+                case = f"{CASES[name]}, {given.queues} queues"
+                take_turns(results, case, sides, settings.rounds)
+
+
+# --- around them
+
+
+def take_turns(results: Results, case: str, sides: Mapping[str, Run], rounds: int) -> None:
+    """Let each run once per round, in a new order each time; the first round only warms up."""
+    rows = results.rounds.setdefault(case, {side: [] for side in sides})
+    for turn in range(rounds + 1):
+        for side in random.sample(list(sides), len(sides)):
+            answer = sides[side]()
+            name = f"round {turn} of {rounds}" if turn else "warm-up"
+            say(f"{case}, {name}, {side}: {rate(answer) / 1000:.0f} k/s, {cpu_us(answer):.2f} us")
+            if turn:
+                rows[side].append(answer)
+
+
+def table(results: Results, cores: int) -> Iterator[str]:
+    """Return the figures as lines."""
+
+    def percent(case: str, side: str, what: str) -> str:
+        if any(answer[what] is None for answer in results.rounds[case][side]):
+            return "?"
+        value = results.median(case, side, lambda answer: 100 * answer[what] / answer["seconds"] / cores)
+        return f"{value:.0f}"
+
+    for case, sides in results.rounds.items():
+        one, two = sides
+        yield ""
+        yield f"{case:<46} {'k msg/s':>8} {'CPU us':>7}   of all cores, %: {'ours':>5} {'broker':>7} {'everything':>11}"
+        for side in sides:
+            figures = results.median(case, side, rate) / 1000, results.median(case, side, cpu_us)
+            ours, theirs, everything = (percent(case, side, f"{what}cpu_s") for what in ("", "broker_", "machine_"))
+            yield f"  {side:<44} {figures[0]:>8.1f} {figures[1]:>7.2f} {ours:>24} {theirs:>7} {everything:>11}"
+        ratios = results.ratio(case, two, one, rate), results.ratio(case, two, one, cpu_us)
+        yield f"  {'2 ÷ 1':<44} {ratios[0]:>8.2f} {ratios[1]:>7.2f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cores", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round of small backlogs")
+    parser.add_argument(
+        "--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)} (default: all)"
+    )
+    parser.add_argument("--rounds", type=int, help="rounds of each comparison (default: 5)")
+    parser.add_argument("--queues", type=int, help="queues of the topic, an even number (default: 16)")
+    parser.add_argument("--messages", type=int, help="size of the backlog that is consumed (default: 1000000)")
+    parser.add_argument("--spark-messages", type=int, help="messages read by a query of Spark (default: 1600000)")
+    parser.add_argument("--name-server", help="consume from this running cluster instead of starting a broker")
+    parser.add_argument("--json", type=Path, help="write every round's answers to this file")
+    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
+    options = parser.parse_args()
+    if options.plot:
+        pyplot()  # say now that it is missing
+    cases = options.cases.split(",")
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    settings = QUICK if options.quick else Settings()
+    for name in ("rounds", "queues", "messages", "spark_messages"):
+        setattr(settings, name, getattr(options, name) or getattr(settings, name))
+    if settings.queues % 2:
+        parser.error(f"--queues {settings.queues} cannot be shared by two; give an even number")
+
+    facts = environment()
+    results, failed = Results(), list[str]()
+    consumed = [name for name in cases if not name.startswith("spark")]
+    try:
+        if consumed:
+            with broker(options.name_server, lifted=True) as cluster:
+                for name in consumed:
+                    consume(cluster, settings, results, name)
+        if read := [name for name in cases if name.startswith("spark")]:
+            spark(settings, results, read)
+    except (RuntimeError, subprocess.SubprocessError, ImportError) as error:
+        failed.append(f"it ended early: {error}")
+    results.rounds = {case: sides for case, sides in results.rounds.items() if all(sides.values())}
+    cores = int(facts["cores"])
+    server = f"the cluster at {options.name_server}" if options.name_server else f"RocketMQ {NEWEST}, limits lifted"
+    print(header(facts))
+    print(f"{server}; for Spark a broker that answers from memory; 1 KB; rounds: {settings.rounds}, medians of them")
+    print(*table(results, cores), sep="\n")
+    print(
+        "\n2 ÷ 1: rate, and CPU time per message, of two divided by those of one in the same round."
+        f"\nWhere everything is near 100 %, all {cores} cores are busy. What is neither ours nor the broker's disturbed us."
+    )
+    if options.json:
+        found = {"environment": facts, "settings": asdict(settings), "rounds": results.rounds}
+        options.json.write_text(json.dumps(found, indent=1))
+    if options.plot:
+        bars = [
+            (case, side, results.median(case, side, rate) / 1000)
+            for case, sides in results.rounds.items()
+            for side in sides
+        ]
+        colours = dict(
+            zip(("1 process", "1 task", "2 processes", "2 tasks"), 2 * ["tab:gray"] + 2 * ["tab:blue"], strict=True)
+        )
+        draw_rates(bars, colours, options.plot)
+    print(*failed, sep="\n", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
