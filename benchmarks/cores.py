@@ -199,7 +199,7 @@ def common_part(looks: Sequence[Sequence[Look]], total: int, clock: CpuClock) ->
 # --- Spark
 
 
-def spark(settings: Settings, results: Results, names: Sequence[str]) -> None:
+def spark(settings: Settings, results: Results, names: Sequence[str], failed: list[str]) -> None:
     """One task and two, of the same session, which has two task threads."""
     from benchmarks import spark_read
 
@@ -237,10 +237,21 @@ def spark(settings: Settings, results: Results, names: Sequence[str]) -> None:
             for name in names:
                 sides = {"1 task": tasks(schemas[name], 1), "2 tasks": tasks(schemas[name], 2)}
                 case = f"{CASES[name]}, {given.queues} queues"
-                take_turns(results, case, sides, settings.rounds)
+                with attempt(failed, name):
+                    take_turns(results, case, sides, settings.rounds)
 
 
 # --- around them
+
+
+@contextmanager
+def attempt(failed: list[str], name: str) -> Iterator[None]:
+    """Note what went wrong, so that the figures of other cases are not lost."""
+    try:
+        yield
+    except Exception as error:
+        failed.append(f"{name} failed: {error}")
+        say(failed[-1])
 
 
 def take_turns(results: Results, case: str, sides: Mapping[str, Run], rounds: int) -> None:
@@ -303,16 +314,15 @@ def main() -> int:
 
     facts = environment()
     results, failed = Results(), list[str]()
-    consumed = [name for name in cases if not name.startswith("spark")]
-    try:
-        if consumed:
+    with attempt(failed, "consuming"):
+        if consumed := [name for name in cases if not name.startswith("spark")]:
             with broker(options.name_server, lifted=True) as cluster:
                 for name in consumed:
-                    consume(cluster, settings, results, name)
+                    with attempt(failed, name):
+                        consume(cluster, settings, results, name)
+    with attempt(failed, "Spark"):
         if read := [name for name in cases if name.startswith("spark")]:
-            spark(settings, results, read)
-    except (RuntimeError, subprocess.SubprocessError, ImportError) as error:
-        failed.append(f"it ended early: {error}")
+            spark(settings, results, read, failed)
     results.rounds = {case: sides for case, sides in results.rounds.items() if all(sides.values())}
     cores = int(facts["cores"])
     server = f"the cluster at {options.name_server}" if options.name_server else f"RocketMQ {NEWEST}, limits lifted"
@@ -321,7 +331,7 @@ def main() -> int:
     print(*table(results, cores), sep="\n")
     print(
         "\n2 ÷ 1: rate, and CPU time per message, of two divided by those of one in the same round."
-        f"\nWhere everything is near 100 %, all {cores} cores are busy. What is neither ours nor the broker's disturbed us."
+        f"\nNear 100 % for everything, all {cores} cores are busy. What is neither ours nor the broker's is in the way."
     )
     if options.json:
         found = {"environment": facts, "settings": asdict(settings), "rounds": results.rounds}

@@ -23,7 +23,7 @@ def run(program, *arguments):
 
 
 PROGRAMS = [
-    "consume", "order_by_key", "exactly_once", "offset_persist", "decode", "drop_in", "start_close", "spark_read",
+    "consume", "produce", "order_by_key", "exactly_once", "offset_persist", "decode", "drop_in", "start_close", "spark_read",
     "spark_write", "cores",
 ]  # fmt: skip
 
@@ -130,6 +130,22 @@ def test_consume_knows_its_sides():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "jvaa" in done.stderr
+
+
+def test_produce_measures_both_ways_of_sending_and_an_earlier_checkout(tmp_path):
+    figures = tmp_path / "figures.json"
+    with EmbeddedCluster() as cluster:
+        options = ["--quick", "--sides", "pyrocket", "--warm", "100", "--messages", "3000", "--sync-messages", "300"]
+        where = ["--name-server", cluster.name_server, "--before", str(ROOT)]
+        printed = run("produce", *options, *where, "--json", str(figures))
+    rounds = json.loads(figures.read_text())["rounds"]
+    assert {case: set(sides) for case, sides in rounds.items()} == {
+        "async": {"pyrocket", "before"},
+        "sync": {"pyrocket", "before"},
+    }
+    assert {answer["messages"] for (answer,) in rounds["async"].values()} == {3000}
+    assert all(answer["seconds"] > 0 for sides in rounds.values() for (answer,) in sides.values())
+    assert "rate ÷ before" in printed
 
 
 def test_order_by_key_measures_all_modes_and_an_earlier_checkout(tmp_path):
