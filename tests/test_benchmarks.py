@@ -23,8 +23,8 @@ def run(program, *arguments):
 
 
 PROGRAMS = [
-    "consume", "produce", "order_by_key", "exactly_once", "offset_persist", "decode", "drop_in", "start_close", "spark_read",
-    "spark_write", "cores",
+    "consume", "produce", "order_by_key", "exactly_once", "offset_persist", "decode", "drop_in", "start_close",
+    "spark_read", "spark_write", "cores",
 ]  # fmt: skip
 
 
