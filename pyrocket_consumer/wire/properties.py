@@ -168,6 +168,8 @@ def _first_with_value(name: str) -> re.Pattern[bytes]:
 @lru_cache(maxsize=256)
 def _item_start(name: str) -> bytes | None:
     """Return the bytes with which an item `name` starts after another one, None when bytes cannot tell."""
+    if not isinstance(name, str):
+        raise TypeError(f"a property's name is a str, not {type(name)!r}")
     if not name or _NAME_END in name or _ITEM_END in name or "\ufffd" in name:
         return None
     try:

@@ -44,6 +44,7 @@ from pyrocket_consumer.wire.compression import Compression, compress, decompress
 from pyrocket_consumer.wire.frame import FrameBuffer, InPlaceFrames, RemotingCommand, decode_command, encode_command
 from pyrocket_consumer.wire.ids import parse_offset_message_id
 from pyrocket_consumer.wire.message import (
+    MOST_RECORDS,
     BatchItem,
     StoredMessage,
     decode_batch,
@@ -54,6 +55,7 @@ from pyrocket_consumer.wire.message import (
 from pyrocket_consumer.wire.properties import decode_properties
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests import golden
+from tests.wire import both
 from tests.wire.records import QUEUE, WORKED_RECORD, read_properties, read_records
 from tests.wire.test_columns import ALL, EVERY, pulled, row, rows
 from tests.wire.test_fuzz_message import touch
@@ -259,8 +261,8 @@ def read_packed(data: bytes) -> None:
         touch(message)
 
 
-def read_record(data: bytes) -> None:
-    """One record whose size, magic and length of body are made right; else most changes end at its first bytes."""
+def repaired(data: bytes) -> bytes:
+    """Return a record whose size, magic and length of body are right; else most changes end at its first bytes."""
     record = bytearray(data.ljust(91, b"\0"))
     record[:8] = struct.pack(">II", len(record), 0xDAA320AB if record[4] & 1 else 0xDAA320A7)
     sys_flag = struct.unpack_from(">i", record, 36)[0]
@@ -268,8 +270,13 @@ def read_record(data: bytes) -> None:
     if place + 4 <= len(record):
         length = struct.unpack_from(">I", record, place)[0] % (len(record) - place)
         struct.pack_into(">I", record, place, length)
-    read_message(bytes(record))
-    columns_as_messages(bytes(record))
+    return bytes(record)
+
+
+def read_record(data: bytes) -> None:
+    record = repaired(data)
+    read_message(record)
+    columns_as_messages(record)
 
 
 def unpack(data: bytes) -> None:
@@ -291,6 +298,23 @@ def columns_as_messages(data: bytes) -> None:
     except ProtocolError:
         found = None
     assert found == wanted
+
+
+def compiled_as_python(data: bytes) -> None:
+    """What the compiled part reads, or refuses, is what the Python code does."""
+    compiled, in_python = both.copy(pure=False), both.copy(pure=True)
+    assert both.core_of(compiled, data, MOST_RECORDS) == both.core_of(in_python, data, MOST_RECORDS)
+
+
+def compiled_properties_as_python(data: bytes) -> None:
+    """The same with a record that is right, whose properties are these bytes."""
+    text = data[:32_767]
+    record = encode_message(StoredMessage("T", b""))[:-2] + len(text).to_bytes(2) + text
+    compiled_as_python(len(record).to_bytes(4) + record[4:])
+
+
+def compiled_record_as_python(data: bytes) -> None:
+    compiled_as_python(repaired(data))
 
 
 def messages_as_records(data: bytes) -> None:
@@ -490,6 +514,9 @@ def _made() -> list[Target]:
         target("spark-offset", bearing(read_spark_offset, ConfigError), lambda: SPARK_OFFSETS),
         target("recovery", bearing(lambda data: recover(*apart(data)), OffsetStoreError), stores),
         target("columns-as-messages", bearing(columns_as_messages), records),
+        target("compiled-as-python", bearing(compiled_as_python), records),
+        target("compiled-record-as-python", bearing(compiled_record_as_python), records),
+        target("compiled-properties-as-python", bearing(compiled_properties_as_python), properties),
         target("messages-as-records", bearing(messages_as_records), records),
         target("properties-as-read", bearing(properties_as_read), properties),
         target("json-as-read", bearing(json_as_read), json_bodies),

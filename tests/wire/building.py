@@ -1,0 +1,68 @@
+"""Builds of the compiled part: with sanitizers, or with a mistake planted, beside a copy of the package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import pyrocket_consumer
+
+ROOT = Path(pyrocket_consumer.__file__).parent.parent
+SOURCE = ROOT / "pyrocket_consumer" / "wire" / "_accelerator.c"
+SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+
+
+def compiler() -> str:
+    """Return a C compiler. Skips the test without one, but for CI, where there must be one."""
+    found = shutil.which("gcc") or shutil.which("cc")
+    if found is None:
+        assert os.environ.get("CI") != "true", "no C compiler"
+        pytest.skip("there is no C compiler")
+    return found
+
+
+def copied(folder: Path) -> Path:
+    """Copy the package without its compiled part into `folder`; return where that would be."""
+    shutil.copytree(
+        ROOT / "pyrocket_consumer",
+        folder / "pyrocket_consumer",
+        ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"),
+    )
+    return folder / "pyrocket_consumer" / "wire"
+
+
+def build(folder: Path, source: str, *flags: str) -> None:
+    """Build `source` as the compiled part of a copy of the package in `folder`. Warnings are errors."""
+    wire = copied(folder)
+    (wire / "_accelerator.c").write_text(source)
+    command = [
+        compiler(), "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter",
+        "-Wno-missing-field-initializers", "-Wno-cast-function-type", *flags,
+        "-I", sysconfig.get_path("include"), str(wire / "_accelerator.c"), "-o", str(wire / "_accelerator.so"),
+    ]  # fmt: skip
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
+def run(folder: Path, *command: str, sanitized: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run Python with the package of `folder`, and the tests of this tree."""
+    environment = dict(os.environ) | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CI": "true"}
+    environment.pop("PYROCKET_PURE", None)
+    if sanitized:
+        find = [compiler(), "-print-file-name=libasan.so"]
+        library = subprocess.run(find, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        environment |= {
+            "LD_PRELOAD": library,
+            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+            "PYTHONMALLOC": "malloc",  # each object in memory of its own, so that what is beside it is nobody's
+        }
+    return subprocess.run(
+        [sys.executable, "-P", *command], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip

@@ -1,0 +1,367 @@
+"""The compiled part and the Python code are the same to whoever uses them."""
+
+from __future__ import annotations
+
+import copy as copying
+import gc
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+
+import pyrocket_consumer
+from pyrocket_consumer.wire.codes import SysFlag
+from pyrocket_consumer.wire.message import BatchItem, Message, StoredMessage, encode_batch, encode_message
+from tests.fuzz.mutation import Mutator
+from tests.trials import trials
+from tests.wire import both
+from tests.wire.test_fuzz_message import COMPRESSED_RECORDS, SMALL_BODIES
+
+ROOT = Path(pyrocket_consumer.__file__).parent.parent
+
+
+@pytest.fixture(params=[True, False], ids=["in-python", "compiled"])
+def which(request):
+    return both.copy(pure=request.param)
+
+
+def read_by_both(data: bytes, most: int | None = None) -> object:
+    """Return what both copies read in `data`."""
+    in_python = both.messages_of(both.copy(pure=True), data, most)
+    assert both.messages_of(both.copy(pure=False), data, most) == in_python
+    return in_python
+
+
+def records(*messages: StoredMessage) -> bytes:
+    return b"".join(map(encode_message, messages))
+
+
+def with_properties(text: bytes) -> bytes:
+    record = encode_message(StoredMessage("T", b"body"))[:-2]
+    whole = record + struct.pack(">H", len(text)) + text
+    return struct.pack(">I", len(whole)) + whole[4:]
+
+
+# --- the same values and errors
+
+
+@pytest.mark.parametrize("body", SMALL_BODIES + COMPRESSED_RECORDS, ids=lambda body: f"{len(body)}-bytes")
+def test_answers_of_real_brokers_read_the_same(body):
+    assert isinstance(read_by_both(body), tuple)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        StoredMessage("T" * 128, b"a long topic", {"A": "1"}),
+        StoredMessage("T", b"", {}),
+        StoredMessage("T", b"hosts", {"A": "1"}, born_host="[::1]:1"),
+        StoredMessage("T", b"hosts", {"A": "1"}, store_host="[::1]:1"),
+        StoredMessage("T", b"hosts", {"A": "1"}, born_host="[::1]:1", store_host="[fe80::1]:2"),
+        StoredMessage("T", b"x", {"é": "ü", "name": "\U0001f600"}),
+        StoredMessage("T", encode_batch([BatchItem(b"1"), BatchItem(b"2")]), sys_flag=0xC0, queue_offset=2**63 - 1),
+        StoredMessage("T", b"not packed at all", sys_flag=SysFlag.COMPRESSED),
+        StoredMessage("T", b"x", queue_offset=-1, sys_flag=-(2**31)),
+        StoredMessage("T", b"x" * 100_000, {"a": "b" * 30_000}),
+    ],
+    ids=lambda message: message.topic[:1] + str(len(message.body)),
+)
+def test_unusual_records_read_the_same(message):
+    read_by_both(records(message, StoredMessage("T", b"usual"), message))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"\x01", b"\x02", b"\x01\x02", b"a\x01\x02", b"\x01b\x02", b"a\x01b", b"a\x01b\x02c", b"a\x01b\x01c\x02",
+        b"a\x01b\x02a\x01\x02", b"a\x01\x02a\x01b\x02", b"a\x01b\x02a\x01c\x02", b"a\x01b\x02\x02\x02c\x01d\x02", b"a",
+        b"\xff\x01\xfe\x02", b"\xe2\x82\x01a\x02", b"a\x01\xf0\x9f\x98\x02b\x01\xf0\x9f\x98\x80\x02",
+        b"\xff\x01one\x02\xfe\x01two\x02", b"n" * 47 + b"\x01v\x02", b"n" * 48 + b"\x01v\x02",
+        b"n" * 300 + b"\x01v\x02",
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_properties_of_any_form_read_the_same(text):
+    read_by_both(with_properties(text))
+
+
+def test_more_names_than_are_kept_read_the_same():
+    properties = [{f"name-{number}-{each}": str(number) for each in range(20)} for number in range(100)]
+    read_by_both(records(*(StoredMessage("T", b"x", each) for each in properties)))
+
+
+@pytest.mark.parametrize("most", [1, 2, 1023, 1024, 1025, None])
+def test_as_many_records_as_a_pull_asks_for_are_read_the_same(most):
+    read_by_both(records(StoredMessage("T", b"x")) * 1025, most)
+
+
+@pytest.mark.parametrize("cut", range(0, 300, 7))
+def test_what_ends_too_early_is_refused_the_same(cut):
+    whole = records(StoredMessage("T", b"x" * 50, {"A": "1"}), StoredMessage("T", b"y" * 50, {"A": "2"}))
+    read_by_both(whole[:cut])
+
+
+def test_what_is_damaged_anywhere_reads_the_same():
+    """Every byte of a record is changed, to values that hurt."""
+    whole = records(StoredMessage("T", b"x" * 20, {"AB": "1", "C": "2"}), StoredMessage("T", b"y"))
+    for place in range(len(whole)):
+        for value in (0, 1, 2, 0x7F, 0x80, 0xFF):
+            read_by_both(whole[:place] + bytes([value]) + whole[place + 1 :])
+
+
+def test_random_damage_reads_the_same():
+    originals = [*SMALL_BODIES[:20], *COMPRESSED_RECORDS, with_properties(b"a\x01b\x02c\x01d\x02" * 10)]
+    mutator = Mutator(originals, seed=14)
+    for _ in range(trials(3000)):
+        read_by_both(mutator.next())
+
+
+# --- the same Message
+
+
+def one(which, **parts):
+    decode = which.module("wire.message").decode_messages
+    return decode(encode_message(StoredMessage(**{"topic": "T", "body": b"body", **parts})))[0]
+
+
+def test_a_message_is_what_users_know(which):
+    message = one(which, properties={"TAGS": "a"})
+    kind = which.module("wire.message").Message
+    assert type(message) is kind and isinstance(message, kind) and kind.__name__ == "Message"
+    assert kind.__module__ == "pyrocket_consumer.wire.message"
+    assert message == message and message != one(which) and len({message, one(which)}) == 2
+    assert repr(message) == "<Message T queue=T//0 offset=0 bytes=105>" or repr(message).startswith("<Message T ")
+    assert message.property("TAGS") == "a" and message.properties == {"TAGS": "a"}
+    assert message.properties is message.properties and message.body is message.body
+    with pytest.raises(TypeError):
+        weakref.ref(message)
+    with pytest.raises(AttributeError):
+        message.anything = 1
+    for name in ("body", "properties", "topic", "queue"):
+        with pytest.raises(AttributeError):
+            setattr(message, name, b"other")
+
+
+@pytest.mark.parametrize("name", [b"TAGS", 5, ["TAGS"], None])
+def test_a_name_that_is_no_text_is_a_type_error(which, name):
+    with pytest.raises(TypeError):
+        one(which, properties={"TAGS": "a"}).property(name)
+    with pytest.raises(TypeError):
+        one(which, properties={"TAGS": "a"}).property()
+
+
+def test_a_message_can_be_derived_from(which):
+    class Kept(which.module("wire.message").Message):
+        def shout(self):
+            return self.body.upper()
+
+    made = which.module("wire.record" if which.pure else "wire.accelerator").make_record
+    data = encode_message(StoredMessage("T", b"body", {"TAGS": "a"}))
+    kept = made(Kept, data, 0, 88 + 4, len(data), 0, 0, None, None)
+    kept.mine = [kept]
+    assert (kept.shout(), kept.tags, kept.topic) == (b"BODY", "a", "T")
+
+
+def test_a_message_that_nobody_decoded_has_nothing(which):
+    empty = which.module("wire.message").Message()
+    for name in ("body", "properties", "topic", "born_at"):
+        with pytest.raises(AttributeError):
+            getattr(empty, name)
+    with pytest.raises(AttributeError):
+        empty.property("TAGS")
+
+
+def test_messages_are_pickled_and_copied():
+    """Of the package as it is imported here; CI does it with and without the compiled part."""
+    (message,) = _messages(StoredMessage("T", b"body", {"TAGS": "a"}, queue_offset=7))
+    for made in (pickle.loads(pickle.dumps(message)), copying.copy(message), copying.deepcopy(message)):
+        assert isinstance(made, Message) and made is not message
+        assert (made.body, made.tags, made.queue_offset, made.queue) == (b"body", "a", 7, message.queue)
+
+
+def _messages(*messages):
+    from pyrocket_consumer.wire.message import decode_messages
+
+    return decode_messages(records(*messages))
+
+
+def test_a_message_in_a_circle_is_collected(which):
+    class Sign:
+        pass
+
+    sign = Sign()
+    seen = weakref.ref(sign)
+    message = one(which, properties={"TAGS": "a"})
+    message.properties["circle"] = message
+    message.properties["sign"] = sign
+    del message, sign
+    gc.collect()
+    assert seen() is None
+
+
+def test_nothing_is_left_of_what_was_read(which):
+    """Reading for long takes no memory: neither what is right nor what is refused."""
+    resource = pytest.importorskip("resource")
+    decode = which.module("wire.message").decode_messages
+    good = records(*(StoredMessage("T", b"x" * 1000, {f"name-{each}": "v" * 50, "é": "ü"}) for each in range(32)))
+    inputs = [good, good[:-5], with_properties(b"\xff\x01\xfe\x02" * 50), *COMPRESSED_RECORDS]
+
+    def read() -> None:
+        for data in inputs:
+            messages = both.outcome(lambda data=data: decode(data))
+            for message in messages if isinstance(messages, list) else ():
+                both.all_of(message)
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    for _ in range(30):
+        read()
+    before = peak()
+    for _ in range(300):
+        read()
+    assert peak() - before < 4 * 1024
+
+
+def test_threads_read_the_same_message(which):
+    """Of one that many read at once each gets the same, whole."""
+    for _ in range(trials(200)):
+        message = one(which, body=b"x" * 500, properties={f"name-{each}": "v" * each for each in range(1, 20)})
+        found, start = [], threading.Barrier(4)
+
+        def read(message=message, found=found, start=start) -> None:
+            start.wait()
+            found.append((message.body, message.property("name-7"), dict(message.properties), message.tags))
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert len(found) == 4 and all(each == found[0] for each in found)
+
+
+# --- functions
+
+
+def test_what_is_finished_counts_once(which):
+    finish = which.module("wire.accelerator").finish
+    messages = [one(which, queue_offset=each) for each in range(3)]
+    assert finish(messages[:2]) == 2
+    assert finish(iter(messages)) == 1
+    assert finish(messages) == finish([]) == 0
+    with pytest.raises((TypeError, AttributeError)):
+        finish([object()])
+
+
+@pytest.mark.parametrize(
+    ("offsets", "rises"),
+    [([], True), ([5], True), ([1, 2, 9], True), ([1, 1], False), ([2, 1], False), ([1, 3, 2], False)],
+)
+def test_rising_offsets_are_told_from_others(which, offsets, rises):
+    messages = [one(which, queue_offset=each) for each in offsets]
+    assert which.module("wire.accelerator").rising(messages) is rises
+
+
+@pytest.mark.parametrize(
+    "places", [(-1, 88, 91), (0, 88, 92), (0, -1, 91), (0, 89, 91), (1, 89, 91), (0, 0, 0), (0, 2**40, 2**41)]
+)
+def test_the_compiled_part_makes_no_record_outside_of_the_bytes(places):
+    which = both.copy(pure=False)
+    start, body_end, end = places
+    with pytest.raises(ValueError, match="no record"):
+        which.module("wire.accelerator").make_record(
+            which.module("wire.message").Message, bytes(91), start, body_end, end, 0, 0, None, None
+        )
+
+
+@pytest.mark.parametrize("kind", [object, Message, int, "Message", None])
+def test_the_compiled_part_makes_nothing_else_than_its_records(kind):
+    which = both.copy(pure=False)  # whose Message is another one
+    accelerator = which.module("wire.accelerator")
+    with pytest.raises(TypeError, match="no kind of Record"):
+        accelerator.make_record(kind, bytes(91), 0, 88, 91, 0, 0, None, None)
+    with pytest.raises(TypeError, match="no kind of Record"):
+        accelerator.cut_records(kind, [], bytes(91), 0, 0, None, int)
+
+
+@pytest.mark.parametrize("end", [0, -5, "x", None, 2**80])
+def test_the_compiled_part_is_not_led_astray_by_where_a_record_is_said_to_end(end):
+    which = both.copy(pure=False)
+    kind, cut = which.module("wire.message").Message, which.module("wire.accelerator").cut_records
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        cut(kind, [], bytes(200), 0, 100, None, lambda start: end)
+
+
+def test_what_is_between_records_may_be_changed_by_whoever_reads_them():
+    """A record that is told to end behind the data ends the reading."""
+    which = both.copy(pure=False)
+    kind, cut = which.module("wire.message").Message, which.module("wire.accelerator").cut_records
+    assert cut(kind, [], bytes(200), 0, 100, None, lambda start: 10**6) == 10**6
+
+
+# --- which of the two is used
+
+TELLS = """
+import logging
+logging.basicConfig(format="%(levelname)s %(message)s")
+import pyrocket_consumer
+from pyrocket_consumer.wire import accelerator
+from pyrocket_consumer.testing import message
+print(pyrocket_consumer.ACCELERATED, accelerator.REASON, message(topic="T", body=b"x").body)
+"""
+
+
+def copied(folder: Path) -> Path:
+    """Return a copy of the package without its compiled part."""
+    shutil.copytree(ROOT / "pyrocket_consumer", folder / "pyrocket_consumer",
+                    ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))  # fmt: skip
+    return folder / "pyrocket_consumer" / "wire"
+
+
+def tells(folder: Path, **environment: str) -> tuple[str, str]:
+    """Return what a fresh process says of its compiled part, and what it logs."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYROCKET_PURE", "PYTHONPATH")}
+    answer = subprocess.run(
+        [sys.executable, "-P", "-c", TELLS], env={**variables, **environment, "PYTHONPATH": str(folder)},
+        cwd=folder, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return answer.stdout.strip(), answer.stderr.strip()
+
+
+@pytest.mark.parametrize(("value", "pure"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_a_variable_switches_it_off(value, pure):
+    both.copy(pure=False)  # else there is nothing to switch off
+    said, logged = tells(ROOT, PYROCKET_PURE=value)
+    assert said.startswith(f"{not pure} ") and said.endswith(" b'x'") and not logged
+    assert ("PYROCKET_PURE is set" in said) is pure
+
+
+def test_where_nothing_was_built_nothing_is_said(tmp_path):
+    copied(tmp_path)
+    said, logged = tells(tmp_path)
+    assert said.startswith("False it was not built") and said.endswith(" b'x'") and not logged
+
+
+@pytest.mark.parametrize("content", [b"", b"not a library at all", b"\x7fELF" + bytes(100)])
+def test_a_broken_build_is_said_once_and_not_used(tmp_path, content):
+    suffix = ".abi3.so" if not sysconfig.get_config_var("Py_GIL_DISABLED") else sysconfig.get_config_var("EXT_SUFFIX")
+    (copied(tmp_path) / f"_accelerator{suffix}").write_bytes(content)
+    said, logged = tells(tmp_path)
+    assert said.startswith("False its build cannot be used") and said.endswith(" b'x'")
+    assert logged.count("\n") == 0 and logged.startswith("WARNING Python code is used in place of the compiled part")
+    assert "install the package again" in logged
+
+
+def test_a_build_of_another_revision_is_not_used(tmp_path):
+    (copied(tmp_path) / "_accelerator.py").write_text("REVISION = 0\n")
+    said, logged = tells(tmp_path)
+    assert said.startswith("False its build cannot be used: it is of revision 0") and logged.count("\n") == 0
