@@ -22,7 +22,7 @@ is_stable = not sysconfig.get_config_var("Py_GIL_DISABLED")
 accelerator = Extension(
     "pyrocket_consumer.wire._accelerator",
     ["pyrocket_consumer/wire/_accelerator.c"],
-    extra_compile_args=[] if os.name == "nt" else ["-O3"],
+    extra_compile_args=[] if os.name == "nt" else ["-O3", "-g0"],
     py_limited_api=is_stable,
     optional=True,  # without a compiler the Python code is used
 )

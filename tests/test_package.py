@@ -103,7 +103,7 @@ def test_the_version_is_the_one_of_the_metadata():
 def built(tmp_path_factory) -> Path:
     """What `python -m build` makes, the wheel from the source distribution; of a copy, so that nothing is left here."""
     source, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("built")
-    left_out = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "*.egg-info")
+    left_out = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "*.egg-info", "*.so")
     ignore = shutil.ignore_patterns(*left_out)
     shutil.copytree(ROOT, source, ignore=ignore)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
@@ -124,9 +124,14 @@ def metadata(wheel) -> email.message.Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def test_the_wheel_is_small_and_pure(wheel):
-    assert wheel.name == f"pyrocket_consumer-{pyrocket_consumer.__version__}-py3-none-any.whl"
+def test_the_wheel_is_small_and_serves_every_python(wheel):
+    assert re.fullmatch(rf"pyrocket_consumer-{pyrocket_consumer.__version__}-cp311-abi3-\w+\.whl", wheel.name)
     assert wheel.stat().st_size < 700_000
+    with zipfile.ZipFile(wheel) as archive:
+        (compiled,) = [each for each in archive.infolist() if each.filename.endswith((".so", ".pyd"))]
+        assert compiled.filename.startswith("pyrocket_consumer/wire/_accelerator.")
+        assert compiled.file_size < 200_000
+        assert not [each for each in archive.namelist() if each.endswith(".c")]
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
