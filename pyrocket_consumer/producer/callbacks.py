@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures._base import FINISHED, RUNNING
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from pyrocket_consumer.net.outcome import Outcome
@@ -109,52 +111,116 @@ def _call(function: Callable[[], object]) -> None:
 
 
 class SendFuture(Future[T]):
-    """A Future whose callbacks run on the callback thread: the I/O thread, which completes it, runs no user code."""
+    """A Future whose callbacks run on the callback thread: the I/O thread, which completes it, runs no user code.
+
+    It makes the condition of a Future only for `wait` and `as_completed`, which alone need it: to make one takes longer
+    than all the rest. Whoever made it before the future was told is told through it, as by any Future.
+    """
+
+    _state = RUNNING  # a message handed over cannot be taken back
+    _result: T | None = None
+    _exception: BaseException | None = None
+    _made: threading.Condition | None = None
+    _is_told = False
+    _callbacks: tuple[Callable[[Future[T]], object], ...] = ()
+    _waiting: tuple[Outcome[None], ...] = ()
 
     def __init__(self, callbacks: CallbackThread) -> None:
-        super().__init__()
+        # Not that of Future. What stands in the class is set when it changes.
         self._callback_thread = callbacks
-        self._waiting: list[Outcome[None]] = []
-        self._is_told = False
-        self.set_running_or_notify_cancel()  # a message handed over cannot be taken back
+        self._lock = threading.RLock()  # a leaf; a signal's handler may come in the middle, and ask for the result
+
+    @property
+    def _condition(self) -> threading.Condition:  # type: ignore[override]  # an attribute of Future
+        with self._lock:
+            if self._made is None:
+                self._waiters = []
+                self._done_callbacks: list[Callable[[Future[T]], object]] = []
+                self._made = threading.Condition()
+            return self._made
 
     def set_result(self, result: T) -> None:
         """Take the result."""
-        super().set_result(result)
+        with self._lock:
+            is_alone = self._made is None and self._state == RUNNING
+            if is_alone:
+                self._result = result
+                self._state = FINISHED
+        if not is_alone:
+            super().set_result(result)
         self._tell()
 
     def set_exception(self, exception: BaseException | None) -> None:
         """Take the reason why there is none."""
-        super().set_exception(exception)
+        with self._lock:
+            is_alone = self._made is None and self._state == RUNNING
+            if is_alone:
+                self._exception = exception
+                self._state = FINISHED
+        if not is_alone:
+            super().set_exception(exception)
         self._tell()
 
     def _tell(self) -> None:
-        self._is_told = True
-        if self._waiting:
-            for told in tuple(self._waiting):
-                told.set_result(None)
+        with self._lock:
+            self._is_told = True
+            callbacks, waiting = self._callbacks, self._waiting
+            self._callbacks = self._waiting = ()
+        for function in callbacks:
+            self._callback_thread.call(partial(function, self))
+        for told in waiting:
+            told.set_result(None)
+
+    def cancel(self) -> bool:
+        """Return False: a message handed over cannot be taken back."""
+        return False
+
+    def cancelled(self) -> bool:
+        """Return False, for it cannot be."""
+        return False
+
+    def running(self) -> bool:
+        """Tell whether the result is not there yet."""
+        return self._state == RUNNING
+
+    def done(self) -> bool:
+        """Tell whether the result is there, or the reason why there is none."""
+        return self._state == FINISHED
 
     def result(self, timeout: float | None = None) -> T:
         """Return the result, or raise why there is none; TimeoutError when it is not there within `timeout` seconds."""
         self._wait(timeout)
-        return super().result(0)
+        try:
+            if self._exception is not None:
+                raise self._exception
+            return self._result  # type: ignore[return-value]
+        finally:
+            self = None  # type: ignore[assignment]  # the error's traceback would hold it, and it the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return why there is no result, or None; TimeoutError when that is not known within `timeout` seconds."""
         self._wait(timeout)
-        return super().exception(0)
+        return self._exception
 
     def _wait(self, timeout_s: float | None) -> None:
         """Wait as one who may be interrupted, which Future does not withstand; see `Outcome`."""
-        if self._is_told:
+        if self._state == FINISHED:
             return
         told = Outcome[None]()
-        self._waiting.append(told)
-        if not self._is_told and not told.wait(timeout_s):
-            self._waiting.remove(told)
-            if not self.done():  # else it was done just before it is told, as callbacks see it
+        with self._lock:
+            if self._is_told:
+                return
+            self._waiting += (told,)
+        if not told.wait(timeout_s):
+            with self._lock:
+                self._waiting = tuple(each for each in self._waiting if each is not told)
+            if self._state != FINISHED:
                 raise TimeoutError
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
         """Have `fn(future)` called on the callback thread when the result is there."""
-        super().add_done_callback(lambda done: self._callback_thread.call(lambda: fn(done)))
+        with self._lock:
+            if not self._is_told:
+                self._callbacks += (fn,)
+                return
+        self._callback_thread.call(partial(fn, self))
