@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.spark.schema import arrow_schema, projected
 from pyrocket_consumer.wire.columns import PulledRecords, record_batches
 from pyrocket_consumer.wire.frame import Extent
-from pyrocket_consumer.wire.message import Message
+from pyrocket_consumer.wire.message import MOST_RECORDS, Message
 
 _ready: dict[str, pa.RecordBatch] = {}
 
@@ -49,13 +50,23 @@ class _ReadyReader(DataSourceReader):
         columns = arrow_schema(self._schema)
         key = f"{self._records} {columns.names}"
         if key not in _ready:
-            records = Extent.whole(Path(self._records).read_bytes())
-            answer = PulledRecords(MessageQueue("t", "broker-a", 0), records, 0, 1 << 60)
-            (_ready[key],) = record_batches([answer], columns)
+            queue = MessageQueue("t", "broker-a", 0)
+            records = _answers(Path(self._records).read_bytes())
+            (_ready[key],) = record_batches([PulledRecords(queue, each, 0, 1 << 60) for each in records], columns)
         batch, left = _ready[key], self._messages
         while left > 0:
             yield batch if left >= batch.num_rows else batch.slice(0, left)
             left -= batch.num_rows
+
+
+def _answers(data: bytes) -> list[Extent]:
+    """Return the records as answers of pulls have them: no more in each than a pull may ask for."""
+    places, place = list[int](), 0
+    while place < len(data):
+        places.append(place)
+        place += int.from_bytes(data[place : place + 4], "big")
+    starts = places[::MOST_RECORDS]
+    return [Extent(data, start, stop) for start, stop in pairwise([*starts, len(data)])]
 
 
 class PlainSource(DataSource):

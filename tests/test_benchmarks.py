@@ -125,6 +125,18 @@ def test_cores_measures_one_and_two_members_of_a_group(tmp_path):
     assert "2 ÷ 1" in printed
 
 
+def test_spark_reads_beside_batches_that_are_ready(tmp_path):
+    pytest.importorskip("pyspark")
+    from benchmarks.recorded_broker import recorded
+    from benchmarks.spark_sources import ReadySource
+
+    records = tmp_path / "records"
+    records.write_bytes(b"".join(recorded(2048)))
+    source = ReadySource({"records": str(records), "queues": "2", "messages": "3000"})
+    reader = source.reader(source.schema())
+    assert [[batch.num_rows for batch in reader.read(each)] for each in reader.partitions()] == 2 * [[2048, 952]]
+
+
 def test_consume_knows_its_sides():
     command = [sys.executable, "-m", "benchmarks.consume", "--sides", "pyrocket,jvaa"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
