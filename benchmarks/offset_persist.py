@@ -460,8 +460,8 @@ def measure_all(count: int, java: JavaSide | None, base: Path, rounds: int) -> d
 
         def ours() -> float:
             begin = time.perf_counter()
-            for queue in queues:
-                store.update_offset(queue, next(values))
+            for queue, value in zip(queues, values, strict=False):  # there are more values
+                store.update_offset(queue, value)
             store.persist_all(queues)
             return time.perf_counter() - begin
 

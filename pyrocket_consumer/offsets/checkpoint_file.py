@@ -44,17 +44,17 @@ class CheckpointFile:
 
     def replace(self, text: bytes, before_renames: Callable[[], None]) -> None:
         """Write, sync, rename, sync the directory. `before_renames` is called when the old file is about to go."""
-        disk, main = self._disk, self._main
+        disk, main, written = self._disk, self._main, identity(text)
         new = main + ".new"
         write_file(disk, new, text)
         before_renames()
         while self._unreadable:
             self._set_aside(self._unreadable[-1])
             self._unreadable.pop()
-        if self._main_is_good and self.main != identity(text):  # the backup shall tell a checkpoint from the one before
+        if self._main_is_good and self.main != written:  # the backup shall tell a checkpoint from the one before
             self._rotate(main)
         disk.replace(new, main)
-        self.main, self._main_is_good = identity(text), True
+        self.main, self._main_is_good = written, True
         self._names.sync()
 
     def _rotate(self, main: str) -> None:

@@ -138,10 +138,13 @@ def encode_offset(generation: int, pair: int, queue_id: int, offset: int) -> byt
     return _CRC.pack(crc32(frame, generation & 0xFFFFFFFF)) + frame
 
 
-def encode_offsets(generation: int, pairs: Sequence[int], queue_ids: Sequence[int], offsets: Sequence[int]) -> bytes:
+encode_record = _RECORD.pack
+"""(pair, queue id, offset) -> the bytes of one record of `encode_offsets`."""
+
+
+def encode_offsets(generation: int, records: Sequence[bytes]) -> bytes:
     """Return the frame that sets the offsets of up to MAX_RECORDS queues in one step."""
-    head = _HEAD.pack(_marker(generation), OFFSETS << 14 | len(offsets))
-    frame = head + b"".join(map(_RECORD.pack, pairs, queue_ids, offsets))
+    frame = _HEAD.pack(_marker(generation), OFFSETS << 14 | len(records)) + b"".join(records)
     return _CRC.pack(crc32(frame, generation & 0xFFFFFFFF)) + frame
 
 

@@ -21,6 +21,7 @@ from pyrocket_consumer.offsets.journal import (
     encode_names,
     encode_offset,
     encode_offsets,
+    encode_record,
     encode_resets,
 )
 from pyrocket_consumer.offsets.recovery import JOURNAL_FILE
@@ -86,7 +87,9 @@ class JournalFile:
         self._waiting: list[_Turn] = []
 
         self.appendable = False
-        """The header on disk names the checkpoint on disk, so that a frame appended now will be found again."""
+        """The header on disk names the checkpoint on disk, so that a frame appended now will be found again, and all
+        that is counted as written is here or there: the store clears it while it writes.
+        """
         self.appended = 0
         self.durable = 0
 
@@ -138,12 +141,11 @@ class JournalFile:
             frames = encode_offset(generation, entry.pair, entry.queue.queue_id, entry.stored or 0)
             unnamed = {} if entry.pair in self._named else {entry.pair: entry.queue}
         elif len(changed) <= min(MAX_RECORDS, self._size // 4 // RECORD_BYTES):
-            pairs = [entry.pair for entry in changed]
-            queue_ids = [entry.queue.queue_id for entry in changed]
-            frames = encode_offsets(generation, pairs, queue_ids, [entry.stored or 0 for entry in changed])
-            unnamed = {}
-            if not self._named.issuperset(pairs):
-                unnamed = {entry.pair: entry.queue for entry in changed if entry.pair not in self._named}
+            record, named = encode_record, self._named
+            frames = encode_offsets(
+                generation, [record(entry.pair, entry.queue.queue_id, entry.stored) for entry in changed]
+            )
+            unnamed = {entry.pair: entry.queue for entry in changed if entry.pair not in named}
         else:
             return b""
         return self._with_names(frames, unnamed)

@@ -19,6 +19,7 @@ from pyrocket_consumer.offsets.store import MAX_NAME_BYTES, MAX_OFFSET, MAX_QUEU
 from pyrocket_consumer.wire.fastjson import loads
 
 _EPOCHS = "resetEpochs"
+_PIECE = 256  # entries
 _BEFORE_EPOCHS = f',\n\t"{_EPOCHS}":'
 
 # One entry as every Java client writes it, in any white space. No string in it holds a quote or a backslash, so an
@@ -57,10 +58,19 @@ def entry_template(topic: str, broker_name: str) -> bytes:
 
 def fill_in(templates: Sequence[bytes], queue_ids: Sequence[int], offsets: Sequence[int], epochs: bytes) -> bytes:
     """Return the whole text: one template, queue id and offset for each entry, and `epochs_text`."""
+    begin, end = b'{\n\t"offsetTable":{', b"}" + epochs + b"\n}"
+    if not offsets:
+        return begin + end
     numbers = [0] * (2 * len(offsets))
     numbers[::2], numbers[1::2] = queue_ids, offsets
-    table = b",".join(templates) % tuple(numbers) + b"\n\t" if offsets else b""
-    return b'{\n\t"offsetTable":{' + table + b"}" + epochs + b"\n}"
+    # Piece by piece, joined once: each copy of a large text costs as much as the filling in.
+    pieces = [
+        b",".join(templates[at : at + _PIECE]) % tuple(numbers[2 * at : 2 * (at + _PIECE)])
+        for at in range(0, len(offsets), _PIECE)
+    ]
+    pieces[0] = begin + pieces[0]
+    pieces[-1] += b"\n\t" + end
+    return b",".join(pieces)
 
 
 def epochs_text(epochs: Mapping[MessageQueue, int]) -> bytes:

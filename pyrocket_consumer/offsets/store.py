@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import is_
 from threading import Lock
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
@@ -106,9 +107,12 @@ class OffsetTable(ABC, Generic[Entry]):
         """Return the entries of `mqs` that memory knows, or all."""
         wanted = None if mqs is None else list(mqs)
         with self._table_lock:
-            if wanted is None:
-                return list(self._entries.values())
-            return [entry for mq in wanted if (entry := self._entries.get(mq)) is not None]
+            entries = self._entries
+            # To hash a queue costs more than all else that is done for it: none is looked up when all are named as we
+            # know them, which is how whoever keeps a list of queues persists it.
+            if wanted is None or (len(wanted) == len(entries) and all(map(is_, wanted, entries))):
+                return list(entries.values())
+            return [entry for mq in wanted if (entry := entries.get(mq)) is not None]
 
     def _add(self, mq: MessageQueue) -> Entry:
         """Make the entry of a queue met for the first time. The table lock is held."""

@@ -20,6 +20,7 @@ from pyrocket_consumer.offsets.journal import (
     encode_names,
     encode_offset,
     encode_offsets,
+    encode_record,
     identity,
     replay,
 )
@@ -65,7 +66,7 @@ def test_the_last_frame_of_a_queue_wins():
 
 def test_a_frame_of_many_queues_counts_whole_or_not_at_all():
     queues = [MessageQueue("orders", "broker-a", queue_id) for queue_id in range(50)]
-    many = encode_offsets(7, [0] * 50, range(50), range(100, 150))
+    many = encode_offsets(7, [encode_record(0, queue.queue_id, 100 + queue.queue_id) for queue in queues])
     start = frames(7, 1)
     assert replay(journal(*start, many), HEADER).offsets == {queue: 100 + queue.queue_id for queue in queues}
     for torn in range(len(many)):

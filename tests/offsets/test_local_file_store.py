@@ -158,6 +158,31 @@ def test_a_batch_too_large_for_the_journal_becomes_a_checkpoint(tmp_path):
             assert read_store(tmp_path).offsets[many[3]] == 77
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda known: known,
+        lambda known: known[::-1],
+        lambda known: [MessageQueue(each.topic, each.broker_name, each.queue_id) for each in known],
+        lambda known: [*known, MessageQueue("another topic", "broker-a", 0)],
+        lambda known: iter(known),
+    ],
+    ids=["as known", "in another order", "equal ones", "and one more", "an iterator"],
+)
+def test_the_queues_of_a_table_may_be_named_in_any_way(tmp_path, named):
+    known = [MessageQueue(f"topic-{n % 7}", "broker-a", n) for n in range(100)]
+    with LocalFileOffsetStore(tmp_path) as store:
+        for round_ in range(3):
+            for queue in known:
+                store.update_offset(queue, round_)
+            store.persist_all(named(known))
+            assert read_store(tmp_path).offsets == dict.fromkeys(known, round_)
+        store.update_offset(known[0], 7)
+        store.update_offset(known[1], 8)
+        store.persist_all([*known[:1], *known[2:], known[2]])
+        assert read_store(tmp_path).offsets == dict.fromkeys(known, 2) | {known[0]: 7}
+
+
 def test_another_journal_size_takes_effect_at_the_next_start(tmp_path):
     for size in (8192, 4096, 1 << 16):
         with LocalFileOffsetStore(tmp_path, journal_bytes=size) as store:

@@ -47,6 +47,16 @@ def test_what_we_write_is_byte_for_byte_what_java_writes():
     assert encode_offsets({}) == b'{\n\t"offsetTable":{}\n}'
 
 
+@pytest.mark.parametrize("count", [255, 256, 257, 1000])
+def test_large_tables_are_one_entry_after_the_other(count):
+    entries = ",".join(
+        f'{{\n\t\t\t"brokerName":"broker-%d",\n\t\t\t"queueId":{number},\n\t\t\t"topic":"orders"\n\t\t}}:{number}'
+        for number in range(count)
+    )
+    table = {MessageQueue("orders", "broker-%d", number): number for number in range(count)}
+    assert encode_offsets(table).decode() == '{\n\t"offsetTable":{' + entries + "\n\t}\n}"
+
+
 @pytest.mark.parametrize(
     "text",
     [
