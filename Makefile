@@ -7,7 +7,7 @@ LOCK := uv pip compile --quiet --upgrade --universal --python-version 3.11 --gen
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each would compile everything anew
 
 # Adds an extra to the virtual environment, once per change of the metadata.
-.venv/.%: setup.cfg setup.py pyproject.toml | .venv/bin/python
+.venv/.%: setup.cfg setup.py pyproject.toml pyrocket_consumer/wire/_accelerator.c | .venv/bin/python
 	$(RUN)/python -m pip install --quiet --editable '.[$*]'
 	@touch $@
 
@@ -30,7 +30,7 @@ locked: | .venv/bin/python
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick test system-packages java check audit lock oldest wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
+.PHONY: help quick test pure system-packages java check audit lock oldest wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -42,7 +42,11 @@ quick: .venv/.test  ## what needs no Java, with a twentieth of the random trials
 test: .venv/.test  ## all tests; Spark and real brokers too where Java and Maven are (ARGS='-k offsets --real=all')
 	$(RUN)/python -m pytest -n auto $(ARGS)
 
-system-packages:  ## installs Java and Maven for Spark and real brokers, PostgreSQL and MariaDB: as root, or with sudo
+pure: .venv/.test  ## what the compiled part is used for, without it, with a tenth of the random trials (ARGS='-k offsets')
+	PYROCKET_PURE=1 PYROCKET_TRIALS=0.1 $(RUN)/python -m pytest -q -n auto --real=none $(ARGS) --ignore tests/wire/test_accelerator_builds.py \
+	    tests/wire tests/consumer tests/conformance tests/hazards tests/spark/test_read.py
+
+system-packages:  ## installs Java and Maven for Spark and real brokers, PostgreSQL, MariaDB and a C compiler: as root, or with sudo
 	@.ci/system-packages
 
 java:
