@@ -314,6 +314,7 @@ def sleeping(cluster: Cluster, settings: Settings, results: Results) -> None:
 def no_slower(results: Results, case: str) -> None:
     """Without the extension nothing may cost more than before it, but for the noise of such runs."""
     results.aim(case, "rate of pure", rate, "pure", "before", at_least=0.97)
+    results.aim(case, "CPU of pure", cpu_us, "pure", "before", at_most=1.03)
 
 
 def latency(cluster: Cluster, settings: Settings, results: Results) -> None:
@@ -436,6 +437,10 @@ def main() -> int:
     for what, given, known in (("case", settings.cases, CASES), ("side", settings.sides, SIDES)):
         if unknown := set(given) - set(known):
             parser.error(f"no {what} is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if options.before is None and options.sides and "before" in settings.sides:
+        parser.error("the side before needs --before with the checkout it is to come from")
+    if options.before is not None and not (options.before / "pyrocket_consumer").is_dir():
+        parser.error(f"{options.before} is no checkout: it has no folder pyrocket_consumer")
 
     facts = environment(java=java_tool("java") if "java" in settings.sides else None)
     results, failed = Results(), list[str]()

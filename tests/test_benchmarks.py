@@ -137,11 +137,19 @@ def test_spark_reads_beside_batches_that_are_ready(tmp_path):
     assert [[batch.num_rows for batch in reader.read(each)] for each in reader.partitions()] == 2 * [[2048, 952]]
 
 
-def test_consume_knows_its_sides():
-    command = [sys.executable, "-m", "benchmarks.consume", "--sides", "pyrocket,jvaa"]
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--sides", "pyrocket,jvaa"], "no side is called jvaa"),
+        (["--sides", "pure,before"], "needs --before"),
+        (["--before", "/nowhere"], "/nowhere is no checkout"),
+    ],
+)
+def test_consume_says_what_it_cannot_measure(options, told):
+    command = [sys.executable, "-m", "benchmarks.consume", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "jvaa" in done.stderr
+    assert told in done.stderr
 
 
 def test_produce_measures_both_ways_of_sending_and_an_earlier_checkout(tmp_path):
