@@ -16,8 +16,9 @@ from pyspark.sql.types import StructType
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.spark import sink
 from pyrocket_consumer.spark.options import check_options, parse_sink, parse_source
+from pyrocket_consumer.spark.pyspark_names import PUSHES_FILTERS
 from pyrocket_consumer.spark.schema import projected
-from pyrocket_consumer.spark.source import BatchReader, RefusedStreamReader, StreamReader
+from pyrocket_consumer.spark.source import BatchReader, FilteredBatchReader, RefusedStreamReader, StreamReader
 
 
 class RocketMQDataSource(DataSource):
@@ -52,8 +53,17 @@ class RocketMQDataSource(DataSource):
         return projected(None)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch."""
-        return BatchReader(parse_source(self.options, streaming=False), projected(schema))
+        """Return the reader of a batch.
+
+        Raises:
+            ConfigError: the options or the columns are wrong, or this release of PySpark pushes no filters.
+        """
+        options = parse_source(self.options, streaming=False)
+        if not options.push_filters:
+            return BatchReader(options, projected(schema))
+        if not PUSHES_FILTERS:
+            raise ConfigError("option pushFilters=true needs PySpark 4.1 or newer; leave it out, or install that")
+        return FilteredBatchReader(options, projected(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Return the reader of a stream; what is wrong with the options it says itself."""

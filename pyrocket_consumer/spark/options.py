@@ -16,7 +16,7 @@ from enum import StrEnum
 from ssl import SSLContext
 from typing import Any, TypeGuard, TypeVar
 
-from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.config import (
     MAX_MESSAGE_BYTES,
     ClientConfig,
@@ -48,7 +48,7 @@ NAMES = (
     "failOnDataLoss", "failOnUnreachable", "damagedBodies", "maxBodyBytes", "maxOffsetsPerTrigger",
     "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxPartitions", "minRecordsPerPartition",
     "maxRecordsPerPartition", "pullBatchSize", "pullsInFlight",
-    "requestTimeoutMs", "readTimeoutMs", "retries", "planningIntervalMs", "maxFrameBytes",
+    "requestTimeoutMs", "readTimeoutMs", "retries", "planningIntervalMs", "maxFrameBytes", "pushFilters",
     "accessKey", "secretKey", "securityToken",
     "namespace", "tls", "tlsCaFile", "allowedAddresses", "sendTimeoutMs", "sendRetries", "maxInFlight",
     "maxMessageBytes", "acceptDegraded", "autoCreateTopic", "dedupProperties",
@@ -221,9 +221,44 @@ class StoredAt:
 
     timestamp_ms: int
 
+    def of(self, topic: str) -> int | None:
+        """Return the time for `topic`: the same for each."""
+        return self.timestamp_ms
 
-Bound = Named | GivenOffsets | StoredAt
+
+@dataclass(frozen=True, slots=True)
+class StoredAtByTopic:
+    """The first message stored at the time of its topic or later; given as JSON."""
+
+    option: str
+    timestamps_ms: Mapping[str, int]
+
+    def of(self, topic: str) -> int | None:
+        """Return the time for `topic`, None if it has none."""
+        return self.timestamps_ms.get(topic)
+
+    def check(self, topics: Iterable[str]) -> None:
+        """Raise ConfigError unless each of `topics` has a time."""
+        if lacking := sorted(set(topics) - self.timestamps_ms.keys()):
+            raise ConfigError(
+                f"option {self.option} needs a time for each topic to read, or one time for all; it lacks "
+                f"{listed(lacking)}"
+            )
+
+    def check_chosen(self, is_chosen: Callable[[str], bool]) -> None:
+        """Raise ConfigError if one of the topics is not chosen to be read."""
+        if unknown := sorted(topic for topic in self.timestamps_ms if not is_chosen(topic)):
+            raise ConfigError(
+                f"option {self.option} names {listed(unknown)}, which no option chooses to be read; leave that out, or "
+                "read it, too"
+            )
+
+
+Bound = Named | GivenOffsets | StoredAt | StoredAtByTopic
 """Where reading begins or ends."""
+
+STORED = (StoredAt, StoredAtByTopic)
+"""The bounds that are times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,10 +291,17 @@ class SourceOptions:
     tasks: TaskSizes = field(default_factory=TaskSizes)
     planning_interval_s: float = 0.1
     fail_on_unreachable: bool = True
+    push_filters: bool = False
 
     @property
     def client(self) -> ClientOptions:
         return self.read.client
+
+    def chooses(self, topic: str) -> bool:
+        """Tell whether something of `topic` is to be read."""
+        if self.pattern is not None:
+            return re.fullmatch(self.pattern, unwrap(self.client.namespace, topic)) is not None
+        return topic in self.topics or any(queue.topic == topic for queue in self.assigned)
 
 
 def parse_source(options: Mapping[str, str], streaming: bool | None) -> SourceOptions:
@@ -273,19 +315,35 @@ def parse_source(options: Mapping[str, str], streaming: bool | None) -> SourceOp
     chosen = [name for name in ("subscribe", "topic", "subscribePattern", "assign") if given.text(name) is not None]
     if not chosen:
         raise ConfigError("no topic to read: give one of the options subscribe, subscribePattern and assign")
+    for bound in (parsed.start, parsed.end):
+        if isinstance(bound, StoredAtByTopic):
+            bound.check_chosen(parsed.chooses)
+            bound.check([*parsed.topics, *(queue.topic for queue in parsed.assigned)])
     if streaming is True:
         for name in ("endingOffsets", "endingTimestamp"):
             if given.text(name) is not None:
                 raise ConfigError(f"option {name} is for batch reads; a stream has no end, so leave it out")
+        if parsed.push_filters:
+            raise ConfigError("option pushFilters=true is for batch reads; streams get no filters, so leave it out")
     if streaming is False:
         if parsed.start is Named.LATEST:
             raise ConfigError("option startingOffsets='latest' is for streams; a batch read would be empty")
         if isinstance(parsed.start, GivenOffsets) and LATEST in parsed.start.places.values():
             raise ConfigError("option startingOffsets has -1 (latest), which is for streams; give -2 (earliest)")
-        start, end = parsed.start, parsed.end
-        if isinstance(start, StoredAt) and isinstance(end, StoredAt) and end.timestamp_ms < start.timestamp_ms:
-            raise ConfigError("option endingTimestamp is before startingTimestamp; exchange them")
+        _check_times(parsed.start, parsed.end)
     return parsed
+
+
+def _check_times(start: Bound | None, end: Bound) -> None:
+    """Raise ConfigError if reading would end, in some topic, at a time before it starts."""
+    if not isinstance(start, STORED) or not isinstance(end, STORED):
+        return
+    by_topic = [bound.timestamps_ms for bound in (start, end) if isinstance(bound, StoredAtByTopic)]
+    for topic in by_topic[0] if by_topic else ("",):
+        from_ms, to_ms = start.of(topic), end.of(topic)
+        if from_ms is not None and to_ms is not None and to_ms < from_ms:
+            where = f" for {topic}" if topic else ""
+            raise ConfigError(f"option endingTimestamp is before startingTimestamp{where}; exchange them")
 
 
 def parse_sink(options: Mapping[str, str]) -> SinkOptions:
@@ -362,6 +420,7 @@ def _source(given: _Given) -> SourceOptions:
         tasks=tasks,
         planning_interval_s=given.whole("planningIntervalMs", 100, 0, 86_400_000) / 1000,
         fail_on_unreachable=given.flag("failOnUnreachable", True),
+        push_filters=given.flag("pushFilters", False),
     )
 
 
@@ -472,8 +531,12 @@ def _bound(
             raise ConfigError(f"option {option}={shown(offsets)} is not allowed; choose {names} or JSON with offsets")
         if bound is Named.GROUP and group is None:
             raise ConfigError(f"option {option}='group' needs consumerGroup; give the group to follow")
-    at = given.text(f"{edge}Timestamp")
-    return bound if at is None else StoredAt(_timestamp_ms(f"{edge}Timestamp", at))
+    option, at = f"{edge}Timestamp", given.text(f"{edge}Timestamp")
+    if at is None:
+        return bound
+    if at.lstrip().startswith("{"):
+        return StoredAtByTopic(option, _timestamps_ms(option, at, namespace))
+    return StoredAt(_timestamp_ms(option, at))
 
 
 def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -> GivenOffsets:
@@ -504,7 +567,20 @@ def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -
     return GivenOffsets(option, places)
 
 
-def _timestamp_ms(option: str, text: str) -> int:
+def _timestamps_ms(option: str, text: str, namespace: str | None) -> dict[str, int]:
+    allowed = 'give one time, or JSON like {"orders": "2024-05-01T12:00:00+02:00", "payments": 1714557600000}'
+    found = {}
+    for topic, at in _json_object(option, text, allowed).items():
+        name = wrap(namespace, _named(check_topic, option, topic))
+        if not isinstance(at, str) and not _is_whole(at):
+            raise ConfigError(f"option {option}: {shown(at)} for {topic} is not allowed; {allowed}")
+        found[name] = _timestamp_ms(option, str(at), f" for {topic}")
+    if not found:
+        raise ConfigError(f"option {option}={shown(text)} names no topic; {allowed}")
+    return found
+
+
+def _timestamp_ms(option: str, text: str, where: str = "") -> int:
     allowed = "give ISO 8601 with a zone, like 2024-05-01T12:00:00+02:00, or milliseconds since 1970"
     if _WHOLE.fullmatch(text):
         at_ms = int(text)
@@ -512,12 +588,12 @@ def _timestamp_ms(option: str, text: str) -> int:
         try:
             at = datetime.fromisoformat(text.strip())
         except ValueError as error:
-            raise ConfigError(f"option {option}={shown(text)} is no time; {allowed}") from error
+            raise ConfigError(f"option {option}={shown(text)}{where} is no time; {allowed}") from error
         if at.tzinfo is None:
-            raise ConfigError(f"option {option}={shown(text)} has no time zone; {allowed}")
+            raise ConfigError(f"option {option}={shown(text)}{where} has no time zone; {allowed}")
         at_ms = -((datetime(1970, 1, 1, tzinfo=UTC) - at) // timedelta(milliseconds=1))  # up: at this time or later
     if not 0 <= at_ms <= _MOST:
-        raise ConfigError(f"option {option}={shown(text)} is out of range; {allowed}")
+        raise ConfigError(f"option {option}={shown(text)}{where} is out of range; {allowed}")
     return at_ms
 
 

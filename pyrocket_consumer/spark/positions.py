@@ -20,7 +20,7 @@ from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.admin.topics import list_topics
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.broker import Broker
-from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.errors import (
     BrokerError,
     ConfigError,
@@ -30,20 +30,22 @@ from pyrocket_consumer.errors import (
     RocketError,
     RouteNotFound,
 )
-from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.spark.beside import Beside
 from pyrocket_consumer.spark.options import (
     EARLIEST,
     LATEST,
+    STORED,
     Bound,
     GivenOffsets,
     Named,
     SourceOptions,
-    StoredAt,
+    StoredAtByTopic,
     listed,
 )
 from pyrocket_consumer.spark.patience import WORTH_A_WARNING, Patience
-from pyrocket_consumer.spark.ranges import in_order
+from pyrocket_consumer.spark.pushed_filters import Span
+from pyrocket_consumer.spark.ranges import QueueRange, in_order
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.wire.bodies import CheckClientConfig, encode_check_client_config
 from pyrocket_consumer.wire.codes import ResponseCode
@@ -59,6 +61,9 @@ AskOffsets = Callable[[Broker, Sequence[MessageQueue]], Awaitable[dict[MessageQu
 
 CALLS_AT_ONCE = 64
 """Calls under way to one broker."""
+
+CLOCK_SKEW_MS = 10_000
+"""By so much the clocks of brokers that were masters of one queue may differ."""
 
 _CALLS_TOGETHER = 32  # so many are sent and awaited as one: that takes less than half the time of as many single ones
 
@@ -226,9 +231,7 @@ class Positions:
     def selects(self, queue: MessageQueue) -> bool:
         """Tell whether the options choose `queue`; after a restart they may be others than before."""
         options = self._options
-        if options.pattern is not None:
-            return re.fullmatch(options.pattern, unwrap(options.client.namespace, queue.topic)) is not None
-        return queue in options.assigned if options.assigned else queue.topic in options.topics
+        return queue in options.assigned if options.assigned else options.chooses(queue.topic)
 
     async def _rediscover(self, known: Iterable[MessageQueue]) -> None:
         """Find the queues that are there now, of those known and new ones; an error leaves what was found before.
@@ -315,22 +318,24 @@ class Positions:
             found |= answers
         return found
 
-    def resolve(self, bound: Bound, queues: Collection[MessageQueue]) -> dict[MessageQueue, int]:
+    def resolve(
+        self, bound: Bound, queues: Collection[MessageQueue], chosen: Collection[MessageQueue] | None = None
+    ) -> dict[MessageQueue, int]:
         """Return the offset of each queue at `bound`. Where the group has none it is the oldest message.
 
+        `chosen` are all queues that the options choose, where `queues` are some of them.
+
         Raises:
-            ConfigError: the offsets given are not those of `queues`.
+            ConfigError: what is given by queue or topic is not given for those chosen.
         """
-        if isinstance(bound, StoredAt):
-            group = self._options.read.group
-            return self._each(
-                queues,
-                lambda queue: self.cluster.broker(queue.broker_name).search_offset(
-                    queue, bound.timestamp_ms, group=group
-                ),
-            )
+        chosen = queues if chosen is None else chosen
+        if isinstance(bound, StoredAtByTopic):
+            bound.check({queue.topic for queue in chosen})
+        if isinstance(bound, STORED):
+            times_ms = {queue: at_ms for queue in queues if (at_ms := bound.of(queue.topic)) is not None}
+            return self._each(queues, lambda queue: self._search(queue, times_ms[queue]))
         if isinstance(bound, GivenOffsets):
-            bound.check(queues)
+            bound.check(chosen)
             given = {queue: offset for queue in queues if (offset := bound.offset(queue)) is not None}
             oldest = self.begins([queue for queue, offset in given.items() if offset == EARLIEST])
             latest = self.ends([queue for queue, offset in given.items() if offset == LATEST])
@@ -342,6 +347,45 @@ class Positions:
         committed = self._each(queues, self._committed)
         found = {queue: offset for queue, offset in committed.items() if offset is not None}
         return {**found, **self.begins([queue for queue in queues if queue not in found])}
+
+    async def _search(self, queue: MessageQueue, at_ms: int) -> int:
+        broker = self.cluster.broker(queue.broker_name)
+        return await broker.search_offset(queue, at_ms, group=self._options.read.group)
+
+    def cut_by_time(self, ranges: Collection[QueueRange], stored_ms: Span) -> dict[MessageQueue, QueueRange]:
+        """Return of each range, one per queue, what has all its messages stored in `stored_ms`, and maybe more.
+
+        Store times need not be in order where a queue's masters change; by `CLOCK_SKEW_MS` they may differ.
+        """
+        by_queue = {each.queue: each for each in ranges}
+        return self._each(by_queue.keys(), lambda queue: self._cut_by_time(by_queue[queue], stored_ms))
+
+    async def _cut_by_time(self, whole: QueueRange, stored_ms: Span) -> QueueRange:
+        """Search the edges, and believe a broker only when the message there shows it: a wrong edge would lose some."""
+        queue, begin, end = whole.queue, whole.begin, whole.end
+        try:
+            if stored_ms.low is not None:
+                place = await self._search(queue, max(0, stored_ms.low - CLOCK_SKEW_MS))
+                before_ms = await self._stored_ms(queue, place - 1) if place > begin else None
+                if before_ms is not None and before_ms < stored_ms.low:
+                    begin = min(place, end)
+            if stored_ms.high is not None and begin < end:
+                place = await self._search(queue, max(0, stored_ms.high + CLOCK_SKEW_MS + 1))
+                there_ms = await self._stored_ms(queue, place) if 0 <= place < end else None
+                if there_ms is not None and there_ms > stored_ms.high:
+                    end = max(place, begin)
+        except BrokerError as error:
+            if error.retryable:
+                raise
+            log.debug("queue=%s is read whole, it could not be searched by time reason=%s", queue, error)
+        return QueueRange(queue, begin, end)
+
+    async def _stored_ms(self, queue: MessageQueue, offset: int) -> int | None:
+        """Return when the message at `offset` was stored; None if there is none just there."""
+        broker, subscription = self.cluster.broker(queue.broker_name), Subscription(queue.topic)
+        group = self._options.read.group
+        _, found = await broker.pull(queue, offset, group=group, subscription=subscription, max_messages=1)
+        return found[0].stored_at_ms if found and found[0].queue_offset == offset else None
 
     async def _committed(self, queue: MessageQueue) -> int | None:
         broker = self.cluster.broker(queue.broker_name)
@@ -375,7 +419,7 @@ class Positions:
             try:
                 if at_ms is None:
                     return await broker.min_offset(queue)
-                return await broker.search_offset(queue, at_ms, group=self._options.read.group)
+                return await self._search(queue, at_ms)
             except (*_PASSING, BrokerError) as error:
                 log.debug("queue=%s time=%s could not be searched for reason=%s", queue, at_ms, error)
                 return None

@@ -55,7 +55,11 @@ else:
 DataSourceStreamArrowWriter: type | None = getattr(datasource, "DataSourceStreamArrowWriter", None)
 """None where streams can be written as rows only."""
 
+PUSHES_FILTERS = hasattr(datasource.DataSourceReader, "pushFilters")
+"""False before 4.1: Spark tells readers nothing of filters."""
+
 __all__ = [
+    "PUSHES_FILTERS",
     "DataSourceStreamArrowWriter",
     "ReadAllAvailable",
     "ReadLimit",

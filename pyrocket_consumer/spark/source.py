@@ -7,22 +7,24 @@ that have planned nothing. What a batch holds is decided by its offsets alone, s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
+from pyrocket_consumer.cluster.namespace import unwrap
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.offsets import SourceOffset, decode_offset, encode_offset, ranges_between
-from pyrocket_consumer.spark.options import GivenOffsets, Named, SourceOptions, StoredAt, listed
+from pyrocket_consumer.spark.options import STORED, GivenOffsets, Named, SourceOptions, listed
 from pyrocket_consumer.spark.planning import plan_tasks, spread
 from pyrocket_consumer.spark.positions import Look, Positions, now_ms
 from pyrocket_consumer.spark.progress import GroupProgress
+from pyrocket_consumer.spark.pushed_filters import PushedFilters, Span, push_filters
 from pyrocket_consumer.spark.pyspark_names import (
     ReadAllAvailable,
     ReadLimit,
@@ -34,6 +36,9 @@ from pyrocket_consumer.spark.ranges import QueueRange, in_order
 from pyrocket_consumer.spark.read import read_ranges
 from pyrocket_consumer.spark.schema import arrow_schema
 from pyrocket_consumer.text import logger
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import Filter
 
 log = logger("spark")
 
@@ -83,6 +88,7 @@ class BatchReader(DataSourceReader):
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
+        self._pushed = PushedFilters()
 
     def partitions(self) -> Sequence[InputPartition]:
         """Return what the tasks read; never nothing, for Spark would put a partition of its own in its place.
@@ -102,26 +108,61 @@ class BatchReader(DataSourceReader):
         return _partitions(ranges, self._options) or [RangesPartition(())]
 
     def _ranges(self, positions: Positions) -> list[QueueRange]:
-        queues = positions.discover()
-        if not queues:
+        chosen = positions.discover()
+        if not chosen:
             log.warning("there is no queue to read: no topic matches subscribePattern=%r", self._options.pattern)
+        queues = frozenset(queue for queue in chosen if self._pushed.select(self._shown(queue)))
         start, end = self._options.start or Named.EARLIEST, self._options.end
         oldest = positions.begins(queues)  # before the rest: it only grows
-        starts = oldest if start is Named.EARLIEST else positions.resolve(start, queues)
-        given = None if end is Named.LATEST else positions.resolve(end, queues)
+        starts = oldest if start is Named.EARLIEST else positions.resolve(start, queues, chosen)
+        given = None if end is Named.LATEST else positions.resolve(end, queues, chosen)
         ends = positions.ends(queues)
         asked = [queue for queue in queues if max(starts[queue], given[queue] if given else 0) > ends[queue]]
         ends |= _after_patience(self._options, asked, starts, positions)
         stops = ends if given is None else given  # the latest, too, is where the queues end after patience
         wanted = [QueueRange(queue, starts[queue], stops[queue]) for queue in sorted(queues, key=in_order)]
+        if end is not Named.LATEST:
+            wanted = [self._in_order(each) for each in wanted]
+        wanted = self._cut(wanted, oldest, ends, positions)
         return [self._what_is_there(each, oldest[each.queue], ends[each.queue]) for each in wanted]
+
+    def _in_order(self, wanted: QueueRange) -> QueueRange:
+        queue, begin, stop = wanted.queue, wanted.begin, wanted.end
+        if stop >= begin:
+            return wanted
+        if isinstance(self._options.start, STORED) and isinstance(self._options.end, STORED):
+            return QueueRange(queue, begin, begin)  # nothing was stored in between
+        raise ConfigError(f"{queue} would end at offset {stop}, before it starts at {begin}; see endingOffsets")
+
+    def _cut(
+        self,
+        wanted: list[QueueRange],
+        oldest: Mapping[MessageQueue, int],
+        ends: Mapping[MessageQueue, int],
+        positions: Positions,
+    ) -> list[QueueRange]:
+        """Return what the pushed filters leave of `wanted`; what they leave nothing of is not there to be missed."""
+        pushed = self._pushed
+        if pushed == PushedFilters():
+            return wanted
+        left = [cut for each in wanted if len(cut := pushed.cut(each)) or cut == each]
+        if pushed.stored_ms != Span():
+            there = {
+                each.queue: QueueRange(each.queue, max(each.begin, oldest[each.queue]), min(each.end, ends[each.queue]))
+                for each in left
+            }
+            found = positions.cut_by_time([each for each in there.values() if len(each)], pushed.stored_ms)
+            edged = {each.queue: _with_edges(each, there[each.queue], found.get(each.queue)) for each in left}
+            left = [each for queue, each in edged.items() if len(each) or not len(there[queue])]
+        log.info("filters=%s leave offsets=%d of=%d", pushed, sum(map(len, left)), sum(map(len, wanted)))
+        return left
+
+    def _shown(self, queue: MessageQueue) -> MessageQueue:
+        """Return `queue` as rows name it."""
+        return replace(queue, topic=unwrap(self._options.client.namespace, queue.topic))
 
     def _what_is_there(self, wanted: QueueRange, oldest: int, end: int) -> QueueRange:
         queue, begin, stop = wanted.queue, wanted.begin, wanted.end
-        if stop < begin and self._options.end is not Named.LATEST:
-            if isinstance(self._options.start, StoredAt) and isinstance(self._options.end, StoredAt):
-                return QueueRange(queue, begin, begin)  # nothing was stored in between
-            raise ConfigError(f"{queue} would end at offset {stop}, before it starts at {begin}; see endingOffsets")
         if begin < min(oldest, stop) or begin > end or stop > end:
             reason = "messages have expired" if begin < oldest else "the broker has no more"
             loss = DataLoss(wanted, f"{oldest} up to {end}", reason)
@@ -134,6 +175,29 @@ class BatchReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read, on an executor."""
         return _read(partition, self._schema, self._options)
+
+
+class FilteredBatchReader(BatchReader):
+    """Reads once, and leaves out what the filters of the query do: made where pushing filters was asked for.
+
+    Where it is switched off in Spark, Spark refuses a reader that has `pushFilters`.
+    """
+
+    def pushFilters(self, filters: Iterable[Filter]) -> Iterable[Filter]:
+        """Note what need not be read, and hand back all filters: Spark checks them."""
+        filters = list(filters)
+        read = self._options.read
+        self._pushed, selector = push_filters(filters, read.selector)
+        self._options = replace(self._options, read=replace(read, selector=selector))
+        return filters
+
+
+def _with_edges(wanted: QueueRange, there: QueueRange, cut: QueueRange | None) -> QueueRange:
+    """Return `wanted`, of which only `there` can be read, without what was cut off that."""
+    if cut is None:
+        return wanted
+    begin = cut.begin if cut.begin > there.begin else wanted.begin
+    return QueueRange(wanted.queue, begin, cut.end if cut.end < there.end else wanted.end)
 
 
 def _after_patience(

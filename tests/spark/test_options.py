@@ -17,6 +17,7 @@ from pyrocket_consumer.spark.options import (
     GivenOffsets,
     Named,
     StoredAt,
+    StoredAtByTopic,
     check_options,
     parse_sink,
     parse_source,
@@ -128,6 +129,32 @@ def test_starting_times(text, at_ms):
     assert options.start == StoredAt(at_ms)
 
 
+def test_times_by_topic():
+    text = '{"orders": "2024-05-01T12:00:00+02:00", "payments": 1714557600001}'
+    options = parse_source(given(subscribe="orders,payments", startingTimestamp=text, namespace="ns"), True)
+    assert isinstance(options.start, StoredAtByTopic)
+    assert options.start.timestamps_ms == {"ns%orders": 1714557600000, "ns%payments": 1714557600001}
+    options = parse_source(given(SERVER, subscribePattern="pay.*", endingTimestamp='{"payments": "5"}'), False)
+    assert options.end == StoredAtByTopic("endingTimestamp", {"payments": 5})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"orders": 5}', "lacks payments"),
+        ('{"orders": 5, "payments": 5, "other": 5}', "names other"),
+    ],
+)
+def test_times_by_topic_are_of_the_topics_to_read(text, said):
+    with pytest.raises(ConfigError, match=f"startingTimestamp .*{said}"):
+        parse_source(given(subscribe="orders,payments", startingTimestamp=text), None)
+
+
+def test_times_by_topic_are_of_topics_that_the_pattern_matches():
+    with pytest.raises(ConfigError, match="startingTimestamp names orders, which no option chooses"):
+        parse_source(given(SERVER, subscribePattern="pay.*", startingTimestamp='{"orders": 5}'), None)
+
+
 def test_endings_of_a_batch():
     assert parse_source(given(endingOffsets="latest"), False).end is Named.LATEST
     assert parse_source(given(endingTimestamp="5"), False).end == StoredAt(5)
@@ -192,6 +219,19 @@ WRONG = [
     ("startingTimestamp", "1969-12-31T00:00:00Z", "out of range", {}),
     ("startingTimestamp", "noon", "no time", {}),
     ("startingTimestamp", "9" * 5000, "no time", {}),
+    ("startingTimestamp", '{"orders": "noon"}', "'noon' for orders is no time", {}),
+    ("startingTimestamp", '{"orders": "2024-05-01T12:00:00"}', "for orders has no time zone", {}),
+    ("startingTimestamp", '{"orders": -5}', "for orders is out of range", {}),
+    ("startingTimestamp", '{"orders": 1.5}', "1.5 for orders is not allowed; give one time, or JSON like", {}),
+    ("startingTimestamp", '{"orders": {"b": 5}}', "for orders is not allowed", {}),
+    ("startingTimestamp", '{"orders": true}', "True for orders is not allowed", {}),
+    ("startingTimestamp", '{"orders": 5, "orders": 6}', "one of them twice", {}),
+    ("startingTimestamp", '{"a b": 5}', "a b", {}),
+    ("startingTimestamp", "{}", "names no topic", {}),
+    ("startingTimestamp", '{"orders"', "no JSON", {}),
+    ("startingTimestamp", f'{{"orders": {"9" * 5000}}}', "no JSON", {}),
+    ("endingTimestamp", '{"orders": "noon"}', "'noon' for orders is no time", {}),
+    ("pushFilters", "yes", "true or false", {}),
     ("endingOffsets", "earliest", "'latest'", {}),
     ("endingOffsets", '{"orders": -2}', "-2 for orders", {}),
     ("endingTimestamp", "2024-05-01T12:00:00", "no time zone", {}),
@@ -288,6 +328,7 @@ def test_a_read_needs_something_to_read():
     [
         ({"endingOffsets": "latest"}, "endingOffsets is for batch reads"),
         ({"endingTimestamp": "5"}, "endingTimestamp is for batch reads"),
+        ({"pushFilters": "true"}, "pushFilters=true is for batch reads"),
     ],
 )
 def test_what_a_stream_cannot_have(options, text):
@@ -301,7 +342,15 @@ def test_what_a_stream_cannot_have(options, text):
     [
         ({"startingOffsets": "latest"}, "startingOffsets='latest' is for streams"),
         ({"startingOffsets": '{"orders": {"b": {"0": -1}}}'}, "startingOffsets has -1"),
-        ({"startingTimestamp": "6", "endingTimestamp": "5"}, "endingTimestamp is before startingTimestamp"),
+        ({"startingTimestamp": "6", "endingTimestamp": "5"}, "endingTimestamp is before startingTimestamp;"),
+        (
+            {"startingTimestamp": '{"orders": 6}', "endingTimestamp": "5"},
+            "endingTimestamp is before startingTimestamp for orders",
+        ),
+        (
+            {"startingTimestamp": "6", "endingTimestamp": '{"orders": 5}'},
+            "endingTimestamp is before startingTimestamp for orders",
+        ),
     ],
 )
 def test_what_a_batch_cannot_have(options, text):

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from pyrocket_consumer.errors import ConnectError, FlowControl, PermissionDenied, RequestTimeout
+from pyrocket_consumer.errors import ConfigError, ConnectError, FlowControl, PermissionDenied, RequestTimeout
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import parse_source
 from pyrocket_consumer.spark.positions import CALLS_AT_ONCE, Positions
@@ -513,6 +513,23 @@ def test_a_batch_between_two_times():
         assert [offset for _, offset in found] == [1, 2]
         assert read_batch(cluster, subscribe="orders", startingTimestamp=2500, endingTimestamp=2600) == []
         assert read_batch(cluster, subscribe="orders", startingTimestamp=9000) == []
+
+
+def test_a_batch_between_times_by_topic():
+    with EmbeddedCluster() as cluster:
+        for topic in ("orders", "payments"):
+            cluster.create_topic(topic, queues=1)
+            for at_ms in (1000, 2000, 3000, 4000):
+                cluster.send(topic, stored_at_ms=at_ms)
+        start, end = '{"orders": 1500, "payments": "1970-01-01T00:00:03Z"}', '{"payments": 4000, "orders": 2000}'
+        found = read_batch(cluster, subscribePattern="orders|pay.*", startingTimestamp=start, endingTimestamp=3500)
+        assert sorted((queue.topic, offset) for queue, offset in found) == [
+            ("orders", 1), ("orders", 2), ("payments", 2),
+        ]  # fmt: skip
+        found = read_batch(cluster, subscribe="orders,payments", startingTimestamp=start, endingTimestamp=end)
+        assert [(queue.topic, offset) for queue, offset in found] == [("payments", 2)]
+        with pytest.raises(ConfigError, match="needs a time for each topic to read.* lacks payments"):
+            read_batch(cluster, subscribePattern="orders|pay.*", startingTimestamp='{"orders": 1500}')
 
 
 def test_a_batch_that_ends_before_it_starts_is_refused(embedded):

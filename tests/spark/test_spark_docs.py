@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.spark.options import NAMES
+from pyrocket_consumer.spark.pyspark_names import PUSHES_FILTERS
 from pyrocket_consumer.spark.schema import READ_SCHEMA
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, ROW, WRITE_COLUMNS
 from pyrocket_consumer.testing import EmbeddedCluster
@@ -103,6 +104,13 @@ def test_lag(page, capsys):
     names = page.run("LagListener")
     assert "0 offsets behind in 2 queues" in capsys.readouterr().out
     assert names["lag"](names["query"].lastProgress).total == 0
+
+
+@pytest.mark.skipif(not PUSHES_FILTERS, reason="this release of PySpark pushes no filters")
+def test_filters_that_are_pushed(page, spark, capsys):
+    page.run("recent.count")
+    spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+    assert "20 paid in the last hour" in capsys.readouterr().out
 
 
 def test_registering(page, spark):

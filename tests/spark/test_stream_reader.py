@@ -135,7 +135,7 @@ def test_a_checkpoint_of_a_newer_release_is_refused_with_a_sentence(embedded):
 
 
 def begin(cluster: EmbeddedCluster, **options: object) -> dict[str, int]:
-    reader = data_source(cluster, subscribe="orders", **options).streamReader(None)
+    reader = data_source(cluster, **{"subscribe": "orders", **options}).streamReader(None)
     try:
         return flat(reader.initialOffset())
     finally:
@@ -174,6 +174,18 @@ def test_it_begins_at_a_time(version):
             *(next(iter(begin(cluster, startingTimestamp=at).values())) for at in (0, 1000, 1001, 2001, 4999, 5001))
         ]
         assert found == [0, 0, 1, 3, 3, 4]
+
+
+def test_it_begins_at_a_time_of_each_topic():
+    with EmbeddedCluster() as cluster:
+        for topic in ("orders", "payments"):
+            cluster.create_topic(topic, queues=1)
+            for at_ms in (1000, 2000, 3000):
+                cluster.send(topic, stored_at_ms=at_ms)
+        times = '{"orders": 2000, "payments": "1970-01-01T00:00:09Z", "later": 5}'
+        not_yet = {"subscribe": "orders,payments,later", "retries": None, "requestTimeoutMs": "300"}
+        found = begin(cluster, startingTimestamp=times, **not_yet)
+        assert found == {"orders/broker-a/0": 1, "payments/broker-a/0": 3}
 
 
 def test_it_reads_assigned_queues_only(embedded):

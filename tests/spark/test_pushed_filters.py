@@ -1,0 +1,441 @@
+"""Filters that Spark pushes: what they leave out, and that no row is missed because of them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from datetime import UTC, date, datetime, timedelta, timezone
+
+import pytest
+from pyspark.sql import datasource
+from pyspark.sql import functions as f
+
+from pyrocket_consumer.errors import BrokerError, ConfigError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.data_loss import DataLoss
+from pyrocket_consumer.spark.positions import CLOCK_SKEW_MS
+from pyrocket_consumer.spark.pushed_filters import MOST_TAGS, PushedFilters, Span, push_filters
+from pyrocket_consumer.spark.pyspark_names import PUSHES_FILTERS
+from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.spark.schema import projected
+from pyrocket_consumer.testing import EmbeddedCluster, answer, rewrite
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from pyrocket_consumer.wire.subscription import parse_subscription
+from tests.spark.asking import data_source, rows
+
+if not PUSHES_FILTERS:
+    pytest.skip("this release of PySpark pushes no filters", allow_module_level=True)
+
+FIRST_MS = 1_767_225_600_000
+SWITCH = "spark.sql.python.filterPushdown.enabled"
+
+
+def where(kind, column, *value):
+    """Return a filter as Spark makes it: `where("In", "queueId", (1, 2))`."""
+    return getattr(datasource, kind)((column,), *value)
+
+
+def negated(each):
+    return datasource.Not(each)
+
+
+def at(ms, us=0):
+    """Return a time as Spark gives it."""
+    return datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=ms, microseconds=us)
+
+
+def pushed(*filters, tags="*"):
+    return push_filters(filters, parse_subscription("", tags))[0]
+
+
+# ---- what filters mean
+
+
+@pytest.mark.parametrize(
+    ("filters", "span"),
+    [
+        ([where("EqualTo", "queueOffset", 5)], Span(5, 5)),
+        ([where("EqualNullSafe", "queueOffset", 5)], Span(5, 5)),
+        ([where("GreaterThan", "queueOffset", 5)], Span(6)),
+        ([where("GreaterThanOrEqual", "queueOffset", 5)], Span(5)),
+        ([where("LessThan", "queueOffset", 5)], Span(None, 4)),
+        ([where("LessThanOrEqual", "queueOffset", 5)], Span(None, 5)),
+        ([where("In", "queueOffset", [9, None, 3, 5])], Span(3, 9)),
+        ([where("GreaterThan", "queueOffset", 5), where("LessThan", "queueOffset", 9)], Span(6, 8)),
+        ([where("GreaterThan", "queueOffset", 5), where("GreaterThan", "queueOffset", 3)], Span(6)),
+        ([where("EqualTo", "queueOffset", None)], Span()),
+        ([where("EqualTo", "queueOffset", True)], Span()),
+        ([where("GreaterThan", "queueOffset", 1.5)], Span()),
+        ([where("In", "queueOffset", [])], Span()),
+        ([where("In", "queueOffset", [None])], Span()),
+        ([where("In", "queueOffset", [1, "2"])], Span()),
+        ([where("IsNotNull", "queueOffset")], Span()),
+        ([where("IsNull", "queueOffset")], Span()),
+        ([negated(where("EqualTo", "queueOffset", 5))], Span()),
+        ([datasource.EqualTo(("properties", "queueOffset"), 5)], Span()),
+        ([where("EqualTo", "reconsumeTimes", 5)], Span()),
+    ],
+)
+def test_offsets(filters, span):
+    assert pushed(*filters).offsets == span
+
+
+@pytest.mark.parametrize(
+    ("each", "span"),
+    [
+        (where("GreaterThanOrEqual", "storeTimestamp", at(7)), Span(7)),
+        (where("GreaterThanOrEqual", "storeTimestamp", at(7, 1)), Span(8)),
+        (where("GreaterThan", "storeTimestamp", at(7)), Span(8)),
+        (where("GreaterThan", "storeTimestamp", at(7, 999)), Span(8)),
+        (where("LessThanOrEqual", "storeTimestamp", at(7)), Span(None, 7)),
+        (where("LessThanOrEqual", "storeTimestamp", at(7, 999)), Span(None, 7)),
+        (where("LessThan", "storeTimestamp", at(7)), Span(None, 6)),
+        (where("LessThan", "storeTimestamp", at(7, 1)), Span(None, 7)),
+        (where("EqualTo", "storeTimestamp", at(7)), Span(7, 7)),
+        (where("EqualNullSafe", "storeTimestamp", at(7)), Span(7, 7)),
+        (where("In", "storeTimestamp", [at(7), None, at(3)]), Span(3, 7)),
+        (where("LessThan", "storeTimestamp", at(-1)), Span(None, -2)),
+        (where("GreaterThan", "storeTimestamp", at(7).astimezone(timezone(timedelta(hours=5)))), Span(8)),
+        (where("GreaterThan", "storeTimestamp", datetime(2026, 1, 1)), Span()),
+        (where("GreaterThan", "storeTimestamp", date(2026, 1, 1)), Span()),
+        (where("EqualNullSafe", "storeTimestamp", None), Span()),
+        (where("GreaterThan", "bornTimestamp", at(7)), Span()),
+    ],
+)
+def test_store_times(each, span):
+    assert pushed(each).stored_ms == span
+
+
+def test_a_time_that_lies_between_two_milliseconds_leaves_nothing():
+    assert pushed(where("EqualTo", "storeTimestamp", at(7, 500))).leave_nothing
+
+
+QUEUE = MessageQueue("orders", "broker-b", 3)
+
+
+@pytest.mark.parametrize(
+    ("each", "may_be_there"),
+    [
+        (where("EqualTo", "queueId", 3), True),
+        (where("EqualTo", "queueId", 2), False),
+        (where("GreaterThan", "queueId", 3), False),
+        (where("In", "queueId", [1, None, 3]), True),
+        (where("In", "queueId", [1, None]), False),
+        (negated(where("EqualTo", "queueId", 3)), False),
+        (negated(where("In", "queueId", [1, None])), True),
+        (where("EqualTo", "queueId", 2.0), True),
+        (where("EqualTo", "brokerName", "broker-a"), False),
+        (where("EqualNullSafe", "brokerName", "broker-b"), True),
+        (where("LessThan", "brokerName", "broker-b"), False),
+        (where("StringStartsWith", "brokerName", "x"), True),
+        (where("IsNull", "brokerName"), True),
+        (where("EqualTo", "topic", "payments"), False),
+        (where("EqualTo", "topic", "orders"), True),
+    ],
+)
+def test_queues(each, may_be_there):
+    assert pushed(each).select(QUEUE) is may_be_there
+
+
+@pytest.mark.parametrize(
+    ("filters", "given", "expression"),
+    [
+        ([where("EqualTo", "tags", "paid")], "*", "paid"),
+        ([where("EqualNullSafe", "tags", "paid")], "*", "paid"),
+        ([where("In", "tags", ["paid", None, "open"])], "*", "open || paid"),
+        ([where("In", "tags", ["paid", "open"]), where("EqualTo", "tags", "open")], "*", "open"),
+        ([where("In", "tags", ["paid", "open"])], "open || lost", "open"),
+        ([where("EqualTo", "tags", "a='b")], "*", "a='b"),
+        *[
+            ([where("EqualTo", "tags", tag)], "open||lost", "open||lost")
+            for tag in ("", "*", "a*", "a|b", "a b", " a", "a\t", "a\x02", "a\x00", "a\u2003b", "\ufffd", None)
+        ],
+        ([where("In", "tags", ["paid", "a b"])], "*", "*"),
+        ([where("In", "tags", [str(number) for number in range(MOST_TAGS + 1)])], "*", "*"),
+        ([where("GreaterThan", "tags", "paid")], "*", "*"),
+        ([where("StringStartsWith", "tags", "paid")], "*", "*"),
+        ([negated(where("EqualTo", "tags", "paid"))], "*", "*"),
+        ([where("IsNull", "tags")], "*", "*"),
+    ],
+)
+def test_tags(filters, given, expression):
+    found, selector = push_filters(filters, parse_subscription("", given))
+    assert selector.expression == expression
+    assert not found.leave_nothing
+
+
+def test_tags_that_the_options_exclude_leave_nothing():
+    assert pushed(where("EqualTo", "tags", "paid"), tags="open || lost").leave_nothing
+
+
+def test_with_sql_brokers_are_asked_for_no_tags():
+    given = parse_subscription("", "*").__class__("", "a > 1", frozenset(), "SQL92")
+    found, selector = push_filters([where("EqualTo", "tags", "paid")], given)
+    assert (found, selector) == (PushedFilters(), given)
+
+
+# ---- what is read
+
+
+@pytest.fixture
+def cluster():
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic("orders", queues=2)
+        for number in range(200):
+            cluster.send(
+                "orders", tags=("paid", "open", None)[number % 3], queue_id=number % 2,
+                stored_at_ms=FIRST_MS + number * 1000,
+            )  # fmt: skip
+        yield cluster
+
+
+def reader_of(cluster, *filters, **options):
+    """Return a reader to which filters were pushed; it hands all of them back."""
+    options.setdefault("subscribe", "orders")
+    reader = data_source(cluster, pushFilters=True, **options).reader(projected(None))
+    assert list(reader.pushFilters(iter(filters))) == list(filters)
+    return reader
+
+
+def ranges(cluster, *filters, **options):
+    """Return begin and end of what is read of each queue, by broker and queue id."""
+    found = {}
+    for partition in reader_of(cluster, *filters, **options).partitions():
+        for each in partition.ranges:
+            found[each.queue.topic, each.queue.queue_id] = (each.begin, each.end)
+    return found
+
+
+def read(cluster, *filters, **options):
+    reader = reader_of(cluster, *filters, **options)
+    return sorted((queue.queue_id, offset) for queue, offset in rows(reader, reader.partitions()))
+
+
+def test_without_filters_all_is_read(cluster):
+    assert ranges(cluster) == {("orders", 0): (0, 100), ("orders", 1): (0, 100)}
+
+
+def test_only_the_offsets_asked_for_are_read(cluster):
+    asked = where("GreaterThan", "queueOffset", 89), where("LessThan", "queueOffset", 95)
+    assert ranges(cluster, *asked) == {("orders", 0): (90, 95), ("orders", 1): (90, 95)}
+    assert read(cluster, *asked, where("EqualTo", "queueId", 1)) == [(1, offset) for offset in range(90, 95)]
+
+
+@pytest.mark.parametrize("version", ["4.9.7", "5.3.2"])
+def test_store_times_become_offsets_with_room_for_clocks_that_differ(version):
+    skew = CLOCK_SKEW_MS // 1000
+    with EmbeddedCluster(version=version) as cluster:
+        cluster.create_topic("orders", queues=1)
+        for number in range(200):
+            cluster.send("orders", stored_at_ms=FIRST_MS + number * 1000)
+        low = where("GreaterThanOrEqual", "storeTimestamp", at(FIRST_MS + 150_000))
+        high = where("LessThan", "storeTimestamp", at(FIRST_MS + 160_000))
+        assert ranges(cluster, low) == {("orders", 0): (150 - skew, 200)}
+        assert ranges(cluster, high) == {("orders", 0): (0, 160 + skew)}
+        assert ranges(cluster, low, high) == {("orders", 0): (150 - skew, 160 + skew)}
+        assert ranges(cluster, where("LessThan", "storeTimestamp", at(-1))) == {}
+        assert ranges(cluster, where("LessThan", "storeTimestamp", at(FIRST_MS - 60_000))) == {}
+        assert ranges(cluster, where("GreaterThan", "storeTimestamp", at(FIRST_MS + 900_000))) == {}
+
+
+def test_tags_are_asked_of_the_broker(cluster):
+    broker = cluster.broker("broker-a")
+    assert read(cluster, where("EqualTo", "tags", "paid")) == sorted(
+        (number % 2, number // 2) for number in range(200) if number % 3 == 0
+    )
+    pulls = [each.command.fields["subscription"] for each in broker.requests(RequestCode.PULL_MESSAGE)]
+    assert set(pulls) == {"paid"}
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        [where("GreaterThan", "queueOffset", 5), where("LessThan", "queueOffset", 5)],
+        [where("EqualTo", "queueId", 7)],
+        [where("EqualTo", "tags", "paid"), where("EqualTo", "tags", "open")],
+        [where("GreaterThan", "storeTimestamp", at(9)), where("LessThan", "storeTimestamp", at(9))],
+        [where("GreaterThan", "queueOffset", 2**63 - 1)],
+    ],
+)
+def test_what_contradicts_itself_reads_nothing(cluster, filters):
+    reader = reader_of(cluster, *filters)
+    partitions = reader.partitions()
+    assert len(partitions) == 1  # or Spark would put one of its own in its place
+    assert rows(reader, partitions) == []
+
+
+def test_a_queue_that_is_not_asked_for_need_not_answer(cluster):
+    only_queue_1 = {"when": lambda command: command.fields.get("queueId") == "1", "times": None}
+    for code in (RequestCode.GET_MIN_OFFSET, RequestCode.GET_MAX_OFFSET, RequestCode.PULL_MESSAGE):
+        cluster.broker("broker-a").on(code, answer(ResponseCode.NO_PERMISSION), **only_queue_1)
+    with pytest.raises(BrokerError):
+        read(cluster)
+    assert len(read(cluster, where("EqualTo", "queueId", 0))) == 100
+
+
+def test_what_is_pushed_is_logged(cluster, caplog):
+    caplog.set_level(logging.INFO)
+    ranges(cluster, where("GreaterThanOrEqual", "queueOffset", 90), where("EqualTo", "tags", "paid"))
+    assert "filters=queueOffset=90.. tags=paid leave offsets=20 of=200" in caplog.text
+
+
+# ---- beside the options
+
+
+def test_filters_only_narrow_what_the_options_choose(cluster):
+    options = {
+        "startingOffsets": '{"orders": {"broker-a": {"0": 20, "1": 50}}}',
+        "endingOffsets": '{"orders": {"broker-a": {"0": 60, "1": 55}}}',
+    }
+    low, high = where("GreaterThanOrEqual", "queueOffset", 30), where("LessThan", "queueOffset", 53)
+    assert ranges(cluster, low, high, **options) == {("orders", 0): (30, 53), ("orders", 1): (50, 53)}
+    assert ranges(cluster, where("EqualTo", "queueId", 1), **options) == {("orders", 1): (50, 55)}
+    late = where("GreaterThan", "storeTimestamp", at(FIRST_MS + 110_000))
+    assert ranges(cluster, late, **options) == {("orders", 0): (51, 60), ("orders", 1): (50, 55)}
+
+
+def test_offsets_of_queues_that_are_left_out_must_be_given_all_the_same(cluster):
+    offsets = '{"orders": {"broker-a": {"0": 20}}}'
+    with pytest.raises(ConfigError, match="it lacks .*orders"):
+        ranges(cluster, where("EqualTo", "queueId", 0), startingOffsets=offsets)
+
+
+def test_the_tasks_are_planned_for_what_is_left(cluster):
+    reader = reader_of(cluster, where("LessThan", "queueOffset", 20), minPartitions=4, minRecordsPerPartition=0)
+    assert [len(each) for task in reader.partitions() for each in task.ranges] == [10, 10, 10, 10]
+
+
+def test_lost_messages_that_nobody_asks_for_are_no_loss(cluster):
+    cluster.broker("broker-a").delete_before("orders", 0, 50)
+    options = {"startingOffsets": '{"orders": {"broker-a": {"0": 0, "1": 0}}}'}
+    with pytest.raises(DataLoss):
+        ranges(cluster, **options)
+    with pytest.raises(DataLoss):
+        ranges(cluster, where("GreaterThanOrEqual", "queueOffset", 49), **options)
+    assert ranges(cluster, where("GreaterThanOrEqual", "queueOffset", 50), **options)["orders", 0] == (50, 100)
+    late = where("GreaterThan", "storeTimestamp", at(FIRST_MS + 150_000))
+    assert ranges(cluster, late, **options)["orders", 0] == (71, 100)
+    with pytest.raises(DataLoss):  # who knows what was stored there
+        ranges(cluster, where("GreaterThan", "storeTimestamp", at(FIRST_MS + 90_000)), **options)
+    early = where("LessThan", "storeTimestamp", at(FIRST_MS + 1000))
+    with pytest.raises(DataLoss):
+        ranges(cluster, early, **options)
+
+
+def test_an_end_beyond_what_there_is_matters_only_to_who_asks_for_it(cluster):
+    options = {"endingOffsets": '{"orders": {"broker-a": {"0": 150, "1": -1}}}', "requestTimeoutMs": "100"}
+    with pytest.raises(DataLoss):
+        ranges(cluster, where("GreaterThan", "queueOffset", 10), **options)
+    assert ranges(cluster, where("LessThan", "queueOffset", 90), **options)["orders", 0] == (0, 90)
+
+
+# ---- nothing is missed
+
+
+@pytest.mark.parametrize("lie", [0, 10**6, -1])
+def test_a_place_that_the_messages_there_do_not_show_is_not_believed(cluster, lie):
+    def lying(command):
+        command.fields["offset"] = str(lie)
+        return command
+
+    cluster.broker("broker-a").on(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, rewrite(lying), times=None)
+    both = {("orders", 0): (0, 100), ("orders", 1): (0, 100)}
+    assert ranges(cluster, where("GreaterThan", "storeTimestamp", at(FIRST_MS + 50_000))) == both
+    assert ranges(cluster, where("LessThan", "storeTimestamp", at(FIRST_MS + 50_000))) == both
+
+
+def test_a_broker_that_refuses_to_search_is_read_whole(cluster):
+    cluster.broker("broker-a").on(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, answer(ResponseCode.NO_PERMISSION))
+    assert ranges(cluster, where("GreaterThan", "storeTimestamp", at(FIRST_MS))) == ranges(cluster)
+
+
+@pytest.mark.parametrize("version", ["4.9.7", "5.3.2"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_row_is_missed_whatever_is_asked(version, seed):
+    chance = random.Random(seed)
+    with EmbeddedCluster(version=version) as cluster:
+        cluster.create_topic("orders", queues=2)
+        now_ms, messages = FIRST_MS, []
+        for _ in range(120):
+            now_ms += chance.choice((0, 0, 1, 40, 3000, 60_000))
+            queue_id, tag = chance.randrange(2), chance.choice(("a", "b", "AaAa", "BBBB", None))
+            stored_ms = now_ms - chance.choice((0, 0, 0, 1, CLOCK_SKEW_MS))  # by a master whose clock is behind
+            (sent,) = cluster.send("orders", tags=tag, queue_id=queue_id, stored_at_ms=stored_ms)
+            messages.append((queue_id, sent.queue_offset, stored_ms, tag))
+        kinds = {"EqualTo": lambda a, b: a == b, "GreaterThan": lambda a, b: a > b, "LessThan": lambda a, b: a < b,
+                 "GreaterThanOrEqual": lambda a, b: a >= b, "LessThanOrEqual": lambda a, b: a <= b}  # fmt: skip
+        for _ in range(15):
+            filters, left = [], messages
+            for _ in range(chance.randrange(1, 4)):
+                column, place = chance.choice((("queueOffset", 1), ("queueId", 0), ("storeTimestamp", 2), ("tags", 3)))
+                kind = chance.choice(list(kinds)) if column != "tags" else "EqualTo"
+                value = chance.choice(messages)[place] or "a" if column == "tags" else chance.choice(messages)[place]
+                filters.append(where(kind, column, at(value) if column == "storeTimestamp" else value))
+                left = [each for each in left if each[place] is not None and kinds[kind](each[place], value)]
+            found = read(cluster, *filters)
+            assert {each[:2] for each in left} <= set(found), filters
+
+
+# ---- where it is refused
+
+
+def test_streams_get_no_filters():
+    with EmbeddedCluster() as cluster:
+        refused = data_source(cluster, subscribe="orders", pushFilters=True).streamReader(projected(None))
+        with pytest.raises(ConfigError, match="pushFilters=true is for batch reads"):
+            refused.initialOffset()
+
+
+# ---- with Spark
+
+
+@pytest.fixture
+def switched_on(spark):
+    spark.conf.set(SWITCH, "true")
+    yield spark
+    spark.conf.unset(SWITCH)
+
+
+def orders(spark, cluster, **options):
+    reader = spark.read.format("rocketmq").option("nameServer", cluster.name_server).option("subscribe", "orders")
+    return reader.options(**options).load()
+
+
+@pytest.mark.spark_versions
+def test_spark_reads_the_same_rows_with_fewer_messages(switched_on, cluster):
+    conditions = (
+        "storeTimestamp >= timestamp'2026-01-01 00:02:30' and storeTimestamp < '2026-01-01 00:03:00' and queueId = 1",
+        "queueId in (0, 5) and brokerName = 'broker-a' and tags in ('paid', 'open') and queueOffset % 2 = 0",
+        "not tags = 'paid' and queueOffset > 2.5 and (queueOffset < 30 or tags is null)",
+        "storeTimestamp > now()",
+    )
+    each = [f"coalesce({condition}, false)" for condition in conditions]
+    all_rows = orders(switched_on, cluster).selectExpr("queueId", "queueOffset", *each).collect()
+    loads = [orders(switched_on, cluster, pushFilters="true").filter(condition) for condition in conditions]
+    found = [f.lit(number).alias("number") for number in range(len(loads))]
+    together = loads[0].select(found[0], "queueId", "queueOffset")
+    for load, number in zip(loads[1:], found[1:], strict=True):
+        together = together.union(load.select(number, "queueId", "queueOffset"))
+    assert sorted(map(tuple, together.collect())) == sorted(
+        (number, row[0], row[1]) for row in all_rows for number in range(len(conditions)) if row[2 + number]
+    )
+    last = "storeTimestamp >= timestamp'2026-01-01 00:03:18'"
+    cluster.broker("broker-a").forget_requests()
+    assert orders(switched_on, cluster, pushFilters="true").filter(last).count() == 2
+    pulls = [each.command.fields for each in cluster.broker("broker-a").requests(RequestCode.PULL_MESSAGE)]
+    assert pulls
+    assert min(int(each["queueOffset"]) for each in pulls) >= 93
+
+
+@pytest.mark.spark_versions
+def test_without_the_option_spark_is_as_it_was(spark, cluster):
+    assert orders(spark, cluster).filter("queueOffset > 89 and queueId = 1").count() == 10
+
+
+def test_where_spark_has_it_switched_off_it_says_so(spark, cluster):
+    with pytest.raises(Exception, match="filterPushdown.enabled"):
+        orders(spark, cluster, pushFilters="true").filter("queueOffset > 89").count()
+
+
+def test_queue_ranges_are_cut():
+    assert pushed(where("LessThan", "queueOffset", 5)).cut(QueueRange(QUEUE, 0, 9)) == QueueRange(QUEUE, 0, 5)
