@@ -478,6 +478,7 @@ def main() -> int:
         options.json.write_text(json.dumps(found, indent=1))
     if options.plot:
         plot(results, options.plot)
+    print(*failed, sep="\n", file=sys.stderr)
     return 1 if failed else 0
 
 
