@@ -79,6 +79,25 @@ def test_importing_is_quick(tmp_path):
     assert imported - bare < 0.1
 
 
+OPTIONAL = {"django", "lz4", "numpy", "pyarrow", "pyspark", "rich", "rocketmq", "sqlalchemy", "zstandard"}
+NEVER = {"decimal", "email", "http", "multiprocessing", "sqlite3", "unittest", "urllib.request", "xml", *OPTIONAL}
+
+
+@pytest.mark.parametrize(
+    ("code", "unused"),
+    [
+        ("import pyrocket_consumer", {"asyncio", "concurrent", "filelock", "hashlib", "json", "orjson", "uuid"}),
+        ("from pyrocket_consumer import PushConsumer, AsyncPushConsumer, Message", {"filelock"}),
+        ("from pyrocket_consumer import Producer, AsyncProducer", {"filelock"}),
+        ("from pyrocket_consumer import Admin", {"filelock"}),
+    ],
+)
+def test_heavy_modules_are_imported_when_they_are_used(code, unused):
+    """`filelock` is for offsets kept in files, that is, of broadcasting groups."""
+    imported = set(run_python(f"{code}\nimport sys\nprint(*sys.modules)").split())
+    assert imported & (NEVER | unused) == set()
+
+
 def test_every_public_name_is_there():
     assert len(set(pyrocket_consumer.__all__)) == len(pyrocket_consumer.__all__)
     for name in pyrocket_consumer.__all__:

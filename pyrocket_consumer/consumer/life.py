@@ -22,7 +22,8 @@ from pyrocket_consumer.consumer.user_thread import UserThread
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, OffsetStoreError
 from pyrocket_consumer.model import ConsumerEvent, Subscription
 from pyrocket_consumer.net.io_thread import IoThread
-from pyrocket_consumer.offsets import DatabaseOffsets, LocalFileOffsetStore, OffsetStore
+from pyrocket_consumer.offsets import DatabaseOffsets, OffsetStore
+from pyrocket_consumer.offsets.store import HandsOver
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
@@ -143,6 +144,8 @@ class Life:
         if store is not None:
             await self._open(store)
         elif config.broadcasting:
+            from pyrocket_consumer.offsets import LocalFileOffsetStore  # only here are its modules needed
+
             store = file_store = LocalFileOffsetStore.for_group(replace(config, on_event=self._tell), client_id)
             await self._open(file_store)
             client_id = file_store.client_id
@@ -197,7 +200,7 @@ class Life:
 
     def _open_store(self, store: OffsetStore | DatabaseOffsets, is_patient: bool) -> bool:
         """Load the store, unless its owner is about to give it up, and we are patient."""
-        if is_patient and isinstance(store, LocalFileOffsetStore):
+        if is_patient and isinstance(store, HandsOver):
             self._store_is_open = store.try_load()
         else:
             store.load()
@@ -295,8 +298,9 @@ class Life:
             self._io.stop()
 
     def _tell_closing(self, within_s: float) -> None:
-        if self._store_is_open and isinstance(self._store, LocalFileOffsetStore):
-            self._store.closes_within(within_s)
+        store = self._store
+        if self._store_is_open and isinstance(store, HandsOver):
+            store.closes_within(within_s)
 
     def _close_store(self, store: OffsetStore | DatabaseOffsets) -> None:
         if self._store_is_open:

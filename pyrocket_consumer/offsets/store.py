@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.model import MessageQueue, ReadOffsetType
+from pyrocket_consumer.model import MessageQueue, OffsetStore, ReadOffsetType
 from pyrocket_consumer.text import shown
 
 MAX_OFFSET = 2**63 - 1
@@ -43,6 +43,17 @@ class ResetEpochs(Protocol):
         Raises:
             RocketError: they are not durable. Memory has them; a later persist of these queues tries again.
         """
+
+
+@runtime_checkable
+class HandsOver(OffsetStore, Protocol):
+    """A store that passes from a process that ends to the one that takes its place."""
+
+    def closes_within(self, seconds: float) -> None:
+        """Tell whoever wants this store that it will be closed soon."""
+
+    def try_load(self) -> bool:
+        """Do what `load` does, unless the process that has the store is about to give it up: then return False."""
 
 
 class QueueOffset:

@@ -1,4 +1,5 @@
-"""The header fields of every request and answer we speak, one frozen dataclass each.
+"""The header fields of every request and answer we speak, one frozen dataclass each, whose `==`, `hash` and
+`repr` are those of `Header`.
 
 Attributes are the Java field names in snake_case; `broker_name` travels as `bname`. Fields that an old or new peer may
 leave out are `None` when absent. Source: the *RequestHeader and *ResponseHeader classes.
@@ -29,7 +30,7 @@ def request(
 # --- messages: pull, send, look up -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PullMessageHeader(Header):
     """Ask for messages of a queue; also LITE_PULL_MESSAGE. For many pulls of one queue see PullTemplate."""
 
@@ -51,7 +52,7 @@ class PullMessageHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SendMessageHeader(Header):
     """Store a message. `to_fields` writes the short names of codes 310 and 320; `from_fields_v1` reads those of 10.
 
@@ -85,7 +86,7 @@ class SendMessageHeader(Header):
         return cls._read(fields, long_names=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SendMessageResponseHeader(Header):
     """Where a message was stored. `msg_id` is the offset id; a batch has several, joined by commas."""
 
@@ -99,7 +100,7 @@ class SendMessageResponseHeader(Header):
     trace_on: bool | None = wire("TRACE_ON", default=None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ConsumerSendMsgBackHeader(Header):
     """Have a message delivered again later. `offset` is the commit-log offset of the message."""
 
@@ -115,7 +116,7 @@ class ConsumerSendMsgBackHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class EndTransactionHeader(Header):
     """Commit (8) or roll back (12) a half message; 0 is "do not know yet"."""
 
@@ -132,7 +133,7 @@ class EndTransactionHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ViewMessageHeader(Header):
     """Read the message at a commit-log offset."""
 
@@ -143,7 +144,7 @@ class ViewMessageHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class QueryMessageHeader(Header):
     """Find messages by key, or by UNIQ_KEY, stored between two times."""
 
@@ -161,7 +162,7 @@ class QueryMessageHeader(Header):
 # --- offsets ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class QueryConsumerOffsetHeader(Header):
     """Ask for the group's committed offset of a queue."""
 
@@ -174,14 +175,14 @@ class QueryConsumerOffsetHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OffsetResponseHeader(Header):
     """One offset: the answer to 14, 29, 30 and 31."""
 
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class UpdateConsumerOffsetHeader(Header):
     """Commit an offset. Never send a negative one: it is stored and reads as "none"."""
 
@@ -194,7 +195,7 @@ class UpdateConsumerOffsetHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetMaxOffsetHeader(Header):
     """Ask for the offset the next message of a queue will have."""
 
@@ -206,7 +207,7 @@ class GetMaxOffsetHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetMinOffsetHeader(Header):
     """Ask for the offset of the oldest message a queue still has."""
 
@@ -217,7 +218,7 @@ class GetMinOffsetHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetEarliestStoreTimeHeader(Header):
     """Ask when the oldest message of a queue was stored."""
 
@@ -228,7 +229,7 @@ class GetEarliestStoreTimeHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SearchOffsetHeader(Header):
     """Ask for the offset of the first message stored at or after a time (4.9: the nearest)."""
 
@@ -241,7 +242,7 @@ class SearchOffsetHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ResetOffsetHeader(Header):
     """Reset a group's offsets: 222 from an admin to a broker, 220 from a broker to a member."""
 
@@ -258,14 +259,14 @@ class ResetOffsetHeader(Header):
 # --- membership ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class HeartbeatHeader(Header):
     """Tell a broker who we are; all of it is in the body."""
 
     CODE: ClassVar[RequestCode] = RequestCode.HEART_BEAT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class UnregisterClientHeader(Header):
     """Leave one group. Give exactly one of the two groups."""
 
@@ -276,7 +277,7 @@ class UnregisterClientHeader(Header):
     consumer_group: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetConsumerListByGroupHeader(Header):
     """Ask a broker for the client ids of a group's members."""
 
@@ -285,7 +286,7 @@ class GetConsumerListByGroupHeader(Header):
     consumer_group: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class NotifyConsumerIdsChangedHeader(Header):
     """Broker to client: the group's members changed."""
 
@@ -294,21 +295,21 @@ class NotifyConsumerIdsChangedHeader(Header):
     consumer_group: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LockBatchHeader(Header):
     """Lock queues for an orderly consumer; all of it is in the body."""
 
     CODE: ClassVar[RequestCode] = RequestCode.LOCK_BATCH_MQ
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class UnlockBatchHeader(Header):
     """Unlock queues; all of it is in the body."""
 
     CODE: ClassVar[RequestCode] = RequestCode.UNLOCK_BATCH_MQ
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CheckClientConfigHeader(Header):
     """Have a broker check a subscription; all of it is in the body."""
 
@@ -318,7 +319,7 @@ class CheckClientConfigHeader(Header):
 # --- broker to client ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CheckTransactionStateHeader(Header):
     """Broker to producer: what became of this half message (in the body)?"""
 
@@ -333,7 +334,7 @@ class CheckTransactionStateHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetConsumerStatusHeader(Header):
     """Ask for members' offsets: 223 from an admin to a broker, 221 on to the members.
 
@@ -347,7 +348,7 @@ class GetConsumerStatusHeader(Header):
     client_addr: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetConsumerRunningInfoHeader(Header):
     """Ask a member how it is doing; brokers pass it on."""
 
@@ -358,7 +359,7 @@ class GetConsumerRunningInfoHeader(Header):
     jstack_enable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ConsumeMessageDirectlyHeader(Header):
     """Have a member consume one message now; an admin names it by offset id, the broker adds the record as body."""
 
@@ -376,7 +377,7 @@ class ConsumeMessageDirectlyHeader(Header):
 # --- name server -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetRouteInfoHeader(Header):
     """Ask where a topic lives. Source: GetRouteInfoRequestHeader."""
 
@@ -386,21 +387,21 @@ class GetRouteInfoHeader(Header):
     accept_standard_json_only: bool | None = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetClusterInfoHeader(Header):
     """Ask for all brokers of all clusters."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_BROKER_CLUSTER_INFO
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetAllTopicsHeader(Header):
     """Ask for the names of all topics."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PutKvConfigHeader(Header):
     """Set a key at one name server; send it to each."""
 
@@ -411,7 +412,7 @@ class PutKvConfigHeader(Header):
     value: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetKvConfigHeader(Header):
     """Ask for a key's value."""
 
@@ -421,7 +422,7 @@ class GetKvConfigHeader(Header):
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DeleteKvConfigHeader(Header):
     """Delete a key at one name server; send it to each."""
 
@@ -431,7 +432,7 @@ class DeleteKvConfigHeader(Header):
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetKvListHeader(Header):
     """Ask for all keys and values of a namespace."""
 
@@ -440,7 +441,7 @@ class GetKvListHeader(Header):
     namespace: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DeleteTopicInNameServerHeader(Header):
     """Forget a topic's route at one name server; send it to each."""
 
@@ -453,7 +454,7 @@ class DeleteTopicInNameServerHeader(Header):
 # --- administration of brokers ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CreateTopicHeader(Header):
     """Create a topic, or change it."""
 
@@ -471,7 +472,7 @@ class CreateTopicHeader(Header):
     force: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DeleteTopicHeader(Header):
     """Delete a topic at one broker."""
 
@@ -480,21 +481,21 @@ class DeleteTopicHeader(Header):
     topic: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CreateSubscriptionGroupHeader(Header):
     """Create a group, or change it; all of it is in the body."""
 
     CODE: ClassVar[RequestCode] = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetAllSubscriptionGroupsHeader(Header):
     """Ask a broker for the settings of all its groups."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DeleteSubscriptionGroupHeader(Header):
     """Delete a group at one broker. The flag was renamed in 5.0, so it is sent under both names."""
 
@@ -504,7 +505,7 @@ class DeleteSubscriptionGroupHeader(Header):
     clean_offset: bool = wire("cleanOffset", "removeOffset", default=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetConsumeStatsHeader(Header):
     """Ask how far a group is behind."""
 
@@ -515,7 +516,7 @@ class GetConsumeStatsHeader(Header):
     topic_list: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetTopicStatsInfoHeader(Header):
     """Ask for the smallest and largest offsets of a topic's queues."""
 
@@ -524,7 +525,7 @@ class GetTopicStatsInfoHeader(Header):
     topic: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetConsumerConnectionListHeader(Header):
     """Ask who is connected in a group, and what it subscribes to."""
 
@@ -533,7 +534,7 @@ class GetConsumerConnectionListHeader(Header):
     consumer_group: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class QueryTopicConsumeByWhoHeader(Header):
     """Ask which groups consume a topic."""
 
@@ -542,7 +543,7 @@ class QueryTopicConsumeByWhoHeader(Header):
     topic: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CloneGroupOffsetHeader(Header):
     """Copy one group's offsets to another."""
 
@@ -554,7 +555,7 @@ class CloneGroupOffsetHeader(Header):
     offline: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetBrokerConfigHeader(Header):
     """Ask for a broker's settings."""
 
