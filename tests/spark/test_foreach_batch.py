@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow.parquet as pq
 import pytest
 from pyspark.errors import StreamingQueryException
@@ -116,6 +117,28 @@ def test_files_hold_every_message_once_after_a_crash_before_the_rename(spark, or
 
     assert run(spark, orders, tmp_path, half) == 1
     assert bodies_in(files) == expected()
+
+
+@pytest.mark.databases("postgresql")
+def test_postgresql_has_every_message_once(spark, orders, tmp_path, database):
+    """Batches are repeated whole, and one of which some tasks had committed."""
+    url = database.url.replace("+psycopg", "")
+    write = example("spark_postgres").rows_in(url)
+    left_unfinished = {0}
+
+    def half_at_first(batch: Any, batch_id: int) -> None:
+        if batch_id in left_unfinished:
+            left_unfinished.remove(batch_id)
+            write(batch.where("queueId = 1"), batch_id)
+            crash()
+        write(batch, batch_id)
+
+    crashing = Crashing(half_at_first, set(), {2})
+    assert run(spark, orders, tmp_path, crashing) == 2
+    assert crashing.began.count(0) == crashing.began.count(2) == 2
+    with psycopg.connect(url) as connection:
+        bodies = Counter(body.decode() for (body,) in connection.execute("select body from messages"))
+    assert bodies == expected()
 
 
 def test_a_database_counts_every_message_once(spark, orders, tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from pyrocket_consumer.spark.options import NAMES
@@ -38,12 +39,14 @@ class Reader:
 
     def __init__(self, spark: Any, cluster: EmbeddedCluster, directory: Path) -> None:
         self._spark, self._cluster, self.directory = spark, cluster, directory
+        self.database = ""
 
     def run(self, words: str) -> dict[str, Any]:
         """Run the one block with these words in it; a query goes on until it is stopped."""
         (block,) = [block for block in BLOCKS if words in block]
         text = block.replace("127.0.0.1:9876", self._cluster.name_server).replace("/data", str(self.directory))
         text = text.replace("query.awaitTermination()", "query.processAllAvailable()")
+        text = text.replace("postgresql://app@127.0.0.1/app", self.database)
         names: dict[str, Any] = {"spark": self._spark}
         exec(compile(text, str(PAGE), "exec"), names)
         return names
@@ -98,6 +101,15 @@ def test_batches_into_a_database(page):
     with sqlite3.connect(page.directory / "tags.db") as connection:
         assert connection.execute("select * from tags").fetchall() == [("paid", 20)]
     connection.close()
+
+
+@pytest.mark.databases("postgresql")
+def test_rows_into_postgresql(page, database):
+    url = database.url.replace("+psycopg", "")
+    page.database = url
+    page.run("foreachPartition")
+    with psycopg.connect(url) as connection:
+        assert connection.execute("select count(*) from messages").fetchone() == (20,)
 
 
 def test_lag(page, capsys):
