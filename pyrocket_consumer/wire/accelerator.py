@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pyrocket_consumer.text import logger
 
-REVISION = 1
+REVISION = 2
 """Of what both have in common. A build that is older than the Python code beside it is not used."""
 
 
@@ -48,4 +48,37 @@ else:
     rising = compiled.rising
     finish = compiled.finish
 
-__all__ = ["ACCELERATED", "REASON", "Record", "cut_records", "finish", "make_record", "rising"]
+
+
+class RecordRows(Protocol):
+    """The records of many answers: a row each."""
+
+    count: int
+    answers: bytes
+    """Which answer each row is of, as numbers of 32 bits."""
+    compressed: bool
+    """Whether any body is."""
+
+    def choose(self, tags: tuple[bytes, ...], /) -> bool:
+        """Keep the rows with one of `tags`; return whether the properties of all could be read."""
+
+    def column(self, name: str, /) -> tuple[Any, ...] | None:
+        """Return what Arrow holds of a column, None if that cannot be read this way."""
+
+
+class FindRows(Protocol):
+    """Finds the records of answers, no more than `most` in each, whose offsets are in a range."""
+
+    def __call__(
+        self, answers: tuple[tuple[bytes | bytearray, int, int, int, int], ...], most: int, /
+    ) -> RecordRows | None:
+        """Take data, start, stop, first offset and the one after the last; None: something is unusual or damaged."""
+
+
+find_rows: FindRows | None = compiled.find_rows if compiled is not None else None
+"""For `columns`, which does the same with numpy where there is none."""
+
+__all__ = [
+    "ACCELERATED", "FindRows", "REASON", "Record", "RecordRows", "cut_records", "find_rows", "finish", "make_record",
+    "rising",
+]  # fmt: skip

@@ -1,6 +1,7 @@
 """Records as Arrow columns: the same values as `decode_messages` gives, without an object per message.
 
-A few hundred records are joined and read column by column with numpy; what numpy cannot read goes row by row.
+A few hundred records are read column by column, by the compiled part if there is one, else with numpy; what is damaged
+or unusual goes row by row. All three give the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pyarrow.compute as pc
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.wire import accelerator
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.compression import MAX_BODY_BYTES, decompress
 from pyrocket_consumer.wire.frame import Extent
@@ -42,7 +44,7 @@ _MOST_ROWS = 8192
 """A batch made row by row ends there; records that are no inner batches are fewer."""
 
 FEW_RECORDS = 40
-"""So few records are read row by row: what numpy costs per call is more than it saves. Measured."""
+"""Without the compiled part so few are read row by row: what numpy costs per call is more than it saves. Measured."""
 
 _LENGTH = struct.Struct(">I")
 _SHORTEST_RECORD = 91
@@ -107,7 +109,7 @@ def record_batches(
     """
     rows: _Columnar | _Rows
     try:
-        rows = _Columnar(pulled)
+        rows = _Compiled(pulled, accelerator.find_rows) if accelerator.find_rows is not None else _InNumpy(pulled)
         rows.choose(tags)
         yield from rows.batches(columns, instead, max_body_bytes)
     except _IrregularError:
@@ -117,7 +119,7 @@ def record_batches(
 
 
 class _IrregularError(Exception):
-    """Something numpy cannot read; raised before the first batch."""
+    """Something that cannot be read by columns; raised before the first batch."""
 
 
 # --- row by row
@@ -151,7 +153,7 @@ COLUMNS = tuple(_VALUES)
 
 
 class _Rows:
-    """Messages, one object each: for records that numpy cannot read, and for few."""
+    """Messages, one object each: for records that cannot be read by columns, and for few."""
 
     def __init__(self, pulled: Sequence[PulledRecords], instead: Instead, max_body_bytes: int) -> None:
         self._instead = instead
@@ -243,6 +245,146 @@ def _runs(bodies: Iterable[bytes | None]) -> Iterator[list[bytes | None]]:
 
 
 class _Columnar:
+    """What both ways to read by columns have in common: `_Compiled` and `_InNumpy`."""
+
+    _pulled: Sequence[PulledRecords]
+
+    def choose(self, tags: frozenset[str]) -> None:
+        """Keep the rows with one of the tags, if there are any. Raises _IrregularError: properties are damaged."""
+        raise NotImplementedError
+
+    def _count(self) -> int:
+        raise NotImplementedError
+
+    def _answers(self) -> Numbers:
+        """Return which answer each row is of."""
+        raise NotImplementedError
+
+    def _any_compressed(self) -> bool:
+        raise NotImplementedError
+
+    def _column(self, name: str, kind: pa.DataType) -> pa.Array:
+        """Return a column as the Arrow type wanted. Raises _IrregularError."""
+        raise NotImplementedError
+
+    def _stored(self) -> Iterator[tuple[int, int, int, bytes]]:
+        """Yield the answer, offset, sysFlag and stored body of each row."""
+        raise NotImplementedError
+
+    def batches(self, columns: pa.Schema, instead: Instead, max_body_bytes: int) -> Iterator[pa.RecordBatch]:
+        if not self._count():
+            return
+        packed = "body" in columns.names and self._any_compressed()
+        arrays = {
+            field.name: (self._of_queue if field.name in _OF_QUEUE else self._column)(field.name, field.type)
+            for field in columns
+            if not packed or field.name != "body"
+        }
+        if packed:
+            yield from _cut(columns, arrays, self._count(), self._unpacked_bodies(instead, max_body_bytes))
+        else:
+            yield pa.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=columns)
+
+    def _unpacked_bodies(self, instead: Instead, max_body_bytes: int) -> Iterator[bytes | None]:
+        for answer, offset, flag, stored in self._stored():
+            try:
+                body: bytes | None = decompress(stored, flag, max_body_bytes)
+            except ProtocolError as error:
+                body = instead(self._pulled[answer].queue, offset, stored, error)
+            yield body
+
+    # --- columns whose values are the same for all rows of an answer
+
+    def _of_queue(self, name: str, kind: pa.DataType) -> pa.Array:
+        values = [_OF_QUEUE[name](each.queue) for each in self._pulled]
+        if values.count(values[0]) == len(values):
+            array = _repeated(values[0], kind, self._count())
+        else:
+            array = pa.array(values, kind).take(pa.array(self._answers()))
+        return self._with_origins(array, kind) if name == "topic" else array
+
+    def _with_origins(self, topics: pa.Array, kind: pa.DataType) -> pa.Array:
+        """Return the topics messages were sent to: retried ones say it themselves."""
+        is_retry = [each.queue.topic.startswith(RETRY_PREFIX) for each in self._pulled]
+        if not any(is_retry):
+            return topics
+        origins = self._column(PropertyName.RETRY_TOPIC, kind)
+        return pc.if_else(pa.array(np.array(is_retry)[self._answers()]), pc.coalesce(origins, topics), topics)
+
+
+_OF_QUEUE: dict[str, Callable[[MessageQueue], object]] = {
+    "topic": lambda queue: queue.topic,
+    "brokerName": lambda queue: queue.broker_name,
+    "queueId": lambda queue: queue.queue_id,
+}
+
+
+class _Compiled(_Columnar):
+    """The compiled part finds everything, and fills what Arrow holds of each column."""
+
+    def __init__(self, pulled: Sequence[PulledRecords], find_rows: accelerator.FindRows) -> None:
+        """Raises _IrregularError: an inner batch, or a record that is damaged."""
+        self._pulled = pulled
+        answers = tuple(
+            (each.records.data, each.records.start, each.records.stop, each.begin, each.end) for each in pulled
+        )
+        found = find_rows(answers, MOST_RECORDS)
+        if found is None:
+            raise _IrregularError
+        self._rows = found
+
+    def choose(self, tags: frozenset[str]) -> None:
+        if tags and not self._rows.choose(tuple(tag.encode() for tag in tags)):
+            raise _IrregularError
+
+    def _count(self) -> int:
+        return self._rows.count
+
+    def _answers(self) -> Numbers:
+        return np.frombuffer(self._rows.answers, np.int32)
+
+    def _any_compressed(self) -> bool:
+        return self._rows.compressed
+
+    def _stored(self) -> Iterator[tuple[int, int, int, bytes]]:
+        numbers = ((name, np.int64 if name == "queueOffset" else np.int32) for name in ("queueOffset", "sysFlag"))
+        parts = [np.frombuffer(self._buffers(name)[1], kind).tolist() for name, kind in numbers]
+        bodies = self._column("body", pa.binary())
+        for answer, offset, flag, stored in zip(self._answers().tolist(), *parts, bodies, strict=True):
+            yield answer, offset, flag, stored.as_py()
+
+    def _column(self, name: str, kind: pa.DataType) -> pa.Array:
+        if name == "properties":
+            return self._maps(kind)
+        buffers = self._buffers(name)
+        if name in ("bornHost", "storeHost") and buffers[0] is not None:
+            stored = _array(pa.binary(), self._count(), self._buffers(f"{name} as stored"))
+            return _host_texts(stored, kind)
+        return _array(kind, self._count(), buffers)
+
+    def _buffers(self, name: str) -> Any:
+        buffers = self._rows.column(name)
+        if buffers is None:
+            raise _IrregularError
+        return buffers
+
+    def _maps(self, kind: pa.DataType) -> pa.Array:
+        firsts, names, values = self._buffers("properties")
+        count = len(names[0]) // 4 - 1
+        keys, items = _array(kind.key_type, count, (None, *names)), _array(kind.item_type, count, (None, *values))
+        return pa.MapArray.from_arrays(_array(pa.int32(), self._count() + 1, (None, firsts)), keys, items, type=kind)
+
+
+def _array(kind: pa.DataType, count: int, buffers: Sequence[bytes | None]) -> pa.Array:
+    return pa.Array.from_buffers(kind, count, [each if each is None else pa.py_buffer(each) for each in buffers])
+
+
+def _host_texts(stored: pa.Array, kind: pa.DataType) -> pa.Array:
+    encoded = stored.dictionary_encode()
+    return pa.array([decode_host(host.as_py()) for host in encoded.dictionary], kind).take(encoded.indices)
+
+
+class _InNumpy(_Columnar):
     """Where each part of each record is, in one piece of memory that holds all answers."""
 
     def __init__(self, pulled: Sequence[PulledRecords]) -> None:
@@ -301,52 +443,24 @@ class _Columnar:
             chosen = pc.is_in(found, value_set=pa.array([tag.encode() for tag in tags], pa.binary()))
             self._keep(chosen.to_numpy(zero_copy_only=False))
 
-    def batches(self, columns: pa.Schema, instead: Instead, max_body_bytes: int) -> Iterator[pa.RecordBatch]:
-        if not len(self._starts):
-            return
-        packed = "body" in columns.names and (self._flags & SysFlag.COMPRESSED).any()
-        arrays = {
-            field.name: _MAKERS[field.name](self, field.type)
-            for field in columns
-            if not packed or field.name != "body"
-        }
-        if packed:
-            yield from _cut(columns, arrays, len(self._starts), self._unpacked_bodies(instead, max_body_bytes))
-        else:
-            yield pa.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=columns)
+    def _count(self) -> int:
+        return len(self._starts)
 
-    def _unpacked_bodies(self, instead: Instead, max_body_bytes: int) -> Iterator[bytes | None]:
-        parts = (each.tolist() for each in (self._body, self._body_end, self._flags))
-        for row, (start, end, flag) in enumerate(zip(*parts, strict=True)):
-            stored = bytes(self._data[start:end])
-            try:
-                body: bytes | None = decompress(stored, flag, max_body_bytes)
-            except ProtocolError as error:
-                queue = self._pulled[self._answer[row]].queue
-                body = instead(queue, int(self._head["queue_offset"][row]), stored, error)
-            yield body
+    def _answers(self) -> Numbers:
+        return self._answer
+
+    def _any_compressed(self) -> bool:
+        return bool((self._flags & SysFlag.COMPRESSED).any())
+
+    def _stored(self) -> Iterator[tuple[int, int, int, bytes]]:
+        parts = (self._answer, self._head["queue_offset"], self._flags, self._body, self._body_end)
+        for answer, offset, flag, start, end in zip(*(each.tolist() for each in parts), strict=True):
+            yield answer, offset, flag, bytes(self._data[start:end])
+
+    def _column(self, name: str, kind: pa.DataType) -> pa.Array:
+        return _MAKERS[name](self, kind)
 
     # --- columns; each takes the Arrow type wanted
-
-    def topic(self, kind: pa.DataType) -> pa.Array:
-        topics = self._of_queue(lambda queue: queue.topic, kind)
-        if not any(each.queue.topic.startswith(RETRY_PREFIX) for each in self._pulled):
-            return topics
-        retried = np.array([each.queue.topic.startswith(RETRY_PREFIX) for each in self._pulled])[self._answer]
-        origin = self._properties.column(PropertyName.RETRY_TOPIC, kind)
-        return pc.if_else(pa.array(retried), pc.coalesce(origin, topics), topics)
-
-    def broker_name(self, kind: pa.DataType) -> pa.Array:
-        return self._of_queue(lambda queue: queue.broker_name, kind)
-
-    def queue_id(self, kind: pa.DataType) -> pa.Array:
-        return self._of_queue(lambda queue: queue.queue_id, kind)
-
-    def _of_queue(self, value: Callable[[MessageQueue], object], kind: pa.DataType) -> pa.Array:
-        values = [value(each.queue) for each in self._pulled]
-        if values.count(values[0]) == len(values):
-            return _repeated(values[0], kind, self._starts)
-        return pa.array(values, kind).take(pa.array(self._answer))
 
     def queue_offset(self, kind: pa.DataType) -> pa.Array:
         return pa.array(self._head["queue_offset"].astype(np.int64), kind)
@@ -378,9 +492,10 @@ class _Columnar:
         if not more.any():
             distinct, which = np.unique(self._at(places, np.dtype(">u8")).astype(np.uint64), return_inverse=True)
             texts = [decode_host(host.to_bytes(8)) for host in distinct.tolist()]
-            return pa.array(texts, kind).take(pa.array(which)) if len(texts) > 1 else _repeated(texts[0], kind, which)
-        encoded = _slices(self._data, places, places + 8 + more, pa.binary()).dictionary_encode()
-        return pa.array([decode_host(host.as_py()) for host in encoded.dictionary], kind).take(encoded.indices)
+            if len(texts) == 1:
+                return _repeated(texts[0], kind, len(which))
+            return pa.array(texts, kind).take(pa.array(which))
+        return _host_texts(_slices(self._data, places, places + 8 + more, pa.binary()), kind)
 
     def body(self, kind: pa.DataType) -> pa.Array:
         return _slices(self._data, self._body, self._body_end, kind)
@@ -390,6 +505,9 @@ class _Columnar:
 
     def tags(self, kind: pa.DataType) -> pa.Array:
         return self._properties.column(PropertyName.TAGS, kind)
+
+    def retry_topic(self, kind: pa.DataType) -> pa.Array:
+        return self._properties.column(PropertyName.RETRY_TOPIC, kind)
 
     def keys(self, kind: pa.DataType) -> pa.Array:
         return self._properties.column(PropertyName.KEYS, kind)
@@ -419,23 +537,21 @@ class _Columnar:
         return _Properties(self._data, starts, self._ends)
 
 
-_MAKERS: dict[str, Callable[[_Columnar, pa.DataType], pa.Array]] = {
-    "topic": _Columnar.topic,
-    "brokerName": _Columnar.broker_name,
-    "queueId": _Columnar.queue_id,
-    "queueOffset": _Columnar.queue_offset,
-    "msgId": _Columnar.message_id,
-    "tags": _Columnar.tags,
-    "keys": _Columnar.keys,
-    "body": _Columnar.body,
-    "properties": _Columnar.properties,
-    "flag": _Columnar.flag,
-    "sysFlag": _Columnar.sys_flag,
-    "reconsumeTimes": _Columnar.reconsume_times,
-    "bornTimestamp": _Columnar.born_at,
-    "storeTimestamp": _Columnar.stored_at,
-    "bornHost": _Columnar.born_host,
-    "storeHost": _Columnar.store_host,
+_MAKERS: dict[str, Callable[[_InNumpy, pa.DataType], pa.Array]] = {
+    "RETRY_TOPIC": _InNumpy.retry_topic,
+    "queueOffset": _InNumpy.queue_offset,
+    "msgId": _InNumpy.message_id,
+    "tags": _InNumpy.tags,
+    "keys": _InNumpy.keys,
+    "body": _InNumpy.body,
+    "properties": _InNumpy.properties,
+    "flag": _InNumpy.flag,
+    "sysFlag": _InNumpy.sys_flag,
+    "reconsumeTimes": _InNumpy.reconsume_times,
+    "bornTimestamp": _InNumpy.born_at,
+    "storeTimestamp": _InNumpy.stored_at,
+    "bornHost": _InNumpy.born_host,
+    "storeHost": _InNumpy.store_host,
 }
 
 
@@ -577,8 +693,8 @@ def _record_starts(data: bytes | bytearray, extents: Sequence[Extent]) -> tuple[
     return counts, starts
 
 
-def _repeated(value: object, kind: pa.DataType, rows: Numbers) -> pa.Array:
-    return pa.repeat(pa.scalar(value, kind), len(rows))
+def _repeated(value: object, kind: pa.DataType, count: int) -> pa.Array:
+    return pa.repeat(pa.scalar(value, kind), count)
 
 
 def _following(ends: Numbers) -> Numbers:

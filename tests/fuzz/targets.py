@@ -57,7 +57,7 @@ from pyrocket_consumer.wire.subscription import parse_subscription
 from tests import golden
 from tests.wire import both
 from tests.wire.records import QUEUE, WORKED_RECORD, read_properties, read_records
-from tests.wire.test_columns import ALL, EVERY, pulled, row, rows
+from tests.wire.test_columns import ALL, EVERY, FEW_RECORDS, pulled, row, rows
 from tests.wire.test_fuzz_message import touch
 
 READ_BYTES = 1 << 20
@@ -317,6 +317,22 @@ def compiled_record_as_python(data: bytes) -> None:
     compiled_as_python(repaired(data))
 
 
+def compiled_columns_as_python(data: bytes) -> None:
+    """The compiled part fills columns with what numpy does, or leaves them to others as that does."""
+    damaged = repaired(data) if data[-1:] > b"\x7f" else data
+    tags = frozenset({"A"}) if len(data) % 4 == 0 else frozenset[str]()
+    answers = [pulled(WORKED_RECORD * FEW_RECORDS), pulled(damaged, end=EVERY[1] - 1)]  # numpy reads no few
+    in_python, compiled = (
+        both.outcome(lambda pure=pure: rows(_columns_of(both.copy(pure=pure), answers, tags))) for pure in (True, False)
+    )
+    assert compiled == in_python
+
+
+def _columns_of(which: both.Copy, answers: list[Any], tags: frozenset[str]) -> pa.Table:
+    batches = which.module("wire.columns").record_batches(answers, ALL, tags)
+    return pa.Table.from_batches(list(batches), ALL).slice(0 if tags else FEW_RECORDS)
+
+
 def messages_as_records(data: bytes) -> None:
     """Records that are read by a plain reader are read, with the same values, as messages."""
     try:
@@ -517,6 +533,7 @@ def _made() -> list[Target]:
         target("compiled-as-python", bearing(compiled_as_python), records),
         target("compiled-record-as-python", bearing(compiled_record_as_python), records),
         target("compiled-properties-as-python", bearing(compiled_properties_as_python), properties),
+        target("compiled-columns-as-python", bearing(compiled_columns_as_python), records),
         target("messages-as-records", bearing(messages_as_records), records),
         target("properties-as-read", bearing(properties_as_read), properties),
         target("json-as-read", bearing(json_as_read), json_bodies),

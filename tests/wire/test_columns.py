@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.wire import columns
+from pyrocket_consumer.wire import accelerator, columns
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.columns import COLUMNS, FEW_RECORDS, PulledRecords, record_batches
 from pyrocket_consumer.wire.compression import Compression, compress
@@ -18,6 +18,7 @@ from pyrocket_consumer.wire.message import BatchItem, StoredMessage, decode_mess
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests import golden
 from tests.trials import trials
+from tests.wire import both
 from tests.wire.records import QUEUE, WORKED_RECORD, hosts, i32, i64, property_maps, times_ms, topics
 
 TYPES = {
@@ -44,7 +45,25 @@ def pulled(records, queue=QUEUE, begin=EVERY[0], end=EVERY[1]):
     return PulledRecords(queue, Extent.whole(records), begin, end)
 
 
+OTHERS = [both.copy(pure=True)] if accelerator.ACCELERATED else []
+"""The other way to read by columns: with numpy, where the compiled part is what the package uses here."""
+
+
+def read_by(which, answers, wanted, tags=frozenset()):
+    """Return the rows that a copy of the package reads, or the name and text of its error."""
+    read = which.module("wire.columns").record_batches
+    return both.outcome(lambda: rows(pa.Table.from_batches(list(read(answers, wanted, tags)), wanted)))
+
+
 def table(answers, wanted=ALL, tags=frozenset()):
+    """Return what is read. However that is done, it is the same, or refused with the same words."""
+    found = both.outcome(lambda: rows(read_table(answers, wanted, tags)))
+    for other in OTHERS:
+        assert read_by(other, answers, wanted, tags) == found
+    return read_table(answers, wanted, tags)
+
+
+def read_table(answers, wanted, tags):
     batches = list(record_batches(answers, wanted, tags))
     for batch in batches:
         batch.validate(full=True)
@@ -265,6 +284,60 @@ def test_only_offsets_of_the_range_become_rows():
     records = b"".join(simple(offset) for offset in range(MANY))
     found = table([pulled(records, begin=5, end=40), pulled(records, begin=0, end=3)], schema("queueOffset"))
     assert found["queueOffset"].to_pylist() == [*range(5, 40), *range(3)]
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, FEW_RECORDS, 1023, 1024])
+def test_any_number_of_records_is_read(count):
+    records = [simple(offset, properties={"TAGS": "A"} if offset % 3 else {}) for offset in range(count)]
+    found = table([pulled(b"".join(records))])
+    assert found["queueOffset"].to_pylist() == list(range(count))
+    assert found["tags"].to_pylist() == ["A" if offset % 3 else None for offset in range(count)]
+
+
+def test_more_records_than_any_pull_asks_for_are_refused():
+    with pytest.raises(ProtocolError, match="more than 1024 records in [0-9]+ bytes, which no pull asks for"):
+        table([pulled(WORKED_RECORD * 1025)])
+
+
+@pytest.mark.parametrize("count", [255, 256, 257, 3000])
+def test_records_with_very_many_properties_are_read(count):
+    properties = {f"n{number}": str(number) for number in range(count)}
+    found = table([pulled(simple(properties=properties) * MANY)], schema("properties"))
+    assert rows(found) == [{"properties": properties}] * MANY
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"\x01", b"\x02", b"\x01\x02", b"a\x01\x02", b"\x01b\x02", b"a\x01b", b"a\x01b\x02c", b"a\x01b\x01c\x02",
+        b"TAGS\x01b\x02TAGS\x01\x02", b"TAGS\x01\x02TAGS\x01b\x02", b"TAGS\x01b\x02a\x01b\x02TAGS\x01cd\x02",
+        b"a\x01b\x02\x02\x02c\x01d\x02", b"\xff\x01\xfe\x02", b"\xe2\x82\x01a\x02", b"a\x01\xf0\x9f\x98\x02",
+        b"TAGS\x01\xf0\x9f\x98\x80\x02", b"\xff", b"a\x01\xed\xa0\x80\x02", b"a\x01\xed\x9f\xbf\x02",
+        b"a\x01\xe0\x9f\xbf\x02", b"a\x01\xf4\x8f\xbf\xbf\x02", b"a\x01\xf4\x90\x80\x80\x02",
+        b"a\x01\xf0\x8f\xbf\xbf\x02", b"a\x01\xc0\x80\x02",
+        b"TAGS\x01" + b"x" * 65_530,
+    ],
+    ids=lambda text: repr(text[:30]),
+)  # fmt: skip
+def test_properties_of_any_form_are_what_messages_say(text):
+    whole = simple()[:-2] + struct.pack(">H", len(text)) + text
+    record = struct.pack(">I", len(whole)) + whole[4:]
+    assert_same([pulled(record * MANY), pulled(simple(properties={"TAGS": "A"}) * MANY)])
+
+
+def test_records_damaged_anywhere_are_what_messages_say_or_refused():
+    whole = simple(properties={"TAGS": "A", "KEYS": "k"}) + simple(born_host="[::1]:1", properties={"TAGS": "é"})
+    for place in range(len(whole)):
+        for value in (0, 0xFF):
+            damaged = whole[:place] + bytes([value]) + whole[place + 1 :]
+            answers = [pulled(simple() * FEW_RECORDS), pulled(damaged)]
+            try:
+                wanted = expected(answers)
+            except ProtocolError:
+                with pytest.raises(ProtocolError):
+                    table(answers)
+            else:
+                assert rows(table(answers)) == wanted
 
 
 def test_no_rows_are_no_batch():
