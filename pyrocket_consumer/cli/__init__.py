@@ -10,6 +10,7 @@ from pyrocket_consumer import __version__
 from pyrocket_consumer.cli import broker, consume, demo, offsets, produce
 from pyrocket_consumer.cli.streams import tell, write_anywhere, write_to_nobody
 from pyrocket_consumer.errors import ConfigError, RequestTimeout, RocketError
+from pyrocket_consumer.wire.accelerator import ACCELERATED, REASON
 
 _NO_ANSWER = "; it is busy or not well, or something else listens there"
 OK, ERROR, USAGE, FAILED_CHECK = 0, 1, 2, 3
@@ -23,7 +24,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 a check failed: a message was lost, a lag is above "
         "--max or not known, a broker is missing, or a reset is not verified.",
     )
-    top.add_argument("--version", action="version", version=f"pyrocket-consumer {__version__}")
+    parts = "with its compiled part" if ACCELERATED else f"in Python alone: {REASON}"
+    top.add_argument("--version", action="version", version=f"pyrocket-consumer {__version__}, {parts}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (demo, consume, produce, offsets, broker):
         module.add_to(commands)

@@ -345,6 +345,18 @@ def test_a_variable_switches_it_off(value, pure):
     assert ("PYROCKET_PURE is set" in said) is pure
 
 
+@pytest.mark.parametrize(
+    ("value", "told"), [("0", "with its compiled part"), ("1", "in Python alone: PYROCKET_PURE is set")]
+)
+def test_the_command_line_says_which_is_used(value, told):
+    both.copy(pure=False)
+    answer = subprocess.run(
+        [sys.executable, "-m", "pyrocket_consumer.cli", "--version"], env=dict(os.environ) | {"PYROCKET_PURE": value},
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert answer.stdout.strip() == f"pyrocket-consumer {pyrocket_consumer.__version__}, {told}"
+
+
 def test_where_nothing_was_built_nothing_is_said(tmp_path):
     copied(tmp_path)
     said, logged = tells(tmp_path)
