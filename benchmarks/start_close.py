@@ -1,4 +1,4 @@
-"""How long does a consumer take to begin many queues, and to close when brokers are slow to acknowledge offsets?
+"""How long does it take to import a consumer, to begin many queues, and to close when brokers acknowledge slowly?
 
     python -m benchmarks.start_close [--quick] [--json FILE] [--plot PNG]
 
@@ -6,15 +6,18 @@ The broker is an embedded one in a process of its own. `start` counts from `star
 each begins is asked for, and its acknowledgement waited for, before it is pulled. `close` is that of a consumer of
 which each queue has an offset to store, at a broker whose every acknowledgement comes `--answer-after` seconds late.
 Beside each time stands what it is for each queue: work that grew with the square of their number would show there.
+Importing is timed in new processes, in turn with one that imports nothing and one that imports what asyncio needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +34,33 @@ from pyrocket_consumer.wire.codes import RequestCode
 QUESTION = (__doc__ or "").partition("\n")[0]
 TOPIC = "many"
 PATIENCE_S = 300.0
+IMPORTS = {
+    "nothing": "pass",
+    "asyncio and ssl": "import asyncio, ssl",
+    "the package": "import pyrocket_consumer",
+    "PushConsumer": "from pyrocket_consumer import Message, PushConsumer",
+    "Producer": "from pyrocket_consumer import Producer",
+    "Admin": "from pyrocket_consumer import Admin",
+}
+
+
+def measure_imports(rounds: int) -> dict[str, float]:
+    """Return the milliseconds that each import takes besides a process that imports nothing: medians.
+
+    All is compiled before, as pip does when it installs.
+    """
+    milliseconds: dict[str, list[float]] = {name: [] for name in IMPORTS}
+    with tempfile.TemporaryDirectory(prefix="pyrocket-bench-") as compiled:
+        environment = os.environ | {"PYTHONPYCACHEPREFIX": compiled}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        for number in range(rounds + 1):
+            for name, code in IMPORTS.items():
+                began = time.perf_counter()
+                subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+                if number:  # the first one compiles
+                    milliseconds[name].append((time.perf_counter() - began) * 1e3)
+    medians = {name: statistics.median(each) for name, each in milliseconds.items()}
+    return {name: round(median - medians["nothing"], 1) for name, median in medians.items() if name != "nothing"}
 
 
 def serve(queues: int, answer_after_s: float) -> None:
@@ -160,6 +190,8 @@ def main() -> None:
 
     facts = environment()
     print(header(facts))
+    imports = measure_imports(7)
+    print("import, ms: " + ", ".join(f"{name} {ms:.0f}" for name, ms in imports.items()))
     cases = measure(numbers, close_queues, options.answer_after, rounds)
     print(f"{'case':>6} {'queues':>7} {'seconds':>9} {'worst':>7} {'ms per queue':>13}")
     for case in cases:
@@ -167,7 +199,7 @@ def main() -> None:
         per_queue = 1000 * median / case["queues"]
         print(f"{case['case']:>6} {case['queues']:>7} {median:>9.2f} {max(case['seconds']):>7.2f} {per_queue:>13.2f}")
     if options.json:
-        text = json.dumps({"question": QUESTION, "environment": facts, "cases": cases}, indent=1)
+        text = json.dumps({"question": QUESTION, "environment": facts, "import_ms": imports, "cases": cases}, indent=1)
         Path(options.json).write_text(text, encoding="utf-8")
     if options.plot:
         draw(cases, Path(options.plot))

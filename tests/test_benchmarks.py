@@ -46,10 +46,13 @@ def test_offset_persist_measures_what_its_table_shows(tmp_path):
     assert all(len(each["rounds"]) == 2 and min(each["rounds"]) > 0 for each in case["us_per_persist"].values())
 
 
-def test_start_close_measures_starts_and_a_close(tmp_path):
+def test_start_close_measures_imports_starts_and_a_close(tmp_path):
     figures = tmp_path / "figures.json"
     run("start_close", "--quick", "--json", str(figures))
-    cases = json.loads(figures.read_text())["cases"]
+    measured = json.loads(figures.read_text())
+    assert set(measured["import_ms"]) == {"asyncio and ssl", "the package", "PushConsumer", "Producer", "Admin"}
+    assert min(measured["import_ms"].values()) > 0
+    cases = measured["cases"]
     assert [(each["case"], each["queues"]) for each in cases] == [("start", 100), ("start", 500), ("close", 100)]
     assert all(len(each["seconds"]) == 1 and each["seconds"][0] > 0 for each in cases)
 
