@@ -200,7 +200,7 @@ def test_the_metadata_names_commands_extras_and_dependencies(wheel, metadata):
     assert metadata["requires-python"] == ">=3.11"
     assert metadata["description-content-type"] == "text/markdown"
     assert set(metadata.get_all("provides-extra")) == {
-        "spark", "cli", "lz4", "zstd", "otel", "prometheus", "sql", "native", "test", "dev", "docs", "all",
+        "spark", "cli", "lz4", "zstd", "sql", "native", "test", "dev", "docs", "all",
     }  # fmt: skip
     assert "pyrocket = pyrocket_consumer.cli:main" in entry_points
     assert "pyrocket_consumer = pyrocket_consumer.testing.pytest_plugin" in entry_points
