@@ -144,29 +144,28 @@ class RangePuller:
 
     def pull(self) -> None:
         """Ask for what comes next, and for what probably comes after it."""
+        under_way, step = self._under_way, self._step
+        offset, place, unanswered = self._position, 0, 0  # no pull seems to cover the offset; its own is there in line
         while not self._stopped and not self.rests:
-            next_pull = self._next_to_ask()
-            if next_pull is None:
-                return
+            while place < len(under_way) and (pull := under_way[place]).offset <= offset:
+                if pull.offset + step > offset:
+                    offset = pull.offset + step
+                if pull.answer is None:
+                    unanswered += 1
+                place += 1
+            if place and not (step and self._may_ask_ahead(offset, unanswered)):
+                return  # but nothing goes on without the first
             if self._connection is None or self._connection.closed:
                 self._connect()
                 return
-            self._ask(self._connection, *next_pull)
+            self._ask(self._connection, offset, place)
 
-    def _next_to_ask(self) -> tuple[int, int] | None:
-        """Return the first offset that no pull seems to cover, and which in line its pull is; None if not now."""
-        offset, place, unanswered = self._position, 0, 0
-        for pull in self._under_way:
-            if pull.offset > offset:
-                break
-            offset = max(offset, pull.offset + self._step)
-            place += 1
-            unanswered += pull.answer is None
-        if not place:
-            return offset, place  # nothing goes on without it
-        if not self._step or offset >= self._wanted.end or not self._reader.has_room_ahead():
-            return None
-        return (offset, place) if unanswered < self._reader.options.pulls_in_flight else None
+    def _may_ask_ahead(self, offset: int, unanswered: int) -> bool:
+        return (
+            unanswered < self._reader.options.pulls_in_flight
+            and offset < self._wanted.end
+            and self._reader.has_room_ahead()
+        )
 
     def _ask(self, connection: DirectConnection, offset: int, place: int) -> None:
         options = self._reader.options

@@ -7,6 +7,7 @@ import pytest
 from tests.wire.building import SANITIZED, SOURCE, build, compiler, run
 
 TARGETS = ("compiled-as-python", "compiled-record-as-python", "compiled-properties-as-python")
+COLUMNS = "compiled-columns-as-python"
 
 MISTAKES = {
     "an empty value counts": ("name_end + 1 < stop", "name_end + 1 <= stop"),
@@ -23,6 +24,27 @@ MISTAKES = {
 }  # fmt: skip
 """What somebody might write: the text that stands there, and what is put in its place."""
 
+MISTAKES_OF_COLUMNS = {
+    "a host of IPv6 is as long as one of IPv4": (
+        "uint32_t shift = born_v6(&row) + store_v6(&row);", "uint32_t shift = 0;",
+    ),
+    "a batch's own record is a row": ("(row.sys_flag & UNPACK) == UNPACK ||", ""),
+    "any magic will do": ("(magic != MAGIC_V1 && magic != MAGIC_V2)", "0"),
+    "the end of the range belongs to it": ("first <= offset && offset < end", "first <= offset && offset <= end"),
+    "bytes too few for a record are passed over": ("return left ? IRREGULAR : REGULAR;", "return REGULAR;"),
+    "what is no UTF-8 is text": ("if (!is_utf8((const", "if (0 && !is_utf8((const"),
+    "the first value is as long as the last": (
+        "        place->value_length = (uint16_t)item.value_length;\n    }\n",
+        "        if (!place->value_length) {place->value_length = (uint16_t)item.value_length;}\n    }\n",
+    ),
+    "a time that is no date is one": ("number < FIRST_MS || number > LAST_MS", "number < FIRST_MS"),
+    "texts overlap": ("            place += texts[each].length;\n", "            place += texts[each].length - 1;\n"),
+    "rows with any tag are kept": ("if (is_chosen(tags_of(self, &self->rows[each], NULL), tags, count))", "if (1)"),
+    "an id is of the producer's host": (
+        "Text host = store_host_of(self, row, NULL);", "Text host = born_host_of(self, row, NULL);",
+    ),
+}  # fmt: skip
+
 BEYOND = (
     "if (start > record->end || start + (data[start - 2] << 8 | data[start - 1]) != record->end) {",
     "if (start + (data[start - 2] << 8 | data[start - 1]) != record->end) {",
@@ -32,12 +54,20 @@ BEYOND = (
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake, tmp_path):
-    right, wrong = MISTAKES[mistake]
+    assert_found(tmp_path, *MISTAKES[mistake], *TARGETS, executions=60_000)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_OF_COLUMNS)
+def test_a_mistake_in_columns_is_found(mistake, tmp_path):
+    assert_found(tmp_path, *MISTAKES_OF_COLUMNS[mistake], COLUMNS, executions=20_000)
+
+
+def assert_found(folder, right, wrong, *targets, executions):
     source = SOURCE.read_text()
     assert source.count(right) == 1
-    build(tmp_path, source.replace(right, wrong), "-O1")
-    command = ("-m", "tests.fuzz", *TARGETS, "--engine", "mutation", "--executions", "60000", "--seed", "14")
-    answer = run(tmp_path, *command)
+    build(folder, source.replace(right, wrong), "-O1", "-Wno-unused-function", "-Wno-unused-variable")
+    command = ("-m", "tests.fuzz", *targets, "--engine", "mutation", "--executions", str(executions), "--seed", "14")
+    answer = run(folder, *command)
     assert answer.returncode != 0 and "0 findings" not in answer.stdout, answer.stdout + answer.stderr
 
 
@@ -49,7 +79,7 @@ def sanitized(tmp_path_factory):
 
 
 def test_sanitizers_find_nothing_in_what_is_read(sanitized):
-    command = ("-m", "tests.fuzz", *TARGETS, "--engine", "mutation", "--seconds", "20", "--seed", "14")
+    command = ("-m", "tests.fuzz", *TARGETS, COLUMNS, "--engine", "mutation", "--seconds", "20", "--seed", "14")
     answer = run(sanitized, *command, sanitized=True)
     assert answer.returncode == 0 and " 0 findings" in answer.stdout, answer.stdout + answer.stderr
 

@@ -400,3 +400,73 @@ def test_an_answer_that_is_cut_is_a_protocol_error_even_if_the_next_one_makes_up
     halves = [pulled(record * MANY + record[:50]), pulled(record[50:] + record * MANY)]
     with pytest.raises(ProtocolError):
         table(halves)
+
+
+# ---- the compiled part by itself
+
+
+@pytest.fixture
+def find_rows():
+    return both.copy(pure=False).module("wire.accelerator").find_rows
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 91), (0, 92), (50, 20), (0, 2**62), (-(2**62), 0)])
+def test_the_compiled_part_looks_for_nothing_outside_of_the_bytes(find_rows, start, stop):
+    with pytest.raises(ValueError, match="no records from"):
+        find_rows(((bytes(91), start, stop, *EVERY),), 1024)
+
+
+@pytest.mark.parametrize(
+    "answers", [[], None, (b"x",), ((),), (("text", 0, 0, 0, 0),), ((b"", 0, 0, 0),), ((b"", 0, 0, 2**63, 0),)]
+)
+def test_the_compiled_part_refuses_what_are_no_answers(find_rows, answers):
+    with pytest.raises((TypeError, OverflowError)):
+        find_rows(answers, 1024)
+
+
+def test_the_compiled_part_refuses_columns_and_tags_that_are_none(find_rows):
+    found = find_rows(((simple(), 0, len(simple()), *EVERY),), 1024)
+    for name, error in [("nothing", KeyError), (b"body", TypeError), (None, TypeError), ("\ud800", UnicodeError)]:
+        with pytest.raises(error):
+            found.column(name)
+    for tags in [["A"], ("A",), (None,), b"A"]:
+        with pytest.raises(TypeError):
+            found.choose(tags)
+    with pytest.raises(TypeError):
+        type(found)()
+    assert found.count == 1
+
+
+def test_bytes_that_change_while_they_are_read_hurt_nothing(find_rows):
+    """Whoever writes there gets values that mean nothing, and no more."""
+    data = bytearray(simple(properties={"TAGS": "A", "KEYS": "k"}) * 50)
+    found = find_rows(((data, 0, len(data), *EVERY),), 1024)
+    assert len(found.column("properties")) == 3
+    for value in (0xFF, 0):
+        data[:] = bytes([value]) * len(data)
+        for name in (*COLUMNS[3:], "RETRY_TOPIC"):
+            found.column(name)
+    with pytest.raises(BufferError):
+        data.clear()
+    del found
+    data.clear()
+
+
+def test_nothing_is_left_of_columns_that_were_read():
+    resource = pytest.importorskip("resource")
+    record = simple(body=b"x" * 2000, properties={f"name-{number}": "v" * 50 for number in range(20)})
+    inputs = [record * 500, record * 500 + record[:-1], record * 499 + record[:-1] + b"\xff"]
+
+    def read():
+        for data in inputs:
+            both.outcome(lambda data=data: list(record_batches([pulled(data)] * 2, ALL)))
+
+    def peak_kib():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    for _ in range(5):
+        read()
+    before = peak_kib()
+    for _ in range(30):
+        read()
+    assert peak_kib() - before < 16 * 1024
