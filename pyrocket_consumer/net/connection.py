@@ -60,12 +60,12 @@ class Connection(asyncio.BufferedProtocol):
         self.address = address
         self.closed = False
         self.damaged = False  # what came was no frame
+        self.max_frame_bytes = max_frame_bytes
         self.received_bytes = 0  # to tell whether the server has said anything meanwhile
         self._loop = loop
         self._on_request = on_request
         self._on_lost = on_lost
         self._sign = sign
-        self._max_frame_bytes = max_frame_bytes
         self._frames = FrameBuffer(max_frame_bytes, largest_request=MAX_REQUEST_BYTES)
         self._transport: asyncio.Transport | None = None
         self._opaque = 0
@@ -199,7 +199,7 @@ class Connection(asyncio.BufferedProtocol):
         command.opaque = opaque
         if self._sign is not None and not command.is_response:
             self._sign(command)
-        return encode_command(command, max_frame_bytes=self._max_frame_bytes)
+        return encode_command(command, max_frame_bytes=self.max_frame_bytes)
 
     def _write(self, data: bytes) -> None:
         self._out.append(data)

@@ -146,6 +146,7 @@ class SendFuture(Future[T]):
             if is_alone:
                 self._result = result
                 self._state = FINISHED
+                self._is_told = True
         if not is_alone:
             super().set_result(result)
         self._tell()
@@ -157,19 +158,20 @@ class SendFuture(Future[T]):
             if is_alone:
                 self._exception = exception
                 self._state = FINISHED
+                self._is_told = True
         if not is_alone:
             super().set_exception(exception)
         self._tell()
 
     def _tell(self) -> None:
-        with self._lock:
-            self._is_told = True
-            callbacks, waiting = self._callbacks, self._waiting
-            self._callbacks = self._waiting = ()
-        for function in callbacks:
+        if not self._is_told:
+            with self._lock:
+                self._is_told = True
+        for function in self._callbacks:  # nobody adds to them any more
             self._callback_thread.call(partial(function, self))
-        for told in waiting:
+        for told in self._waiting:
             told.set_result(None)
+        self._callbacks = self._waiting = ()
 
     def cancel(self) -> bool:
         """Return False: a message handed over cannot be taken back."""
@@ -206,7 +208,7 @@ class SendFuture(Future[T]):
         """Wait as one who may be interrupted, which Future does not withstand; see `Outcome`."""
         if self._state == FINISHED:
             return
-        told = Outcome[None]()
+        told: Outcome[None] = Outcome()
         with self._lock:
             if self._is_told:
                 return

@@ -71,7 +71,7 @@ class Outbox:
         return not self._messages or (self._messages < self._max_messages and self._bytes + size <= self._max_bytes)
 
     def _next_change(self) -> Outcome[None]:
-        change = Outcome[None]()
+        change: Outcome[None] = Outcome()
         self._waiting_for_change.append(change)
         return change
 

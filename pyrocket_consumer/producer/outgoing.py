@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TypeGuard
 
 from pyrocket_consumer.config import check_int, check_topic
 from pyrocket_consumer.errors import ConfigError
@@ -66,10 +67,14 @@ class OutgoingMessage:
     topic: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "body", check_body(self.body))
-        object.__setattr__(self, "keys", _check_keys(self.keys))
-        _check_tag(self.tags)
-        _check_properties(self.properties)
+        if type(self.body) is not bytes or not self.body:
+            object.__setattr__(self, "body", check_body(self.body))
+        if type(self.keys) is not tuple or self.keys:
+            object.__setattr__(self, "keys", _check_keys(self.keys))
+        if self.tags is not None:
+            _check_tag(self.tags)
+        if self.properties is not None:
+            _check_properties(self.properties)
         check_int("flag", self.flag, -(2**31), 2**31 - 1)
         if self.topic is not None:
             check_send_topic(self.topic)
@@ -147,7 +152,8 @@ def check_sharding_key(key: object) -> str:
     Raises:
         ConfigError: it is not text, is empty, or holds a separator of properties.
     """
-    _check_text("sharding_key", key)
+    if not _is_plain_word(key):
+        _check_text("sharding_key", key)
     assert isinstance(key, str)
     return key
 
@@ -163,7 +169,7 @@ def check_properties_size(text: str) -> None:
 
 
 def _check_tag(tag: object) -> None:
-    if tag is None:
+    if _is_plain_word(tag) and "|" not in tag:
         return
     _check_text("tags", tag)
     assert isinstance(tag, str)
@@ -180,6 +186,8 @@ def _check_keys(keys: object) -> tuple[str, ...]:
     if not isinstance(keys, (tuple, list)) and (not isinstance(keys, Sequence) or isinstance(keys, (bytes, bytearray))):
         raise ConfigError(f"keys must be a text or a sequence of texts, not {type(keys).__name__}")
     for key in keys:
+        if _is_plain_word(key):
+            continue
         _check_text("a key", key)
         if key.split() != [key]:
             raise ConfigError(f"key {key!r} holds white space, which separates keys; replace it")
@@ -187,9 +195,8 @@ def _check_keys(keys: object) -> tuple[str, ...]:
 
 
 def _check_properties(properties: object) -> None:
-    if properties is None:
-        return
-    if not isinstance(properties, Mapping):
+    # What is plainly a mapping is told much sooner than one by agreement.
+    if type(properties) is not dict and not isinstance(properties, Mapping):
         raise ConfigError(f"properties must be a mapping of text to text, not {type(properties).__name__}")
     if _are_plain(properties):
         return
@@ -212,11 +219,15 @@ def _are_plain(properties: Mapping[object, object]) -> bool:
     return (
         all(texts)
         and whole.isascii()
-        and "\x01" not in whole
-        and "\x02" not in whole
+        and whole.isprintable()  # the separators are not
         and TRANSIENT_PREFIX not in whole
         and RESERVED_PROPERTIES.isdisjoint(properties)
     )
+
+
+def _is_plain_word(text: object) -> TypeGuard[str]:
+    """Tell, quickly, whether it is a text without anything that is not allowed anywhere; False when it must be read."""
+    return type(text) is str and text.isascii() and text.isprintable() and text != "" and " " not in text
 
 
 def _check_text(what: str, value: object) -> None:

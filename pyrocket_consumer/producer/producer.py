@@ -410,7 +410,8 @@ class Producer:
             ConsumerClosed: the producer is closed, or was started in the process this one was forked from.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
-        more, outcome = check_delivery(delay_level, deliver_at), Outcome[SendResult]()
+        more = check_delivery(delay_level, deliver_at)
+        outcome: Outcome[SendResult] = Outcome()
         sending = self._sending(topic, message, outcome, queue, sharding_key, timeout_s, more)
         self._hand_over(sending)
         return wait_for(outcome, sending.timeout_s)
@@ -442,17 +443,11 @@ class Producer:
             SendError: there was no room within `timeout_s`.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
-        future: SendFuture[SendResult] = SendFuture(self._callbacks)
-        self.hand_over(
-            topic,
-            message,
-            future,
-            queue=queue,
-            sharding_key=sharding_key,
-            delay_level=delay_level,
-            deliver_at=deliver_at,
-            timeout_s=timeout_s,
-        )
+        more = check_delivery(delay_level, deliver_at)
+        future: SendFuture[SendResult] = SendFuture(self._callbacks)  # an alias would take longer to call
+        sending = self._sending(topic, message, future, queue, sharding_key, timeout_s, more)
+        sending.is_waited_for = False
+        self._hand_over(sending)
         return future
 
     def hand_over(
@@ -500,7 +495,8 @@ class Producer:
             ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`; nothing was sent.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
-        more, outcome = check_delivery(delay_level, deliver_at), Outcome[None]()
+        more = check_delivery(delay_level, deliver_at)
+        outcome: Outcome[None] = Outcome()
         sending = self._sending(topic, message, outcome, queue, sharding_key, timeout_s, more)
         sending.is_oneway = True
         self._hand_over(sending)

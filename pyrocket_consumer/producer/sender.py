@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.answers import refusal
@@ -344,30 +345,48 @@ class Sender:
         return float(longest) * (0.5 + self._random.random() / 2)
 
     def _post(self, sending: Sending, queue: MessageQueue, connection: Connection) -> None:
-        command = sending.request(self._template(sending, queue))
         heard_bytes, timeout_s = connection.received_bytes, self._attempt_timeout_s(sending)
-        lane, held = None, None
-        if sending.lane_key is not None:
-            lane = self._lanes[sending.lane_key]
-            now = self._cluster.loop.time()
-            held = Held(connection, heard_bytes, suspect_at=now + timeout_s)
-            timeout_s = max(sending.deadline - now, 0) + self._config.call_timeout_s  # then the lane is held no longer
+        encode = partial(sending.frame, self._template(sending, queue), connection)
+        if sending.lane_key is None:
+            on_answer = partial(self._came, sending, queue, connection, heard_bytes)
+            connection.send(encode, on_answer, timeout_s, "SEND_MESSAGE")
+            return
+        lane, now = self._lanes[sending.lane_key], self._cluster.loop.time()
+        held = Held(connection, heard_bytes, suspect_at=now + timeout_s)
+        timeout_s = max(sending.deadline - now, 0) + self._config.call_timeout_s  # then the lane is held no longer
+        on_answer = partial(self._came_in_lane, lane, sending, queue, connection, heard_bytes)
+        connection.send(encode, on_answer, timeout_s, "SEND_MESSAGE")
+        lane.held = held
+        self._look_at(lane, held.suspect_at)
 
-        def on_answer(answer: RemotingCommand | Exception) -> None:
-            if lane is not None:
-                lane.held = None
-            if lane is not None and isinstance(answer, RequestTimeout):
-                # With its connection the request goes, and the next message cannot overtake it.
-                connection.close("a message that must not be overtaken had no answer")
-            if sending in self._unfinished:
-                self._answered(sending, queue, connection, heard_bytes, answer)
-            elif lane is not None:
-                self._released(lane, answer)
+    def _came(
+        self,
+        sending: Sending,
+        queue: MessageQueue,
+        connection: Connection,
+        heard_bytes: int,
+        answer: RemotingCommand | Exception,
+    ) -> None:
+        if sending in self._unfinished:
+            self._answered(sending, queue, connection, heard_bytes, answer)
 
-        connection.send(lambda opaque: connection.encode(command, opaque), on_answer, timeout_s, "SEND_MESSAGE")
-        if lane is not None and held is not None:
-            lane.held = held
-            self._look_at(lane, held.suspect_at)
+    def _came_in_lane(
+        self,
+        lane: Lane,
+        sending: Sending,
+        queue: MessageQueue,
+        connection: Connection,
+        heard_bytes: int,
+        answer: RemotingCommand | Exception,
+    ) -> None:
+        lane.held = None
+        if isinstance(answer, RequestTimeout):
+            # With its connection the request goes, and the next message cannot overtake it.
+            connection.close("a message that must not be overtaken had no answer")
+        if sending in self._unfinished:
+            self._answered(sending, queue, connection, heard_bytes, answer)
+        else:
+            self._released(lane, answer)
 
     def _template(self, sending: Sending, queue: MessageQueue) -> SendTemplate:
         template = self._templates.get((queue, sending.is_batch))

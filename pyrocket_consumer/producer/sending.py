@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pyrocket_consumer.errors import SendError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.net.connection import Connection
 from pyrocket_consumer.producer.callbacks import Waiting
 from pyrocket_consumer.producer.result import SendResult, SendStatus
 from pyrocket_consumer.text import cut
@@ -20,11 +21,12 @@ _MOST_TOLD, _MOST_OF_A_FAILURE = 16, 2000
 _STATUSES = {status.value: status for status in SendStatus}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Sending:
     """A message, or a batch of them, between `send` and its result.
 
-    `topic` is the name brokers know, `shown_topic` the user's (they differ with a namespace).
+    `topic` is the name brokers know, `shown_topic` the user's (they differ with a namespace). What changes on its way
+    stands in the class until it does: there are thousands of them at a time.
     """
 
     topic: str
@@ -44,13 +46,13 @@ class Sending:
     sharding_key: str | None = None
     needs_timer: bool = False
     is_waited_for: bool = True  # by a thread, until its deadline; else its time stands still while its lane moves
-    lane_key: LaneKey | None = None  # set when it is taken on its way; None: it needs not stay in order
-    handed: int = 0  # how often to a broker that has stored it, or may have
-    pauses: int = 0
-    failed_brokers: frozenset[str] = frozenset()  # since the last pause
-    wants_route_after: float | None = None  # only a route asked for since then will do
-    last_error: Exception | None = None
-    _failures: dict[str, int] | None = None
+    lane_key: LaneKey | None = field(init=False, default=None)  # None: it needs not stay in order; set at its begin
+    handed: int = field(init=False, default=0)  # how often to a broker that has stored it, or may have
+    pauses: int = field(init=False, default=0)
+    failed_brokers: frozenset[str] = field(init=False, default=frozenset())  # since the last pause
+    wants_route_after: float | None = field(init=False, default=None)  # only a route asked for since then will do
+    last_error: Exception | None = field(init=False, default=None)
+    _failures: dict[str, int] | None = field(init=False, default=None)
 
     def note(self, failure: str) -> None:
         """Remember why an attempt failed: what happens again and again is told once, and of much the latest."""
@@ -71,6 +73,18 @@ class Sending:
     def request(self, template: SendTemplate) -> RemotingCommand:
         """Return the request that stores it in the queue of `template`."""
         return template.request(self.body, self.properties, self.sys_flag, self.flag, self.born_at_ms, self.is_oneway)
+
+    def frame(self, template: SendTemplate, connection: Connection, opaque: int) -> bytes:
+        """Return the frame of that request as it goes out on `connection`.
+
+        Raises:
+            ProtocolError: no frame has room for it.
+        """
+        if not connection.signs:
+            what = (self.body, self.properties, self.sys_flag, self.flag, self.born_at_ms)
+            if (frame := template.encode(opaque, *what, connection.max_frame_bytes)) is not None:
+                return frame
+        return connection.encode(self.request(template), opaque)
 
     def results(self, queue: MessageQueue, answer: RemotingCommand) -> SendResult | list[SendResult]:
         """Return where the broker of `queue` says it stored the message; of a batch, where each of its messages is.
