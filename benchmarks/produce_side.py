@@ -33,6 +33,7 @@ class Task:
     total: int
     in_flight: int = 1000
     body_bytes: int = 1024
+    timeout_s: int = 30  # of each message: a machine that is busy fails none
 
 
 def one_by_one(producer: Producer, task: Task) -> Callable[[int], None]:
@@ -64,7 +65,8 @@ def asynchronously(producer: Producer, task: Task) -> Callable[[int], None]:
 
 def measured(task: Task) -> Answer:
     """Return what the messages that count took."""
-    with Producer(task.group, name_server=task.name_server, max_in_flight_messages=task.in_flight) as producer:
+    limits = {"max_in_flight_messages": task.in_flight, "send_timeout_s": task.timeout_s}
+    with Producer(task.group, name_server=task.name_server, **limits) as producer:
         send = {"async": asynchronously, "sync": one_by_one}[task.measure](producer, task)
         send(task.warm)
         before = Look.now(0)

@@ -36,10 +36,15 @@ public final class ProduceBench {
             int at = argument.indexOf('=');
             OPTIONS.put(argument.substring(0, at), argument.substring(at + 1));
         }
+        Thread.setDefaultUncaughtExceptionHandler((thread, error) -> {
+            error.printStackTrace();
+            Runtime.getRuntime().halt(1);  // the client's threads would keep the process
+        });
         body = "x".repeat(number("body_bytes")).getBytes(StandardCharsets.US_ASCII);
         inFlight = number("in_flight");
         producer = new DefaultMQProducer(OPTIONS.get("group"));
         producer.setNamesrvAddr(OPTIONS.get("name_server"));
+        producer.setSendMsgTimeout(1000 * number("timeout_s"));
         producer.start();
         Sends sends = OPTIONS.get("measure").equals("async") ? ProduceBench::asynchronously : ProduceBench::oneByOne;
         sends.send(number("warm"));
