@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BENCH ?= consume
 SPARK ?= 4.0 4.1
+DELTA_SPARK ?= 4.2
+DELTA ?= io.delta:delta-spark_$(DELTA_SPARK)_2.13:4.4.0
 RUN := .venv/bin
 LOCK := uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header --no-annotate
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each would compile everything anew
@@ -30,7 +32,7 @@ locked: | .venv/bin/python
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick test pure system-packages java check audit lock oldest wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
+.PHONY: help quick test pure system-packages java check audit lock oldest wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect spark-delta clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -87,7 +89,7 @@ endif
 spark-demo: java .venv/.spark  ## windowed counts with PySpark, from a topic to a topic (ARGS='--seconds 30 --rate 2000')
 	$(RUN)/python -m pyrocket_consumer.spark.demo $(ARGS)
 
-bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|order_by_key|exactly_once|offset_persist|start_close|decode|drop_in|spark_read|spark_write ARGS=--quick
+bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|order_by_key|exactly_once|offset_persist|start_close|decode|drop_in|spark_read|spark_pushdown|spark_write ARGS=--quick
 	$(RUN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 soak: .venv/.test  ## hours of faults: 20 000 simulated worlds, calls interfered with at every step, 100 000 crash points of the offset store
@@ -120,6 +122,12 @@ spark-versions: java .venv/.test .venv/constraints.txt  ## the Spark tests with 
 spark-connect: java .venv/.test  ## the Spark tests with Spark Connect
 	$(RUN)/python -m pip install --quiet 'pyspark[connect]'
 	CI=true $(RUN)/python -m pytest -q --real=none -m spark_connect tests/spark
+
+spark-delta: java .venv/.test .venv/constraints.txt  ## the recipe for Delta tables, with the newest Spark that has Delta
+	$(PYTHON) -m venv .venv/spark-$(DELTA_SPARK)
+	.venv/spark-$(DELTA_SPARK)/bin/python -m pip install --quiet --constraint .venv/constraints.txt \
+	    --editable '.[test]' "pyspark==$(DELTA_SPARK).*"
+	CI=true PYROCKET_SPARK_DELTA=$(DELTA) .venv/spark-$(DELTA_SPARK)/bin/python -m pytest -q --real=none -m spark_delta tests/spark
 
 clean:  ## removes the virtual environment and what was built
 	rm -rf .venv build dist *.egg-info

@@ -33,7 +33,7 @@ _HEADER = (
     b'{"code":%d,"extFields":{%b},"flag":1,"language":"JAVA","opaque":%d,"remark":"%b",'
     b'"serializeTypeCurrentRPC":"JSON","version":513}'
 )
-_PLACE = b'"nextBeginOffset":"%d","maxOffset":"%d","minOffset":"0","suggestWhichBrokerId":"0"'
+PLACE = b'"nextBeginOffset":"%d","maxOffset":"%d","minOffset":"0","suggestWhichBrokerId":"0"'
 _MOST_PARTS = 512  # of one sendmsg; the system allows 1024
 
 
@@ -112,19 +112,19 @@ class RecordedBroker:
         if code == RequestCode.PULL_MESSAGE:
             return self._pulled(fields, opaque)
         if code == RequestCode.GET_MAX_OFFSET:
-            return _frame(opaque, b'"offset":"%d"' % self._last(fields["topic"]))
+            return frame(opaque, b'"offset":"%d"' % self._last(fields["topic"]))
         if code == RequestCode.GET_MIN_OFFSET:
-            return _frame(opaque, b'"offset":"0"')
+            return frame(opaque, b'"offset":"0"')
         if code == RequestCode.GET_ROUTEINFO_BY_TOPIC:
             topic = fields["topic"]
             broker = BrokerData("DefaultCluster", BROKER_NAME, {MASTER_ID: self.address})
             count = topic.rpartition("-")[2]
             if not count.isdecimal():
-                return _frame(opaque, code=ResponseCode.TOPIC_NOT_EXIST)
+                return frame(opaque, code=ResponseCode.TOPIC_NOT_EXIST)
             queues = int(count)
             route = TopicRoute(topic, (QueueData(BROKER_NAME, queues, queues),), (broker,))
-            return _frame(opaque, body=encode_route(route))
-        return _frame(opaque)
+            return frame(opaque, body=encode_route(route))
+        return frame(opaque)
 
     def _last(self, topic: str) -> int:
         if topic.startswith(FLOW):
@@ -136,9 +136,9 @@ class RecordedBroker:
         offset, last = int(fields["queueOffset"]), len(self._ends) - 1
         end = min(offset + min(int(fields["maxMsgNums"]), self._most_per_pull), last)
         if offset >= last:
-            return _frame(opaque, _PLACE % (last, last), code=ResponseCode.PULL_NOT_FOUND)
+            return frame(opaque, PLACE % (last, last), code=ResponseCode.PULL_NOT_FOUND)
         body = self._log[self._ends[offset] : self._ends[end]]
-        return _frame(opaque, _PLACE % (end, last), body, remark=b"FOUND")
+        return frame(opaque, PLACE % (end, last), body, remark=b"FOUND")
 
 
 class _Peer:
@@ -186,7 +186,7 @@ class _Peer:
                     out[0], sent = memoryview(out[0])[sent:], 0
 
 
-def _frame(
+def frame(
     opaque: int, fields: bytes = b"", body: bytes | memoryview = b"", *, code: int = 0, remark: bytes = b""
 ) -> tuple[bytes | memoryview, ...]:
     header = _HEADER % (code, fields, opaque, remark)

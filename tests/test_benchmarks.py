@@ -24,7 +24,7 @@ def run(program, *arguments):
 
 PROGRAMS = [
     "consume", "produce", "order_by_key", "exactly_once", "offset_persist", "decode", "drop_in", "start_close",
-    "spark_read", "spark_write", "cores",
+    "spark_read", "spark_pushdown", "spark_write", "cores",
 ]  # fmt: skip
 
 
@@ -138,6 +138,23 @@ def test_spark_reads_beside_batches_that_are_ready(tmp_path):
     source = ReadySource({"records": str(records), "queues": "2", "messages": "3000"})
     reader = source.reader(source.schema())
     assert [[batch.num_rows for batch in reader.read(each)] for each in reader.partitions()] == 2 * [[2048, 952]]
+
+
+def test_spark_pushdown_has_a_broker_whose_messages_are_as_old_as_it_says():
+    pytest.importorskip("pyspark")
+    from benchmarks.spark_pushdown import timed_broker
+    from benchmarks.timed_broker import FIRST_MS
+    from pyrocket_consumer.spark.data_source import RocketMQDataSource
+    from pyrocket_consumer.spark.schema import READ_SCHEMA
+    from pyrocket_consumer.spark.worker import close_all
+
+    with timed_broker(1000, 1000) as address:
+        options = {"nameserver": address, "subscribe": "orders-2", "startingtimestamp": str(FIRST_MS + 990_000)}
+        reader = RocketMQDataSource(options).reader(READ_SCHEMA)
+        rows = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
+        close_all()
+    found = [(row["queueId"], row["queueOffset"], int(row["storeTimestamp"].timestamp() * 1000)) for row in rows]
+    assert sorted(found) == [(queue, at, FIRST_MS + at * 1000) for queue in (0, 1) for at in range(990, 1000)]
 
 
 @pytest.mark.parametrize(

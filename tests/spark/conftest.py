@@ -16,6 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+DELTA = "PYROCKET_SPARK_DELTA"
+"""The variable that names Delta's package, as Maven does, for the release of Spark that is installed."""
+
 _left_out = pytest.StashKey[str]()
 
 SETTINGS = {
@@ -37,6 +40,7 @@ SETTINGS = {
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "spark_versions: runs on the oldest release of Spark, too (make spark-versions)")
     config.addinivalue_line("markers", "spark_connect: needs pyspark[connect] (make spark-connect)")
+    config.addinivalue_line("markers", "spark_delta: needs Delta, made for some releases of Spark (make spark-delta)")
     if version("pyspark").startswith(("4.0.", "4.1.")):  # they leave the sockets of collect() to the collector
         config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
 
@@ -60,10 +64,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         why = "" if _java_runs() else "there is no Java; `make system-packages` installs it"
     if why and os.environ.get("CI") == "true" and not config.option.quick:
         raise pytest.UsageError(f"tests with Spark cannot run: {why}")
-    left_out = with_spark if why else {item for item in with_spark if item.get_closest_marker("spark_connect")}
-    if not left_out or (not why and find_spec("grpc") is not None):
+    lacking = {
+        "spark_connect": "" if find_spec("grpc") is not None else "pyspark[connect] is not installed",
+        "spark_delta": "" if DELTA in os.environ else f"{DELTA} does not name Delta's package",
+    }
+    reasons = {item: reason for item in with_spark for name, reason in lacking.items()
+               if reason and item.get_closest_marker(name)}  # fmt: skip
+    left_out = with_spark if why else reasons.keys()
+    if not left_out:
         return
-    config.stash[_left_out] = f"{len(left_out)} tests: {why or 'pyspark[connect] is not installed'}"
+    config.stash[_left_out] = f"{len(left_out)} tests: {why or '; '.join(sorted(set(reasons.values())))}"
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
@@ -109,6 +119,13 @@ def spark(spark_environment: dict[str, str], tmp_path_factory: pytest.TempPathFa
     builder = SparkSession.builder.master("local[2]").appName("pyrocket_consumer tests")
     for name, value in SETTINGS.items():
         builder = builder.config(name, value)
+    if DELTA in os.environ:
+        builder = (
+            builder.config("spark.jars.packages", os.environ[DELTA])
+            .config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension")
+            .config("spark.sql.catalog.spark_catalog", "org.apache.spark.sql.delta.catalog.DeltaCatalog")
+            .config("spark.databricks.delta.snapshotPartitions", "2")
+        )
     session = builder.config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse"))).getOrCreate()
     yield session
     session.stop()
