@@ -26,6 +26,7 @@ from pyrocket_consumer.errors import (
     ConfigError,
     ConnectError,
     ConnectionLost,
+    ProtocolError,
     RequestTimeout,
     RocketError,
     RouteNotFound,
@@ -374,10 +375,11 @@ class Positions:
                 there_ms = await self._stored_ms(queue, place) if 0 <= place < end else None
                 if there_ms is not None and there_ms > stored_ms.high:
                     end = max(place, begin)
-        except BrokerError as error:
-            if error.retryable:
+        except (BrokerError, ProtocolError) as error:
+            if isinstance(error, BrokerError) and error.retryable:
                 raise
             log.debug("queue=%s is read whole, it could not be searched by time reason=%s", queue, error)
+            return whole
         return QueueRange(queue, begin, end)
 
     async def _stored_ms(self, queue: MessageQueue, offset: int) -> int | None:

@@ -111,7 +111,9 @@ class BatchReader(DataSourceReader):
         chosen = positions.discover()
         if not chosen:
             log.warning("there is no queue to read: no topic matches subscribePattern=%r", self._options.pattern)
-        queues = frozenset(queue for queue in chosen if self._pushed.select(self._shown(queue)))
+        queues = chosen
+        if self._pushed != PushedFilters():
+            queues = frozenset(queue for queue in chosen if self._pushed.select(self._shown(queue)))
         start, end = self._options.start or Named.EARLIEST, self._options.end
         oldest = positions.begins(queues)  # before the rest: it only grows
         starts = oldest if start is Named.EARLIEST else positions.resolve(start, queues, chosen)

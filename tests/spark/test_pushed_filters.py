@@ -329,6 +329,15 @@ def test_an_end_beyond_what_there_is_matters_only_to_who_asks_for_it(cluster):
     assert ranges(cluster, where("LessThan", "queueOffset", 90), **options)["orders", 0] == (0, 90)
 
 
+def test_topics_are_named_as_in_rows():
+    with EmbeddedCluster() as cluster:
+        for topic in ("ns%orders", "ns%payments"):
+            cluster.create_topic(topic, queues=1)
+            cluster.send(topic, count=5)
+        options = {"namespace": "ns", "subscribe": "orders,payments"}
+        assert ranges(cluster, where("EqualTo", "topic", "orders"), **options) == {("ns%orders", 0): (0, 5)}
+
+
 # ---- nothing is missed
 
 
@@ -344,9 +353,18 @@ def test_a_place_that_the_messages_there_do_not_show_is_not_believed(cluster, li
     assert ranges(cluster, where("LessThan", "storeTimestamp", at(FIRST_MS + 50_000))) == both
 
 
-def test_a_broker_that_refuses_to_search_is_read_whole(cluster):
-    cluster.broker("broker-a").on(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, answer(ResponseCode.NO_PERMISSION))
-    assert ranges(cluster, where("GreaterThan", "storeTimestamp", at(FIRST_MS))) == ranges(cluster)
+@pytest.mark.parametrize("code", [RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, RequestCode.PULL_MESSAGE])
+@pytest.mark.parametrize("refusal", [answer(ResponseCode.NO_PERMISSION), answer(ResponseCode.SUCCESS)])
+def test_a_broker_that_does_not_tell_a_time_is_read_whole(cluster, code, refusal):
+    cluster.broker("broker-a").on(code, refusal, times=None)
+    asked = where("GreaterThan", "storeTimestamp", at(FIRST_MS + 90_000))
+    assert ranges(cluster, asked) == {("orders", 0): (0, 100), ("orders", 1): (0, 100)}
+
+
+def test_a_broker_that_is_busy_is_asked_again(cluster):
+    cluster.broker("broker-a").on(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, answer(ResponseCode.SYSTEM_BUSY))
+    asked = where("GreaterThan", "storeTimestamp", at(FIRST_MS + 90_000))
+    assert ranges(cluster, asked)["orders", 0] == (41, 100)
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.3.2"])
