@@ -190,7 +190,18 @@ static void record_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Make a record of `type`; where it lies in `data` was looked at. */
+/* Let the collector look at a record from now on: it may be part of a circle. */
+static void watch(PyObject *record)
+{
+    if (!PyObject_GC_IsTracked(record)) {
+        PyObject_GC_Track(record);
+    }
+}
+
+/* Make a record of `type`; where it lies in `data` was looked at.
+
+   The collector does not look at it before `properties` or `_key_line` refer to what may refer to it in turn: to look
+   at the thousands that wait in windows, again and again, was a seventh of a consumer's time. */
 static Record *new_record(
     PyTypeObject *type, PyObject *data, Py_ssize_t start, Py_ssize_t body_end, Py_ssize_t end, long long queue_offset,
     int sys_flag, PyObject *queue, PyObject *fixed)
@@ -208,6 +219,7 @@ static Record *new_record(
         record->body = Py_NewRef(Py_None);
         record->properties = Py_NewRef(Py_None);
         record->done = Py_NewRef(Py_False);
+        PyObject_GC_UnTrack(record);
     }
     return record;
 }
@@ -294,6 +306,7 @@ static PyObject *kept_properties(Record *record)
         PyObject *before = record->properties;
         record->properties = properties;
         Py_XDECREF(before);
+        watch((PyObject *)record);
     }
     return Py_NewRef(record->properties);
 }
@@ -365,6 +378,30 @@ static PyObject *record_property(PyObject *self, PyObject *name)
     return value;
 }
 
+static PyObject *record_key_line(PyObject *self, void *closure)
+{
+    PyObject *line;
+    BEGIN_ALONE(self)
+    line = Py_XNewRef(((Record *)self)->key_line);
+    END_ALONE()
+    if (line == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "_key_line");
+    }
+    return line;
+}
+
+static int record_set_key_line(PyObject *self, PyObject *line, void *closure)
+{
+    PyObject *before;
+    BEGIN_ALONE(self)
+    before = ((Record *)self)->key_line;
+    ((Record *)self)->key_line = Py_XNewRef(line);
+    watch(self);
+    END_ALONE()
+    Py_XDECREF(before);
+    return 0;
+}
+
 static PyMemberDef record_members[] = {
     {"queue_offset", T_LONGLONG, offsetof(Record, queue_offset), 0, "Its place in its queue."},
     {"sys_flag", T_INT, offsetof(Record, sys_flag), READONLY, "See SysFlag."},
@@ -378,13 +415,13 @@ static PyMemberDef record_members[] = {
     {"_properties", T_OBJECT_EX, offsetof(Record, properties), READONLY, NULL},
     {"_done", T_OBJECT_EX, offsetof(Record, done), 0, NULL},
     {"_extra_attempts", T_LONGLONG, offsetof(Record, extra_attempts), 0, NULL},
-    {"_key_line", T_OBJECT_EX, offsetof(Record, key_line), 0, NULL},
     {NULL},
 };
 
 static PyGetSetDef record_getset[] = {
     {"body", record_body, NULL, "What was sent, decompressed; b\"\" when nothing was.", NULL},
     {"properties", record_properties, NULL, "Every property, the reserved ones too (see PropertyName).", NULL},
+    {"_key_line", record_key_line, record_set_key_line, NULL, NULL},
     {NULL},
 };
 

@@ -64,5 +64,5 @@ def run(folder: Path, *command: str, sanitized: bool = False) -> subprocess.Comp
         }
     return subprocess.run(
         [sys.executable, "-P", *command], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=200, check=False,
+        timeout=280, check=False,
     )  # fmt: skip

@@ -207,6 +207,19 @@ def test_a_message_in_a_circle_is_collected(which):
     assert seen() is None
 
 
+def test_a_message_in_a_circle_with_its_line_is_collected(which):
+    class Line:
+        pass
+
+    message, line = one(which), Line()
+    message._key_line, line.message = line, message
+    seen = weakref.ref(line)
+    assert message._key_line is line
+    del message, line
+    gc.collect()
+    assert seen() is None
+
+
 def test_nothing_is_left_of_what_was_read(which):
     """Reading for long takes no memory: neither what is right nor what is refused."""
     resource = pytest.importorskip("resource")

@@ -62,12 +62,15 @@ def test_a_mistake_in_columns_is_found(mistake, tmp_path):
     assert_found(tmp_path, *MISTAKES_OF_COLUMNS[mistake], COLUMNS, executions=20_000)
 
 
+def fuzz(*targets):
+    return ("-m", "tests.fuzz", *targets, "--engine", "mutation", "--seed", "14")
+
+
 def assert_found(folder, right, wrong, *targets, executions):
     source = SOURCE.read_text()
     assert source.count(right) == 1
     build(folder, source.replace(right, wrong), "-O1", "-Wno-unused-function", "-Wno-unused-variable")
-    command = ("-m", "tests.fuzz", *targets, "--engine", "mutation", "--executions", str(executions), "--seed", "14")
-    answer = run(folder, *command)
+    answer = run(folder, *fuzz(*targets), "--executions", str(executions), "--seconds", "240")
     assert answer.returncode != 0 and "0 findings" not in answer.stdout, answer.stdout + answer.stderr
 
 
@@ -79,8 +82,7 @@ def sanitized(tmp_path_factory):
 
 
 def test_sanitizers_find_nothing_in_what_is_read(sanitized):
-    command = ("-m", "tests.fuzz", *TARGETS, COLUMNS, "--engine", "mutation", "--seconds", "20", "--seed", "14")
-    answer = run(sanitized, *command, sanitized=True)
+    answer = run(sanitized, *fuzz(*TARGETS, COLUMNS), "--seconds", "20", sanitized=True)
     assert answer.returncode == 0 and " 0 findings" in answer.stdout, answer.stdout + answer.stderr
 
 
@@ -97,8 +99,7 @@ def test_sanitizers_find_a_length_that_is_believed(tmp_path):
     source = SOURCE.read_text()
     assert source.count(BEYOND[0]) == 1
     build(tmp_path, source.replace(*BEYOND), *SANITIZED)
-    command = ("-m", "tests.fuzz", *TARGETS, "--engine", "mutation", "--seconds", "20", "--seed", "14")
-    answer = run(tmp_path, *command, sanitized=True)
+    answer = run(tmp_path, *fuzz(*TARGETS), "--executions", "60000", "--seconds", "240", sanitized=True)
     assert answer.returncode != 0 and "AddressSanitizer" in answer.stderr, answer.stdout + answer.stderr
 
 
