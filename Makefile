@@ -89,7 +89,7 @@ endif
 spark-demo: java .venv/.spark  ## windowed counts with PySpark, from a topic to a topic (ARGS='--seconds 30 --rate 2000')
 	$(RUN)/python -m pyrocket_consumer.spark.demo $(ARGS)
 
-bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|order_by_key|exactly_once|offset_persist|start_close|decode|drop_in|spark_read|spark_pushdown|spark_write ARGS=--quick
+bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|order_by_key|exactly_once|offset_persist|start_close|decode|cores|produce|drop_in|spark_read|spark_pushdown|spark_write ARGS=--quick
 	$(RUN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 soak: .venv/.test  ## hours of faults: 20 000 simulated worlds, calls interfered with at every step, 100 000 crash points of the offset store

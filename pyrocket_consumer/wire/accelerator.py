@@ -17,6 +17,31 @@ REVISION = 2
 """Of what both have in common. A build that is older than the Python code beside it is not used."""
 
 
+class RecordRows(Protocol):
+    """The records of many answers: a row each."""
+
+    count: int
+    answers: bytes
+    """Which answer each row is of, as numbers of 32 bits."""
+    compressed: bool
+    """Whether any body is."""
+
+    def choose(self, tags: tuple[bytes, ...], /) -> bool:
+        """Keep the rows with one of `tags`; return whether the properties of all could be read."""
+
+    def column(self, name: str, /) -> tuple[Any, ...] | None:
+        """Return what Arrow holds of a column, None if that cannot be read this way."""
+
+
+class FindRows(Protocol):
+    """Finds the records of answers, no more than `most` in each, whose offsets are in a range."""
+
+    def __call__(
+        self, answers: tuple[tuple[bytes | bytearray, int, int, int, int], ...], most: int, /
+    ) -> RecordRows | None:
+        """Take data, start, stop, first offset and the one after the last; None: something is unusual or damaged."""
+
+
 def _compiled() -> tuple[ModuleType | None, str]:
     """Return the compiled module, or None, and why it is that."""
     if os.environ.get("PYROCKET_PURE", "0") not in ("", "0"):
@@ -47,33 +72,6 @@ else:
     cut_records = compiled.cut_records
     rising = compiled.rising
     finish = compiled.finish
-
-
-
-class RecordRows(Protocol):
-    """The records of many answers: a row each."""
-
-    count: int
-    answers: bytes
-    """Which answer each row is of, as numbers of 32 bits."""
-    compressed: bool
-    """Whether any body is."""
-
-    def choose(self, tags: tuple[bytes, ...], /) -> bool:
-        """Keep the rows with one of `tags`; return whether the properties of all could be read."""
-
-    def column(self, name: str, /) -> tuple[Any, ...] | None:
-        """Return what Arrow holds of a column, None if that cannot be read this way."""
-
-
-class FindRows(Protocol):
-    """Finds the records of answers, no more than `most` in each, whose offsets are in a range."""
-
-    def __call__(
-        self, answers: tuple[tuple[bytes | bytearray, int, int, int, int], ...], most: int, /
-    ) -> RecordRows | None:
-        """Take data, start, stop, first offset and the one after the last; None: something is unusual or damaged."""
-
 
 find_rows: FindRows | None = compiled.find_rows if compiled is not None else None
 """For `columns`, which does the same with numpy where there is none."""
