@@ -23,6 +23,7 @@ accelerator = Extension(
     "pyrocket_consumer.wire._accelerator",
     ["pyrocket_consumer/wire/_accelerator.c"],
     extra_compile_args=[] if os.name == "nt" else ["-O3", "-g0"],
+    define_macros=[("Py_LIMITED_API", "0x030b0000")] if is_stable else [],
     py_limited_api=is_stable,
     optional=True,  # without a compiler the Python code is used
 )

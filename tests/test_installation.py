@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import pyrocket_consumer
+from tests.interpreters import PYTHONS
 
 ROOT = Path(pyrocket_consumer.__file__).parent.parent
 
@@ -101,21 +101,6 @@ def test_it_installs_with_a_compiler_and_without(source, tmp_path, environment, 
     wheel, said = wheel_of(source, out, **environment)
     assert "error" not in said.lower()
     assert consumes(sys.executable, unpacked(wheel, folder), PYTHONPATH=str(folder)) == accelerated
-
-
-def pythons() -> Iterator[tuple[str, str]]:
-    """Yield each version the metadata names, and its interpreter, if there is one on this machine."""
-    for minor in (11, 12, 13, 14):
-        name = f"python3.{minor}"
-        places = [*sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")), shutil.which(name)]
-        for place in filter(None, map(str, filter(None, places))):
-            asked = subprocess.run([place, "-c", "import venv, ensurepip"], capture_output=True, check=False)
-            if asked.returncode == 0:
-                yield f"3.{minor}", place
-                break
-
-
-PYTHONS = dict(pythons())
 
 
 @pytest.mark.parametrize("version", PYTHONS)

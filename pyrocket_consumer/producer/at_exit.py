@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - see _register
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
+
+with suppress(RuntimeError):  # the main thread has ended, and Python takes no more executors
+    import concurrent.futures.thread  # noqa: F401 - see _register
 
 
 class Unclosed(Protocol):

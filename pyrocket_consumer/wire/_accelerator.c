@@ -4,9 +4,8 @@
 
    Every length was sent by somebody else: none is believed before it was compared with the bytes that are there. */
 
-#ifndef Py_GIL_DISABLED
-#define Py_LIMITED_API 0x030b0000 /* one build for 3.11 and all that come after it; free-threaded ones have no such thing */
-#endif
+/* setup.py has Py_LIMITED_API defined, so that one build serves 3.11 and all that come after it, but for free-threaded
+   ones, which have no such thing. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -17,7 +16,7 @@
 enum { REVISION = 2 }; /* of what is agreed with the Python code, see accelerator.py */
 
 #ifdef Py_GIL_DISABLED
-#define BEGIN_ALONE(object) Py_BEGIN_CRITICAL_SECTION(object)
+#define BEGIN_ALONE(object) Py_BEGIN_CRITICAL_SECTION(object);
 #define END_ALONE() Py_END_CRITICAL_SECTION()
 #else /* the GIL is held from the first look at a record to what is kept of it */
 #define BEGIN_ALONE(object) {
@@ -77,8 +76,7 @@ static PyObject *name_of(State *state, const char *bytes, Py_ssize_t length)
         if (text == NULL) {
             return NULL;
         }
-        PyUnicode_InternInPlace(&text);
-        PyObject *before = kept->text;
+        PyObject *before = kept->text; /* not interned: 3.12 keeps what is interned for ever, and senders choose names */
         kept->text = Py_NewRef(text);
         kept->length = (unsigned char)length;
         memcpy(kept->bytes, bytes, (size_t)length);
@@ -361,10 +359,15 @@ static PyObject *property_in(State *state, const char *text, const char *end, Py
     return PyUnicode_DecodeUTF8(found.value, found.value_length, "replace");
 }
 
-static PyObject *record_property(PyObject *self, PyObject *name)
+static PyObject *record_property(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *keywords)
 {
     Record *record = (Record *)self;
-    PyObject *value = NULL;
+    Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+    if (count + named != 1 || (named && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "name") != 0)) {
+        PyErr_SetString(PyExc_TypeError, "property() takes one argument, the name of a property");
+        return NULL;
+    }
+    PyObject *name = arguments[0], *value = NULL;
     BEGIN_ALONE(self)
     if (record->properties != NULL && record->properties != Py_None) {
         value = got(state_of(self), record->properties, name);
@@ -426,7 +429,8 @@ static PyGetSetDef record_getset[] = {
 };
 
 static PyMethodDef record_methods[] = {
-    {"property", record_property, METH_O, "Return the property `name`, None when it is absent."},
+    {"property", (PyCFunction)(void (*)(void))record_property, METH_FASTCALL | METH_KEYWORDS,
+     "property($self, /, name)\n--\n\nReturn the property `name`, None when it is absent."},
     {NULL},
 };
 

@@ -151,6 +151,24 @@ def test_what_a_thread_sends_after_the_main_thread_ended_is_sent_too(embedded):
     assert bodies(embedded) == list(range(30)), done.stderr
 
 
+def test_a_producer_may_be_the_first_after_the_main_thread_ended(embedded):
+    """What is imported when it is first used is imported then, too."""
+    program = """
+    import sys, threading
+    import pyrocket_consumer
+
+    def later():
+        threading.main_thread().join()
+        with pyrocket_consumer.Producer(name_server=sys.argv[1]) as producer:
+            producer.send("orders", b"1")
+
+    threading.Thread(target=later).start()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), embedded.name_server]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert bodies(embedded) == [1] and done.stderr == ""
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_child_of_multiprocessing_sends_its_own_and_leaves_its_parents(embedded, method, tmp_path):
     if sys.platform == "win32":

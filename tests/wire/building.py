@@ -43,7 +43,7 @@ def build(folder: Path, source: str, *flags: str) -> None:
     (wire / "_accelerator.c").write_text(source)
     command = [
         compiler(), "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter",
-        "-Wno-missing-field-initializers", "-Wno-cast-function-type", *flags,
+        "-Wno-missing-field-initializers", "-Wno-cast-function-type", "-DPy_LIMITED_API=0x030b0000", *flags,
         "-I", sysconfig.get_path("include"), str(wire / "_accelerator.c"), "-o", str(wire / "_accelerator.so"),
     ]  # fmt: skip
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 import gc
+import inspect
 import os
 import pickle
 import shutil
@@ -21,6 +22,7 @@ import pyrocket_consumer
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.message import BatchItem, Message, StoredMessage, encode_batch, encode_message
 from tests.fuzz.mutation import Mutator
+from tests.interpreters import PYTHONS
 from tests.trials import trials
 from tests.wire import both
 from tests.wire.test_fuzz_message import COMPRESSED_RECORDS, SMALL_BODIES
@@ -154,8 +156,20 @@ def test_a_message_is_what_users_know(which):
 def test_a_name_that_is_no_text_is_a_type_error(which, name):
     with pytest.raises(TypeError):
         one(which, properties={"TAGS": "a"}).property(name)
-    with pytest.raises(TypeError):
-        one(which, properties={"TAGS": "a"}).property()
+
+
+def test_a_property_is_asked_for_as_any_function_is_called(which):
+    message = one(which, properties={"TAGS": "a"})
+    assert message.property(name="TAGS") == message.property("TAGS") == "a"
+    assert list(inspect.signature(message.property).parameters) == ["name"]
+    for call in (
+        lambda: message.property(),
+        lambda: message.property("TAGS", "KEYS"),
+        lambda: message.property(named="TAGS"),
+        lambda: message.property("TAGS", name="TAGS"),
+    ):
+        with pytest.raises(TypeError):
+            call()
 
 
 def test_a_message_can_be_derived_from(which):
@@ -242,6 +256,32 @@ def test_nothing_is_left_of_what_was_read(which):
     for _ in range(300):
         read()
     assert peak() - before < 4 * 1024
+
+
+NAMES_FOR_EVER = """
+import resource
+from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
+
+def read(numbers):
+    for number in numbers:
+        record = encode_message(StoredMessage("T", b"", {f"name-{number}-{each}": "v" for each in range(10)}))
+        assert len(decode_messages(record)[0].properties) == 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before = read(range(2_000))
+print(read(range(2_000, 12_000)) - before)
+"""
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_names_that_senders_choose_are_not_kept(version):
+    """Some Pythons never free what is interned. Reading messages needs no package but this one."""
+    both.copy(pure=False)
+    answer = subprocess.run(
+        [PYTHONS[version], "-c", NAMES_FOR_EVER], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert int(answer.stdout) < 4 * 1024
 
 
 def test_threads_read_the_same_message(which):

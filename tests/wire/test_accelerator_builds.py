@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
+from tests.interpreters import PYTHONS
 from tests.wire.building import SANITIZED, SOURCE, build, compiler, run
 
 TARGETS = ("compiled-as-python", "compiled-record-as-python", "compiled-properties-as-python")
@@ -101,6 +104,17 @@ def test_sanitizers_find_a_length_that_is_believed(tmp_path):
     build(tmp_path, source.replace(*BEYOND), *SANITIZED)
     answer = run(tmp_path, *fuzz(*TARGETS), "--executions", "60000", "--seconds", "240", sanitized=True)
     assert answer.returncode != 0 and "AddressSanitizer" in answer.stderr, answer.stdout + answer.stderr
+
+
+def test_what_a_free_threaded_python_compiles_is_right():
+    """With the headers of an ordinary one, told that it is free-threaded: 3.13 is the first that can be."""
+    if "3.13" not in PYTHONS:
+        pytest.skip("there is no Python 3.13")
+    ask = "import sysconfig; print(sysconfig.get_path('include'))"
+    headers = subprocess.run([PYTHONS["3.13"], "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    command = [compiler(), "-fsyntax-only", "-Wall", "-Werror", "-DPy_GIL_DISABLED=1", "-I", headers, str(SOURCE)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 0, answer.stderr
 
 
 def test_there_is_a_compiler():
