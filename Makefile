@@ -78,6 +78,7 @@ oldest:  ## tests that need no Java, with the oldest versions that setup.cfg all
 wheel: .venv/.test  ## dist/pyrocket_consumer-*.whl
 	@rm -rf build dist
 	$(RUN)/python -m build --quiet --no-isolation --wheel
+	@$(RUN)/python -m zipfile -l dist/*.whl | grep -q '_accelerator[.]' || echo "without the compiled part: there is no C compiler, or PYROCKET_PURE is set" >&2
 
 demo: .venv/.cli .venv/.sql  ## produce and consume on the embedded broker, or on a real one: make demo BROKER=5.5.0
 ifdef BROKER

@@ -1,6 +1,7 @@
 """What setup.cfg cannot say: what is compiled, if it can be; and on a package index, the README names files in place of
 links, which would lead nowhere."""
 
+import hashlib
 import os
 import re
 import sysconfig
@@ -19,11 +20,13 @@ def as_a_name(link: re.Match[str]) -> str:
 readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 # One build serves Python 3.11 and all later ones, but for free-threaded ones, each of which needs its own.
 is_stable = not sysconfig.get_config_var("Py_GIL_DISABLED")
+SOURCE = "pyrocket_consumer/wire/_accelerator.c"
+digest = hashlib.sha256((Path(__file__).parent / SOURCE).read_bytes()).hexdigest()[:16]  # see wire/accelerator.py
 accelerator = Extension(
     "pyrocket_consumer.wire._accelerator",
-    ["pyrocket_consumer/wire/_accelerator.c"],
+    [SOURCE],
     extra_compile_args=[] if os.name == "nt" else ["-O3", "-g0"],
-    define_macros=[("Py_LIMITED_API", "0x030b0000")] if is_stable else [],
+    define_macros=[("SOURCE", f'"{digest}"'), *([("Py_LIMITED_API", "0x030b0000")] if is_stable else [])],
     py_limited_api=is_stable,
     optional=True,  # without a compiler the Python code is used
 )

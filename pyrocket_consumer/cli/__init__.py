@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from pyrocket_consumer import __version__
 from pyrocket_consumer.cli import broker, consume, demo, offsets, produce
@@ -16,6 +17,18 @@ _NO_ANSWER = "; it is busy or not well, or something else listens there"
 OK, ERROR, USAGE, FAILED_CHECK = 0, 1, 2, 3
 
 
+class _Version(argparse.Action):
+    """Says the version in one line, however narrow the terminal is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        parts = "with its compiled part" if ACCELERATED else f"in Python alone: {REASON}"
+        print(f"pyrocket-consumer {__version__}, {parts}")
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     top = argparse.ArgumentParser(
@@ -24,8 +37,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 a check failed: a message was lost, a lag is above "
         "--max or not known, a broker is missing, or a reset is not verified.",
     )
-    parts = "with its compiled part" if ACCELERATED else f"in Python alone: {REASON}"
-    top.add_argument("--version", action="version", version=f"pyrocket-consumer {__version__}, {parts}")
+    top.add_argument("--version", action=_Version, help="show the version, whether its compiled part is used, and exit")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (demo, consume, produce, offsets, broker):
         module.add_to(commands)

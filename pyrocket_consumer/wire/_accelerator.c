@@ -13,7 +13,9 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { REVISION = 2 }; /* of what is agreed with the Python code, see accelerator.py */
+#ifndef SOURCE
+#error "setup.py defines SOURCE, the digest of this file: see accelerator.py"
+#endif
 
 #ifdef Py_GIL_DISABLED
 #define BEGIN_ALONE(object) Py_BEGIN_CRITICAL_SECTION(object);
@@ -1330,7 +1332,7 @@ static int begin(PyObject *module)
     if (!state->rows_type || !state->unpacked || !state->properties_start || !state->get || !state->record_type) {
         return -1;
     }
-    if (PyModule_AddIntConstant(module, "REVISION", REVISION) < 0) {
+    if (PyModule_AddStringConstant(module, "SOURCE", SOURCE) < 0) {
         return -1;
     }
     return PyModule_AddType(module, state->record_type);

@@ -7,14 +7,13 @@ Nothing but speed differs: the tests run with both.
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyrocket_consumer.text import logger
 
-REVISION = 2
-"""Of what both have in common. A build that is older than the Python code beside it is not used."""
+SOURCE = "c3d3eabe4db67547"
+"""The digest of the C file that belongs to this Python code: a build of another one is not used."""
 
 
 class RecordRows(Protocol):
@@ -47,11 +46,15 @@ def _compiled() -> tuple[ModuleType | None, str]:
     if os.environ.get("PYROCKET_PURE", "0") not in ("", "0"):
         return None, "PYROCKET_PURE is set"
     try:
-        module = import_module("pyrocket_consumer.wire._accelerator")
-        if module.REVISION != REVISION:
-            raise ImportError(f"it is of revision {module.REVISION}, not {REVISION}")
+        import pyrocket_consumer.wire._accelerator as module  # type: ignore[import-not-found]
+
+        if module.SOURCE != SOURCE:
+            raise ImportError("it is of another version's source")
     except ModuleNotFoundError:
-        return None, "it was not built: there was no compiler, or this is a copy of the sources"
+        return None, (
+            "there is no build of it here: installed without a compiler and Python's headers or with PYROCKET_PURE, "
+            "or a copy or an archive of the sources"
+        )
     except (ImportError, AttributeError) as error:
         reason = f"its build cannot be used: {error}; install the package again"
         logger("wire").warning("Python code is used in place of the compiled part: %s", reason)

@@ -671,8 +671,7 @@ def _record_starts(data: bytes | bytearray, extents: Sequence[Extent]) -> tuple[
     """Return how many records each answer has, and where each record starts.
 
     Raises:
-        _IrregularError: an answer is no sequence of records.
-        ProtocolError: it has more of them than any pull asks for.
+        _IrregularError: an answer is no sequence of records, or of more than any pull asks for.
     """
     counts, starts = list[int](), list[int]()
     add, length_at = starts.append, _LENGTH.unpack_from
@@ -689,7 +688,7 @@ def _record_starts(data: bytes | bytearray, extents: Sequence[Extent]) -> tuple[
             raise _IrregularError
         counts.append(len(starts) - before)
         if counts[-1] > MOST_RECORDS:
-            raise ProtocolError(f"more than {MOST_RECORDS} records in {len(extent)} bytes, which no pull asks for")
+            raise _IrregularError
     return counts, starts
 
 

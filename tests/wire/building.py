@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import pyrocket_consumer
+from pyrocket_consumer.wire import accelerator
 
 ROOT = Path(pyrocket_consumer.__file__).parent.parent
 SOURCE = ROOT / "pyrocket_consumer" / "wire" / "_accelerator.c"
@@ -43,7 +44,8 @@ def build(folder: Path, source: str, *flags: str) -> None:
     (wire / "_accelerator.c").write_text(source)
     command = [
         compiler(), "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter",
-        "-Wno-missing-field-initializers", "-Wno-cast-function-type", "-DPy_LIMITED_API=0x030b0000", *flags,
+        "-Wno-missing-field-initializers", "-Wno-cast-function-type", "-DPy_LIMITED_API=0x030b0000",
+        f'-DSOURCE="{accelerator.SOURCE}"', *flags,
         "-I", sysconfig.get_path("include"), str(wire / "_accelerator.c"), "-o", str(wire / "_accelerator.so"),
     ]  # fmt: skip
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

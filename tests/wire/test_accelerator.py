@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import copy as copying
 import gc
+import hashlib
 import inspect
 import os
 import pickle
@@ -19,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import pyrocket_consumer
+from pyrocket_consumer.wire import accelerator
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.message import BatchItem, Message, StoredMessage, encode_batch, encode_message
 from tests.fuzz.mutation import Mutator
@@ -407,13 +410,23 @@ def test_the_command_line_says_which_is_used(value, told):
         [sys.executable, "-m", "pyrocket_consumer.cli", "--version"], env=dict(os.environ) | {"PYROCKET_PURE": value},
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert answer.stdout.strip() == f"pyrocket-consumer {pyrocket_consumer.__version__}, {told}"
+    assert answer.stdout == f"pyrocket-consumer {pyrocket_consumer.__version__}, {told}\n"
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path):
+    copied(tmp_path)
+    environment = dict(os.environ) | {"PYTHONPATH": str(tmp_path), "COLUMNS": "40", "PYROCKET_PURE": "0"}
+    command = [sys.executable, "-P", "-m", "pyrocket_consumer.cli", "--version"]
+    answer = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert answer.stdout.count("\n") == 1 and "there is no build of it here" in answer.stdout
 
 
 def test_where_nothing_was_built_nothing_is_said(tmp_path):
     copied(tmp_path)
     said, logged = tells(tmp_path)
-    assert said.startswith("False it was not built") and said.endswith(" b'x'") and not logged
+    assert said.startswith("False there is no build of it here") and said.endswith(" b'x'") and not logged
 
 
 @pytest.mark.parametrize("content", [b"", b"not a library at all", b"\x7fELF" + bytes(100)])
@@ -426,7 +439,21 @@ def test_a_broken_build_is_said_once_and_not_used(tmp_path, content):
     assert "install the package again" in logged
 
 
-def test_a_build_of_another_revision_is_not_used(tmp_path):
-    (copied(tmp_path) / "_accelerator.py").write_text("REVISION = 0\n")
+def test_a_build_of_another_source_is_not_used(tmp_path):
+    (copied(tmp_path) / "_accelerator.py").write_text("SOURCE = 'another'\n")
     said, logged = tells(tmp_path)
-    assert said.startswith("False its build cannot be used: it is of revision 0") and logged.count("\n") == 0
+    assert said.startswith("False its build cannot be used: it is of another version's source")
+    assert logged.count("\n") == 0
+
+
+def test_the_source_is_the_one_that_the_python_code_names():
+    """Whoever changes the C file writes its digest into accelerator.py: then builds of before are not used."""
+    digest = hashlib.sha256((ROOT / "pyrocket_consumer" / "wire" / "_accelerator.c").read_bytes()).hexdigest()[:16]
+    assert digest == accelerator.SOURCE
+
+
+def test_tools_that_look_for_imports_find_it():
+    """Those that make one program of many modules leave out what they do not see."""
+    tree = ast.parse((ROOT / "pyrocket_consumer" / "wire" / "accelerator.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert "pyrocket_consumer.wire._accelerator" in imported

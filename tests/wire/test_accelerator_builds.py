@@ -112,7 +112,8 @@ def test_what_a_free_threaded_python_compiles_is_right():
         pytest.skip("there is no Python 3.13")
     ask = "import sysconfig; print(sysconfig.get_path('include'))"
     headers = subprocess.run([PYTHONS["3.13"], "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
-    command = [compiler(), "-fsyntax-only", "-Wall", "-Werror", "-DPy_GIL_DISABLED=1", "-I", headers, str(SOURCE)]
+    flags = ("-fsyntax-only", "-Wall", "-Werror", "-DPy_GIL_DISABLED=1", '-DSOURCE=""', "-I", headers)
+    command = [compiler(), *flags, str(SOURCE)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 0, answer.stderr
 
