@@ -747,10 +747,12 @@ static Place *place_of(const RecordRows *self, const Row *row, const char *name,
 static int find_places(RecordRows *self, Row *row)
 {
     const unsigned char *topic = row->start + row->body_end;
-    row->properties = row->body_end + (u32_at(row->start + MAGIC) == MAGIC_V1 ? topic[0] + 3u : u16_at(topic) + 4);
-    if (row->properties > row->end || row->properties + u16_at(row->start + row->properties - 2) != row->end) {
+    size_t topic_size = u32_at(row->start + MAGIC) == MAGIC_V1 ? topic[0] + 3u : u16_at(topic) + 4;
+    size_t properties = row->body_end + topic_size;
+    if (properties > row->end || properties + u16_at(row->start + properties - 2) != row->end) {
         return IRREGULAR;
     }
+    row->properties = (uint32_t)properties;
     const char *text = (const char *)row->start + row->properties, *end = (const char *)row->start + row->end;
     if (!is_utf8((const unsigned char *)text, (const unsigned char *)end)) {
         return IRREGULAR;
@@ -1369,6 +1371,7 @@ static PyModuleDef_Slot module_slots[] = {
 #ifdef Py_GIL_DISABLED
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif
+    {0, NULL}, /* see PyInit__accelerator */
     {0, NULL},
 };
 
@@ -1386,5 +1389,10 @@ static PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__accelerator(void)
 {
+    if (Py_Version >= 0x030c0000) { /* has a word for what the stable interface of 3.11 cannot say */
+        enum { MULTIPLE_INTERPRETERS = 3, EACH_MAY_HAVE_ITS_GIL = 2 }; /* all state is the module's own */
+        size_t last = sizeof(module_slots) / sizeof(module_slots[0]) - 2;
+        module_slots[last] = (PyModuleDef_Slot){MULTIPLE_INTERPRETERS, (void *)(intptr_t)EACH_MAY_HAVE_ITS_GIL};
+    }
     return PyModuleDef_Init(&definition);
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pyrocket_consumer.text import logger
 
-SOURCE = "c3d3eabe4db67547"
+SOURCE = "afacaf43d9df9cef"
 """The digest of the C file that belongs to this Python code: a build of another one is not used."""
 
 
@@ -50,12 +50,12 @@ def _compiled() -> tuple[ModuleType | None, str]:
 
         if module.SOURCE != SOURCE:
             raise ImportError("it is of another version's source")
-    except ModuleNotFoundError:
-        return None, (
-            "there is no build of it here: installed without a compiler and Python's headers or with PYROCKET_PURE, "
-            "or a copy or an archive of the sources"
-        )
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a broken build raises: the Python code is whole
+        if isinstance(error, ModuleNotFoundError) and error.name == "pyrocket_consumer.wire._accelerator":
+            return None, (
+                "there is no build of it here: installed without a compiler and Python's headers or with "
+                "PYROCKET_PURE, or a copy or an archive of the sources"
+            )
         reason = f"its build cannot be used: {error}; install the package again"
         logger("wire").warning("Python code is used in place of the compiled part: %s", reason)
         return None, reason

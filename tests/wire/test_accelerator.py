@@ -446,6 +446,48 @@ def test_a_build_of_another_source_is_not_used(tmp_path):
     assert logged.count("\n") == 0
 
 
+@pytest.mark.parametrize("fault", ["raise SystemError('odd')", "raise ValueError('odd')", "import no_such_odd_module"])
+def test_a_build_that_fails_in_any_way_is_not_used(tmp_path, fault):
+    (copied(tmp_path) / "_accelerator.py").write_text(fault)
+    said, logged = tells(tmp_path)
+    assert said.startswith("False its build cannot be used: ") and "odd" in said and logged.count("\n") == 0
+
+
+READS = """
+import os
+os.environ["PYROCKET_PURE"] = "0"
+from pyrocket_consumer.wire import accelerator
+from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
+assert accelerator.ACCELERATED, accelerator.REASON
+for _ in range(100):
+    (message,) = decode_messages(encode_message(StoredMessage("T", b"body", {"A": "1"})))
+    assert (message.body, message.properties, message.property("A")) == (b"body", {"A": "1"}, "1")
+print("well")
+"""
+
+IN_ANOTHER_INTERPRETER = """
+import sys
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+failed = interpreters.run_string(interpreters.create(), sys.argv[1])
+assert not failed, failed
+sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_another_interpreter_of_the_process_may_use_it(version):
+    """One other: before 3.13.1 Python's own `datetime` breaks where more import it. From 3.12 on it has its own GIL."""
+    both.copy(pure=False)
+    answer = subprocess.run(
+        [PYTHONS[version], "-W", "ignore", "-c", IN_ANOTHER_INTERPRETER, READS], capture_output=True, text=True,
+        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)}, timeout=60, check=False,
+    )  # fmt: skip
+    assert answer.stdout == "well\n", answer.stderr
+
+
 def test_the_source_is_the_one_that_the_python_code_names():
     """Whoever changes the C file writes its digest into accelerator.py: then builds of before are not used."""
     digest = hashlib.sha256((ROOT / "pyrocket_consumer" / "wire" / "_accelerator.c").read_bytes()).hexdigest()[:16]
