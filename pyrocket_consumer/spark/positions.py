@@ -334,7 +334,7 @@ class Positions:
             bound.check({queue.topic for queue in chosen})
         if isinstance(bound, STORED):
             times_ms = {queue: at_ms for queue in queues if (at_ms := bound.of(queue.topic)) is not None}
-            return self._each(queues, lambda queue: self._search(queue, times_ms[queue]))
+            return self._each(queues, lambda queue: self._again(lambda: self._search(queue, times_ms[queue])))
         if isinstance(bound, GivenOffsets):
             bound.check(chosen)
             given = {queue: offset for queue in queues if (offset := bound.offset(queue)) is not None}
@@ -345,7 +345,7 @@ class Positions:
             return self.begins(queues)
         if bound is Named.LATEST:
             return self.ends(queues)
-        committed = self._each(queues, self._committed)
+        committed = self._each(queues, lambda queue: self._again(lambda: self._committed(queue)))
         found = {queue: offset for queue, offset in committed.items() if offset is not None}
         return {**found, **self.begins([queue for queue in queues if queue not in found])}
 
@@ -362,17 +362,28 @@ class Positions:
         return self._each(by_queue.keys(), lambda queue: self._cut_by_time(by_queue[queue], stored_ms))
 
     async def _cut_by_time(self, whole: QueueRange, stored_ms: Span) -> QueueRange:
-        """Search the edges, and believe a broker only when the message there shows it: a wrong edge would lose some."""
+        """Search the edges, and believe a broker only when the message there shows it: a wrong edge would lose some.
+
+        It looks for a time beyond the skew: brokers stop at a message of just that time, and by the whole skew may
+        others before it be later, or others behind it be earlier.
+        """
         queue, begin, end = whole.queue, whole.begin, whole.end
+
+        async def search(at_ms: int) -> int:
+            return await self._again(lambda: self._search(queue, max(0, at_ms)))
+
+        async def stored_ms_at(offset: int) -> int | None:
+            return await self._again(lambda: self._stored_ms(queue, offset))
+
         try:
             if stored_ms.low is not None:
-                place = await self._search(queue, max(0, stored_ms.low - CLOCK_SKEW_MS))
-                before_ms = await self._stored_ms(queue, place - 1) if place > begin else None
+                place = await search(stored_ms.low - CLOCK_SKEW_MS - 1)
+                before_ms = await stored_ms_at(place - 1) if place > begin else None
                 if before_ms is not None and before_ms < stored_ms.low:
                     begin = min(place, end)
             if stored_ms.high is not None and begin < end:
-                place = await self._search(queue, max(0, stored_ms.high + CLOCK_SKEW_MS + 1))
-                there_ms = await self._stored_ms(queue, place) if 0 <= place < end else None
+                place = await search(stored_ms.high + CLOCK_SKEW_MS + 1)
+                there_ms = await stored_ms_at(place) if 0 <= place < end else None
                 if there_ms is not None and there_ms > stored_ms.high:
                     end = max(place, begin)
         except (BrokerError, ProtocolError) as error:
@@ -396,16 +407,13 @@ class Positions:
     def _each(
         self, queues: Collection[MessageQueue], ask: Callable[[MessageQueue], Awaitable[T]]
     ) -> dict[MessageQueue, T]:
-        """Return what `ask` gives for each queue, asking again what failed; some at a time at each broker."""
+        """Return what `ask` gives for each queue; some at a time at each broker."""
         return self.cluster.run(self._ask_each(queues, ask), None) if queues else {}
 
     async def _ask_each(
         self, queues: Collection[MessageQueue], ask: Callable[[MessageQueue], Awaitable[T]]
     ) -> dict[MessageQueue, T]:
-        async def persistently(queue: MessageQueue) -> T:
-            return await self._again(lambda: ask(queue))
-
-        by_broker = (_some_at_a_time(each, persistently, CALLS_AT_ONCE) for each in _by_broker(queues).values())
+        by_broker = (_some_at_a_time(each, ask, CALLS_AT_ONCE) for each in _by_broker(queues).values())
         return {queue: answer for answers in await asyncio.gather(*by_broker) for queue, answer in answers}
 
     # --- offsets, of a query that runs: brokers may be away

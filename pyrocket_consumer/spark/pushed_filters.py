@@ -20,6 +20,9 @@ from pyrocket_consumer.wire.subscription import TAG
 MOST_TAGS = 100
 """Of so many tags at most a broker is told: they travel with every pull."""
 
+MOST_TAGS_LENGTH = 4096
+"""So many characters they may have, all together."""
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # What a broker takes for a tag as it stands: FilterAPI splits at "||", trims, and "*" is every message. U+FFFD may
 # stand in a row for bytes that are no text, which a broker sees otherwise.
@@ -186,4 +189,4 @@ def _tags(kind: str, values: Sequence[object]) -> frozenset[str] | None:
     if kind not in ("EqualTo", "EqualNullSafe", "In") or not 0 < len(values) <= MOST_TAGS:
         return None
     plain = frozenset(value for value in values if isinstance(value, str) and _PLAIN_TAG.fullmatch(value))
-    return plain if len(plain) == len(set(values)) else None
+    return plain if len(plain) == len(set(values)) and sum(map(len, plain)) <= MOST_TAGS_LENGTH else None

@@ -111,6 +111,8 @@ class BatchReader(DataSourceReader):
         chosen = positions.discover()
         if not chosen:
             log.warning("there is no queue to read: no topic matches subscribePattern=%r", self._options.pattern)
+        brokers = sorted({queue.broker_name for queue in chosen})  # one that has left is in no route, and is not missed
+        log.info("found queues=%d of brokers=%s", len(chosen), ", ".join(brokers) or "none")
         queues = chosen
         if self._pushed != PushedFilters():
             queues = frozenset(queue for queue in chosen if self._pushed.select(self._shown(queue)))

@@ -574,6 +574,22 @@ def test_a_batch_of_nothing_has_one_empty_task(embedded, caplog):
     assert "no topic matches subscribePattern='no-such-.*'" in caplog.text
 
 
+@pytest.mark.parametrize("leave", ["stop", "kill"])
+def test_a_broker_that_has_left_is_missed_only_where_its_queues_are_named(embedded, leave, caplog):
+    caplog.set_level(logging.INFO)
+    assert len(read_batch(embedded, subscribe="orders")) == 20
+    assert "found queues=2 of brokers=broker-a, broker-b" in caplog.text
+    getattr(embedded.broker("broker-b"), leave)()
+    caplog.clear()
+    assert len(read_batch(embedded, subscribe="orders")) == 10
+    assert "found queues=1 of brokers=broker-a\n" in caplog.text
+    queues = '{"orders": {"broker-a": [0], "broker-b": [0]}}'
+    with pytest.raises(ConfigError, match="option assign names .*broker-b"):
+        read_batch(embedded, assign=queues)
+    with pytest.raises(ConfigError, match="option startingOffsets names .*broker-b"):
+        read_batch(embedded, subscribe="orders", startingOffsets='{"orders": {"broker-a": -2, "broker-b": -2}}')
+
+
 def test_limits_of_streams_are_ignored_with_a_warning(embedded, caplog):
     with caplog.at_level(logging.WARNING):
         assert len(read_batch(embedded, subscribe="orders", maxOffsetsPerTrigger=3)) == 20
