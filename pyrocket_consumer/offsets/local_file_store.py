@@ -363,6 +363,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 self._check_open()
                 while True:
                     self._hand_over(self._changed((entry,)))
+                    self._checkpoint_if_due()
                     if not self._journal.flush(self._written):
                         self._checkpoint()
                     with self._table_lock:
@@ -374,6 +375,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
     def close(self) -> None:
         """Persist what memory holds, write the checkpoint, and let others have the store. Safe to call twice.
+
+        Where the journal has all, but offsets.json cannot be written (the disk is full), nothing is lost: that is an
+        event, `store-unwritable`, and the next owner reads both.
 
         Raises:
             OffsetStoreUnwritable: not everything is durable. The store is closed all the same.
@@ -388,9 +392,14 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 try:
                     self._check_open()
                     self._look()
-                    self._hand_over(self._changed(self._chosen(None)), closing=True)
-                    if self._behind or self._written > self._journal.durable:
+                    self._hand_over(self._changed(self._chosen(None)))
+                    if not self._journal.flush(self._written):
                         self._checkpoint()
+                    elif self._behind:
+                        self._try_checkpoint()
+                    if self._unsure:  # files are gone since then, and could not be written anew
+                        self._checkpoint()
+                    is_behind = self._behind
                 except OffsetStoreUnwritable as error:
                     raise OffsetStoreUnwritable(
                         f"not all offsets could be written to {self._directory} before it was closed: "
@@ -400,7 +409,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                     self._give_up()
         finally:
             self._tell_events()
-        log.info("offset store closed: directory=%s", self._directory)
+        if is_behind:
+            log.warning("offset store closed, its journal has what offsets.json lacks: directory=%s", self._directory)
+        else:
+            log.info("offset store closed: directory=%s", self._directory)
 
     def __enter__(self) -> Self:
         self.load()
@@ -425,6 +437,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                     with self._table_lock:
                         entries, self._waiting = list(self._waiting), {}
                 self._hand_over(self._changed(entries))
+                self._checkpoint_if_due()
                 journal, target = self._journal, self._written
             self._make_durable(journal, target)
         finally:
@@ -446,33 +459,39 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         """Return the entries to write. Reading one attribute needs no lock."""
         return [entry for entry in entries if (offset := entry.offset) is not None and offset != entry.stored]
 
-    def _hand_over(self, changed: Sequence[_FileOffset], closing: bool = False) -> None:
+    def _hand_over(self, changed: Sequence[_FileOffset]) -> None:
         """Write `changed` to the journal, or with a checkpoint. The write lock is held.
 
         Returns with `_written` counting it; it is durable once the journal has come as far.
         """
-        now = self._clock()
-        if now - self._looked_at >= _LOOK_S:
+        if self._clock() - self._looked_at >= _LOOK_S:
             self._look()
         if changed or self._unsure:
             self._written += 1
             self._unsure = False
         if changed:
             journal = self._journal
-            fits = journal.appendable and not closing
+            fits = journal.appendable
             journal.appendable = False  # until `_write` has put there what is noted as stored from here on
             for entry in changed:
                 if entry.stored is None:
                     self._order.append(entry)
                 entry.stored = entry.offset
             self._write(journal.frames(changed) if fits else b"")
-        if self._behind and not closing and now - self._checkpoint_at >= self._checkpoint_interval_s:
-            try:
-                self._checkpoint()
-            except OffsetStoreUnwritable:
-                # It is told, and tried again an interval later. What is in the journal is safe all the same, or will
-                # be when the caller has flushed it.
-                self._checkpoint_at = now
+
+    def _checkpoint_if_due(self) -> None:
+        if self._behind and self._clock() - self._checkpoint_at >= self._checkpoint_interval_s:
+            self._try_checkpoint()
+
+    def _try_checkpoint(self) -> None:
+        """Write a checkpoint that nobody's offsets wait for. If that fails it is told, and tried an interval later.
+
+        What is in the journal is safe all the same, or will be when the caller has flushed it.
+        """
+        try:
+            self._checkpoint()
+        except OffsetStoreUnwritable:
+            self._checkpoint_at = self._clock()
 
     def _look(self) -> None:
         """See that the files are there, and the lock on them ours: somebody may have removed them. If so, all is
@@ -495,6 +514,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 self._event(EventKind.STORE_TAKEN, self._taken, directory=self._directory)
                 raise
             except OSError as error:
+                self._unsure = True
                 self._note_unwritable(error)
                 raise self._unwritable_error(error) from error
         files_are_there = self._checkpoint_file.is_there() and self._journal.is_there()
@@ -816,9 +836,15 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         elif now - self._reminded_at < _REMIND_S:
             return
         self._reminded_at = now
+        text = str(self._unwritable_error(error))
+        if self._written <= self._journal.durable and not self._unsure:
+            text = (
+                f"not every file in {self._directory} can be written: {_reason_and_remedy(error)}. Nothing is lost: "
+                f"what {MAIN_FILE} lacks is in {JOURNAL_FILE}, and the next persist tries again"
+            )
         self._event(
             EventKind.STORE_UNWRITABLE,
-            str(self._unwritable_error(error)),
+            text,
             directory=self._directory, for_s=round(now - self._unwritable_since, 3),
         )  # fmt: skip
 

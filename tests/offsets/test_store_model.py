@@ -17,7 +17,7 @@ from pyrocket_consumer.errors import OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
 from pyrocket_consumer.offsets.directories import read_store
-from tests.offsets.disks import Failing, MemoryDisk, WatchedDisk
+from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
 from tests.trials import trials
 
 QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "%RETRY%g") for broker in ("a", "b") for n in range(2)]
@@ -89,9 +89,11 @@ class StoreAgainstDictionaries(RuleBasedStateMachine):
     def time_passes(self):
         self.now += 3
 
-    @rule(number=st.sampled_from([None, errno.ENOSPC, errno.EIO]))
-    def the_disk(self, number):
+    @rule(number=st.sampled_from([None, errno.ENOSPC, errno.EIO]), takes_no_new_files_only=st.booleans())
+    def the_disk(self, number, takes_no_new_files_only):
         self.failing.error = number
+        operations = ("create",) if takes_no_new_files_only else WRITES
+        self.failing.when = lambda operation, path: operation in operations
 
     @precondition(lambda self: not self.failing.error)
     @rule()
@@ -100,6 +102,18 @@ class StoreAgainstDictionaries(RuleBasedStateMachine):
         self.stored |= self.memory
         self.memory, self.certain = dict(self.stored), True
         self.open()
+
+    @precondition(lambda self: self.failing.error)
+    @rule()
+    def restart_after_trouble(self):
+        """What a close has not refused is there; what it has, memory begins without, or with."""
+        closed = self.persisting(QUEUES, self.store.close)
+        self.failing.error = None
+        self.open()
+        found = self.store.clone_offset_table()
+        if closed:
+            assert found.items() >= self.memory.items()
+        self.memory, self.stored, self.certain = found, dict(found), True
 
     @precondition(lambda self: not self.failing.error and self.certain)
     @rule()
