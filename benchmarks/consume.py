@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import java_program
+from benchmarks.arguments import checkout, new_file, one_or_more
 from benchmarks.broker_load import fill
 from benchmarks.consume_report import (
     Results,
@@ -414,15 +415,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round of small backlogs, 4 and 16 queues")
     parser.add_argument("--cases", help=f"comma-separated, of {', '.join(CASES)} (default: all)")
     parser.add_argument("--sides", help=f"comma-separated, of {', '.join(SIDES)} (default: all)")
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="its consumer is measured as the side `before`")
+    parser.add_argument(
+        "--before", type=checkout, metavar="CHECKOUT", help="its consumer is measured as the side `before`"
+    )
     parser.add_argument("--queues", type=numbers, help="numbers of queues, comma-separated (default: 4,16,1000)")
-    parser.add_argument("--rounds", type=int, help="rounds of each comparison (default: 3)")
+    parser.add_argument("--rounds", type=one_or_more, help="rounds of each comparison (default: 3)")
     parser.add_argument("--messages", type=int, help="size of the backlog (default: 1000000)")
     parser.add_argument("--sleep-messages", type=int, help="for the listener that sleeps (default: 60000)")
     parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
     parser.add_argument("--broker-defaults", action="store_true", help="leave the broker's limits per pull as they are")
-    parser.add_argument("--json", type=Path, help="write every round's answers to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
+    parser.add_argument("--json", type=new_file, help="write every round's answers to this file")
+    parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
         pyplot()  # say now that it is missing
@@ -439,8 +442,6 @@ def main() -> int:
             parser.error(f"no {what} is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     if options.before is None and options.sides and "before" in settings.sides:
         parser.error("the side before needs --before with the checkout it is to come from")
-    if options.before is not None and not (options.before / "pyrocket_consumer").is_dir():
-        parser.error(f"{options.before} is no checkout: it has no folder pyrocket_consumer")
 
     facts = environment(java=java_tool("java") if "java" in settings.sides else None)
     results, failed = Results(), list[str]()

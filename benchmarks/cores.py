@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import new_file, one_or_more
 from benchmarks.consume import ROOT, Cluster, broker, say
 from benchmarks.consume_report import Results, cpu_us, rate
 from benchmarks.consume_side import Task
@@ -293,13 +294,13 @@ def main() -> int:
     parser.add_argument(
         "--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)} (default: all)"
     )
-    parser.add_argument("--rounds", type=int, help="rounds of each comparison (default: 5)")
+    parser.add_argument("--rounds", type=one_or_more, help="rounds of each comparison (default: 5)")
     parser.add_argument("--queues", type=int, help="queues of the topic, an even number (default: 16)")
     parser.add_argument("--messages", type=int, help="size of the backlog that is consumed (default: 1000000)")
     parser.add_argument("--spark-messages", type=int, help="messages read by a query of Spark (default: 1600000)")
     parser.add_argument("--name-server", help="consume from this running cluster instead of starting a broker")
-    parser.add_argument("--json", type=Path, help="write every round's answers to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
+    parser.add_argument("--json", type=new_file, help="write every round's answers to this file")
+    parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
         pyplot()  # say now that it is missing

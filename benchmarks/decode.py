@@ -28,6 +28,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from benchmarks.arguments import new_file, one_or_more
 from benchmarks.environment import environment, header
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
@@ -348,8 +349,8 @@ def steps_table(steps: Sequence[Mapping[str, Any]], packages: Sequence[str]) -> 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=QUESTION)
-    arguments.add_argument("--rounds", type=int, default=60, help="rounds per size of body (60)")
-    arguments.add_argument("--json", metavar="FILE", help="write the results there too")
+    arguments.add_argument("--rounds", type=one_or_more, default=60, help="rounds per size of body (60)")
+    arguments.add_argument("--json", type=new_file, metavar="FILE", help="write the results there too")
     options = arguments.parse_args()
 
     facts = environment()

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from pathlib import Path
 
+from benchmarks.arguments import new_file, one_or_more
 from benchmarks.consume import ROOT, Cluster, broker, say
 from benchmarks.consume_report import Results, Target, cpu_us, peak_mb, rate, short
 from benchmarks.drop_in_side import Task
@@ -154,12 +154,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round of small backlogs")
     parser.add_argument("--cases", help=f"comma-separated, of {', '.join(CASES)} (default: all)")
     parser.add_argument("--sides", help=f"comma-separated, of {', '.join(SIDES)} (default: all)")
-    parser.add_argument("--rounds", type=int, help="rounds of each comparison (default: 3)")
+    parser.add_argument("--rounds", type=one_or_more, help="rounds of each comparison (default: 3)")
     parser.add_argument("--messages", type=int, help="size of the backlog (default: 300000)")
     parser.add_argument("--threads", type=int, help="threads of every side (default: 8)")
     parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
-    parser.add_argument("--json", type=Path, help="write every round's answers to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
+    parser.add_argument("--json", type=new_file, help="write every round's answers to this file")
+    parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
         pyplot()  # say now that it is missing

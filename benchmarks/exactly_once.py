@@ -32,6 +32,7 @@ from typing import Any
 
 from sqlalchemy import Connection, create_engine, text
 
+from benchmarks.arguments import new_file, one_or_more
 from benchmarks.environment import environment, header
 from benchmarks.plots import draw_rates
 from pyrocket_consumer import Message, PushConsumer
@@ -226,9 +227,9 @@ def main() -> None:
     )
     arguments.add_argument("--quick", action="store_true", help="one round with few messages")
     arguments.add_argument("--databases", default="sqlite,postgresql", help="(%(default)s)")
-    arguments.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
-    arguments.add_argument("--json", metavar="FILE", help="write the results there too")
-    arguments.add_argument("--plot", metavar="PNG", help="draw them; needs matplotlib")
+    arguments.add_argument("--rounds", type=one_or_more, default=5, help="(%(default)s)")
+    arguments.add_argument("--json", type=new_file, metavar="FILE", help="write the results there too")
+    arguments.add_argument("--plot", type=new_file, metavar="PNG", help="draw them; needs matplotlib")
     arguments.add_argument("--serve", help=argparse.SUPPRESS)
     arguments.add_argument("--side", help=argparse.SUPPRESS)
     options = arguments.parse_args()

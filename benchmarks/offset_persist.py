@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import java_program
+from benchmarks.arguments import new_file, one_or_more
 from benchmarks.environment import environment, header
 from benchmarks.plots import pyplot
 from pyrocket_consumer.consumer.commit import StoreCommits
@@ -565,11 +566,11 @@ def main() -> None:
     arguments.add_argument("--quick", action="store_true", help="within a minute: fewer rounds, no 65 536 queues")
     arguments.add_argument("--queues", type=int, nargs="+", help="numbers of queues (16 256 4096 65536)")
     arguments.add_argument("--threads", type=int, nargs="+", help="numbers of threads (1 8)")
-    arguments.add_argument("--rounds", type=int, help="rounds per combination (40)")
+    arguments.add_argument("--rounds", type=one_or_more, help="rounds per combination (40)")
     arguments.add_argument("--no-java", action="store_true", help="leave the Java side out")
     arguments.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    arguments.add_argument("--json", metavar="FILE", help="write the results there too")
-    arguments.add_argument("--plot", metavar="PNG", help="draw them (needs matplotlib)")
+    arguments.add_argument("--json", type=new_file, metavar="FILE", help="write the results there too")
+    arguments.add_argument("--plot", type=new_file, metavar="PNG", help="draw them (needs matplotlib)")
     options = arguments.parse_args()
     if options.plot:
         pyplot()  # say now that it is missing

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import checkout, new_file, one_or_more
 from benchmarks.consume import Cluster, broker, compete, package_of, say
 from benchmarks.consume_report import Results, Target, plot, rate, table
 from benchmarks.consume_side import Task
@@ -86,15 +87,15 @@ def _without_side(options: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.order_by_key", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of small backlogs")
-    parser.add_argument("--rounds", type=int, help="rounds of each comparison (default: 5)")
+    parser.add_argument("--rounds", type=one_or_more, help="rounds of each comparison (default: 5)")
     parser.add_argument("--messages", type=int, help="size of the backlog for the quick listener (default: 400000)")
     parser.add_argument("--sleep-messages", type=int, help="the same for the one that sleeps (default: 60000)")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of sleep, no-op (default: both)")
     parser.add_argument("--no-java", action="store_true", help="leave Java out")
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="its orderly mode is measured beside ours")
+    parser.add_argument("--before", type=checkout, metavar="CHECKOUT", help="its orderly mode is measured beside ours")
     parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
-    parser.add_argument("--json", type=Path, help="write every round's answers to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
+    parser.add_argument("--json", type=new_file, help="write every round's answers to this file")
+    parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
         pyplot()  # say now that it is missing

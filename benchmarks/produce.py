@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks import java_program
+from benchmarks.arguments import checkout, new_file, one_or_more
 from benchmarks.consume import ROOT, Cluster, broker, package_of, say
 from benchmarks.consume_report import Results, cpu_us, peak_mb, rate, short
 from benchmarks.environment import environment, header
@@ -111,15 +112,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round of few messages")
     parser.add_argument("--cases", help=f"comma-separated, of {', '.join(CASES)} (default: both)")
     parser.add_argument("--sides", help="comma-separated, of pyrocket, java (default: both)")
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="its producer is measured as the side `before`")
-    parser.add_argument("--rounds", type=int, help="rounds of each comparison (default: 5)")
+    parser.add_argument(
+        "--before", type=checkout, metavar="CHECKOUT", help="its producer is measured as the side `before`"
+    )
+    parser.add_argument("--rounds", type=one_or_more, help="rounds of each comparison (default: 5)")
     parser.add_argument("--warm", type=int, help=f"messages of each side that do not count (default: {WARM})")
     parser.add_argument("--messages", type=int, help="asynchronous sends that count (default: 200000)")
     parser.add_argument("--sync-messages", type=int, help="synchronous sends that count (default: 30000)")
     parser.add_argument("--in-flight", type=int, help="asynchronous sends on their way at a time (default: 1000)")
     parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
-    parser.add_argument("--json", type=Path, help="write every round's answers to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
+    parser.add_argument("--json", type=new_file, help="write every round's answers to this file")
+    parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
         pyplot()  # say now that it is missing

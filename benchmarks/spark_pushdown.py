@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 
 from pyspark.sql import SparkSession
 
+from benchmarks.arguments import new_file, one_or_more
 from benchmarks.consume import say
 from benchmarks.consume_report import Target
 from benchmarks.environment import environment, header
@@ -89,10 +89,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spark_pushdown", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="1 000 000 rows, 1 round")
     parser.add_argument("--rows", type=int, help="rows in the topic (default: 10000000)")
-    parser.add_argument("--rounds", type=int, help="rounds, after one to warm up (default: 3)")
+    parser.add_argument("--rounds", type=one_or_more, help="rounds, after one to warm up (default: 3)")
     parser.add_argument("--queues", type=int, default=16, help="queues of the topic, each a task (default: 16)")
     parser.add_argument("--cores", type=int, default=2, help="tasks at once (default: 2)")
-    parser.add_argument("--json", type=Path, help="write every round's figures to this file")
+    parser.add_argument("--json", type=new_file, help="write every round's figures to this file")
     options = parser.parse_args()
     rows = options.rows or (1_000_000 if options.quick else 10_000_000)
     rounds = options.rounds or (1 if options.quick else 3)

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
+from benchmarks.arguments import new_file, one_or_more
 from benchmarks.consume import BROKER_JVM, BROKER_SETTINGS, Cluster, say
 from benchmarks.consume_report import Target
 from benchmarks.environment import environment, header
@@ -345,15 +346,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spark_read", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds of small backlogs")
     parser.add_argument("--cases", help=f"comma-separated, of {', '.join(CASES)} (default: all)")
-    parser.add_argument("--rounds", type=int, help="rounds of each comparison, after one to warm up (default: 5)")
+    parser.add_argument("--rounds", type=one_or_more, help="rounds of each comparison, after one to warm up (default: 5)")
     parser.add_argument("--messages", type=int, help="messages read by a query (default: 1600000)")
     parser.add_argument("--queues", type=int, help="queues of the topic, each a task (default: 16)")
     parser.add_argument("--pull-batch", type=int, help="messages per pull, asked and given (default: 32)")
     parser.add_argument("--cores", type=int, default=2, help="tasks at once (default: 2)")
     parser.add_argument("--tasks", type=int, help="tasks that a query of ours is divided into (default: one per queue)")
     parser.add_argument("--pure", action="store_true", help="without the C extension: PYROCKET_PURE=1 in every worker")
-    parser.add_argument("--json", type=Path, help="write every round's figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
+    parser.add_argument("--json", type=new_file, help="write every round's figures to this file")
+    parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
         pyplot()  # say now that it is missing

@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import new_file, one_or_more
 from benchmarks.environment import environment, header
 from benchmarks.plots import pyplot
 from pyrocket_consumer import Admin, Producer
@@ -149,13 +150,13 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spark_write", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two rounds of 30 000 rows")
-    parser.add_argument("--rounds", type=int, help="rounds (default: 7)")
+    parser.add_argument("--rounds", type=one_or_more, help="rounds (default: 7)")
     parser.add_argument("--rows", type=int, help="rows of each round (default: 150000)")
     parser.add_argument("--in-flight", type=int, default=256, help="unacknowledged sends per task (default: 256)")
     parser.add_argument("--tasks", type=int, default=2, help="tasks of Spark at once (default: 2)")
     parser.add_argument("--name-server", help="use this running cluster; the topic is removed again")
-    parser.add_argument("--json", type=Path, help="write every round to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file; needs matplotlib")
+    parser.add_argument("--json", type=new_file, help="write every round to this file")
+    parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
         pyplot()  # say now that it is missing

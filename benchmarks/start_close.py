@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import new_file, one_or_more
 from benchmarks.environment import environment, header
 from benchmarks.plots import pyplot
 from pyrocket_consumer import ConsumerEvent, Message, PushConsumer
@@ -174,9 +175,9 @@ def main() -> None:
     arguments.add_argument("--queues", default="1000,2000,5000,10000", help="numbers of queues to begin (%(default)s)")
     arguments.add_argument("--close", type=int, default=1000, metavar="QUEUES", help="queues to close (%(default)s)")
     arguments.add_argument("--answer-after", type=float, default=0.05, metavar="S", help="seconds (%(default)s)")
-    arguments.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
-    arguments.add_argument("--json", metavar="FILE", help="write the results there too")
-    arguments.add_argument("--plot", metavar="PNG", help="draw them; needs matplotlib")
+    arguments.add_argument("--rounds", type=one_or_more, default=3, help="(%(default)s)")
+    arguments.add_argument("--json", type=new_file, metavar="FILE", help="write the results there too")
+    arguments.add_argument("--plot", type=new_file, metavar="PNG", help="draw them; needs matplotlib")
     arguments.add_argument("--serve", help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.serve:

@@ -125,3 +125,15 @@ def test_the_core_needs_only_its_two_dependencies():
 def test_nothing_imports_the_columns_but_the_spark_source():
     importers = {name_of(module) for module in MODULES if "wire.columns" in module.read_text()}
     assert {name.partition("/")[0] for name in importers} <= {"spark"}
+
+
+def test_bodies_are_imported_as_a_whole():
+    """Past their package, by one thread, while another one imports the package: Python ends that as a deadlock."""
+    past = {
+        name_of(module)
+        for module in MODULES
+        if "bodies" not in module.parts
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("pyrocket_consumer.wire.bodies.")
+    }
+    assert not past

@@ -456,7 +456,7 @@ static PyType_Spec record_spec = {
 
 /* --- functions: see record.py */
 
-/* Tell whether `kind` is derived from Record, and adds nothing to what its objects hold. */
+/* Tell whether `kind` is derived from Record. */
 static int is_kind(PyObject *module, PyObject *kind)
 {
     State *state = PyModule_GetState(module);
@@ -481,8 +481,12 @@ static PyObject *make_record(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "no record from %zd to %zd, its body to %zd, of %zd bytes", start, end,
                             body_end, PyBytes_Size(data));
     }
-    return (PyObject *)new_record(
+    PyObject *record = (PyObject *)new_record(
         (PyTypeObject *)kind, data, start, body_end, end, queue_offset, sys_flag, queue, fixed);
+    if (record != NULL) {
+        watch(record); /* of a kind that may hold more: only what cut_records makes is told to be Message */
+    }
+    return record;
 }
 
 static PyObject *cut_records(PyObject *module, PyObject *args)
@@ -596,7 +600,7 @@ enum { IRREGULAR, REGULAR, FAILED }; /* left to the Python code; as it should be
 enum {
     FLAG = 16, COMMIT_LOG_OFFSET = 28, BORN_AT = 40, BORN_HOST = 48, STORED_AT = 56, STORE_HOST = 64, RECONSUME_TIMES = 72,
     MORE_FOR_V6 = 12, LONGEST_HOST = 26, LONGEST_ID = 56,
-    MOST_ITEMS = 256, /* of one record: its names are compared with one another */
+    MOST_ITEMS = 64, /* of one record: its names are compared with one another */
 };
 #define MAGIC_V2 0xDAA320ABu /* topic length in two bytes */
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pyrocket_consumer.text import logger
 
-SOURCE = "afacaf43d9df9cef"
+SOURCE = "9e341a09c7e4e4a2"
 """The digest of the C file that belongs to this Python code: a build of another one is not used."""
 
 

@@ -15,9 +15,9 @@ from zlib import crc32
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies.json_object import read_number, read_object
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.header import Header, wire
+from pyrocket_consumer.wire.json_object import read_number, read_object
 
 RELAY_VERSION = 1
 MAX_QUEUE_ID = 32_000

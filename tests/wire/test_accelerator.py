@@ -185,6 +185,11 @@ def test_a_message_can_be_derived_from(which):
     kept = made(Kept, data, 0, 88 + 4, len(data), 0, 0, None, None)
     kept.mine = [kept]
     assert (kept.shout(), kept.tags, kept.topic) == (b"BODY", "a", "T")
+    kept.sign = type("Sign", (), {})()
+    seen = weakref.ref(kept.sign)
+    del kept
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_message_that_nobody_decoded_has_nothing(which):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies.json_object import read_object, record
+from pyrocket_consumer.wire.json_object import read_object, record
 
 
 @dataclass(frozen=True, slots=True)

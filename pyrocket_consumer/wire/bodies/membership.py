@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pyrocket_consumer.model import Subscription
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies.json_object import JsonObject, read_object, record, record_object
 from pyrocket_consumer.wire.bodies.subscriptions import read_subscription, subscription_object
+from pyrocket_consumer.wire.json_object import JsonObject, read_object, record, record_object
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies.json_object import (
+from pyrocket_consumer.wire.json_object import (
     JsonObject,
     read_number,
     read_object,

@@ -9,7 +9,7 @@ from typing import Any
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import BrokerData, QueueData, TopicRoute
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies.json_object import JsonObject, read_number, read_object, read_text
+from pyrocket_consumer.wire.json_object import JsonObject, read_number, read_object, read_text
 
 MAX_QUEUES = 1 << 16
 """Nobody has more queues of a topic; a larger number is a broken route."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies.json_object import java, read_object, record, record_object
 from pyrocket_consumer.wire.bodies.subscriptions import read_subscription, subscription_object
+from pyrocket_consumer.wire.json_object import java, read_object, record, record_object
 
 
 @dataclass(frozen=True, slots=True)

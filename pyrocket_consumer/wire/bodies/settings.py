@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies.json_object import read_object, record, record_object
+from pyrocket_consumer.wire.json_object import read_object, record, record_object
 
 
 @dataclass(frozen=True, slots=True)

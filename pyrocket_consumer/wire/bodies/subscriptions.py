@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyrocket_consumer.model import Subscription
-from pyrocket_consumer.wire.bodies.json_object import JsonObject
+from pyrocket_consumer.wire.json_object import JsonObject
 from pyrocket_consumer.wire.subscription import TAG, tag_hash
 
 
