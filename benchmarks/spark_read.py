@@ -346,7 +346,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spark_read", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds of small backlogs")
     parser.add_argument("--cases", help=f"comma-separated, of {', '.join(CASES)} (default: all)")
-    parser.add_argument("--rounds", type=one_or_more, help="rounds of each comparison, after one to warm up (default: 5)")
+    parser.add_argument("--rounds", type=one_or_more, help="rounds of each comparison, after one to warm up (5)")
     parser.add_argument("--messages", type=int, help="messages read by a query (default: 1600000)")
     parser.add_argument("--queues", type=int, help="queues of the topic, each a task (default: 16)")
     parser.add_argument("--pull-batch", type=int, help="messages per pull, asked and given (default: 32)")

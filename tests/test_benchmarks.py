@@ -162,7 +162,7 @@ def test_spark_pushdown_has_a_broker_whose_messages_are_as_old_as_it_says():
     [
         (["--sides", "pyrocket,jvaa"], "no side is called jvaa"),
         (["--sides", "pure,before"], "needs --before"),
-        (["--before", "/nowhere"], "/nowhere is no checkout"),
+        (["--before", "/nowhere"], "'/nowhere' is no checkout"),
     ],
 )
 def test_consume_says_what_it_cannot_measure(options, told):
