@@ -104,12 +104,14 @@ def test_batches_into_a_database(page):
 
 
 @pytest.mark.databases("postgresql")
-def test_rows_into_postgresql(page, database):
+def test_rows_into_postgresql(page, orders, database):
+    orders.send("orders", b"odd", tags="of\0other\0words")
     url = database.url.replace("+psycopg", "")
     page.database = url
     page.run("foreachPartition")
     with psycopg.connect(url) as connection:
-        assert connection.execute("select count(*) from messages").fetchone() == (20,)
+        assert connection.execute("select count(*) from messages").fetchone() == (21,)
+        assert connection.execute("select tags from messages where body = 'odd'").fetchone() == ("ofotherwords",)
 
 
 def test_lag(page, capsys):
