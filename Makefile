@@ -2,8 +2,7 @@
 PYTHON ?= python3
 BENCH ?= consume
 SPARK ?= 4.0 4.1
-DELTA_SPARK ?= 4.2
-DELTA ?= io.delta:delta-spark_$(DELTA_SPARK)_2.13:4.4.0
+DELTA ?= 4.4.0
 RUN := .venv/bin
 LOCK := uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header --no-annotate
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each would compile everything anew
@@ -32,7 +31,7 @@ locked: | .venv/bin/python
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick test pure system-packages java check audit lock oldest wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect spark-delta clean
+.PHONY: help quick test pure system-packages java check audit lock oldest wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -112,23 +111,18 @@ spark-soak: java .venv/.test  ## streaming queries: one killed eight times, one 
 	PYROCKET_SPARK_KILLS=8 PYROCKET_SPARK_MESSAGES=80000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_kill.py
 	PYROCKET_SPARK_TROUBLES=12 PYROCKET_SPARK_MESSAGES=60000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_trouble.py
 
-spark-versions: java .venv/.test .venv/constraints.txt  ## the Spark tests with older releases: make spark-versions SPARK="4.0 4.1"
+spark-versions: java .venv/.test .venv/constraints.txt  ## the Spark tests with older releases, and with Delta: make spark-versions SPARK="4.0 4.1"
 	for version in $(SPARK); do \
 	    $(PYTHON) -m venv .venv/spark-$$version && \
 	    .venv/spark-$$version/bin/python -m pip install --quiet --constraint .venv/constraints.txt \
 	        --editable '.[test]' "pyspark==$$version.*" && \
-	    CI=true .venv/spark-$$version/bin/python -m pytest -q --real=none -m spark_versions tests/spark || exit 1; \
+	    CI=true PYROCKET_SPARK_DELTA=io.delta:delta-spark_$${version}_2.13:$(DELTA) .venv/spark-$$version/bin/python -m pytest -q \
+	        --real=none -m "spark_versions or spark_delta" $(ARGS) tests/spark || exit 1; \
 	done
 
 spark-connect: java .venv/.test  ## the Spark tests with Spark Connect
 	$(RUN)/python -m pip install --quiet 'pyspark[connect]'
 	CI=true $(RUN)/python -m pytest -q --real=none -m spark_connect tests/spark
-
-spark-delta: java .venv/.test .venv/constraints.txt  ## the recipe for Delta tables, with the newest Spark that has Delta
-	$(PYTHON) -m venv .venv/spark-$(DELTA_SPARK)
-	.venv/spark-$(DELTA_SPARK)/bin/python -m pip install --quiet --constraint .venv/constraints.txt \
-	    --editable '.[test]' "pyspark==$(DELTA_SPARK).*"
-	CI=true PYROCKET_SPARK_DELTA=$(DELTA) .venv/spark-$(DELTA_SPARK)/bin/python -m pytest -q --real=none -m spark_delta tests/spark
 
 clean:  ## removes the virtual environment and what was built
 	rm -rf .venv build dist *.egg-info

@@ -40,7 +40,7 @@ SETTINGS = {
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "spark_versions: runs on the oldest release of Spark, too (make spark-versions)")
     config.addinivalue_line("markers", "spark_connect: needs pyspark[connect] (make spark-connect)")
-    config.addinivalue_line("markers", "spark_delta: needs Delta, made for some releases of Spark (make spark-delta)")
+    config.addinivalue_line("markers", "spark_delta: needs Delta, made for some Sparks (make spark-versions)")
     if version("pyspark").startswith(("4.0.", "4.1.")):  # they leave the sockets of collect() to the collector
         config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
 

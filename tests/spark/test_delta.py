@@ -1,6 +1,6 @@
 """Into a Delta table, exactly once: the recipe of the page, with batches that are repeated.
 
-Delta is published for releases of Spark one by one, so this has a session of its own: `make spark-delta`.
+Delta is published for releases of Spark one by one, so this runs where others do not: `make spark-versions`.
 """
 
 from __future__ import annotations
