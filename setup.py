@@ -21,7 +21,8 @@ readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 # One build serves Python 3.11 and all later ones, but for free-threaded ones, each of which needs its own.
 is_stable = not sysconfig.get_config_var("Py_GIL_DISABLED")
 SOURCE = "pyrocket_consumer/wire/_accelerator.c"
-digest = hashlib.sha256((Path(__file__).parent / SOURCE).read_bytes()).hexdigest()[:16]  # see wire/accelerator.py
+text = (Path(__file__).parent / SOURCE).read_bytes().replace(b"\r\n", b"\n")  # however it was checked out
+digest = hashlib.sha256(text).hexdigest()[:16]  # see wire/accelerator.py
 accelerator = Extension(
     "pyrocket_consumer.wire._accelerator",
     [SOURCE],

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 from zlib import crc32
 
@@ -500,6 +501,16 @@ def read_owner_file(data: bytes) -> None:
         assert len(str(owner)) < 3000
 
 
+def _of_the_compiled_part() -> list[Target]:
+    target = Target
+    return [
+        target("compiled-as-python", bearing(compiled_as_python), records),
+        target("compiled-record-as-python", bearing(compiled_record_as_python), records),
+        target("compiled-properties-as-python", bearing(compiled_properties_as_python), properties),
+        target("compiled-columns-as-python", bearing(compiled_columns_as_python), records),
+    ]
+
+
 def _made() -> list[Target]:
     plans = [
         b'{"topic":"T","epoch":1700000000000,"targets":{"broker-a":{"0":5,"1":7}}}',
@@ -531,10 +542,7 @@ def _made() -> list[Target]:
         target("spark-offset", bearing(read_spark_offset, ConfigError), lambda: SPARK_OFFSETS),
         target("recovery", bearing(lambda data: recover(*apart(data)), OffsetStoreError), stores),
         target("columns-as-messages", bearing(columns_as_messages), records),
-        target("compiled-as-python", bearing(compiled_as_python), records),
-        target("compiled-record-as-python", bearing(compiled_record_as_python), records),
-        target("compiled-properties-as-python", bearing(compiled_properties_as_python), properties),
-        target("compiled-columns-as-python", bearing(compiled_columns_as_python), records),
+        *(_of_the_compiled_part() if find_spec("pyrocket_consumer.wire._accelerator") else ()),
         target("messages-as-records", bearing(messages_as_records), records),
         target("properties-as-read", bearing(properties_as_read), properties),
         target("json-as-read", bearing(json_as_read), json_bodies),
