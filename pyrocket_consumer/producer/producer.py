@@ -23,7 +23,7 @@ from pyrocket_consumer.net.forks import renew_locks_in_children
 from pyrocket_consumer.net.outcome import Outcome
 from pyrocket_consumer.producer import at_exit
 from pyrocket_consumer.producer.batch import BatchMessage, cut
-from pyrocket_consumer.producer.callbacks import CallbackThread, SendFuture, Waiting
+from pyrocket_consumer.producer.callbacks import CallbackThread, Promise, SendFuture, Waiting
 from pyrocket_consumer.producer.outbox import Outbox
 from pyrocket_consumer.producer.outgoing import (
     OutgoingMessage,
@@ -436,7 +436,7 @@ class Producer:
         With `max_in_flight_messages` or `max_in_flight_bytes` on their way it waits for room first, within
         `timeout_s`. A message that waits for others of its queue or key is given up when it is older than `timeout_s`
         and no answer has come for one of them for as long: a burst may take its time. Callbacks of the future run on a
-        thread of the producer, one at a time, and may send.
+        thread of the producer, one at a time, and may send. Only the producer tells the future its outcome.
 
         Raises:
             ConfigError, ConnectError, ConsumerClosed: as for `send`.
@@ -445,7 +445,7 @@ class Producer:
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
         future: SendFuture[SendResult] = SendFuture(self._callbacks)  # an alias would take longer to call
-        sending = self._sending(topic, message, future, queue, sharding_key, timeout_s, more)
+        sending = self._sending(topic, message, Promise(future), queue, sharding_key, timeout_s, more)
         sending.is_waited_for = False
         self._hand_over(sending)
         return future

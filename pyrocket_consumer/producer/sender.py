@@ -554,10 +554,13 @@ class Sender:
                 if lane.current is sending and lane.held is None:
                     self._cluster.loop.call_soon(self._start_next, lane)
             self._on_finished(sending)
-            if isinstance(outcome, BaseException):
-                sending.waiting.set_exception(outcome)
-            else:
-                sending.waiting.set_result(outcome)
+            try:
+                if isinstance(outcome, BaseException):
+                    sending.waiting.set_exception(outcome)
+                else:
+                    sending.waiting.set_result(outcome)
+            except Exception:  # of one message: lanes, others and a close go on
+                log.exception("topic=%s whoever waits for a message cannot be told what became of it", sending.topic)
 
     def tally(self) -> Tally:
         """Count how every message ends that is on its way now."""

@@ -70,9 +70,13 @@ class _Counted:
         self._messages = messages
 
     def set_result(self, result: Any) -> None:
-        self._waiting.set_result(result)
-        self._tally.end(self._messages, None)
+        try:
+            self._waiting.set_result(result)
+        finally:
+            self._tally.end(self._messages, None)
 
     def set_exception(self, error: BaseException) -> None:
-        self._waiting.set_exception(error)
-        self._tally.end(self._messages, error)
+        try:
+            self._waiting.set_exception(error)
+        finally:
+            self._tally.end(self._messages, error)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import random
+import signal
+import sys
 import threading
+import time
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION, Future, InvalidStateError
 
 import pytest
 
 from pyrocket_consumer.errors import SendError
-from pyrocket_consumer.producer.callbacks import CallbackThread, SendFuture
-from pyrocket_consumer.testing import Gate, answer
+from pyrocket_consumer.producer import OutgoingMessage
+from pyrocket_consumer.producer import callbacks as source
+from pyrocket_consumer.producer.callbacks import CallbackThread, Promise, SendFuture
+from pyrocket_consumer.testing import Gate, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -141,11 +147,11 @@ def test_a_callback_may_send_and_wait_and_one_that_fails_is_told_in_the_log(embe
 
 
 def test_a_future_is_told_once(callbacks):
-    for tell in (lambda future: future.set_result(1), lambda future: future.set_exception(ValueError())):
+    for tell in (lambda promise: promise.set_result(1), lambda promise: promise.set_exception(ValueError())):
         future = SendFuture(callbacks)
-        future.set_result(0)
+        Promise(future).set_result(0)
         with pytest.raises(InvalidStateError):
-            tell(future)
+            tell(Promise(future))
         assert future.result(0) == 0
 
 
@@ -163,7 +169,7 @@ def test_however_threads_meet_nobody_waits_in_vain(callbacks):
 
         def tell(futures=futures):
             for number, future in enumerate(futures):
-                future.set_result(number)
+                Promise(future).set_result(number)
 
         works = {
             "tell": tell,
@@ -185,3 +191,197 @@ def test_however_threads_meet_nobody_waits_in_vain(callbacks):
         assert seen["wait"] == seen["as_completed"] == count
         assert all(called.acquire(timeout=30) for _ in range(count))
         assert not called.acquire(blocking=False)
+
+
+# --- what a user does wrong, or the system does not give, harms no other message
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "print"])
+def test_what_is_not_callable_is_refused_where_it_is_added(embedded, producing, gate, wrong):
+    producer = producing(embedded)
+    future = producer.send_async("orders", b"x")
+    with pytest.raises(TypeError, match=f"{wrong!r} is not callable; pass a function"):
+        future.add_done_callback(wrong)
+    gate.open()
+    assert future.result(30)
+    with pytest.raises(TypeError, match="is not callable"):
+        future.add_done_callback(wrong)
+
+
+@pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}], ids=["free", "key"])
+def test_a_user_cannot_tell_the_outcome_of_a_message(embedded, producing, gate, pin):
+    producer = producing(embedded)
+    futures = [producer.send_async("orders", b"%d" % number, **pin) for number in range(10)]
+    for tell in (lambda: futures[3].set_result(None), lambda: futures[3].set_exception(ValueError())):
+        with pytest.raises(InvalidStateError, match="the producer tells"):
+            tell()
+    gate.open()
+    producer.flush(30)
+    assert len({future.result(0).message_id for future in futures}) == 10
+    producer.close()
+
+
+class Refuses:
+    """Waits for a send, and takes no outcome."""
+
+    def set_result(self, result):
+        raise ValueError("no results, please")
+
+    def set_exception(self, error):
+        raise ValueError("no errors, please")
+
+
+@pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}], ids=["free", "key"])
+@pytest.mark.parametrize("ends", ["answered", "given up", "closed"])
+def test_one_who_takes_no_outcome_harms_no_other_message_nor_flush_nor_close(embedded, producing, caplog, pin, ends):
+    if ends == "answered":
+        held = Gate()
+        embedded.broker("broker-a").on(SEND, held, times=None)
+    else:
+        embedded.broker("broker-a").on(SEND, drop, times=None)
+    producer, futures = producing(embedded, call_timeout_s=1), []
+    for _ in range(5):
+        producer.hand_over("orders", OutgoingMessage(b"x"), Refuses(), timeout_s=1 if ends == "given up" else 30, **pin)
+        futures.append(producer.send_async("orders", b"x", timeout_s=1 if ends == "given up" else 30, **pin))
+    if ends == "answered":
+        threading.Timer(0.3, held.open).start()
+    if ends == "closed":
+        producer.close(0)
+    else:
+        producer.flush(20)
+    assert [future.done() for future in futures] == [True] * 5
+    assert {future.exception(0) is None for future in futures} == {ends == "answered"}
+    assert "cannot be told" in caplog.text
+    assert "ended by surprise" not in caplog.text
+    producer.close()
+
+
+@pytest.fixture
+def threads_are_scarce(monkeypatch):
+    """No thread of callbacks can be started, until what this returns is set."""
+    start, enough = threading.Thread.start, threading.Event()
+
+    def scarcely(thread):
+        if thread.name == "pyrocket-callbacks" and not enough.is_set():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarcely)
+    return enough
+
+
+def test_when_no_thread_can_be_started_results_come_and_callbacks_later(
+    embedded, producing, gate, threads_are_scarce, caplog
+):
+    producer, called = producing(embedded), []
+    future = producer.send_async("orders", b"x")
+    future.add_done_callback(lambda done: called.append("first"))
+    future.add_done_callback(lambda done: called.append("second"))
+    waiting = threading.Thread(target=lambda: called.append(future.result(30).message_id))
+    waiting.start()
+    threading.Timer(0.3, gate.open).start()
+    producer.flush(20)
+    waiting.join(10)
+    assert called == [future.result(0).message_id]
+    assert caplog.text.count("cannot be started") == 1
+    threads_are_scarce.set()
+    ended = threading.Event()
+    future.add_done_callback(lambda done: ended.set())
+    assert ended.wait(30)
+    assert called[1:] == ["first", "second"]
+
+
+def test_when_no_thread_could_be_started_callbacks_run_at_close(embedded, producing, threads_are_scarce):
+    producer, called = producing(embedded), []
+    future = producer.send_async("orders", b"x")
+    future.add_done_callback(called.append)
+    future.result(30)
+    producer.close()
+    assert called == [future]
+    future.add_done_callback(called.append)
+    assert called == [future, future]
+
+
+def test_a_future_may_have_any_number_of_callbacks(callbacks):
+    future, called = SendFuture(callbacks), []
+    began = time.thread_time()
+    for number in range(100_000):
+        future.add_done_callback(lambda done, number=number: called.append(number))
+    assert time.thread_time() - began < 3  # each as fast as the first
+    Promise(future).set_result(0)
+    callbacks.catch_up(60)
+    assert called == list(range(100_000))
+
+
+# --- a signal's handler may come at any step, and wait for the message
+
+
+def poll(future):
+    with contextlib.suppress(TimeoutError):
+        future.result(0.001)
+
+
+STEPS = {
+    "result": poll,
+    "wait": lambda future: concurrent.futures.wait([future], 0.001),
+    "look": lambda future: (future.done(), future.running(), repr(future)),
+    "add": lambda future: future.add_done_callback(lambda done: None),
+}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signal")
+@pytest.mark.parametrize("act", STEPS.values(), ids=STEPS)
+def test_a_signals_handler_that_waits_gets_the_result_wherever_it_comes(act):
+    """The signal comes at each step in turn; another thread tells the future and others then."""
+    step, came, late = 0, True, []
+
+    def at_step(frame, event, argument):
+        nonlocal left
+        if frame.f_code.co_filename != source.__file__ and frame.f_code.co_qualname != "Condition.__init__":
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                frame.f_trace = None
+                signal.raise_signal(signal.SIGUSR1)
+        return at_step
+
+    def handle(number, frame):
+        nonlocal came
+        came = True
+        telling.start()
+        try:
+            results = [future.result(3) for future in (other, interrupted)]
+        except TimeoutError:
+            results = []
+        if results != [1, 1]:
+            late.append(step)
+
+    def tell():
+        for future in (interrupted, other):
+            Promise(future).set_result(1)
+
+    before, trace = signal.signal(signal.SIGUSR1, handle), sys.gettrace()
+    try:
+        while came and len(late) < 3:
+            step, came = step + 1, False
+            thread = CallbackThread()
+            interrupted, other, called = SendFuture(thread), SendFuture(thread), []
+            interrupted.add_done_callback(called.append)
+            telling = threading.Thread(target=tell)
+            left = step
+            sys.settrace(at_step)
+            try:
+                act(interrupted)
+            finally:
+                sys.settrace(trace)
+            if came:
+                telling.join(10)
+                thread.stop(10)
+                assert called == [interrupted]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert late == []
+    assert step > 5

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 
 import pytest
 
@@ -467,7 +467,7 @@ def test_a_signal_that_closes_once_more_while_close_waits_returns_at_once(embedd
 def test_whoever_hears_that_a_future_is_done_has_its_result_at_once(embedded, gate):
     with Producer(name_server=embedded.name_server) as producer:
         future, results = producer.send_async("orders", b"x"), queue.SimpleQueue()
-        Future.add_done_callback(future, lambda done: results.put(done.result(0)))  # the first that is told
+        future.add_done_callback(lambda done: results.put(done.result(0)))
         gate.open()
         assert results.get(timeout=30) == future.result(30)
 
