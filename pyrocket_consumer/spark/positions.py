@@ -362,29 +362,36 @@ class Positions:
         return self._each(by_queue.keys(), lambda queue: self._cut_by_time(by_queue[queue], stored_ms))
 
     async def _cut_by_time(self, whole: QueueRange, stored_ms: Span) -> QueueRange:
-        """Search the edges, and believe a broker only when the message there shows it: a wrong edge would lose some.
+        """Search the edges, and believe a broker only when messages show it: a wrong edge would lose some.
 
         It looks for a time beyond the skew: brokers stop at a message of just that time, and by the whole skew may
-        others before it be later, or others behind it be earlier.
+        others before it be later, or others behind it be earlier. One message of a wrong clock leads a search astray,
+        so the next one and the last must say the same.
         """
         queue, begin, end = whole.queue, whole.begin, whole.end
 
         async def search(at_ms: int) -> int:
             return await self._again(lambda: self._search(queue, max(0, at_ms)))
 
-        async def stored_ms_at(offset: int) -> int | None:
-            return await self._again(lambda: self._stored_ms(queue, offset))
+        async def show(offsets: Sequence[int], left_out: Callable[[int], bool]) -> bool:
+            times_ms = [await self._again(partial(self._stored_ms, queue, offset)) for offset in offsets]
+            if times_ms[0] is None or not left_out(times_ms[0]):
+                return False
+            agree = all(left_out(each) for each in times_ms if each is not None)
+            if not agree:
+                log.warning("queue=%s is read whole on one side, its store times are out of order", queue)
+            return agree
 
         try:
             if stored_ms.low is not None:
-                place = await search(stored_ms.low - CLOCK_SKEW_MS - 1)
-                before_ms = await stored_ms_at(place - 1) if place > begin else None
-                if before_ms is not None and before_ms < stored_ms.low:
+                low, place = stored_ms.low, await search(stored_ms.low - CLOCK_SKEW_MS - 1)
+                before = sorted({begin, max(begin, place - 2), place - 1}, reverse=True)
+                if place > begin and await show(before, lambda at_ms: at_ms < low):
                     begin = min(place, end)
             if stored_ms.high is not None and begin < end:
-                place = await search(stored_ms.high + CLOCK_SKEW_MS + 1)
-                there_ms = await stored_ms_at(place) if 0 <= place < end else None
-                if there_ms is not None and there_ms > stored_ms.high:
+                high, place = stored_ms.high, await search(stored_ms.high + CLOCK_SKEW_MS + 1)
+                behind = sorted({place, min(place + 1, end - 1), end - 1})
+                if 0 <= place < end and await show(behind, lambda at_ms: at_ms > high):
                     end = max(place, begin)
         except (BrokerError, ProtocolError) as error:
             if isinstance(error, BrokerError) and error.retryable:
