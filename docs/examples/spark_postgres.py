@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 import psycopg
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession, functions
 
 TABLE = """
 create table if not exists messages (
@@ -30,7 +30,8 @@ def rows_in(database: str) -> Callable[[DataFrame, int], None]:
             cursor.execute("insert into messages select * from new on conflict do nothing")
 
     def write(batch: DataFrame, batch_id: int) -> None:
-        batch.select(*COLUMNS).foreachPartition(write_part)
+        tags = functions.translate("tags", "\0", "")  # PostgreSQL has no text with NUL in it
+        batch.withColumn("tags", tags).select(*COLUMNS).foreachPartition(write_part)
 
     with psycopg.connect(database) as connection:
         connection.execute(TABLE)
