@@ -33,8 +33,8 @@ WORLDS = [
     ("many-queues", "0-1"),
     ("exactly-once", "0-29"),  # 11: what ran while its queue was moved went by the new claim
     ("exactly-once-resets", "0-19"),
-    *(("by-key", f"{first}-{first + 99}") for first in range(0, 300, 100)),
-    *(("by-asked-key", f"{first}-{first + 99}") for first in range(0, 300, 100)),
+    *(("by-key", f"{first}-{first + 99}") for first in range(0, 500, 100)),
+    *(("by-asked-key", f"{first}-{first + 99}") for first in range(0, 500, 100)),
 ]
 
 
