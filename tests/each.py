@@ -1,0 +1,60 @@
+"""Many small cases in one item: each item costs pytest milliseconds."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import pytest
+
+Test = Callable[..., None]
+Case = tuple[dict[str, Any], tuple[Callable[[], object], ...]]
+"""The arguments of a case, and what says their names."""
+
+
+def each(
+    names: str | tuple[str, ...],
+    cases: Iterable[Any] | Callable[[], Iterable[Any]],
+    ids: Iterable[object] | Callable[[Any], object] = repr,
+) -> Callable[[Test], Test]:
+    """Run a test for each case, as `pytest.mark.parametrize` does, but all in one item.
+
+    A case that fails is a failed subtest, named by its id or its values; the others go on.
+    Fixtures are made once, for all cases. A function as `cases` is called when the test runs.
+    """
+    keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+    def decorate(test: Test) -> Test:
+        body, inner = getattr(test, "cases", (test, lambda: [({}, ())]))  # several decorators: all combinations
+
+        def combined() -> Iterator[Case]:
+            made = list(cases() if callable(cases) else cases)
+            assert made, f"there is no case of {names}"
+            for case, name in zip(made, repeat(None, len(made)) if callable(ids) else ids, strict=True):
+                values = case if len(keys) > 1 else (case,)
+                said = [partial(ids, value) for value in values] if callable(ids) else [partial(str, name)]
+                for arguments, more in inner():
+                    yield dict(zip(keys, values, strict=True)) | arguments, (*said, *more)
+
+        @functools.wraps(test)
+        def loop(subtests: pytest.Subtests, **fixtures: Any) -> None:
+            __tracebackhide__ = True
+            for arguments, said in combined():
+                try:
+                    body(**fixtures, **arguments)
+                except BaseException:  # each subtest that passes would cost what an item costs
+                    with subtests.test(", ".join(str(say())[:100] for say in said)):
+                        raise
+
+        every = inspect.signature(test).parameters.values()
+        left = [parameter for parameter in every if parameter.name not in (*keys, "subtests")]
+        subtests = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
+        loop.__signature__ = inspect.Signature([*left, subtests])  # type: ignore[attr-defined]
+        loop.cases = body, combined  # type: ignore[attr-defined]
+        return loop
+
+    return decorate

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from tests.each import each
+
+
+class Subtests:
+    """Notes what fails, and goes on as pytest's do."""
+
+    def __init__(self):
+        self.failed = []
+
+    @contextmanager
+    def test(self, name):
+        try:
+            yield
+        except AssertionError as error:
+            self.failed.append((name, str(error).partition("\n")[0]))
+
+
+def test_each_case_runs_and_what_fails_is_named():
+    subtests, ran = Subtests(), []
+
+    @each("number", lambda: [1, 2])
+    @each("text, length", [("one", 3), ("two", 4)], ids=["right", "wrong"])
+    def test(number, text, length, tmp_path):
+        ran.append((number, text, tmp_path))
+        assert len(text) == length, text
+
+    test(subtests=subtests, tmp_path="/")
+    assert ran == [(1, "one", "/"), (1, "two", "/"), (2, "one", "/"), (2, "two", "/")]
+    assert subtests.failed == [("1, wrong", "two"), ("2, wrong", "two")]
+
+
+def test_no_case_is_a_mistake():
+    @each("number", [])
+    def test(number):
+        pass
+
+    with pytest.raises(AssertionError, match="no case of number"):
+        test(subtests=Subtests())
