@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.each import each
+from tests.for_each import for_each
 
 
 class Subtests:
@@ -24,8 +24,8 @@ class Subtests:
 def test_each_case_runs_and_what_fails_is_named():
     subtests, ran = Subtests(), []
 
-    @each("number", lambda: [1, 2])
-    @each("text, length", [("one", 3), ("two", 4)], ids=["right", "wrong"])
+    @for_each("number", lambda: [1, 2])
+    @for_each("text, length", [("one", 3), ("two", 4)], ids=["right", "wrong"])
     def test(number, text, length, tmp_path):
         ran.append((number, text, tmp_path))
         assert len(text) == length, text
@@ -36,7 +36,7 @@ def test_each_case_runs_and_what_fails_is_named():
 
 
 def test_no_case_is_a_mistake():
-    @each("number", [])
+    @for_each("number", [])
     def test(number):
         pass
 

@@ -16,7 +16,7 @@ Case = tuple[dict[str, Any], tuple[Callable[[], object], ...]]
 """The arguments of a case, and what says their names."""
 
 
-def each(
+def for_each(
     names: str | tuple[str, ...],
     cases: Iterable[Any] | Callable[[], Iterable[Any]],
     ids: Iterable[object] | Callable[[Any], object] = repr,
