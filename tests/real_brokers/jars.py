@@ -11,18 +11,15 @@ from pathlib import Path
 
 from filelock import FileLock
 
-VERSIONS = ("4.9.7", "5.1.4", "5.3.3", "5.5.0")
-NEWEST = VERSIONS[-1]
+from tests.releases import NEWEST, VERSIONS, CannotRun
+
+__all__ = ["NEWEST", "VERSIONS", "CannotRun"]
 
 HERE = Path(__file__).parent
 RESOLVE_TIMEOUT_S = 900
 RESOLVE_ATTEMPTS = 3
 OLDEST_JAVA = 17
 NO_MAVEN = "mvn was not found; `make system-packages` installs Maven"
-
-
-class CannotRun(Exception):
-    """Real brokers cannot run on this machine; the text says what is missing."""
 
 
 def cache_directory() -> Path:

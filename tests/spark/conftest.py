@@ -53,16 +53,18 @@ def _java_runs() -> bool:
         return False
 
 
+@pytest.hookimpl(tryfirst=True)  # -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs Spark where there is no Java to run it; with CI=true it must run."""
     with_spark = {item for item in items if {"spark", "spark_environment"} & set(getattr(item, "fixturenames", ()))}
     if not with_spark:
         return
-    if config.option.quick:
-        why = "--quick was given"
-    else:
-        why = "" if _java_runs() else "there is no Java; `make system-packages` installs it"
-    if why and os.environ.get("CI") == "true" and not config.option.quick:
+    for item in with_spark:
+        item.add_marker("real")
+    if config.option.markexpr == "unit":
+        return
+    why = "" if _java_runs() else "there is no Java; `make system-packages` installs it"
+    if why and os.environ.get("CI") == "true":
         raise pytest.UsageError(f"tests with Spark cannot run: {why}")
     lacking = {
         "spark_connect": "" if find_spec("grpc") is not None else "pyspark[connect] is not installed",

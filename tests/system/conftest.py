@@ -15,7 +15,7 @@ from tests.consuming import WAIT_S
 OURS = "pyrocket-"  # how the names of our threads begin
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def module_cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
     """As the module's CLUSTER says; retries come after a hundredth of the usual time."""
     options: dict[str, Any] = {"delay_scale": 0.01, "long_poll_tick_s": 0.1, **getattr(request.module, "CLUSTER", {})}

@@ -1,0 +1,1 @@
+"""The options, marks and fixtures of the whole suite."""

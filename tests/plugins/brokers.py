@@ -1,0 +1,254 @@
+"""Fixtures of real brokers and Java clients, and the releases that a run is about."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.releases import NEWEST, OLDEST, VERSIONS, CannotRun
+
+if TYPE_CHECKING:
+    from tests.real_brokers import JavaMachine, RealCluster
+
+EMBEDDED = "embedded"
+NO_VERSION = "none"
+OLDEST_AND_NEWEST = (OLDEST, NEWEST)
+
+WORKER_BYTES = 2 << 30
+"""The memory of a worker with the brokers it runs."""
+
+_ON_A_RELEASE = re.compile(rf"[\[-]real-({'|'.join(map(re.escape, VERSIONS))})[-\]]")
+_versions = pytest.StashKey[tuple[str, ...]]()
+_required = pytest.StashKey[bool]()
+_not_run = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--real",
+        metavar="VERSIONS",
+        help=f"RocketMQ releases to run against: none, all, or some of {','.join(VERSIONS)}. Default: "
+        f"{' and '.join(OLDEST_AND_NEWEST)} where Java and Maven are present; with CI=true they must run.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cluster(**options): how the test's cluster is made, for example brokers=2")
+    config.addinivalue_line("markers", "versions(*names): the RocketMQ releases a test is about; others are left out")
+    config.addinivalue_line("markers", "differs(*which): shows what embedded or real brokers do unlike the others")
+    asked = config.getoption("--real")
+    named = VERSIONS if asked == "all" else () if asked == NO_VERSION else tuple(asked.split(",")) if asked else None
+    versions = OLDEST_AND_NEWEST if named is None else named
+    if set(versions) - set(VERSIONS):
+        raise pytest.UsageError(f"--real={asked}: choose none, all, or some of {','.join(VERSIONS)}")
+    config.stash[_versions], config.stash[_not_run] = versions, "" if versions else "--real=none was given"
+    config.stash[_required] = asked is not None or os.environ.get("CI") == "true"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"RocketMQ releases: {', '.join((EMBEDDED, *config.stash[_versions]))}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes `cluster` on each kind of cluster, one that takes `real_cluster` on each release."""
+    only = metafunc.definition.get_closest_marker("versions")
+    versions = metafunc.config.stash[_versions]
+    chosen = [_release(version) for version in versions if only is None or version in only.args]
+    if "cluster_kind" in metafunc.fixturenames:
+        metafunc.parametrize("cluster_kind", [EMBEDDED, *chosen])
+    if "real_version" in metafunc.fixturenames:
+        metafunc.parametrize("real_version", chosen or [pytest.param(NO_VERSION, marks=pytest.mark.real)])
+
+
+def _release(version: str) -> Any:
+    """Return a parameter whose id says what it runs on; other tests have versions, too."""
+    return pytest.param(version, id=f"real-{version}", marks=pytest.mark.real)
+
+
+@pytest.hookimpl(trylast=True)  # what -k and -m leave out needs no broker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what cannot run, and put the rest in an order in which each release is started once."""
+    wanted = {_version(item) for item in items}
+    if not config.getoption("collectonly") and wanted & set(VERSIONS):
+        _prepare(config, filter(wanted.__contains__, VERSIONS))
+    possible = {None, *config.stash[_versions]}
+    config.hook.pytest_deselected(items=[item for item in items if _version(item) not in possible])
+    items[:] = [item for item in items if _version(item) in possible]
+    items.sort(key=partial(_place, released_first=hasattr(config, "workerinput")))
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["not_run"] = config.stash[_not_run]
+
+
+def _prepare(config: pytest.Config, versions: Iterable[str]) -> None:
+    """Get jars and programs ready; no test's time limit has room for a download.
+
+    Where real brokers cannot run, go on without them, unless they were asked for.
+    """
+    from tests.real_brokers import check_machine
+    from tests.real_brokers.jars import classes
+
+    try:
+        check_machine()
+        for version in versions:
+            classes(version)
+    except CannotRun as error:
+        if config.stash[_required]:
+            raise pytest.UsageError(f"tests against real brokers cannot run: {error}") from error
+        config.stash[_versions] = ()
+        config.stash[_not_run] = str(error)
+
+
+def _version(item: pytest.Item) -> str | None:
+    """Return the real release an item runs on, None when it runs on none."""
+    parameters: dict[str, str] = item.callspec.params if hasattr(item, "callspec") else {}
+    version = parameters.get("real_version") or parameters.get("cluster_kind")
+    return None if version == EMBEDDED else version
+
+
+def _place(item: pytest.Item, released_first: bool) -> tuple[int, str]:
+    """Return what items are ordered by: release by release, like clusters together.
+
+    Workers begin with the releases, because these are the longest.
+    """
+    version = _version(item)
+    if version is None:
+        return (len(VERSIONS) if released_first else -1, "")
+    return (VERSIONS.index(version) if version in VERSIONS else 0, repr(sorted(_cluster_options(item).items())))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """With `-n auto`: one for each core; twice as many with real brokers, which let tests wait, if there is memory."""
+    cores, memory = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return cores if not config.stash[_versions] else max(2, min(2 * cores, memory // WORKER_BYTES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`: each release is one worker's work, Spark another's, and every other test goes to whoever is free."""
+    from xdist.scheduler import LoadScopeScheduling, WorkStealingScheduling
+
+    if not config.stash[_versions]:  # this one asks workers less often
+        return WorkStealingScheduling(config, log)
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/spark/"):
+                return "spark"
+            release = _ON_A_RELEASE.search(nodeid)
+            return release[1] if release else nodeid
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    node.config.stash[_not_run] = getattr(node, "workeroutput", {}).get("not_run", "")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if reason := config.stash[_not_run]:
+        terminalreporter.write_sep("=", "REAL BROKERS WERE NOT TESTED", yellow=True, bold=True)
+        terminalreporter.write_line(reason)
+
+
+def _cluster_options(item: pytest.Item) -> dict[str, Any]:
+    marker = item.get_closest_marker("cluster")
+    return dict(marker.kwargs) if marker else {}
+
+
+class RealClusters:
+    """The real cluster that runs now, if any: one at a time, kept while tests want the same release."""
+
+    def __init__(self) -> None:
+        self._cluster: RealCluster | None = None
+
+    def get(self, version: str, **options: Any) -> RealCluster:
+        """Return the cluster asked for, started; of another with the same release only what differs is replaced."""
+        from tests.real_brokers import RealCluster
+        from tests.real_brokers.cluster import PortTaken
+
+        if self._cluster is not None and self._cluster.version != version:
+            self.close()
+        if self._cluster is not None:
+            try:
+                self._cluster.become(**options)
+                return self._cluster
+            except BaseException as error:
+                self.close()
+                if not isinstance(error, PortTaken):
+                    raise
+        cluster = RealCluster(version, **options)
+        cluster.start()
+        self._cluster = cluster
+        return cluster
+
+    def close(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+
+@pytest.fixture(scope="session")
+def real_clusters() -> Iterator[RealClusters]:
+    clusters = RealClusters()
+    yield clusters
+    clusters.close()
+
+
+@pytest.fixture
+def real_cluster(real_version: str, real_clusters: RealClusters, request: pytest.FixtureRequest) -> RealCluster:
+    """A real cluster, of each release in turn. It is shared: use fresh names, and set settings back."""
+    return real_clusters.get(real_version, **_cluster_options(request.node))
+
+
+@pytest.fixture
+def cluster(cluster_kind: str, real_clusters: RealClusters, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A cluster of each kind in turn: embedded, and real ones. Tests use what both have."""
+    options = _cluster_options(request.node)
+    if cluster_kind != EMBEDDED:
+        yield real_clusters.get(cluster_kind, **options)
+        return
+    from pyrocket_consumer.testing import EmbeddedCluster
+
+    with EmbeddedCluster(**options) as embedded:
+        yield embedded
+
+
+class JavaMachines:
+    """The machine with Java clients that runs now, if any: one at a time, kept while tests want the same release."""
+
+    def __init__(self) -> None:
+        self._machine: JavaMachine | None = None
+
+    def get(self, version: str) -> JavaMachine:
+        from tests.real_brokers import JavaMachine
+
+        if self._machine is None or self._machine.version != version or not self._machine.running:
+            self.close()
+            self._machine = JavaMachine(version)
+        return self._machine
+
+    def close(self) -> None:
+        if self._machine is not None:
+            self._machine.close()
+            self._machine = None
+
+
+@pytest.fixture(scope="session")
+def java_machines() -> Iterator[JavaMachines]:
+    machines = JavaMachines()
+    yield machines
+    machines.close()
+
+
+@pytest.fixture
+def java(real_version: str, java_machines: JavaMachines) -> JavaMachine:
+    """Java clients of the release under test. It is shared: close what you start."""
+    return java_machines.get(real_version)

@@ -1,0 +1,108 @@
+"""What a test costs: the marks `unit`, `live`, `real`, `search` and `slow`, virtual time, and limits.
+
+A test without a mark is a unit test: it runs in virtual time, and anything that leaves it (a socket, a process) fails.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from tests.trials import trials
+from tests.virtual import virtual_time
+from tests.virtual.scheduler import Scheduler
+
+COSTS = {
+    "unit": "pure, or in virtual time: no socket, no process, no waiting",
+    "live": "real threads, sockets, processes, signals or forks",
+    "real": "real brokers, database servers or Spark",
+    "search": "looks for mistakes at random; PYROCKET_TRIALS says how long",
+}
+LIMIT_S = 2.0
+"""What a test may take without `slow`: CPU time, and time that it waited while the machine was free."""
+
+_PRESSURE = Path("/proc/pressure/cpu")
+_taken = pytest.StashKey[float]()
+_world = pytest.StashKey[Scheduler]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--real-time", action="store_true", help="run unit tests with real threads and sockets, too")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in COSTS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    config.addinivalue_line("markers", f"slow(reason): takes more than {LIMIT_S:g} s, and why it must")
+    hypothesis.settings.register_profile("trials", max_examples=trials(hypothesis.settings.default.max_examples))
+    hypothesis.settings.load_profile("trials")
+
+
+def cost_of(item: pytest.Item) -> str:
+    """Return the cost of a test: what it is marked with, the dearest of several."""
+    return next((cost for cost in ("search", "real", "live") if item.get_closest_marker(cost)), "unit")
+
+
+@pytest.hookimpl(tryfirst=True)  # -m looks at what is added here
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        cost = cost_of(item)
+        if cost == "unit":
+            item.add_marker("unit")
+        elif item.get_closest_marker("unit") is not None:
+            raise pytest.UsageError(f"{item.nodeid}: marked unit and {cost}; keep one")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a unit test, its fixtures included, in a world of its own, whose seed is the test's name."""
+    if cost_of(item) != "unit" or item.config.getoption("--real-time"):
+        return (yield)
+    seed = int(os.environ.get("PYROCKET_SEED", "0")) ^ zlib.crc32(item.nodeid.encode())
+    with virtual_time(seed) as item.stash[_world]:
+        return (yield)
+
+
+def _stalled_s() -> float:
+    """Return for how long something has waited for a processor since the machine started."""
+    try:
+        return int(_PRESSURE.read_text().split("total=", 1)[1].split()[0]) / 1e6
+    except (OSError, IndexError):
+        return 0.0
+
+
+def _real_wall() -> float:
+    """Return a clock that virtual time does not replace."""
+    return os.times().elapsed
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    wall_s, cpu_s, stalled_s = _real_wall(), time.process_time(), _stalled_s()
+    try:
+        result = yield
+        if (world := item.stash.get(_world, None)) is not None and world.violations:
+            pytest.fail(f"mark this test live; it left virtual time: {', '.join(set(world.violations))}")
+        return result
+    finally:
+        waited_s = _real_wall() - wall_s - (_stalled_s() - stalled_s)
+        item.stash[_taken] = max(time.process_time() - cpu_s, waited_s)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    report = yield
+    taken_s = item.stash.get(_taken, 0.0)
+    may_be_slow = item.get_closest_marker("slow") is not None or cost_of(item) in ("real", "search")
+    if call.when == "call" and report.passed and taken_s > LIMIT_S and not may_be_slow:
+        report.outcome = "failed"
+        report.longrepr = f"{taken_s:.1f} s, more than {LIMIT_S:g} s: make it quicker, or mark it slow(reason)"
+    return report

@@ -1,0 +1,61 @@
+"""Fixtures of databases: SQLite in a file, and servers of PostgreSQL and MariaDB."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.databases import Database, Server
+
+SQLITE = "sqlite"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "databases(*kinds): the databases a test is about: sqlite, postgresql, mariadb")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes `database` on each kind that this machine has; in CI on all."""
+    if "database_kind" not in metafunc.fixturenames:
+        return
+    from tests.databases import KINDS, why_missing
+
+    only = metafunc.definition.get_closest_marker("databases")
+    kinds = [kind for kind in KINDS if only is None or kind in only.args]
+    chosen = [kind for kind in kinds if os.environ.get("CI") == "true" or not why_missing(kind)]
+    costs = {kind: () if kind == SQLITE else pytest.mark.real for kind in chosen}
+    # with none it is skipped, and says so
+    metafunc.parametrize("database_kind", [pytest.param(kind, marks=costs[kind]) for kind in chosen])
+
+
+@pytest.fixture(scope="session")
+def database_servers() -> Iterator[dict[str, Server]]:
+    """Database servers of this worker by kind, each started by the first test that needs it."""
+    from tests.databases import running
+
+    with ExitStack() as stack:
+
+        class Servers(dict[str, "Server"]):
+            def __missing__(self, kind: str) -> Server:
+                self[kind] = stack.enter_context(running(kind))
+                return self[kind]
+
+        yield Servers()
+
+
+@pytest.fixture
+def database(database_kind: str, database_servers: dict[str, Server], tmp_path: Path) -> Database:
+    """Return an empty database of the kind; marked `databases("postgresql")` a test gets that kind alone."""
+    from sqlalchemy import make_url
+
+    from tests.databases import Database
+
+    if database_kind == SQLITE:
+        return Database(SQLITE, make_url(f"sqlite:///{tmp_path}/app.db"))
+    return database_servers[database_kind].new_database()

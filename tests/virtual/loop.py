@@ -1,0 +1,267 @@
+"""An event loop of a world: timers on its clock, connections in its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import ipaddress
+import socket
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from tests.virtual.scheduler import NotVirtual, Scheduler
+
+SLOWEST_S = 0.002
+"""How long bytes travel at most."""
+PAUSES = 0.25
+"""How often a loop that has more to do lets another thread run first."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Runs on a simulated thread. Loops of one world reach each other's servers."""
+
+    def __init__(self, world: Scheduler) -> None:
+        super().__init__()
+        self._world = world
+        self._selector = self
+        self._is_called = False
+        self._waiting: Any = None
+        self.network = network_of(world)
+
+    def time(self) -> float:
+        return self._world.now
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Wait as a selector does: for a call from another thread, or the next timer."""
+        world = self._world
+        if self._is_called or timeout == 0:
+            if world.random.random() < PAUSES:
+                world.pause()
+        elif timeout is None or timeout > 0:
+            self._waiting = world.me()
+            try:
+                world.wait(None if timeout is None else world.now + timeout)
+            finally:
+                self._waiting = None
+        self._is_called = False
+        return []
+
+    def _process_events(self, events: list[Any]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        self._is_called = True
+        if self._waiting is not None:
+            self._world.wake(self._waiting)
+
+    async def create_connection(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, *, ssl: Any = None, **options: Any
+    ) -> Any:
+        if ssl is not None or host is None:
+            raise NotVirtual("TLS, or a socket of one's own, in virtual time; mark this test live")
+        return await self.network.connect(self, protocol_factory, (_resolved(host), port))
+
+    async def create_server(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, ssl: Any = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        if ssl is not None:
+            raise NotVirtual("TLS in virtual time; mark this test live")
+        return self.network.listen(self, protocol_factory, sock.getsockname() if sock else (host, port), sock)
+
+    def remove_reader(self, listening: Any) -> bool:
+        """Accept no more on a listening socket: who connects from now on waits."""
+        return self.network.accept_no_more(listening)
+
+
+def _resolved(host: str) -> str:
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        if host == "localhost":
+            return "127.0.0.1"
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
+
+
+def network_of(world: Scheduler) -> Network:
+    """Return the network of a world; it is made when it is first asked for."""
+    if not hasattr(world, "network"):
+        world.network = Network(world)  # type: ignore[attr-defined]
+    return world.network  # type: ignore[attr-defined, no-any-return]
+
+
+class Listener:
+    """What `create_server` returns."""
+
+    def __init__(self, network: Network, loop: VirtualLoop, factory: Any, address: tuple[str, int], sock: Any) -> None:
+        self.loop, self.factory = loop, factory
+        self.sockets = (sock,) if sock is not None else ()
+        self.accepts = True
+        self.backlog: list[Transport] = []
+        self._network, self._address = network, address
+        self.context = contextvars.copy_context()
+
+    def close(self) -> None:
+        if self._network.listeners.get(self._address) is self:
+            del self._network.listeners[self._address]
+        for sock in self.sockets:
+            sock.close()
+        for transport in self.backlog:
+            transport.abort()
+
+    def is_serving(self) -> bool:
+        return self._network.listeners.get(self._address) is self
+
+    async def wait_closed(self) -> None:
+        pass
+
+
+class Network:
+    """The listeners of a world, and how long bytes travel."""
+
+    def __init__(self, world: Scheduler) -> None:
+        self.world = world
+        self.listeners: dict[tuple[str, int], Listener] = {}
+        self._ports = count(40_000)
+
+    def listen(self, loop: VirtualLoop, factory: Any, address: tuple[str, int], sock: Any) -> Listener:
+        host, port = address
+        address = (_resolved(host or "127.0.0.1"), port or next(self._ports))
+        if address in self.listeners:
+            raise OSError(98, f"{address} is in use")
+        self.listeners[address] = Listener(self, loop, factory, address, sock)
+        return self.listeners[address]
+
+    def accept_no_more(self, sock: Any) -> bool:
+        for listener in self.listeners.values():
+            if sock in listener.sockets:
+                listener.accepts = False
+                return True
+        return False
+
+    async def connect(self, loop: VirtualLoop, factory: Any, address: tuple[str, int]) -> Any:
+        await asyncio.sleep(self.delay())
+        listener = self.listeners.get(address)
+        if listener is None:
+            raise ConnectionRefusedError(111, "Connection refused")
+        ours = ("127.0.0.1", next(self._ports))
+        near = Transport(self, loop, factory(), ours, address, contextvars.copy_context())
+        served = listener.factory if listener.accepts else asyncio.Protocol
+        far = Transport(self, listener.loop, served(), address, ours, listener.context)
+        near.peer, far.peer = far, near
+        if listener.accepts:
+            far.soon(far.protocol.connection_made, far)
+        else:
+            listener.backlog.append(far)
+        near.protocol.connection_made(near)
+        return near, near.protocol
+
+    def delay(self) -> float:
+        return self.world.random.uniform(0.0001, SLOWEST_S)
+
+
+class Transport(asyncio.Transport):
+    """One end of a connection."""
+
+    def __init__(
+        self, network: Network, loop: VirtualLoop, protocol: Any, ours: Any, theirs: Any, context: contextvars.Context
+    ) -> None:
+        super().__init__({"sockname": ours, "peername": theirs, "socket": None})
+        self.peer: Transport
+        self.protocol = protocol
+        self._network, self._loop, self._context = network, loop, context
+        self._is_closing = self._is_gone = self._is_paused = False
+        self._arrives = 0.0
+        self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def set_protocol(self, protocol: Any) -> None:
+        self.protocol = protocol
+
+    def get_protocol(self) -> Any:
+        return self.protocol
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._is_gone
+
+    def write(self, data: Any) -> None:
+        if self.is_closing():
+            return
+        data = bytes(data)
+        random = self._network.world.random
+        while data:
+            size = len(data) if random.random() < 0.9 else random.randint(1, len(data))
+            self._send(self.peer._deliver, data[:size])
+            data = data[size:]
+
+    def writelines(self, parts: Any) -> None:
+        self.write(b"".join(parts))
+
+    def soon(self, what: Callable[..., None], *arguments: Any, after_s: float = 0.0) -> None:
+        """Have something done on the loop of this end."""
+        self._at(self._network.world.now + after_s, what, arguments)
+
+    def _at(self, when: float, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        loop = self._loop
+        if not loop.is_closed():
+            loop.call_at(when, self._run, what, arguments, context=self._context)
+            loop._write_to_self()  # it may wait for a later timer
+
+    def _run(self, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if self._is_paused:
+            self._held.append((what, arguments))
+        elif not self._is_gone:
+            what(*arguments)
+
+    def _send(self, what: Callable[..., None], *arguments: Any) -> None:
+        self._arrives = max(self._arrives + 1e-6, self._network.world.now + self._network.delay())
+        self.peer._at(self._arrives, what, arguments)
+
+    def _deliver(self, data: bytes) -> None:
+        protocol = self.protocol
+        if not isinstance(protocol, asyncio.BufferedProtocol):
+            protocol.data_received(data)
+            return
+        while data and not self._is_gone:
+            room = protocol.get_buffer(len(data))
+            taken = min(len(room), len(data))
+            room[:taken] = data[:taken]
+            data = data[taken:]
+            protocol.buffer_updated(taken)
+
+    def close(self) -> None:
+        if not self.is_closing():
+            self._is_closing = True
+            self._send(self.peer._lost, None)
+            self._loop.call_soon(self._lost, None, context=self._context)
+
+    def abort(self) -> None:
+        """End both ends at once."""
+        self._is_closing = True
+        self._loop.call_soon(self._lost, None, context=self._context)
+        peer = self.peer
+        peer._is_paused = False
+        peer.soon(peer._lost, ConnectionResetError(104, "Connection reset by peer"))
+
+    def _lost(self, error: Exception | None) -> None:
+        if not self._is_gone:
+            self._is_gone = True
+            self.protocol.connection_lost(error)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_reading(self) -> bool:
+        return not self._is_paused
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+
+    def resume_reading(self) -> None:
+        self._is_paused = False
+        held, self._held = self._held, []
+        for what, arguments in held:
+            self.soon(what, *arguments)

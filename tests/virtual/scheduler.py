@@ -1,0 +1,233 @@
+"""Threads that run one at a time, and the clock that moves when all of them wait."""
+
+from __future__ import annotations
+
+import _thread
+import heapq
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+START_S = 1_000_000.0
+CLOCK_READ_S = 1e-6
+"""Reading the clock takes this long, so that a loop which only looks at the clock ends."""
+
+_real_time = time.time
+_real_lock = _thread.allocate_lock
+_get_ident = _thread.get_ident
+
+
+class NotVirtual(Exception):
+    """Something that virtual time cannot simulate. The test needs the mark `live`."""
+
+
+class Stuck(AssertionError):
+    """Every thread waits, and none of them has a deadline."""
+
+
+class Ended(BaseException):
+    """Raised in the threads that are left when a world ends."""
+
+
+class SimulatedThread:
+    """A real thread that runs only while it holds the turn."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ident = 0
+        self.gate = _real_lock()
+        self.gate.acquire()
+        self.waits = 0
+        self.is_waiting = False
+        self.was_woken = False
+        self.is_done = False
+        self.error: BaseException | None = None
+        self.joined: list[SimulatedThread] = []
+
+
+ACTIVE: dict[int, tuple[Scheduler, SimulatedThread]] = {}
+"""The world and the thread of each simulated thread that runs, by identity."""
+
+
+def current() -> Scheduler | None:
+    """Return the world that the calling thread belongs to."""
+    found = ACTIVE.get(_get_ident())
+    return None if found is None else found[0]
+
+
+class Scheduler:
+    """One world: its threads, its clock, and whose turn it is. Only the thread whose turn it is touches it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = START_S
+        self._wall_offset = _real_time() - START_S
+        self._main = SimulatedThread("MainThread")
+        self._turn = self._main
+        self._threads = [self._main]
+        self._ready: list[SimulatedThread] = []
+        self._timers: list[tuple[float, int, SimulatedThread, int]] = []
+        self._numbers = count()
+        self._is_ending = False
+        self.is_broken = False
+        self.violations: list[str] = []
+
+    # --- the clock
+
+    def monotonic(self) -> float:
+        self.now += CLOCK_READ_S
+        return self.now
+
+    def wall(self) -> float:
+        return self.monotonic() + self._wall_offset
+
+    def sleep(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError("sleep length must be non-negative")
+        self.wait(self.now + seconds)
+
+    # --- threads
+
+    def wait(self, deadline: float | None = None) -> bool:
+        """Let others run until somebody wakes the calling thread (True) or the deadline passes (False)."""
+        me = self._me()
+        me.waits += 1
+        me.is_waiting, me.was_woken = True, False
+        if deadline is not None:
+            heapq.heappush(self._timers, (deadline, next(self._numbers), me, me.waits))
+        self._switch(me)
+        return me.was_woken
+
+    def pause(self) -> None:
+        """Let a thread run that could; the caller goes on later, at the same time."""
+        if self._ready:
+            me = self._me()
+            self._ready.append(me)
+            self._switch(me)
+
+    def wake(self, thread: SimulatedThread) -> None:
+        """Let `thread` go on, if it waits."""
+        if thread.is_waiting:
+            thread.is_waiting, thread.was_woken = False, True
+            self._ready.append(thread)
+
+    def me(self) -> SimulatedThread:
+        """Return the calling thread, for others to wake."""
+        return self._me()
+
+    def _me(self) -> SimulatedThread:
+        found = ACTIVE.get(_get_ident())
+        if found is None or found[0] is not self:
+            raise NotVirtual("a thread outside of virtual time waits for something inside")
+        me = found[1]
+        if self._is_ending and me is not self._main:
+            raise Ended
+        return me
+
+    def start(self, function: Callable[..., Any], arguments: tuple[Any, ...], begin: Callable[..., Any]) -> Any:
+        """Have `function` run on a simulated thread; `begin` starts the real one."""
+        thread = SimulatedThread(f"thread-{len(self._threads)}")
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, threading.Thread):
+            thread.name = owner.name
+            owner._simulated = thread  # type: ignore[attr-defined]
+        self._threads.append(thread)
+
+        def run() -> None:
+            thread.gate.acquire()
+            thread.ident = _get_ident()
+            ACTIVE[thread.ident] = (self, thread)
+            try:
+                if not self._is_ending:
+                    function(*arguments)
+            finally:
+                self._finish(thread)
+
+        result = begin(run)
+        self._ready.append(thread)
+        return result
+
+    def _finish(self, thread: SimulatedThread) -> None:
+        thread.is_done = True
+        del ACTIVE[thread.ident]
+        for each in thread.joined:
+            self.wake(each)
+        self._threads.remove(thread)
+        self._give_turn(self._main if self._is_ending else self._next())
+
+    def join(self, thread: SimulatedThread, timeout_s: float | None) -> bool:
+        """Wait for the end of `thread`; returns whether it has ended."""
+        deadline = None if timeout_s is None else self.now + timeout_s
+        while not thread.is_done and (deadline is None or self.now < deadline):
+            thread.joined.append(self._me())
+            self.wait(deadline)
+        return thread.is_done
+
+    def _next(self) -> SimulatedThread:
+        while self._timers and (self._timers[0][0] <= self.now or not self._ready):
+            deadline, _, thread, waits = heapq.heappop(self._timers)
+            if thread.is_waiting and thread.waits == waits:
+                self.now = max(self.now, deadline)
+                thread.is_waiting = False
+                self._ready.append(thread)
+        if self._ready:
+            return self._ready.pop(self.random.randrange(len(self._ready)))
+        self._main.is_waiting = False
+        self._main.error = Stuck("every thread waits without a deadline:\n" + self.stacks())
+        return self._main
+
+    def _switch(self, me: SimulatedThread) -> None:
+        chosen = self._next()
+        if chosen is not me:
+            self._give_turn(chosen)
+            try:
+                me.gate.acquire()
+            except BaseException:  # a signal, while it is another's turn
+                self.is_broken = True
+                raise
+        if me.error is not None:
+            error, me.error = me.error, None
+            raise error
+
+    def _give_turn(self, thread: SimulatedThread) -> None:
+        self._turn = thread
+        thread.gate.release()
+
+    def stacks(self) -> str:
+        """Return where each thread is."""
+        frames = sys._current_frames()
+        return "\n".join(
+            f"--- {thread.name}\n" + "".join(traceback.format_stack(frames[thread.ident])[-6:])
+            for thread in self._threads
+            if thread.ident in frames
+        )
+
+    # --- its life
+
+    def enter(self) -> None:
+        """Make the calling thread the first of this world."""
+        self._main.ident = _get_ident()
+        ACTIVE[self._main.ident] = (self, self._main)
+
+    def leave(self) -> None:
+        """End every thread that is left: what it waits for raises."""
+        self._is_ending = True
+        hook = threading.excepthook
+        threading.excepthook = lambda args: None if args.exc_type is Ended else hook(args)
+        try:
+            for thread in [] if self.is_broken else list(self._threads):
+                for _ in range(100):
+                    if thread is self._main or thread.is_done:
+                        break
+                    thread.error = Ended()
+                    thread.is_waiting = False
+                    self._give_turn(thread)
+                    self._main.gate.acquire()
+        finally:
+            threading.excepthook = hook
+            ACTIVE.pop(self._main.ident, None)
