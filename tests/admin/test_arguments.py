@@ -49,7 +49,7 @@ PLACES = {"name": 0, "group": 0}
 TABLE = [(method, name, values) for method, (_, wrong) in METHODS.items() for name, values in wrong.items()]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster():
     with EmbeddedCluster() as cluster:
         cluster.create_topic("T", queues=2)
@@ -59,7 +59,7 @@ def cluster():
         yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def admin(cluster):
     with Admin(name_server=cluster.name_server) as admin:
         yield admin

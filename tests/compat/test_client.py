@@ -58,7 +58,7 @@ ROOT = Path(__file__).parents[2]
 NOBODY = "127.0.0.1:1"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster():
     with EmbeddedCluster(delay_scale=0.01) as cluster:
         yield cluster

@@ -11,7 +11,7 @@ PRINTED = ["0 ", "", "b'an order'", "0 ['", "", ""]
 """What each block prints, or part of it."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def orders():
     with orders_arriving("orders", "audit") as cluster:
         yield cluster

@@ -60,7 +60,7 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def consumer():
     from pyrocket_consumer.testing import EmbeddedCluster
 

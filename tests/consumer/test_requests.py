@@ -28,7 +28,7 @@ ASKED = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def whole():
     with EmbeddedCluster(long_poll_tick_s=0.1) as cluster:
         yield cluster

@@ -15,7 +15,7 @@ HELD = MessageQueue("orders", "broker-a", 0)
 STRANGER = MessageQueue("orders", "broker-b", 7)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster():
     with EmbeddedCluster() as cluster:
         cluster.create_topic("orders", queues=1)

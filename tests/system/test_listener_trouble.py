@@ -316,7 +316,7 @@ def test_what_cannot_be_subscribed_to_is_refused_and_changes_nothing(module_cons
     assert consumer.state is ConsumerState.RUNNING
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def module_consumer(module_cluster):
     module_cluster.create_topic("lasting", queues=1)
     with consuming(module_cluster, "lasting", "lasting-group", **OPTIONS) as (consumer, seen):

@@ -36,7 +36,7 @@ TABLE = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster():
     with EmbeddedCluster() as cluster:
         cluster.create_topic("T", queues=1)

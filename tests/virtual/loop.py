@@ -60,7 +60,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> Any:
         if ssl is not None or host is None:
             raise NotVirtual("TLS, or a socket of one's own, in virtual time; mark this test live")
-        return await self.network.connect(self, protocol_factory, (_resolved(host), port))
+        return await self.network.connect(self, protocol_factory, (resolved(host), port))
 
     async def create_server(
         self, protocol_factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, ssl: Any = None,
@@ -75,7 +75,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.network.accept_no_more(listening)
 
 
-def _resolved(host: str) -> str:
+def resolved(host: str) -> str:
+    """Return the address of a host that a world knows: an address, or `localhost`."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -91,12 +92,25 @@ def network_of(world: Scheduler) -> Network:
     return world.network  # type: ignore[attr-defined, no-any-return]
 
 
+class Address:
+    """Stands for a listening socket: it knows where it listens."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._address
+
+    def close(self) -> None:
+        pass
+
+
 class Listener:
     """What `create_server` returns."""
 
     def __init__(self, network: Network, loop: VirtualLoop, factory: Any, address: tuple[str, int], sock: Any) -> None:
         self.loop, self.factory = loop, factory
-        self.sockets = (sock,) if sock is not None else ()
+        self.sockets = (sock if sock is not None else Address(address),)
         self.accepts = True
         self.backlog: list[Transport] = []
         self._network, self._address = network, address
@@ -127,7 +141,7 @@ class Network:
 
     def listen(self, loop: VirtualLoop, factory: Any, address: tuple[str, int], sock: Any) -> Listener:
         host, port = address
-        address = (_resolved(host or "127.0.0.1"), port or next(self._ports))
+        address = (resolved(host or "127.0.0.1"), port or next(self._ports))
         if address in self.listeners:
             raise OSError(98, f"{address} is in use")
         self.listeners[address] = Listener(self, loop, factory, address, sock)
@@ -142,11 +156,19 @@ class Network:
 
     async def connect(self, loop: VirtualLoop, factory: Any, address: tuple[str, int]) -> Any:
         await asyncio.sleep(self.delay())
+        if address not in self.listeners:
+            raise ConnectionRefusedError(111, "Connection refused")
+        near = Transport(self, loop, factory(), None, address, contextvars.copy_context())
+        self.join(near, address)
+        return near, near.protocol
+
+    def join(self, near: Transport, address: tuple[str, int]) -> None:
+        """Connect one end with whoever listens; where nobody accepts, it waits."""
         listener = self.listeners.get(address)
         if listener is None:
             raise ConnectionRefusedError(111, "Connection refused")
         ours = ("127.0.0.1", next(self._ports))
-        near = Transport(self, loop, factory(), ours, address, contextvars.copy_context())
+        near._extra["sockname"] = ours  # type: ignore[attr-defined]
         served = listener.factory if listener.accepts else asyncio.Protocol
         far = Transport(self, listener.loop, served(), address, ours, listener.context)
         near.peer, far.peer = far, near
@@ -155,7 +177,6 @@ class Network:
         else:
             listener.backlog.append(far)
         near.protocol.connection_made(near)
-        return near, near.protocol
 
     def delay(self) -> float:
         return self.world.random.uniform(0.0001, SLOWEST_S)

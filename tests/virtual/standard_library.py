@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+from tests.virtual import sockets
 from tests.virtual.loop import VirtualLoop
 from tests.virtual.primitives import Lock
 from tests.virtual.scheduler import ACTIVE, NotVirtual, Scheduler, current
@@ -50,6 +51,14 @@ def install() -> None:
         return real_loop() if world is None else VirtualLoop(world)
 
     asyncio.new_event_loop = asyncio.events.new_event_loop = new_event_loop
+    real_connect = socket.create_connection
+
+    def create_connection(address: Any, timeout: Any = None, *arguments: Any, **options: Any) -> Any:
+        if (world := current()) is not None:
+            return sockets.connect(world, address, timeout)
+        return real_connect(address, *([] if timeout is None else [timeout]), *arguments, **options)
+
+    socket.create_connection = create_connection  # type: ignore[assignment]
     sys.addaudithook(_stay_inside)
 
 
