@@ -17,7 +17,7 @@ Case = tuple[dict[str, Any], tuple[Callable[[], object], ...]]
 
 
 def for_each(
-    names: str | tuple[str, ...],
+    names: str,
     cases: Iterable[Any] | Callable[[], Iterable[Any]],
     ids: Iterable[object] | Callable[[Any], object] = repr,
 ) -> Callable[[Test], Test]:
@@ -26,13 +26,13 @@ def for_each(
     A case that fails is a failed subtest, named by its id or its values; the others go on.
     Fixtures are made once, for all cases. A function as `cases` is called when the test runs.
     """
-    keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    keys = names.split(", ")
 
     def decorate(test: Test) -> Test:
         body, inner = getattr(test, "cases", (test, lambda: [({}, ())]))  # several decorators: all combinations
 
         def combined() -> Iterator[Case]:
-            made = list(cases() if callable(cases) else cases)
+            made = list(cases if isinstance(cases, Iterable) else cases())
             assert made, f"there is no case of {names}"
             for case, name in zip(made, repeat(None, len(made)) if callable(ids) else ids, strict=True):
                 values = case if len(keys) > 1 else (case,)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 
-def _found() -> Iterator[tuple[str, str]]:
+@cache
+def pythons() -> dict[str, str]:
+    """Return version -> interpreter."""
+    found = {}
     for minor in (11, 12, 13, 14):
         name = f"python3.{minor}"
         places = [*sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")), shutil.which(name)]
         for place in filter(None, map(str, filter(None, places))):
             asked = subprocess.run([place, "-c", "import venv, ensurepip"], capture_output=True, check=False)
             if asked.returncode == 0:
-                yield f"3.{minor}", place
+                found[f"3.{minor}"] = place
                 break
-
-
-PYTHONS = dict(_found())
-"""Version -> interpreter."""
+    return found

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import pyrocket_consumer
-from tests.interpreters import PYTHONS
+from tests.interpreters import pythons
 
+pytestmark = [pytest.mark.live, pytest.mark.slow("builds wheels and makes environments")]
 ROOT = Path(pyrocket_consumer.__file__).parent.parent
 
 CONSUMES = """
@@ -57,10 +58,10 @@ def source(tmp_path_factory) -> Path:
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYROCKET_PURE")}
+    command = [*map(str, command)]
     answer = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=variables | environment, capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
+        command, cwd=cwd, env=variables | environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer
 
@@ -103,17 +104,16 @@ def test_it_installs_with_a_compiler_and_without(source, tmp_path, environment, 
     assert consumes(sys.executable, unpacked(wheel, folder), PYTHONPATH=str(folder)) == accelerated
 
 
-@pytest.mark.parametrize("version", PYTHONS)
-def test_one_wheel_runs_on_each_python(source, tmp_path, version):
+def test_one_wheel_runs_on_each_python(source, tmp_path, subtests):
     """In a fresh environment, with the newest of what it needs."""
-    out = tmp_path / "out"
-    out.mkdir()
-    wheel, _ = wheel_of(source, out)
-    run(PYTHONS[version], "-m", "venv", tmp_path / "venv", cwd=tmp_path)
-    python = tmp_path / "venv" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=tmp_path)
-    assert consumes(python, tmp_path) == "True"
+    wheel, _ = wheel_of(source, tmp_path)
+    for version, interpreter in pythons().items():
+        with subtests.test(version):
+            run(interpreter, "-m", "venv", tmp_path / version, cwd=tmp_path)
+            python = tmp_path / version / "bin" / "python"
+            run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=tmp_path)
+            assert consumes(python, tmp_path) == "True"
 
 
 def test_this_python_is_among_those():
-    assert f"3.{sys.version_info.minor}" in PYTHONS
+    assert f"3.{sys.version_info.minor}" in pythons()

@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import os
 import pickle
-import shutil
 import struct
 import subprocess
 import sys
@@ -24,13 +23,13 @@ import pyrocket_consumer
 from pyrocket_consumer.wire import accelerator
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.message import BatchItem, Message, StoredMessage, encode_batch, encode_message
+from tests.for_each import for_each
 from tests.fuzz.mutation import Mutator
-from tests.interpreters import PYTHONS
+from tests.interpreters import pythons
 from tests.trials import trials
 from tests.wire import both
+from tests.wire.building import ROOT, copied
 from tests.wire.test_fuzz_message import COMPRESSED_RECORDS, SMALL_BODIES
-
-ROOT = Path(pyrocket_consumer.__file__).parent.parent
 
 
 @pytest.fixture(params=[True, False], ids=["in-python", "compiled"])
@@ -58,12 +57,12 @@ def with_properties(text: bytes) -> bytes:
 # --- the same values and errors
 
 
-@pytest.mark.parametrize("body", SMALL_BODIES + COMPRESSED_RECORDS, ids=lambda body: f"{len(body)}-bytes")
+@for_each("body", SMALL_BODIES + COMPRESSED_RECORDS, ids=lambda body: f"{len(body)}-bytes")
 def test_answers_of_real_brokers_read_the_same(body):
     assert isinstance(read_by_both(body), tuple)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "message",
     [
         StoredMessage("T" * 128, b"a long topic", {"A": "1"}),
@@ -83,7 +82,7 @@ def test_unusual_records_read_the_same(message):
     read_by_both(records(message, StoredMessage("T", b"usual"), message))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         b"", b"\x01", b"\x02", b"\x01\x02", b"a\x01\x02", b"\x01b\x02", b"a\x01b", b"a\x01b\x02c", b"a\x01b\x01c\x02",
@@ -103,17 +102,18 @@ def test_more_names_than_are_kept_read_the_same():
     read_by_both(records(*(StoredMessage("T", b"x", each) for each in properties)))
 
 
-@pytest.mark.parametrize("most", [1, 2, 1023, 1024, 1025, None])
+@for_each("most", [1, 2, 1023, 1024, 1025, None])
 def test_as_many_records_as_a_pull_asks_for_are_read_the_same(most):
     read_by_both(records(StoredMessage("T", b"x")) * 1025, most)
 
 
-@pytest.mark.parametrize("cut", range(0, 300, 7))
+@for_each("cut", range(0, 300, 7))
 def test_what_ends_too_early_is_refused_the_same(cut):
     whole = records(StoredMessage("T", b"x" * 50, {"A": "1"}), StoredMessage("T", b"y" * 50, {"A": "2"}))
     read_by_both(whole[:cut])
 
 
+@pytest.mark.search
 def test_what_is_damaged_anywhere_reads_the_same():
     """Every byte of a record is changed, to values that hurt."""
     whole = records(StoredMessage("T", b"x" * 20, {"AB": "1", "C": "2"}), StoredMessage("T", b"y"))
@@ -122,6 +122,7 @@ def test_what_is_damaged_anywhere_reads_the_same():
             read_by_both(whole[:place] + bytes([value]) + whole[place + 1 :])
 
 
+@pytest.mark.search
 def test_random_damage_reads_the_same():
     originals = [*SMALL_BODIES[:20], *COMPRESSED_RECORDS, with_properties(b"a\x01b\x02c\x01d\x02" * 10)]
     mutator = Mutator(originals, seed=14)
@@ -155,7 +156,7 @@ def test_a_message_is_what_users_know(which):
             setattr(message, name, b"other")
 
 
-@pytest.mark.parametrize("name", [b"TAGS", 5, ["TAGS"], None])
+@for_each("name", [b"TAGS", 5, ["TAGS"], None])
 def test_a_name_that_is_no_text_is_a_type_error(which, name):
     with pytest.raises(TypeError):
         one(which, properties={"TAGS": "a"}).property(name)
@@ -242,6 +243,8 @@ def test_a_message_in_a_circle_with_its_line_is_collected(which):
     assert seen() is None
 
 
+@pytest.mark.live
+@pytest.mark.slow("the memory of the process tells only of much that was read")
 def test_nothing_is_left_of_what_was_read(which):
     """Reading for long takes no memory: neither what is right nor what is refused."""
     resource = pytest.importorskip("resource")
@@ -281,17 +284,20 @@ print(read(range(2_000, 12_000)) - before)
 """
 
 
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.live
+@pytest.mark.slow("each Python reads 12 000 messages")
+@for_each("version", pythons)
 def test_names_that_senders_choose_are_not_kept(version):
     """Some Pythons never free what is interned. Reading messages needs no package but this one."""
     both.copy(pure=False)
     answer = subprocess.run(
-        [PYTHONS[version], "-c", NAMES_FOR_EVER], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [pythons()[version], "-c", NAMES_FOR_EVER], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert answer.returncode == 0, answer.stderr
     assert int(answer.stdout) < 4 * 1024
 
 
+@pytest.mark.live
 def test_threads_read_the_same_message(which):
     """Of one that many read at once each gets the same, whole."""
     for _ in range(trials(200)):
@@ -323,8 +329,8 @@ def test_what_is_finished_counts_once(which):
         finish([object()])
 
 
-@pytest.mark.parametrize(
-    ("offsets", "rises"),
+@for_each(
+    "offsets, rises",
     [([], True), ([5], True), ([1, 2, 9], True), ([1, 1], False), ([2, 1], False), ([1, 3, 2], False)],
 )
 def test_rising_offsets_are_told_from_others(which, offsets, rises):
@@ -332,9 +338,7 @@ def test_rising_offsets_are_told_from_others(which, offsets, rises):
     assert which.module("wire.accelerator").rising(messages) is rises
 
 
-@pytest.mark.parametrize(
-    "places", [(-1, 88, 91), (0, 88, 92), (0, -1, 91), (0, 89, 91), (1, 89, 91), (0, 0, 0), (0, 2**40, 2**41)]
-)
+@for_each("places", [(-1, 88, 91), (0, 88, 92), (0, -1, 91), (0, 89, 91), (1, 89, 91), (0, 0, 0), (0, 2**40, 2**41)])
 def test_the_compiled_part_makes_no_record_outside_of_the_bytes(places):
     which = both.copy(pure=False)
     start, body_end, end = places
@@ -344,7 +348,7 @@ def test_the_compiled_part_makes_no_record_outside_of_the_bytes(places):
         )
 
 
-@pytest.mark.parametrize("kind", [object, Message, int, "Message", None])
+@for_each("kind", [object, Message, int, "Message", None])
 def test_the_compiled_part_makes_nothing_else_than_its_records(kind):
     which = both.copy(pure=False)  # whose Message is another one
     accelerator = which.module("wire.accelerator")
@@ -354,15 +358,15 @@ def test_the_compiled_part_makes_nothing_else_than_its_records(kind):
         accelerator.cut_records(kind, [], bytes(91), 0, 0, None, int)
 
 
-@pytest.mark.parametrize("end", [0, -5, "x", None, 2**80])
-def test_the_compiled_part_is_not_led_astray_by_where_a_record_is_said_to_end(end):
+@for_each("end", [0, -5, "x", None, 2**80])
+def test_a_wrong_end_of_a_record_is_refused_by_the_compiled_part(end):
     which = both.copy(pure=False)
     kind, cut = which.module("wire.message").Message, which.module("wire.accelerator").cut_records
     with pytest.raises((ValueError, TypeError, OverflowError)):
         cut(kind, [], bytes(200), 0, 100, None, lambda start: end)
 
 
-def test_what_is_between_records_may_be_changed_by_whoever_reads_them():
+def test_a_record_that_ends_behind_the_data_ends_the_reading():
     """A record that is told to end behind the data ends the reading."""
     which = both.copy(pure=False)
     kind, cut = which.module("wire.message").Message, which.module("wire.accelerator").cut_records
@@ -381,13 +385,6 @@ print(pyrocket_consumer.ACCELERATED, accelerator.REASON, message(topic="T", body
 """
 
 
-def copied(folder: Path) -> Path:
-    """Return a copy of the package without its compiled part."""
-    shutil.copytree(ROOT / "pyrocket_consumer", folder / "pyrocket_consumer",
-                    ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))  # fmt: skip
-    return folder / "pyrocket_consumer" / "wire"
-
-
 def tells(folder: Path, **environment: str) -> tuple[str, str]:
     """Return what a fresh process says of its compiled part, and what it logs."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYROCKET_PURE", "PYTHONPATH")}
@@ -398,7 +395,8 @@ def tells(folder: Path, **environment: str) -> tuple[str, str]:
     return answer.stdout.strip(), answer.stderr.strip()
 
 
-@pytest.mark.parametrize(("value", "pure"), [("1", True), ("yes", True), ("0", False), ("", False)])
+@pytest.mark.live
+@for_each("value, pure", [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_a_variable_switches_it_off(value, pure):
     both.copy(pure=False)  # else there is nothing to switch off
     said, logged = tells(ROOT, PYROCKET_PURE=value)
@@ -406,9 +404,8 @@ def test_a_variable_switches_it_off(value, pure):
     assert ("PYROCKET_PURE is set" in said) is pure
 
 
-@pytest.mark.parametrize(
-    ("value", "told"), [("0", "with its compiled part"), ("1", "in Python alone: PYROCKET_PURE is set")]
-)
+@pytest.mark.live
+@for_each("value, told", [("0", "with its compiled part"), ("1", "in Python alone: PYROCKET_PURE is set")])
 def test_the_command_line_says_which_is_used(value, told):
     both.copy(pure=False)
     answer = subprocess.run(
@@ -418,6 +415,7 @@ def test_the_command_line_says_which_is_used(value, told):
     assert answer.stdout == f"pyrocket-consumer {pyrocket_consumer.__version__}, {told}\n"
 
 
+@pytest.mark.live
 def test_the_command_line_says_it_in_one_line(tmp_path):
     copied(tmp_path)
     environment = dict(os.environ) | {"PYTHONPATH": str(tmp_path), "COLUMNS": "40", "PYROCKET_PURE": "0"}
@@ -428,22 +426,26 @@ def test_the_command_line_says_it_in_one_line(tmp_path):
     assert answer.stdout.count("\n") == 1 and "there is no build of it here" in answer.stdout
 
 
+@pytest.mark.live
 def test_where_nothing_was_built_nothing_is_said(tmp_path):
     copied(tmp_path)
     said, logged = tells(tmp_path)
     assert said.startswith("False there is no build of it here") and said.endswith(" b'x'") and not logged
 
 
-@pytest.mark.parametrize("content", [b"", b"not a library at all", b"\x7fELF" + bytes(100)])
+@pytest.mark.live
+@for_each("content", [b"", b"not a library at all", b"\x7fELF" + bytes(100)])
 def test_a_broken_build_is_said_once_and_not_used(tmp_path, content):
     suffix = ".abi3.so" if not sysconfig.get_config_var("Py_GIL_DISABLED") else sysconfig.get_config_var("EXT_SUFFIX")
-    (copied(tmp_path) / f"_accelerator{suffix}").write_bytes(content)
-    said, logged = tells(tmp_path)
+    folder = tmp_path / str(len(content))
+    (copied(folder) / f"_accelerator{suffix}").write_bytes(content)
+    said, logged = tells(folder)
     assert said.startswith("False its build cannot be used") and said.endswith(" b'x'")
     assert logged.count("\n") == 0 and logged.startswith("WARNING Python code is used in place of the compiled part")
     assert "install the package again" in logged
 
 
+@pytest.mark.live
 def test_a_build_of_another_source_is_not_used(tmp_path):
     (copied(tmp_path) / "_accelerator.py").write_text("SOURCE = 'another'\n")
     said, logged = tells(tmp_path)
@@ -451,10 +453,12 @@ def test_a_build_of_another_source_is_not_used(tmp_path):
     assert logged.count("\n") == 0
 
 
-@pytest.mark.parametrize("fault", ["raise SystemError('odd')", "raise ValueError('odd')", "import no_such_odd_module"])
+@pytest.mark.live
+@for_each("fault", ["raise SystemError('odd')", "raise ValueError('odd')", "import no_such_odd_module"])
 def test_a_build_that_fails_in_any_way_is_not_used(tmp_path, fault):
-    (copied(tmp_path) / "_accelerator.py").write_text(fault)
-    said, logged = tells(tmp_path)
+    folder = tmp_path / str(len(fault))
+    (copied(folder) / "_accelerator.py").write_text(fault)
+    said, logged = tells(folder)
     assert said.startswith("False its build cannot be used: ") and "odd" in said and logged.count("\n") == 0
 
 
@@ -482,12 +486,13 @@ sys.stdout.flush()
 """
 
 
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.live
+@for_each("version", pythons)
 def test_another_interpreter_of_the_process_may_use_it(version):
     """One other: before 3.13.1 Python's own `datetime` breaks where more import it. From 3.12 on it has its own GIL."""
     both.copy(pure=False)
     answer = subprocess.run(
-        [PYTHONS[version], "-W", "ignore", "-c", IN_ANOTHER_INTERPRETER, READS], capture_output=True, text=True,
+        [pythons()[version], "-W", "ignore", "-c", IN_ANOTHER_INTERPRETER, READS], capture_output=True, text=True,
         env=dict(os.environ) | {"PYTHONPATH": str(ROOT)}, timeout=60, check=False,
     )  # fmt: skip
     assert answer.stdout == "well\n", answer.stderr

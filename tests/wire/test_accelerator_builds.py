@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.interpreters import PYTHONS
+from tests.interpreters import pythons
 from tests.wire.building import SANITIZED, SOURCE, build, compiler, run
 
 TARGETS = ("compiled-as-python", "compiled-record-as-python", "compiled-properties-as-python")
@@ -108,10 +108,10 @@ def test_sanitizers_find_a_length_that_is_believed(tmp_path):
 
 def test_what_a_free_threaded_python_compiles_is_right():
     """With the headers of an ordinary one, told that it is free-threaded: 3.13 is the first that can be."""
-    if "3.13" not in PYTHONS:
+    if "3.13" not in pythons():
         pytest.skip("there is no Python 3.13")
     ask = "import sysconfig; print(sysconfig.get_path('include'))"
-    headers = subprocess.run([PYTHONS["3.13"], "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    headers = subprocess.run([pythons()["3.13"], "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
     flags = ("-fsyntax-only", "-Wall", "-Werror", "-DPy_GIL_DISABLED=1", '-DSOURCE=""', "-I", headers)
     command = [compiler(), *flags, str(SOURCE)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -12,6 +12,7 @@ from pyrocket_consumer.wire.fastjson import loads
 from pyrocket_consumer.wire.frame import decode_command
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests import golden
+from tests.for_each import for_each
 from tests.trials import trials
 
 QUEUE = MessageQueue("TopicA", "broker-a", 0)
@@ -51,7 +52,7 @@ def reset_bodies(begin: str) -> list[bytes]:
 # --- routes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("body", [STANDARD_ROUTE, OLD_ROUTE])
+@for_each("body", [STANDARD_ROUTE, OLD_ROUTE])
 def test_a_route_is_read_in_both_forms(body):
     assert bodies.decode_route("TopicA", body.encode()) == ROUTE
 
@@ -79,12 +80,12 @@ def test_an_order_configuration_travels():
     assert bodies.decode_route("T", bodies.encode_route(route)) == route
 
 
-@pytest.mark.parametrize("text", ["{}", '{"queueDatas":null,"brokerDatas":null,"filterServerTable":null,"new":[1]}'])
+@for_each("text", ["{}", '{"queueDatas":null,"brokerDatas":null,"filterServerTable":null,"new":[1]}'])
 def test_a_route_may_lack_anything(text):
     assert bodies.decode_route("T", text.encode()) == TopicRoute("T")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         "[]", "null", '"x"', '{"queueDatas":{}}', '{"queueDatas":[5]}', '{"brokerDatas":[{"brokerAddrs":{"a":"x"}}]}',
@@ -282,7 +283,7 @@ QUOTED_FORM = (
 OFFSETS = {QUEUE: 100, OTHER_QUEUE: 0}
 
 
-@pytest.mark.parametrize("text", [MAP_FORM, LIST_FORM, PAIRS_FORM, QUOTED_FORM])
+@for_each("text", [MAP_FORM, LIST_FORM, PAIRS_FORM, QUOTED_FORM])
 def test_an_offset_table_is_read_in_every_form(text):
     assert bodies.decode_offset_table(text.encode()) == OFFSETS
 
@@ -292,12 +293,12 @@ def test_an_offset_table_is_written_in_the_forms_brokers_write():
     assert loads(bodies.encode_offset_table(OFFSETS, as_list=True)) == loads(LIST_FORM)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"offsetTable":{}}', '{"offsetTable":[]}', '{"offsetTable":null}'])
+@for_each("text", ["", "{}", '{"offsetTable":{}}', '{"offsetTable":[]}', '{"offsetTable":null}'])
 def test_an_offset_table_may_be_empty(text):
     assert bodies.decode_offset_table(text.encode()) == {}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         "[]", '{"offsetTable":5}', '{"offsetTable":{5:6}}', '{"offsetTable":{"x":6}}',
@@ -444,8 +445,8 @@ def test_lists_and_tables():
     assert bodies.decode_topic_list(b'{"brokerAddr":"x"}') == []
 
 
-@pytest.mark.parametrize(
-    ("text", "settings"),
+@for_each(
+    "text, settings",
     [
         ("a=1\nb=2\n", {"a": "1", "b": "2"}),
         ("# one\n ! two\n\n  a = 1 \r\nb:2\rc 3", {"a": "1 ", "b": "2", "c": "3"}),
@@ -462,6 +463,7 @@ def test_properties_follow_the_rules_of_java(text, settings):
     assert bodies.decode_java_properties(text.encode()) == settings
 
 
+@pytest.mark.search
 @given(st.dictionaries(st.text(), st.text()))
 @settings(max_examples=trials(300), deadline=None)
 def test_properties_survive_both_ways(settings):

@@ -11,6 +11,7 @@ from pyrocket_consumer.wire.codes import (
     version_name,
     version_ordinal,
 )
+from tests.for_each import for_each
 
 RELEASES = [
     ((4, 0, 0), 213), ((4, 1, 0), 233), ((4, 2, 0), 253), ((4, 4, 0), 293), ((4, 5, 0), 313), ((4, 6, 0), 333),
@@ -19,27 +20,27 @@ RELEASES = [
 ]
 
 
-@pytest.mark.parametrize(("release", "ordinal"), RELEASES)
+@for_each("release, ordinal", RELEASES)
 def test_a_release_has_a_number_and_a_name(release, ordinal):
     assert version_ordinal(*release) == ordinal
     assert version_name(ordinal) == "V{}_{}_{}".format(*release)
 
 
-@pytest.mark.parametrize(
-    ("ordinal", "name"),
+@for_each(
+    "ordinal, name",
     [(232, "V4_1_0_SNAPSHOT"), (212, "V4_0_0_SNAPSHOT"), (121, "VERSION_121"), (612, "HIGHER_VERSION")],
 )
 def test_other_version_numbers_have_a_name_too(ordinal, name):
     assert version_name(ordinal) == name
 
 
-@pytest.mark.parametrize("release", [(3, 2, 6), (6, 0, 0), (5, 10, 0), (5, 0, 10)])
+@for_each("release", [(3, 2, 6), (6, 0, 0), (5, 10, 0), (5, 0, 10)])
 def test_a_release_outside_the_list_has_no_number(release):
     with pytest.raises(ValueError, match="has no ordinal"):
         version_ordinal(*release)
 
 
-def test_we_send_the_version_that_gets_standard_json_and_no_go_away():
+def test_our_version_gets_standard_json_and_no_go_away():
     assert version_ordinal(4, 9, 4) == CLIENT_VERSION
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.wire.codes import SysFlag
 from pyrocket_consumer.wire.compression import BodyTooLarge, Compression, compress, decompress, unpacked_size
+from tests.for_each import for_each
 
 KINDS = list(Compression)
 ZLIB, LZ4, ZSTD = 0x301, 0x101, 0x201
@@ -21,8 +22,8 @@ JAVA_LZ4_50X = bytes.fromhex("04224d186070730b0000001f78010019507878787878000000
 JAVA_ZSTD_50X = bytes.fromhex("28b52ffd0058440000107878010045000b010000")
 
 
-@pytest.mark.parametrize(
-    ("body", "sys_flag", "plain"),
+@for_each(
+    "body, sys_flag, plain",
     [
         (JAVA_LZ4_HI, LZ4, b"hi"),
         (JAVA_LZ4_50X, LZ4, b"x" * 50),
@@ -37,9 +38,8 @@ def test_bodies_of_java_producers_are_read(body, sys_flag, plain):
     assert decompress(body, sys_flag) == plain
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@given(body=st.one_of(st.binary(max_size=2000), st.binary(max_size=20).map(lambda part: part * 5000)))
-@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(KINDS), st.binary(max_size=2000) | st.binary(max_size=20).map(lambda part: part * 5000))
+@settings(max_examples=90, deadline=None)
 def test_what_is_compressed_comes_back(kind, body):
     compressed, flags = compress(body, kind)
     assert flags == {"zlib": ZLIB, "lz4": LZ4, "zstd": ZSTD}[kind]
@@ -68,8 +68,8 @@ def test_bytes_after_the_end_are_ignored_as_in_java():
         assert decompress(compressed + b"\0\0", flags) == b"hello"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_body_is_a_protocol_error_and_the_next_one_is_read(kind):
+@for_each("kind", KINDS)
+def test_a_damaged_body_is_refused_and_the_next_one_is_read(kind):
     body = bytes(range(256)) * 40
     compressed, flags = compress(body, kind)
     for damaged in [b"", b"garbage", compressed[:4], compressed[:-1], compressed[: len(compressed) // 2]]:
@@ -78,7 +78,7 @@ def test_a_damaged_body_is_a_protocol_error_and_the_next_one_is_read(kind):
         assert decompress(compressed, flags) == body
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_a_limit_is_kept_to_the_byte(kind):
     compressed, flags = compress(b"x" * 100_000, kind)
     assert len(decompress(compressed, flags, max_bytes=100_000)) == 100_000
@@ -87,7 +87,7 @@ def test_a_limit_is_kept_to_the_byte(kind):
             decompress(compressed, flags, max_bytes=limit)
 
 
-@pytest.mark.parametrize("kind", [0x400, 0x500, 0x600, 0x700])
+@for_each("kind", [0x400, 0x500, 0x600, 0x700])
 def test_an_unknown_kind_is_a_protocol_error(kind):
     with pytest.raises(ProtocolError, match=f"compression type {kind >> 8} "):
         decompress(b"hi", kind | SysFlag.COMPRESSED)
@@ -98,7 +98,7 @@ def test_an_unknown_kind_cannot_be_asked_for():
         compress(b"hi", "brotli")
 
 
-@pytest.mark.parametrize(("module", "extra", "sys_flag"), [("lz4.frame", "lz4", LZ4), ("zstandard", "zstd", ZSTD)])
+@for_each("module, extra, sys_flag", [("lz4.frame", "lz4", LZ4), ("zstandard", "zstd", ZSTD)])
 def test_without_the_package_the_error_says_what_to_install(monkeypatch, module, extra, sys_flag):
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     command = rf"pip install pyrocket-consumer\[{extra}\]"
@@ -129,8 +129,10 @@ def _zeros(compressor, mebibytes):
     return begin + b"".join(parts) + compressor.flush()
 
 
-@pytest.mark.parametrize(
-    ("make_body", "sys_flag"),
+@pytest.mark.live
+@pytest.mark.slow("each packs 400 MB")
+@for_each(
+    "make_body, sys_flag",
     [
         (lambda: _zeros(zlib.compressobj(9), 400), ZLIB),
         (lambda: _zeros(lz4.frame.LZ4FrameCompressor(), 400), LZ4),

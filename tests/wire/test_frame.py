@@ -25,6 +25,7 @@ from pyrocket_consumer.wire.frame import (
 )
 from tests import golden
 from tests.consuming import quick
+from tests.for_each import for_each
 
 JSON_REQUEST = bytes.fromhex("000000a20000009e") + (
     b'{"code":14,"extFields":{"queueId":"3","topic":"T","consumerGroup":"g"},"flag":0,"language":"PYTHON",'
@@ -47,8 +48,8 @@ REQUEST = RemotingCommand(14, {"queueId": "3", "topic": "T", "consumerGroup": "g
 ANSWER = RemotingCommand(0, {"offset": "100"}, b"", 7, 1, None, "JAVA", 401)
 
 
-@pytest.mark.parametrize(
-    ("frame", "command"),
+@for_each(
+    "frame, command",
     [
         (JSON_REQUEST, REQUEST),
         (JSON_RESPONSE, RemotingCommand(22, {}, b"", 7, 1, "Not found", "JAVA", 479)),
@@ -61,12 +62,12 @@ def test_the_worked_examples_are_read(frame, command):
     assert decode_command(frame) == command
 
 
-@pytest.mark.parametrize(("header_type", "frame"), [(JSON_HEADER, JSON_REQUEST), (BINARY_HEADER, BINARY_REQUEST)])
+@for_each("header_type, frame", [(JSON_HEADER, JSON_REQUEST), (BINARY_HEADER, BINARY_REQUEST)])
 def test_the_worked_examples_are_written(header_type, frame):
     assert encode_command(REQUEST, header_type) == frame
 
 
-@pytest.mark.parametrize("entry", golden.index(), ids=str)
+@for_each("entry", golden.index, ids=str)
 def test_every_recorded_frame_reads_as_the_index_says(entry):
     command = decode_command(entry.frame())
     assert (command.code, command.opaque, command.flag) == (entry.code, entry.opaque, entry.flag)
@@ -82,7 +83,7 @@ def test_every_recorded_frame_reads_as_the_index_says(entry):
         assert entry.body.describes(command.body.decode())
 
 
-@pytest.mark.parametrize("entry", golden.reset_index(), ids=str)
+@for_each("entry", golden.reset_index, ids=str)
 def test_every_recorded_frame_of_a_reset_reads_as_its_index_says(entry):
     command = decode_command(entry.frame())
     assert command.code == entry.code
@@ -105,8 +106,8 @@ def test_no_recorded_frame_is_left_out_of_the_index():
     assert {entry.name for entry in golden.reset_index()} == set(golden.frames("reset"))
 
 
-@pytest.mark.parametrize("version", [*golden.VERSIONS, "reset"])
-@pytest.mark.parametrize("header_type", [JSON_HEADER, BINARY_HEADER])
+@for_each("version", [*golden.VERSIONS, "reset"])
+@for_each("header_type", [JSON_HEADER, BINARY_HEADER])
 def test_what_is_written_reads_the_same(version, header_type):
     for frame in golden.frames(version).values():
         command = decode_command(frame)
@@ -117,8 +118,8 @@ def test_what_is_written_reads_the_same(version, header_type):
         assert decode_command(encode_command(command, header_type)) == expected
 
 
-@pytest.mark.parametrize("version", golden.VERSIONS)
-@pytest.mark.parametrize("piece_bytes", [1, 7, 1000, 4096, 300_000])
+@for_each("version", golden.VERSIONS)
+@for_each("piece_bytes", [1, 7, 1000, 4096, 300_000])
 def test_a_stream_may_come_in_pieces_of_any_size(version, piece_bytes):
     frames = list(golden.frames(version).values())
     if piece_bytes < 10:
@@ -144,22 +145,21 @@ def feed(buffer: FrameBuffer, data: bytes) -> list[RemotingCommand]:
 
 
 @pytest.mark.parametrize("version", golden.VERSIONS)
-@pytest.mark.parametrize("piece_bytes", [7, 4096, 300_000])
+@for_each("piece_bytes", [7, 4096, 300_000])
 def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
     frames = list(golden.frames(version).values())
-    stream = b"".join(frames[:40] if piece_bytes < 10 else frames * 40)
-    buffer, chance = InPlaceFrames(), random.Random(piece_bytes)
-    commands, wanted = [], []
+    frames = frames[:40] if piece_bytes < 10 else frames * 40
+    stream, buffer, chance = b"".join(frames), InPlaceFrames(), random.Random(piece_bytes)
+    commands, wanted = {}, []
     for start in range(0, len(stream), piece_bytes):
-        wanted += put(buffer, stream[start : start + piece_bytes])
+        wanted += enumerate(put(buffer, stream[start : start + piece_bytes]), len(commands) + len(wanted))
         if chance.random() < 0.3:  # some are read and given back, others wait for their turn
             chance.shuffle(wanted)
             done = [wanted.pop() for _ in range(chance.randrange(len(wanted) + 1))]
-            commands += [replace(command, body=bytes(extent)) for command, extent in done]
-            buffer.reuse(extent for _, extent in wanted)
-    commands += [replace(command, body=bytes(extent)) for command, extent in wanted]
-    expected = [decode_command(frame) for frame in (frames[:40] if piece_bytes < 10 else frames * 40)]
-    assert sorted(commands, key=repr) == sorted(expected, key=repr)
+            commands |= {number: replace(command, body=bytes(extent)) for number, (command, extent) in done}
+            buffer.reuse(extent for _, (_, extent) in wanted)
+    commands |= {number: replace(command, body=bytes(extent)) for number, (command, extent) in wanted}
+    assert [commands[number] for number in range(len(commands))] == [decode_command(frame) for frame in frames]
 
 
 def put(buffer: InPlaceFrames, data: bytes) -> list[tuple[RemotingCommand, Extent]]:
@@ -173,7 +173,7 @@ def put(buffer: InPlaceFrames, data: bytes) -> list[tuple[RemotingCommand, Exten
     return found
 
 
-def test_a_buffer_for_frames_in_place_grows_for_a_large_one_and_gives_the_room_back():
+def test_a_buffer_in_place_grows_and_gives_the_room_back():
     buffer = InPlaceFrames()
     command = RemotingCommand(11, {}, b"x" * (MAX_FRAME_BYTES - 200))
     ((found, extent), (after, _)) = put(buffer, encode_command(command) + JSON_RESPONSE)
@@ -201,7 +201,7 @@ def test_a_frame_of_the_largest_size_passes():
     assert feed(FrameBuffer(), frame + JSON_RESPONSE)[0] == command
 
 
-@pytest.mark.parametrize("max_frame_bytes", [64 * 1024, 1 << 20, 64 << 20])
+@for_each("max_frame_bytes", [64 * 1024, 1 << 20, 20 << 20])
 def test_how_large_a_frame_may_be_can_be_said(max_frame_bytes):
     command = RemotingCommand(11, {}, b"x" * (max_frame_bytes - 2000))
     frame = encode_command(command, max_frame_bytes=max_frame_bytes)
@@ -236,7 +236,7 @@ BAD_FRAMES = {
 }
 
 
-@pytest.mark.parametrize("frame", BAD_FRAMES.values(), ids=BAD_FRAMES)
+@for_each("frame", BAD_FRAMES.values(), ids=BAD_FRAMES)
 def test_a_bad_frame_is_refused(frame):
     with pytest.raises(ProtocolError):
         decode_command(frame)
@@ -270,8 +270,8 @@ def received(buffer, data, piece_bytes):
     return commands, most
 
 
-@pytest.mark.parametrize("piece_bytes", [1_000, 65_536, 131_072])
-def test_the_body_of_a_request_that_is_too_large_is_passed_over_as_it_comes(piece_bytes):
+@for_each("piece_bytes", [1_000, 65_536, 131_072])
+def test_the_body_of_a_too_large_request_is_passed_over(piece_bytes):
     small, large = RemotingCommand(40, flag=2), RemotingCommand(307, {"a": "b"}, bytes(10 << 20), opaque=5)
     data = encode_command(small) + encode_command(large) + encode_command(small) + encode_command(large)
     buffer = FrameBuffer(largest_request=1 << 20)
@@ -283,7 +283,7 @@ def test_the_body_of_a_request_that_is_too_large_is_passed_over_as_it_comes(piec
     assert most == FrameBuffer.INITIAL_BYTES
 
 
-@pytest.mark.parametrize(
+@for_each(
     "command",
     [
         RemotingCommand(0, {}, bytes(10 << 20), flag=1),
@@ -293,14 +293,14 @@ def test_the_body_of_a_request_that_is_too_large_is_passed_over_as_it_comes(piec
     ],
     ids=["answer", "consume directly", "check", "not too large"],
 )
-@pytest.mark.parametrize("piece_bytes", [7_000, 65_536])
-def test_what_may_be_large_comes_whole_where_requests_are_limited(command, piece_bytes):
+@for_each("piece_bytes", [7_000, 65_536])
+def test_what_may_be_large_comes_whole_in_spite_of_the_limit(command, piece_bytes):
     buffer = FrameBuffer(largest_request=1 << 20)
     commands, _ = received(buffer, encode_command(command) * 2, piece_bytes)
     assert [(each.body, each.left_out) for each in commands] == 2 * [(command.body, 0)]
 
 
-@pytest.mark.parametrize("header_type", [0, 1])
+@for_each("header_type", [0, 1])
 def test_a_large_request_is_known_as_soon_as_its_header_is(header_type):
     data = encode_command(RemotingCommand(307, {"a": "b"}, bytes(2 << 20)), header_type)
     head = len(data) - (2 << 20)
@@ -342,11 +342,11 @@ def test_control_characters_are_read_escaped_and_raw():
     assert decode_command(json_frame(code=10, extFields={"i": "a\x01b\x02"})).fields == {"i": "a\x01b\x02"}
 
 
-def test_half_a_surrogate_pair_from_java_does_not_end_the_connection():
+def test_half_a_surrogate_pair_from_java_is_read():
     assert decode_command(json_frame(code=1, remark="cut \ud83d")).remark == "cut �"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "header",
     [
         {"code": "11"},
@@ -368,7 +368,7 @@ def test_what_a_sender_may_leave_out_has_a_default():
     assert decode_command(json_frame(code=3)) == RemotingCommand(3, {}, b"", 0, 0, None, "OTHER", 0)
 
 
-def test_an_unknown_language_is_kept_and_an_unknown_language_code_is_other():
+def test_an_unknown_language_is_kept_and_its_code_is_other():
     assert decode_command(json_frame(code=3, language="COBOL")).language == "COBOL"
     frame = bytearray(BINARY_REQUEST)
     frame[10] = 99
@@ -391,9 +391,9 @@ def test_an_answer_carries_the_opaque_of_its_request():
     assert RemotingCommand(40, flag=2).is_oneway
 
 
-@pytest.mark.parametrize("depth", [100, 300, 1000, 1020, 5000, 100_000])
-@pytest.mark.parametrize("kind", ["[|]", '{"a":|}'])
-@pytest.mark.parametrize(
+@for_each("depth", [100, 300, 1000, 1020, 5000, 100_000])
+@for_each("kind", ["[|]", '{"a":|}'])
+@for_each(
     "header",
     [
         '{"code":%s}', '{"code":0,"flag":%s}', '{"code":0,"remark":%s}', '{"code":0,"language":%s}',
@@ -432,12 +432,12 @@ def test_a_header_has_at_most_256_kib():
             encode_command(RemotingCommand(10, {"properties": "x" * MAX_HEADER_BYTES}), header_type)
 
 
-def test_the_properties_of_a_message_fit_into_a_header_however_they_are_written():
+def test_the_longest_properties_fit_into_a_header():
     command = RemotingCommand(310, {"i": "\x01" * 32767, "a": "group"})
     assert decode_command(encode_command(command)).fields == command.fields
 
 
-@pytest.mark.parametrize("header_type", [0, BINARY_HEADER])
+@for_each("header_type", [0, BINARY_HEADER])
 def test_a_header_has_at_most_1024_fields(header_type):
     fields = {f"f{number}": "x" for number in range(1024)}
     assert decode_command(encode_command(RemotingCommand(10, fields), header_type)).fields == fields
@@ -471,9 +471,18 @@ DENSE = {
 JAVA = {"surrogate": "\\ud83d", "control": "\x01", "plain": ""}
 
 
-@pytest.mark.parametrize("remark", JAVA)
-@pytest.mark.parametrize("what", DENSE)
-def test_the_largest_header_does_not_stop_the_thread(what, remark):
+@pytest.fixture
+def quiet():
+    """What else this process holds costs a collection's time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@for_each("remark", JAVA)
+@for_each("what", DENSE)
+def test_the_largest_header_does_not_stop_the_thread(quiet, what, remark):
     data = f'{{"code":0,"remark":"{JAVA[remark]}","extFields":{DENSE[what]}}}'.encode()
     frame = struct.pack(">II", 4 + len(data), len(data)) + data
 
@@ -486,12 +495,7 @@ def test_the_largest_header_does_not_stop_the_thread(what, remark):
         return time.thread_time() - began
 
     assert len(data) <= MAX_HEADER_BYTES
-    gc.collect()
-    gc.freeze()  # what else this process holds costs its time, too
-    try:
-        assert quick(0.05, measured)
-    finally:
-        gc.unfreeze()
+    assert quick(0.05, measured)
 
 
 def test_a_header_has_the_keys_of_json():
@@ -500,7 +504,7 @@ def test_a_header_has_the_keys_of_json():
         decode_command(struct.pack(">II", 4 + len(data), len(data)) + data)
 
 
-def test_the_answer_to_a_large_batch_is_read_and_as_many_values_are_not():
+def test_the_answer_to_a_large_batch_is_read():
     ids = ",".join(["7F00000100002A9F0000000000000000" + "0" * 24] * 10_000)
     command = RemotingCommand(0, {"msgId": ids, "queueId": "0", "queueOffset": "0"}, flag=1)
     assert decode_command(encode_command(command)).fields["msgId"] == ids

@@ -13,6 +13,7 @@ from pyrocket_consumer.wire.ids import (
     offset_message_id,
     parse_offset_message_id,
 )
+from tests.for_each import for_each
 from tests.wire.records import hosts
 
 WORKED_OFFSET_IDS = [
@@ -21,7 +22,7 @@ WORKED_OFFSET_IDS = [
 ]
 
 
-@pytest.mark.parametrize(("host", "port", "offset", "message_id"), WORKED_OFFSET_IDS)
+@for_each("host, port, offset, message_id", WORKED_OFFSET_IDS)
 def test_an_offset_id_says_where_a_message_is_stored(host, port, offset, message_id):
     assert offset_message_id(host, port, offset) == message_id
     assert parse_offset_message_id(message_id) == (host, port, offset)
@@ -33,9 +34,7 @@ def test_offset_ids_come_back(host, port, offset):
     assert parse_offset_message_id(offset_message_id(str(host), port, offset)) == (str(host), port, offset)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0A", "0A00000100002A9F000000000000100", "0A00000100002A9F 0000000000001000", "é" * 32]
-)
+@for_each("text", ["", "0A", "0A00000100002A9F000000000000100", "0A00000100002A9F 0000000000001000", "é" * 32])
 def test_what_is_no_offset_id_is_refused(text):
     with pytest.raises(ProtocolError, match="hexadecimal"):
         parse_offset_message_id(text)
@@ -52,11 +51,11 @@ def time_zone(monkeypatch):
     time.tzset()
 
 
-@pytest.mark.parametrize(
-    ("zone", "expected"),
+@for_each(
+    "zone, expected",
     [("UTC0", "0A000009126718B4AAC247B76000002A"), ("CST-8", "0A000009126718B4AAC2496ED400002A")],
 )
-def test_a_unique_key_holds_address_process_time_of_month_and_counter(time_zone, zone, expected):
+def test_a_unique_key_holds_address_process_time_and_counter(time_zone, zone, expected):
     time_zone(zone)
     ids = UniqueIds("10.0.0.9", 4711, 0x18B4AAC2, clock=lambda: 1_700_000_000.0)
     made = [ids.next() for _ in range(43)]
@@ -106,7 +105,7 @@ def test_hosts_come_back(host):
     assert decode_host(encode_host(host)) == host
 
 
-@pytest.mark.parametrize("text", ["", "10.0.0.1", "localhost:10911", "10.0.0.1:x", "10.0.0.1:-1", "10.0.0:1"])
+@for_each("text", ["", "10.0.0.1", "localhost:10911", "10.0.0.1:x", "10.0.0.1:-1", "10.0.0:1"])
 def test_what_is_no_host_is_refused(text):
     with pytest.raises(ConfigError, match=r"is not like 10\.0\.0\.1:10911"):
         encode_host(text)

@@ -30,6 +30,7 @@ from pyrocket_consumer.wire.message import (
     offset_message_id,
 )
 from tests import golden
+from tests.for_each import for_each
 from tests.wire.records import QUEUE, WORKED_RECORD, property_maps, read_properties, read_records, stored_messages
 
 # ---- records of real brokers ----
@@ -52,7 +53,7 @@ def shown(value):
     return f"<{len(value)} chars>" if len(value) > 120 else value
 
 
-@pytest.mark.parametrize("entry", WITH_RECORDS, ids=str)
+@for_each("entry", WITH_RECORDS, ids=str)
 def test_a_message_of_a_real_broker_is_what_the_index_says(entry):
     messages = messages_of(entry)
     records = read_records(decode_command(entry.frame()).body)
@@ -86,7 +87,7 @@ def test_a_message_of_a_real_broker_is_what_the_index_says(entry):
         assert body_crc(record.stored_body) == message.body_crc
 
 
-@pytest.mark.parametrize("entry", WITH_RECORDS, ids=str)
+@for_each("entry", WITH_RECORDS, ids=str)
 def test_a_record_of_a_real_broker_is_written_the_same(entry):
     for record in read_records(decode_command(entry.frame()).body):
         stored = StoredMessage(
@@ -131,7 +132,7 @@ AS_SENT_LATER = {
 }
 
 
-@pytest.mark.parametrize("entry", PULLS_OF_J2, ids=str)
+@for_each("entry", PULLS_OF_J2, ids=str)
 def test_messages_of_a_java_producer_arrive_as_sent(entry):
     assert hashlib.sha256(BIG).hexdigest() == "94d6357cde5587efe712b2a0820700d2ced0755f0fada8ab8df712c0221d86cb"
     messages = messages_of(entry, MessageQueue("A_j2", "broker-a", 0))
@@ -146,11 +147,11 @@ def test_messages_of_a_java_producer_arrive_as_sent(entry):
     assert {message.tags for message in messages[len(AS_SENT) :]} == later
 
 
-def test_pulls_of_all_four_versions_are_compared_with_what_was_sent():
+def test_pulls_of_all_versions_are_compared_with_what_was_sent():
     assert [entry.version for entry in PULLS_OF_J2] == list(golden.VERSIONS)
 
 
-def test_the_messages_of_a_java_batch_are_told_apart_by_their_offset_ids():
+def test_messages_of_a_java_batch_have_different_offset_ids():
     by_version = {entry.version: messages_of(entry)[6:9] for entry in PULLS_OF_J2}
     for batch in by_version.values():
         assert len({message.offset_message_id for message in batch}) == 3
@@ -158,7 +159,7 @@ def test_the_messages_of_a_java_batch_are_told_apart_by_their_offset_ids():
     assert [len({m.message_id for m in by_version[v]}) for v in golden.VERSIONS] == [3, 1, 1, 3]
 
 
-@pytest.mark.parametrize("version", golden.VERSIONS)
+@for_each("version", golden.VERSIONS)
 def test_a_committed_message_names_the_half_message_it_came_from(version):
     found = [m for entry in WITH_RECORDS if entry.version == version for m in messages_of(entry)]
     half = next(m for m in found if m.topic == "RMQ_SYS_TRANS_HALF_TOPIC")
@@ -169,7 +170,7 @@ def test_a_committed_message_names_the_half_message_it_came_from(version):
     assert committed.property("TRAN_MSG") == "true"
 
 
-def test_a_retried_message_has_its_original_topic_and_keeps_its_queue():
+def test_a_retried_message_has_its_first_topic_and_its_queue():
     retried = [m for e in WITH_RECORDS for m in messages_of(e) if m.queue.topic.startswith("%RETRY%")]
     assert {message.topic for message in retried} == {"A_gold", "A_j2"}
     assert {message.reconsume_times for message in retried} == {1}
@@ -179,7 +180,7 @@ def test_a_retried_message_has_its_original_topic_and_keeps_its_queue():
     assert (message.topic, message.queue) == ("A_gold", queue)
 
 
-def test_a_retried_message_that_does_not_say_its_topic_has_that_of_its_queue():
+def test_a_retried_message_without_a_topic_has_its_queues():
     (message,) = decode_messages(encode_message(StoredMessage("%RETRY%g", b"")))
     assert message.topic == "%RETRY%g"
 
@@ -245,6 +246,7 @@ def assert_is(message, stored):
     assert set(message.offset_message_id) <= set("0123456789ABCDEF")
 
 
+@pytest.mark.search
 @given(st.lists(stored_messages(), max_size=5))
 @settings(deadline=None)
 def test_what_is_stored_is_read(stored):
@@ -263,7 +265,7 @@ def test_what_is_stored_is_read(stored):
         assert (record.topic, record.stored_body) == (original.topic, original.body)
 
 
-@pytest.mark.parametrize("kind", list(Compression))
+@for_each("kind", list(Compression))
 def test_a_compressed_body_is_read_decompressed(kind):
     body, flags = compress(b"x" * 5000, kind)
     (message,) = decode_messages(encode_message(StoredMessage("orders", body, sys_flag=flags)))
@@ -332,6 +334,7 @@ def test_a_detached_message_keeps_its_own_bytes_only():
     assert detached.detach() is detached
 
 
+@pytest.mark.search
 @given(stored_messages())
 def test_a_message_travels_to_another_process(stored):
     stored = replace(stored, sys_flag=stored.sys_flag & ~0xC0)
@@ -375,12 +378,13 @@ def test_the_worked_batch_is_written_and_read():
     assert encode_batch([]) == b""
 
 
+@pytest.mark.search
 @given(st.lists(st.builds(BatchItem, st.binary(max_size=100), property_maps, st.integers(-(2**31), 2**31 - 1))))
 def test_what_is_written_in_a_batch_is_read(items):
     assert decode_batch(encode_batch(items)) == items
 
 
-@pytest.mark.parametrize("version", golden.VERSIONS)
+@for_each("version", golden.VERSIONS)
 def test_a_batch_of_a_java_producer_is_read_and_written(version):
     entries = [e for e in golden.index() if e.version == version and e.name.endswith("-send-batch-request.bin")]
     body = decode_command(entries[0].frame()).body
@@ -401,7 +405,7 @@ def stored_batch(body=TWO_ITEMS, sys_flag=SysFlag.NEED_UNWRAP | SysFlag.INNER_BA
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [None, *Compression])
+@for_each("kind", [None, *Compression])
 def test_an_inner_batch_is_unpacked_into_its_messages(kind):
     body, flags = compress(TWO_ITEMS, kind) if kind else (TWO_ITEMS, 0)
     flags |= SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
@@ -422,7 +426,7 @@ def test_an_inner_batch_is_unpacked_into_its_messages(kind):
     assert decode_messages(data)[1].queue == MessageQueue("T", "", 3)
 
 
-def test_an_inner_batch_of_an_ipv6_broker_with_a_long_topic_is_unpacked():
+def test_an_inner_batch_of_ipv6_and_a_long_topic_is_unpacked():
     stored = StoredMessage("t" * 200, TWO_ITEMS, sys_flag=0xC0, queue_offset=9, store_host="[2001:db8::1]:10911")
     one, two = decode_messages(encode_message(stored))
     assert (one.topic, one.body, two.queue_offset) == ("t" * 200, b"one", 10)
@@ -435,7 +439,7 @@ def test_an_inner_batch_behind_the_last_offset_is_damaged():
         decode_messages(encode_message(stored))
 
 
-@pytest.mark.parametrize("sys_flag", [SysFlag.NEED_UNWRAP, SysFlag.INNER_BATCH])
+@for_each("sys_flag", [SysFlag.NEED_UNWRAP, SysFlag.INNER_BATCH])
 def test_a_record_with_one_of_the_two_bits_is_left_as_it_is(sys_flag):
     (message,) = decode_messages(stored_batch(sys_flag=sys_flag))
     assert (message.body, message.queue_offset) == (TWO_ITEMS, 42)
@@ -444,8 +448,8 @@ def test_a_record_with_one_of_the_two_bits_is_left_as_it_is(sys_flag):
 # ---- damage ----
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
+@for_each(
+    "change, problem",
     [
         (lambda r: r[:-1], "record at 0 of 145: size 146"),
         (lambda r: r + b"\0" * 50, "50 bytes at 146 are too few"),
@@ -465,8 +469,8 @@ def test_what_is_no_sequence_of_records_is_refused(change, problem):
         decode_messages(change(WORKED_RECORD))
 
 
-@pytest.mark.parametrize(
-    ("change", "broken"),
+@for_each(
+    "change, broken",
     [
         (lambda r: r[:90] + b"\x7f" + r[91:], ["topic", "queue", "properties", "tags", "message_id"]),  # topic length
         (lambda r: r[:90] + b"\x02" + r[91:], ["topic", "properties", "tags"]),
@@ -487,7 +491,7 @@ def test_damage_inside_a_record_shows_where_it_is_read(change, broken):
     assert message.commit_log_offset == 4096
 
 
-@pytest.mark.parametrize("body", [TWO_ITEMS[:-1], TWO_ITEMS + b"\0" * 10, b"\0" * 44, b"\xff" * 44, TWO_ITEMS[1:]])
+@for_each("body", [TWO_ITEMS[:-1], TWO_ITEMS + b"\0" * 10, b"\0" * 44, b"\xff" * 44, TWO_ITEMS[1:]])
 def test_a_damaged_batch_is_refused(body):
     with pytest.raises(ProtocolError, match="batch item"):
         decode_batch(body)
@@ -504,7 +508,7 @@ def test_inner_batches_cannot_unfold_without_end():
         decode_messages(record * 3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "stored",
     [
         StoredMessage("t" * 32_768, b""),

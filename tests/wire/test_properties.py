@@ -13,6 +13,7 @@ from pyrocket_consumer.wire.properties import (
     encoded_properties,
     find_property,
 )
+from tests.for_each import for_each
 from tests.wire.records import property_maps, read_properties
 
 # Few letters, so that separators meet in every way.
@@ -26,15 +27,15 @@ def test_the_worked_example_is_written_and_read():
 
 
 @given(property_maps)
-def test_what_is_written_is_read_with_and_without_the_last_separator(properties):
+def test_what_is_written_is_read_without_the_last_separator_too(properties):
     text = encode_properties(properties)
     assert decode_properties(text) == properties
     assert decode_properties(text.encode()) == properties
     assert decode_properties(text.removesuffix("\x02")) == properties
 
 
-@pytest.mark.parametrize(
-    ("text", "properties"),
+@for_each(
+    "text, properties",
     [
         ("", {}),
         ("\x02", {}),
@@ -83,7 +84,7 @@ def test_finding_one_property_gives_what_reading_all_gives(before, text, after, 
     assert found_as_text(data, len(before), len(before) + len(text), name) == decode_properties(text).get(name)
 
 
-@pytest.mark.parametrize("name", ["TAGS", "AGS", "TAG", "X_TAGS", "value"])
+@for_each("name", ["TAGS", "AGS", "TAG", "X_TAGS", "value"])
 def test_only_whole_names_are_found(name):
     text = b"X_TAGS\x01value\x02TAGSX\x01TAGS\x02TAGS\x01TagA\x02"
     assert find_property(text, 0, len(text), name) == {"TAGS": b"TagA", "X_TAGS": b"value"}.get(name)
@@ -95,7 +96,7 @@ def test_a_length_that_looks_like_a_separator_is_not_one():
     assert find_property(data, 2, len(data), "TAGS") == b"TagA"
 
 
-def test_properties_that_readers_could_not_tell_apart_are_refused():
+def test_properties_that_readers_would_mix_up_are_refused():
     for properties in [{"": "a"}, {"a\x01": "b"}, {"a": "b\x01"}, {"a\x02": "b"}, {"a": "b\x02"}]:
         with pytest.raises(ConfigError, match="separate properties"):
             encode_properties(properties)
@@ -118,8 +119,8 @@ def test_reserved_names_are_named_once():
 EMPTY_AND_NOT = ["TAGS\x01", "TAGS\x01a", "TAGS\x01b\x01c", "TAGS\x01\x01", "XTAGS\x01x", "TAGS", "", "k\x01v"]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_empty_values_among_others_are_passed_over_as_when_all_is_read(count):
+@for_each("count", [1, 2, 3, 4])
+def test_empty_values_among_others_are_passed_over(count):
     for items in itertools.product(EMPTY_AND_NOT, repeat=count):
         for end in ("", "\x02"):
             text = "\x02".join(items) + end
@@ -128,8 +129,8 @@ def test_empty_values_among_others_are_passed_over_as_when_all_is_read(count):
             assert found == decode_properties(text).get("TAGS"), repr(text)
 
 
-@pytest.mark.parametrize("text", ["a\x01b\x02" * 8000 + "TAGS\x01\x02", "TAGS\x01\x02" * 5000], ids=["others", "empty"])
-def test_an_empty_value_in_a_long_text_costs_no_more_than_to_pass_over_it(text):
+@for_each("text", ["a\x01b\x02" * 8000 + "TAGS\x01\x02", "TAGS\x01\x02" * 5000], ids=["others", "empty"])
+def test_an_empty_value_in_a_long_text_is_cheap(text):
     """Tags are looked for on the I/O thread, in 16 MiB of such texts at once."""
     data = text.encode()
 

@@ -31,6 +31,7 @@ from pyrocket_consumer.wire.reset_plan import (
     record_areas,
 )
 from tests import golden
+from tests.for_each import for_each
 
 QUEUE = MessageQueue("T", "broker-a", 3)
 
@@ -94,7 +95,7 @@ def test_what_the_scheme_s_first_program_sent_is_read():
     assert {queue.queue_id for queue in report.epochs} == {0}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "body",
     [
         b"",

@@ -7,6 +7,7 @@ import pytest
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.wire.frame import MAX_FRAME_BYTES, MAX_HEADER_BYTES, decode_command, encode_command
 from pyrocket_consumer.wire.send_template import SendTemplate
+from tests.for_each import for_each
 
 MESSAGES = {
     "plain": (b"x", "TAGS\x01paid\x02", 0, 0, 1_700_000_000_000),
@@ -22,9 +23,9 @@ QUEUES = {
 }
 
 
-@pytest.mark.parametrize("message", MESSAGES)
-@pytest.mark.parametrize("queue", QUEUES)
-@pytest.mark.parametrize("is_batch", [False, True])
+@for_each("message", MESSAGES)
+@for_each("queue", QUEUES)
+@for_each("is_batch", [False, True])
 def test_a_prepared_frame_is_the_same_as_one_of_the_command(message, queue, is_batch):
     template = SendTemplate(*QUEUES[queue], is_batch)
     command = template.request(*MESSAGES[message])
@@ -33,12 +34,12 @@ def test_a_prepared_frame_is_the_same_as_one_of_the_command(message, queue, is_b
     assert decode_command(frame) == decode_command(encode_command(command))
 
 
-@pytest.mark.parametrize(
-    ("properties", "max_frame_bytes"),
+@for_each(
+    "properties, max_frame_bytes",
     [("a\x01\ud800\x02", MAX_FRAME_BYTES), ("a\x01b\x02", 1200), ("a" * MAX_HEADER_BYTES, MAX_FRAME_BYTES)],
     ids=["half of a surrogate pair", "frame too large", "header too large"],
 )
-def test_what_no_frame_can_hold_has_none_and_the_command_says_why(properties, max_frame_bytes):
+def test_what_no_frame_can_hold_has_none_and_it_says_why(properties, max_frame_bytes):
     template, message = SendTemplate("G", "orders", 0, "broker-a"), (b"x" * 1024, properties, 0, 0, 1)
     assert template.encode(1, *message, max_frame_bytes) is None
     with pytest.raises(ProtocolError):

@@ -5,10 +5,11 @@ import pytest
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import Subscription
 from pyrocket_consumer.wire.subscription import java_string_hash, matches, parse_subscription, tag_hash
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize(
-    ("expression", "tags"),
+@for_each(
+    "expression, tags",
     [
         ("TagA", {"TagA"}),
         ("TagA||TagB", {"TagA", "TagB"}),
@@ -30,7 +31,7 @@ def test_an_expression_names_tags_and_is_kept_as_it_is(expression, tags):
     assert parse_subscription("T", expression, 5) == Subscription("T", expression, frozenset(tags), "TAG", 5)
 
 
-@pytest.mark.parametrize("expression", [None, "", "*"])
+@for_each("expression", [None, "", "*"])
 def test_nothing_and_a_star_mean_everything(expression):
     subscription = parse_subscription("T", expression)
     assert subscription == Subscription("T", "*")
@@ -38,14 +39,14 @@ def test_nothing_and_a_star_mean_everything(expression):
     assert matches(subscription, "any")
 
 
-@pytest.mark.parametrize("expression", ["||", " || ", "||||", " "])
+@for_each("expression", ["||", " || ", "||||", " "])
 def test_an_expression_without_a_tag_is_refused(expression):
     with pytest.raises(ConfigError, match="names no tag; use '\\*'"):
         parse_subscription("T", expression)
 
 
-@pytest.mark.parametrize(
-    ("expression", "meant"),
+@for_each(
+    "expression, meant",
     [
         ("paid | refunded", "'paid || refunded'"),
         ("paid|refunded", "'paid || refunded'"),
@@ -65,7 +66,7 @@ def test_an_expression_without_a_tag_is_refused(expression):
         ("paid && open", "sql"),
     ],
 )
-def test_what_would_select_nothing_without_a_word_is_refused_with_what_was_meant(expression, meant):
+def test_what_would_select_nothing_is_refused_with_a_remedy(expression, meant):
     with pytest.raises(ConfigError) as raised:
         parse_subscription("T", expression)
     assert repr(expression) in str(raised.value)
@@ -91,8 +92,8 @@ def test_a_subscription_that_selects_nothing_matches_nothing():
     assert not matches(Subscription("T", " || "), "TagA")
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
+@for_each(
+    "text, number",
     [
         ("", 0), ("a", 97), ("TagA", 2598919), ("TagB", 2598920), ("TAG_LONG_ENOUGH_TO_OVERFLOW", -1945996843),
         ("中文", 646394), ("😀", 1772899),
