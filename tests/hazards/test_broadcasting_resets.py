@@ -14,7 +14,7 @@ from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import consuming, numbered, until
-from tests.hazards.members import Held, Kind, Queues, filled, of, ours
+from tests.hazards.members import Held, Kind, Queues, faulty, filled, of, ours
 from tests.hazards.naive import NaiveMember
 from tests.real_brokers.remoting import Peer, Refused
 from tests.resetting import fill, queue
@@ -72,15 +72,14 @@ def one_member_is_reset_alone(cluster: Any, names: Any, member: Kind, stores: Pa
         assert len(second.seen.messages) == 10 and second.stored() == {place: 10}, "the other member was moved, too"
 
 
-def test_h03_a_broadcasting_member_is_reset_by_its_own_call(names: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("member", [ours, faulty(NeedsTheBroker, "cannot be reset: .* not exist")])
+def test_h03_a_broadcasting_member_is_reset_by_its_own_call(names: Any, tmp_path: Path, member: Any) -> None:
     """`reset_offsets` moves one member, by itself and durably, whatever its broker can do.
 
     Faulty: clients whose only way leads through the broker; brokers before 5.2 refuse broadcasting groups.
     """
     with EmbeddedCluster(**OLD_BROKER) as old:
-        one_member_is_reset_alone(old, names, ours, tmp_path / "ours")
-        with pytest.raises(AssertionError, match="cannot be reset: .* not exist"):
-            one_member_is_reset_alone(old, names, NeedsTheBroker, tmp_path / "faulty")
+        one_member_is_reset_alone(old, names, member, tmp_path)
 
 
 def test_h03_a_broadcasting_member_is_reset_by_its_own_call_on_every_broker(
@@ -105,15 +104,14 @@ def a_group_with_an_uncommitted_queue_is_reset(cluster: Any, names: Any, reset: 
         seen.wait(lambda seen: len(seen.messages) == 12)
 
 
-def test_h03_a_group_with_a_queue_nobody_committed_is_reset(names: Any) -> None:
+@pytest.mark.parametrize("ask", [ask_our_admin, faulty(ask_broker, "the group cannot be reset")])
+def test_h03_a_group_with_a_queue_nobody_committed_is_reset(names: Any, ask: Any) -> None:
     """Our `Admin` moves each queue by itself; one without an offset stops nothing.
 
     Faulty: a reset asked of a broker before 5.2 (222) ends at the first queue without an offset.
     """
     with EmbeddedCluster(**OLD_BROKER) as old:
-        a_group_with_an_uncommitted_queue_is_reset(old, names, ask_our_admin)
-        with pytest.raises(AssertionError, match="the group cannot be reset"):
-            a_group_with_an_uncommitted_queue_is_reset(old, names, ask_broker)
+        a_group_with_an_uncommitted_queue_is_reset(old, names, ask)
 
 
 def test_h03_a_group_with_a_queue_nobody_committed_is_reset_on_every_broker(cluster: Any, names: Any) -> None:
@@ -142,14 +140,18 @@ def a_reset_at_the_broker_reaches_everybody(
         assert len(replayed) == 3, f"only {replayed} of three members replayed"
 
 
-def test_h04_a_reset_made_at_the_broker_reaches_every_member(embedded: Any, names: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("member", "options"),
+    [(ours, {}), faulty(NaiveMember, "of three members replayed", {"patience_s": 2.0}, search=True)],
+)
+def test_h04_a_reset_made_at_the_broker_reaches_every_member(
+    embedded: Any, names: Any, tmp_path: Path, member: Any, options: Any
+) -> None:
     """A member that is told of a reset by the broker passes it on: it is recorded, and all members follow it.
 
     Faulty: all others; the one that the broker told obeys, and keeps it to itself.
     """
-    a_reset_at_the_broker_reaches_everybody(embedded, names, ours, tmp_path / "ours")
-    with pytest.raises(AssertionError, match="of three members replayed"):
-        a_reset_at_the_broker_reaches_everybody(embedded, names, NaiveMember, tmp_path / "faulty", 2.0)
+    a_reset_at_the_broker_reaches_everybody(embedded, names, member, tmp_path, **options)
 
 
 @pytest.mark.versions("5.3.3", "5.5.0")
@@ -189,14 +191,12 @@ def a_reset_is_durable_before_the_next_pull(cluster: Any, names: Any, member: Ki
         broker.clear_faults()
 
 
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(StoresResetsLater, "the reset is lost")])
 def test_h04_a_reset_the_broker_told_is_durable_before_the_next_pull(
-    embedded: Any, names: Any, tmp_path: Path
+    embedded: Any, names: Any, tmp_path: Path, member: Any
 ) -> None:
     """The target is in the file, synced, before anything is pulled there: a kill does not lose it.
 
     Faulty: a target that is in memory until the timer's next tick; the broker does not tell it again.
     """
-    a_reset_is_durable_before_the_next_pull(embedded, names, ours, tmp_path / "ours")
-    a_reset_is_durable_before_the_next_pull(embedded, names, NaiveMember, tmp_path / "naive")
-    with pytest.raises(AssertionError, match="the reset is lost"):
-        a_reset_is_durable_before_the_next_pull(embedded, names, StoresResetsLater, tmp_path / "faulty")
+    a_reset_is_durable_before_the_next_pull(embedded, names, member, tmp_path)

@@ -17,7 +17,7 @@ from pyrocket_consumer.offsets.directories import store_directory
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.offsets.recovery import recover
 from tests.consuming import numbered, until
-from tests.hazards.members import Kind, broadcasting, full_disk, ours, pulled_offsets, settle
+from tests.hazards.members import Kind, broadcasting, faulty, full_disk, ours, pulled_offsets, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
 from tests.resetting import fill, queue
@@ -69,15 +69,17 @@ def each_queue_is_corrected_once(cluster: Any, names: Any, member: Kind, stores:
         consumer.seen.wait_for(2)
 
 
-def test_h06_every_offset_is_wrong_and_each_queue_is_corrected_once(embedded: Any, names: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "member", [ours, NaiveMember, faulty(CorrectsMemoryOnly, "wrong pulls go on after a correction")]
+)
+def test_h06_every_offset_is_wrong_and_each_queue_is_corrected_once(
+    embedded: Any, names: Any, tmp_path: Path, member: Any
+) -> None:
     """A correction is in the file before the queue is pulled again, though no message was consumed; then it is over.
 
     Faulty: Java before 5.2 asks at the old place for ever, because it never writes the new one.
     """
-    each_queue_is_corrected_once(embedded, names, ours, tmp_path / "ours")
-    each_queue_is_corrected_once(embedded, names, NaiveMember, tmp_path / "naive")
-    with pytest.raises(AssertionError, match="wrong pulls go on after a correction"):
-        each_queue_is_corrected_once(embedded, names, CorrectsMemoryOnly, tmp_path / "faulty")
+    each_queue_is_corrected_once(embedded, names, member, tmp_path)
 
 
 # --- H07
@@ -133,20 +135,24 @@ def a_correction_on_a_full_disk_is_followed_once(cluster: Any, names: Any, membe
         until(lambda: consumer.stored() == {place: 20}, "the next tick writes what memory has")
 
 
-def test_h07_a_disk_that_is_full_while_an_offset_is_corrected(embedded: Any, names: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "member",
+    [
+        ours,
+        pytest.param(NaiveMember, marks=pytest.mark.search),
+        faulty(ReadsTheFileAfterACorrection, "corrections, one after the other", search=True),
+        faulty(TellsNobody, "nobody was told", search=True),
+    ],
+)
+def test_h07_a_disk_that_is_full_while_an_offset_is_corrected(
+    embedded: Any, names: Any, tmp_path: Path, member: Any
+) -> None:
     """A correction that cannot be written is followed from memory, once; `store-unwritable` tells, and the next tick
     that succeeds writes it.
 
     Faulty: Java and Go read the old offset back from the file and are corrected again, for ever; none tells its user.
     """
-    a_correction_on_a_full_disk_is_followed_once(embedded, names, ours, tmp_path / "ours")
-    a_correction_on_a_full_disk_is_followed_once(embedded, names, NaiveMember, tmp_path / "naive")
-    with pytest.raises(AssertionError, match="corrections, one after the other"):
-        a_correction_on_a_full_disk_is_followed_once(
-            embedded, names, ReadsTheFileAfterACorrection, tmp_path / "faulty"
-        )
-    with pytest.raises(AssertionError, match="nobody was told"):
-        a_correction_on_a_full_disk_is_followed_once(embedded, names, TellsNobody, tmp_path / "silent")
+    a_correction_on_a_full_disk_is_followed_once(embedded, names, member, tmp_path)
 
 
 def an_impossible_directory_fails_the_start(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
@@ -175,14 +181,15 @@ class StartsWhateverTheDirectory(NaiveMember):
             return {}
 
 
-def test_h07_a_directory_that_cannot_be_made_fails_the_start(embedded: Any, names: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("member", [ours, faulty(StartsWhateverTheDirectory, "it started, and can store nothing")])
+def test_h07_a_directory_that_cannot_be_made_fails_the_start(
+    embedded: Any, names: Any, tmp_path: Path, member: Any
+) -> None:
     """A store that could never be written is found out at the start, which fails and names the directory.
 
     Faulty: a client that works all the same, and begins anew at each restart.
     """
-    an_impossible_directory_fails_the_start(embedded, names, ours, tmp_path / "ours")
-    with pytest.raises(AssertionError, match="it started, and can store nothing"):
-        an_impossible_directory_fails_the_start(embedded, names, StartsWhateverTheDirectory, tmp_path / "faulty")
+    an_impossible_directory_fails_the_start(embedded, names, member, tmp_path / "stores")
 
 
 QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(3)]
@@ -255,12 +262,18 @@ def a_full_disk_leaves_the_old_file_whole(store: Any, operations: Sequence[str])
     raise AssertionError("more operations than this test counts")
 
 
-def test_h07_a_disk_that_gets_full_in_the_middle_of_a_write() -> None:
+@pytest.mark.parametrize(
+    ("file", "operations"),
+    [  # a file can be emptied on a full disk
+        (OurFile, WRITES),
+        (OurFile, ["write_at"]),
+        (OurFile, ["write_at", "sync"]),
+        faulty(WritesInPlace, "a restart finds", ["write_at"]),
+    ],
+)
+def test_h07_a_disk_that_gets_full_in_the_middle_of_a_write(file: Any, operations: list[str]) -> None:
     """A file is replaced as a whole or not at all: whichever operation fails, the one before is still there.
 
     Faulty: Java from 5.1 on writes into file and backup: one tick of its timer empties the file, the next the backup.
     """
-    for operations in (WRITES, ["write_at"], ["write_at", "sync"]):  # a file can be emptied on a full disk
-        a_full_disk_leaves_the_old_file_whole(OurFile, operations)
-    with pytest.raises(AssertionError, match="a restart finds"):
-        a_full_disk_leaves_the_old_file_whole(WritesInPlace, ["write_at"])
+    a_full_disk_leaves_the_old_file_whole(file, operations)

@@ -17,7 +17,7 @@ from pyrocket_consumer import Message, MessageQueue, Suspend
 from pyrocket_consumer.testing import Gate
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.members import Kind, filled, give_time_to, of, ours, settle
+from tests.hazards.members import Kind, faulty, filled, give_time_to, of, ours, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import queue
 from tests.testing.raw_client import RawClient
@@ -107,24 +107,24 @@ def it_leaves_when_everything_is_stored(cluster: Any, names: Any, member: Kind) 
     assert cluster.committed(group, topic) == {0: 10}
 
 
-def test_h25_close_waits_for_what_runs(embedded, names):
+@pytest.mark.parametrize("member", [ours, faulty(InterruptsListeners, "messages were sent back, and will come twice")])
+def test_h25_close_waits_for_what_runs(embedded, names, member):
     """`close` waits for the listener calls that run, up to `shutdown_timeout_s`, and commits what they have finished.
 
     Faulty: Java interrupts them and sends their messages back.
     """
-    closing_finishes_what_runs(embedded, names, ours)
-    with pytest.raises(AssertionError, match="messages were sent back, and will come twice"):
-        closing_finishes_what_runs(embedded, names, InterruptsListeners)
+    closing_finishes_what_runs(embedded, names, member)
 
 
-def test_h25_the_last_commit_is_acknowledged_before_the_group_is_left(embedded, names):
+@pytest.mark.parametrize(
+    "member", [ours, faulty(LeavesFirst, "it left the group before its last commit was acknowledged")]
+)
+def test_h25_the_last_commit_is_acknowledged_before_the_group_is_left(embedded, names, member):
     """The last commits are acknowledged before the consumer leaves the group: whoever takes its queues finds them.
 
     Faulty: Java's and Go's last commits want no acknowledgement, and Go leaves first.
     """
-    it_leaves_when_everything_is_stored(embedded, names, ours)
-    with pytest.raises(AssertionError, match="it left the group before its last commit was acknowledged"):
-        it_leaves_when_everything_is_stored(embedded, names, LeavesFirst)
+    it_leaves_when_everything_is_stored(embedded, names, member)
 
 
 def what_is_unfinished_stays_so(cluster: Any, names: Any, member: Kind) -> None:
@@ -150,14 +150,15 @@ def what_is_unfinished_stays_so(cluster: Any, names: Any, member: Kind) -> None:
         assert next_one.seen.bodies == numbered(1, 9)
 
 
-def test_h25_what_is_unfinished_at_the_end_is_neither_sent_back_nor_committed(embedded, names):
+@pytest.mark.parametrize(
+    "member", [ours, faulty(InterruptsListeners, "1 messages were sent back, and will come twice", search=True)]
+)
+def test_h25_what_is_unfinished_at_the_end_is_neither_sent_back_nor_committed(embedded, names, member):
     """What does not end in time stays unfinished: the next owner of the queue gets it, once.
 
     Faulty: Java sends it back as well, so that each restart doubles it.
     """
-    what_is_unfinished_stays_so(embedded, names, ours)
-    with pytest.raises(AssertionError, match="1 messages were sent back, and will come twice"):
-        what_is_unfinished_stays_so(embedded, names, InterruptsListeners)
+    what_is_unfinished_stays_so(embedded, names, member)
 
 
 def unlocked_when_committed(cluster: Any, names: Any, member: Kind) -> None:
@@ -173,14 +174,13 @@ def unlocked_when_committed(cluster: Any, names: Any, member: Kind) -> None:
     assert cluster.committed(group, topic) == {0: 10}
 
 
-def test_h25_an_orderly_queue_is_unlocked_after_its_last_commit(embedded, names):
+@pytest.mark.parametrize("member", [ours, faulty(LeavesFirst, "unlocked before its last offset was stored")])
+def test_h25_an_orderly_queue_is_unlocked_after_its_last_commit(embedded, names, member):
     """The lock of an orderly queue is given back when its last offset is stored, so the next owner begins behind it.
 
     Faulty: Java and Go unlock first.
     """
-    unlocked_when_committed(embedded, names, ours)
-    with pytest.raises(AssertionError, match="unlocked before its last offset was stored"):
-        unlocked_when_committed(embedded, names, LeavesFirst)
+    unlocked_when_committed(embedded, names, member)
 
 
 # --- H26
@@ -233,15 +233,14 @@ def each_is_given_up_once(cluster: Any, names: Any, member: Kind) -> None:
         until(lambda: consumer.stored() == {queue(topic, 0): 4}, "all are done with")
 
 
-def test_h26_each_message_of_a_batch_is_given_up_once(embedded, names):
+@pytest.mark.parametrize("member", [ours, faulty(GivesUpInEachRound, r"given up \d+ times")])
+def test_h26_each_message_of_a_batch_is_given_up_once(embedded, names, member):
     """A message that has had its attempts leaves its batch when the dead-letter topic has it; the others come again
     without it.
 
     Faulty: Java and Go give it up again in each round.
     """
-    each_is_given_up_once(embedded, names, ours)
-    with pytest.raises(AssertionError, match=r"given up \d+ times"):
-        each_is_given_up_once(embedded, names, GivesUpInEachRound)
+    each_is_given_up_once(embedded, names, member)
 
 
 class EndsWithTheException(NaiveMember):
@@ -274,16 +273,20 @@ def nothing_that_is_raised_stops_a_queue(
         until(lambda: consumer.stored() == {queue(topic, 0): 5}, "committed")
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyError], ids=["SystemExit", "KeyError"])
-def test_h26_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, error):
+@pytest.mark.parametrize(
+    ("member", "error", "options"),
+    [
+        (ours, SystemExit, {}),
+        (ours, KeyError, {}),
+        faulty(EndsWithTheException, "stuck behind b'm2'", SystemExit, {"patience_s": 1}, search=True),
+    ],
+)
+def test_h26_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, member, error, options):
     """Whatever a listener raises is a failure of its message, which comes again first; the queue goes on.
 
     Faulty: in Java an exception at the wrong place leaves the queue marked as "being consumed" for ever.
     """
-    nothing_that_is_raised_stops_a_queue(embedded, names, ours, error)
-    if error is SystemExit:
-        with pytest.raises(AssertionError, match="stuck behind b'm2'"):
-            nothing_that_is_raised_stops_a_queue(embedded, names, EndsWithTheException, error, patience_s=1)
+    nothing_that_is_raised_stops_a_queue(embedded, names, member, error, **options)
 
 
 class UnlocksTooSoon(NaiveMember):
@@ -338,15 +341,14 @@ def no_commit_after_the_unlock(cluster: Any, names: Any, member: Kind) -> None:
         release.set()
 
 
-def test_h26_no_commit_follows_the_unlock(embedded, names):
+@pytest.mark.parametrize("member", [ours, faulty(UnlocksTooSoon, "committed after it was unlocked", search=True)])
+def test_h26_no_commit_follows_the_unlock(embedded, names, member):
     """A queue that is taken away is fenced, then committed, then unlocked: whatever its listener does later, no commit
     follows.
 
     Faulty: Java unlocks between the listener's end and the commit.
     """
-    no_commit_after_the_unlock(embedded, names, ours)
-    with pytest.raises(AssertionError, match="committed after it was unlocked"):
-        no_commit_after_the_unlock(embedded, names, UnlocksTooSoon)
+    no_commit_after_the_unlock(embedded, names, member)
 
 
 # --- H27
@@ -378,16 +380,18 @@ def every_member_consumes_in_order(
         assert one.seen.bodies == two.seen.bodies == numbered(10)
 
 
-def test_h27_orderly_broadcasting_takes_no_locks(cluster, names, tmp_path):
+@pytest.mark.parametrize(
+    ("member", "options"),
+    [(ours, {}), faulty(LocksInBroadcastingToo, "the second member gets nothing", {"patience_s": 1}, search=True)],
+)
+def test_h27_orderly_broadcasting_takes_no_locks(cluster, names, tmp_path, member, options):
     """Each member of a broadcasting group consumes all queues, in order, and locks none at the broker.
 
     Faulty: Java up to 5.3.1, Go and C++: the second member waits for locks that the first one has.
     """
-    every_member_consumes_in_order(cluster, names, ours, tmp_path)
+    every_member_consumes_in_order(cluster, names, member, tmp_path, **options)
     if hasattr(cluster, "changes"):
         assert not cluster.broker("broker-a").requests(RequestCode.LOCK_BATCH_MQ)
-        with pytest.raises(AssertionError, match="the second member gets nothing"):
-            every_member_consumes_in_order(cluster, names, LocksInBroadcastingToo, tmp_path / "faulty", patience_s=1)
 
 
 # --- H28
@@ -437,17 +441,23 @@ def a_queue_that_comes_back_is_pulled(cluster: Any, names: Any, member: Kind, pa
         release.set()
 
 
-def test_h28_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names):
+@pytest.mark.parametrize(
+    ("member", "options"),
+    [
+        (ours, {}),
+        faulty(KeepsWhatItCouldNotRemove, "the queue is silent since it came back", {"patience_s": 2}, search=True),
+    ],
+)
+def test_h28_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names, member, options):
     """A queue that bounces away and back ends its first period when its listener has returned, and begins a new one
     right after that: pulled within a second or two.
 
     Faulty: Java neither removes nor adds it, and it is silent for two minutes.
     """
-    a_queue_that_comes_back_is_pulled(embedded, names, ours)
-    with pytest.raises(AssertionError, match="the queue is silent since it came back"):
-        a_queue_that_comes_back_is_pulled(embedded, names, KeepsWhatItCouldNotRemove, patience_s=2)
+    a_queue_that_comes_back_is_pulled(embedded, names, member, **options)
 
 
+@pytest.mark.search
 def test_h25_h26_h27_the_naive_member_is_right(embedded, names, tmp_path):
     """What the faulty ones are made of passes: it is the fault that the checks find."""
     closing_finishes_what_runs(embedded, names, NaiveMember)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import Message, QueueProgress
-from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, close_connection, drop
+from pyrocket_consumer.testing import Gate, answer, close_connection, drop
 from pyrocket_consumer.testing.faults import Fault
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.members import Kind, broadcasting, filled, give_time_to, ours, patience_s, settle
+from tests.hazards.members import Kind, broadcasting, faulty, filled, give_time_to, ours, patience_s, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import queue
 
@@ -45,7 +45,10 @@ class SendsBackBlindly(NaiveMember):
 
 
 def a_failed_message_is_not_passed(
-    cluster: Any, names: Any, member: Kind, trouble: Fault = answer(1, "no")  # noqa: B008
+    cluster: Any,
+    names: Any,
+    member: Kind,
+    trouble: Fault = answer(1, "no"),  # noqa: B008
 ) -> None:
     """Neither send-back nor the retry topic takes the message; then the process ends."""
     topic, group = filled(cluster, names, queues=1, messages=20)
@@ -76,14 +79,13 @@ def a_failed_message_is_not_passed(
 @pytest.mark.parametrize(
     "trouble", [answer(1, "no"), drop, close_connection], ids=["refused", "unanswered", "disconnected"]
 )
-def test_h34_a_message_that_cannot_be_sent_back_is_not_committed_past(embedded, names, trouble):
+@pytest.mark.parametrize("member", [ours, faulty(SendsBackBlindly, "committed past a message that failed")])
+def test_h34_a_message_that_cannot_be_sent_back_is_not_committed_past(embedded, names, trouble, member):
     """A failed message stays unfinished until the broker has acknowledged that it takes it; the next member gets it.
 
     Faulty: Go up to 2.1.2 and old C++ clients count it as consumed whatever the broker says.
     """
-    a_failed_message_is_not_passed(embedded, names, ours, trouble)
-    with pytest.raises(AssertionError, match="committed past a message that failed"):
-        a_failed_message_is_not_passed(embedded, names, SendsBackBlindly, trouble)
+    a_failed_message_is_not_passed(embedded, names, member, trouble)
 
 
 class ForgetsWhatItCouldNotSendBack(NaiveMember):
@@ -122,14 +124,15 @@ def it_is_tried_again_here(cluster: Any, names: Any, member: Kind) -> None:
         broker.clear_faults()
 
 
-def test_h34_a_message_that_cannot_be_sent_back_is_tried_again_here(embedded, names):
+@pytest.mark.parametrize(
+    "member", [ours, faulty(ForgetsWhatItCouldNotSendBack, "tried again where it is", search=True)]
+)
+def test_h34_a_message_that_cannot_be_sent_back_is_tried_again_here(embedded, names, member):
     """After 5 s it is given to the listener again, as its second attempt, until it succeeds or can be sent back.
 
     Faulty: a client whose local retry is lost, so that the message holds the offset for ever.
     """
-    it_is_tried_again_here(embedded, names, ours)
-    with pytest.raises(AssertionError, match="tried again where it is"):
-        it_is_tried_again_here(embedded, names, ForgetsWhatItCouldNotSendBack)
+    it_is_tried_again_here(embedded, names, member)
 
 
 # --- H35
@@ -200,14 +203,13 @@ def what_takes_too_long_is_sent_back_once(cluster: Any, names: Any, member: Kind
             answers.open()
 
 
-def test_h35_a_message_that_takes_too_long_and_then_fails_is_sent_back_once(embedded, names):
+@pytest.mark.parametrize("member", [ours, faulty(CleansUpTwice, "sent back 2 times", search=True)])
+def test_h35_a_message_that_takes_too_long_and_then_fails_is_sent_back_once(embedded, names, member):
     """After consume_timeout_s a message is sent back and told as stuck; what its listener returns later counts no more.
 
     Faulty: Java before 5.1 and Go send it back again when the listener fails.
     """
-    what_takes_too_long_is_sent_back_once(embedded, names, ours)
-    with pytest.raises(AssertionError, match="sent back 2 times"):
-        what_takes_too_long_is_sent_back_once(embedded, names, CleansUpTwice)
+    what_takes_too_long_is_sent_back_once(embedded, names, member)
 
 
 # --- H37
@@ -253,14 +255,13 @@ def a_stuck_message_bounds_what_is_pulled(cluster: Any, names: Any, member: Kind
             release.set()
 
 
-def test_h37_behind_a_stuck_message_only_so_much_is_pulled(embedded, names):
+@pytest.mark.parametrize("member", [ours, faulty(LooksAtTheBufferOnly, "behind the stuck one would all come again")])
+def test_h37_behind_a_stuck_message_only_so_much_is_pulled(embedded, names, member):
     """At most max_span offsets are pulled past the oldest unfinished message, which progress() names.
 
     Faulty: Java and Go measure what is in the buffer: one stuck message, and everything after it comes again.
     """
-    a_stuck_message_bounds_what_is_pulled(embedded, names, ours)
-    with pytest.raises(AssertionError, match="behind the stuck one would all come again"):
-        a_stuck_message_bounds_what_is_pulled(embedded, names, LooksAtTheBufferOnly)
+    a_stuck_message_bounds_what_is_pulled(embedded, names, member)
 
 
 class LosesTheWorkersMessage(NaiveMember):
@@ -281,15 +282,20 @@ def no_exception_loses_a_message(cluster: Any, names: Any, member: Kind, error: 
         consumer.seen.wait(lambda seen: seen.bodies.count(b"m1") == 2)
 
 
-def test_h37_a_listener_that_ends_its_thread_costs_no_message(embedded, names):
+@pytest.mark.parametrize(
+    ("member", "error"),
+    [
+        (ours, SystemExit),
+        (ours, KeyboardInterrupt),
+        faulty(LosesTheWorkersMessage, "nothing holds the offset", SystemExit, search=True),
+    ],
+)
+def test_h37_a_listener_that_ends_its_thread_costs_no_message(embedded, names, member, error):
     """Whatever a listener raises, SystemExit and KeyboardInterrupt too, its message comes again and the rest goes on.
 
     Faulty: a worker that dies with its message, which then holds the offset for ever.
     """
-    for error in (SystemExit, KeyboardInterrupt):
-        no_exception_loses_a_message(embedded, names, ours, error)
-    with pytest.raises(AssertionError, match="nothing holds the offset"):
-        no_exception_loses_a_message(embedded, names, LosesTheWorkersMessage, SystemExit)
+    no_exception_loses_a_message(embedded, names, member, error)
 
 
 # --- H41
@@ -330,15 +336,15 @@ def filtered_messages_move_the_offset(cluster: Any, names: Any, member: Kind) ->
         until(lambda: consumer.stored() == {queue(topic, 0): 101}, "committed")
 
 
-def test_h41_messages_that_only_the_client_can_filter_out_are_committed_past(cluster, embedded, names):
+@pytest.mark.parametrize(
+    "member", [ours, faulty(FiltersWithoutMoving, "what nobody wants is committed past", search=True)]
+)
+def test_h41_messages_that_only_the_client_can_filter_out_are_committed_past(cluster, names, member):
     """What the broker sends because of its tag's hash, and the subscription does not want, moves the commit offset.
 
     Faulty: Java moves only where it pulls next; after a restart the same messages are scanned again.
     """
-    filtered_messages_move_the_offset(cluster, names, ours)
-    if isinstance(cluster, EmbeddedCluster):
-        with pytest.raises(AssertionError, match="what nobody wants is committed past"):
-            filtered_messages_move_the_offset(embedded, names, FiltersWithoutMoving)
+    filtered_messages_move_the_offset(cluster, names, member)
 
 
 # --- H43
@@ -365,14 +371,15 @@ def a_failed_broadcast_is_told_and_passed(cluster: Any, names: Any, member: Kind
     assert sorted(consumer.seen.bodies) == numbered(10)
 
 
-def test_h43_a_message_that_fails_in_a_broadcasting_group_is_told_and_passed(embedded, names, tmp_path):
+@pytest.mark.parametrize(
+    "member", [ours, faulty(KeepsFailedMessages, "the failed message does not hold the offset", search=True)]
+)
+def test_h43_a_message_that_fails_in_a_broadcasting_group_is_told_and_passed(embedded, names, tmp_path, member):
     """A broadcasting group has no retry: a failed message is told as given up, and the offset goes on.
 
     Faulty: Go keeps it in its window for ever, which pins the offset and, in the end, stops the queue.
     """
-    a_failed_broadcast_is_told_and_passed(embedded, names, ours, tmp_path / "ours")
-    with pytest.raises(AssertionError, match="the failed message does not hold the offset"):
-        a_failed_broadcast_is_told_and_passed(embedded, names, KeepsFailedMessages, tmp_path / "faulty")
+    a_failed_broadcast_is_told_and_passed(embedded, names, member, tmp_path)
 
 
 @pytest.mark.parametrize("check", [a_failed_message_is_not_passed, it_is_tried_again_here])
@@ -381,6 +388,7 @@ def test_h34_the_naive_member_is_right(embedded, names, check):
     check(embedded, names, NaiveMember)
 
 
+@pytest.mark.search
 def test_h35_the_naive_member_is_right(embedded, names):
     """It needs to know a time limit first."""
     what_takes_too_long_is_sent_back_once(embedded, names, CleansUpWhatTakesTooLong)

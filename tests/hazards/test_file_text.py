@@ -14,6 +14,7 @@ import pytest
 from pyrocket_consumer import MessageQueue, OffsetStoreCorrupt
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore
 from tests.consuming import consuming, until
+from tests.hazards.members import faulty
 from tests.real_brokers import JavaOffsetStore
 
 TOPIC, BROKER = "orders", "broker-a"
@@ -129,14 +130,13 @@ def every_spelling_is_read(tmp_path: Path, make_store: MakeStore) -> None:
         assert read(make_store, fresh(tmp_path, spell([102, 101, 0]))) == table([102, 101, 0]), f"written as {name}"
 
 
-def test_h42_every_spelling_of_the_file_is_read(tmp_path):
+@pytest.mark.parametrize("member", [ours, faulty(FileOfAnotherClient, "written as Go")])
+def test_h42_every_spelling_of_the_file_is_read(tmp_path, member):
     """The file is read whoever wrote it: Java of both eras, the Go client, with a byte order mark or CRLF.
 
     Faulty: a reader that knows one spelling of the keys; Java 5.5.0 takes the Go client's file for no offsets.
     """
-    every_spelling_is_read(tmp_path, ours)
-    with pytest.raises(AssertionError, match="written as Go"):
-        every_spelling_is_read(tmp_path, FileOfAnotherClient)
+    every_spelling_is_read(tmp_path, member)
 
 
 def large_offsets_are_exact(tmp_path: Path, make_store: MakeStore) -> None:
@@ -145,15 +145,15 @@ def large_offsets_are_exact(tmp_path: Path, make_store: MakeStore) -> None:
         assert read(make_store, fresh(tmp_path, SPELLINGS[name](offsets))) == table(offsets), "an offset has changed"
 
 
-@pytest.mark.parametrize("faulty", [NumbersAreDoubles, NumbersAreInts])
-def test_h42_large_offsets_are_exact(tmp_path, faulty):
+@pytest.mark.parametrize(
+    "member", [ours, *(faulty(kind, "an offset has changed") for kind in (NumbersAreDoubles, NumbersAreInts))]
+)
+def test_h42_large_offsets_are_exact(tmp_path, member):
     """Offsets up to 2^63 - 1 are read exactly.
 
     Faulty: numbers that become doubles, or 32 bits wide (fastjson 2.0.43).
     """
-    large_offsets_are_exact(tmp_path, ours)
-    with pytest.raises(AssertionError, match="an offset has changed"):
-        large_offsets_are_exact(tmp_path, faulty)
+    large_offsets_are_exact(tmp_path, member)
 
 
 def refuses(make_store: MakeStore, directory: Path, what: str) -> None:
@@ -173,14 +173,15 @@ def a_cut_text_is_damaged(tmp_path: Path, make_store: MakeStore) -> None:
             assert (directory / "offsets.json").read_bytes() == text[:length], "it is left for whoever looks at it"
 
 
-def test_h42_a_text_cut_anywhere_is_damaged_never_shorter(tmp_path):
+@pytest.mark.parametrize(
+    "member", [ours, faulty(FileOfAnotherClient, r"fastjson 1 cut after \d+ bytes was read as \{Mess")]
+)
+def test_h42_a_text_cut_anywhere_is_damaged_never_shorter(tmp_path, member):
     """A file that ends too early is refused (or its backup used), wherever it ends; it is never a shorter table.
 
     Faulty: a reader that takes what it finds.
     """
-    a_cut_text_is_damaged(tmp_path, ours)
-    with pytest.raises(AssertionError, match=r"fastjson 1 cut after \d+ bytes was read as \{Mess"):
-        a_cut_text_is_damaged(tmp_path, FileOfAnotherClient)
+    a_cut_text_is_damaged(tmp_path, member)
 
 
 NO_TABLES = {
@@ -199,14 +200,13 @@ def what_is_no_table_is_not_empty(tmp_path: Path, make_store: MakeStore) -> None
         refuses(make_store, fresh(tmp_path, text), name)
 
 
-def test_h42_what_is_no_table_is_damaged_never_empty(tmp_path):
+@pytest.mark.parametrize("member", [ours, faulty(FileOfAnotherClient, "empty was read as {}")])
+def test_h42_what_is_no_table_is_damaged_never_empty(tmp_path, member):
     """A file of another format or charset stops the start with the reason; it is never taken for "no offsets".
 
     Faulty: a reader that finds nothing, and begins as if the group were new.
     """
-    what_is_no_table_is_not_empty(tmp_path, ours)
-    with pytest.raises(AssertionError, match="empty was read as {}"):
-        what_is_no_table_is_not_empty(tmp_path, FileOfAnotherClient)
+    what_is_no_table_is_not_empty(tmp_path, member)
 
 
 def a_consumer_goes_on(embedded: Any, names: Any, tmp_path: Path, name: str, make_store: MakeStore | None) -> None:
@@ -229,16 +229,16 @@ def a_consumer_goes_on(embedded: Any, names: Any, tmp_path: Path, name: str, mak
         assert places == {0: 3, 1: 2, 2: 1}, "messages were skipped"
 
 
-@pytest.mark.parametrize("name", ["fastjson 2", "Go"])
-def test_h42_a_consumer_goes_on_from_the_file_of_another_client(embedded, names, tmp_path, name):
+@pytest.mark.parametrize(
+    ("store", "name"),
+    [(None, "fastjson 2"), (None, "Go"), faulty(FileOfAnotherClient, "messages were skipped", "Go")],
+)
+def test_h42_a_consumer_goes_on_from_the_file_of_another_client(embedded, names, tmp_path, store, name):
     """After a change of client or release a broadcasting member goes on where the file says.
 
     Faulty: Java 5.5.0 with a Go client's file starts at the end, in silence.
     """
-    a_consumer_goes_on(embedded, names, tmp_path, name, None)
-    if name == "Go":
-        with pytest.raises(AssertionError, match="messages were skipped"):
-            a_consumer_goes_on(embedded, names, tmp_path, name, FileOfAnotherClient)
+    a_consumer_goes_on(embedded, names, tmp_path, name, store)
 
 
 class WritesLikeGo(MemoryOffsetStore):
@@ -271,6 +271,9 @@ def test_h42_java_reads_what_we_wrote(real_version):
     Faulty: the Go client's file, from 5.4 on.
     """
     java_reads(real_version, ours)
-    if real_version == "5.5.0":
-        with pytest.raises(AssertionError, match="Java does not find the offsets"):
-            java_reads(real_version, WritesLikeGo)
+
+
+@pytest.mark.versions("5.5.0")
+@pytest.mark.parametrize("store", [faulty(WritesLikeGo, "Java does not find the offsets")])
+def test_h42_java_reads_not_what_go_wrote(real_version, store):
+    java_reads(real_version, store)

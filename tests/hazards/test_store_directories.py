@@ -14,7 +14,7 @@ import pytest
 from pyrocket_consumer import OffsetStoreLocked
 from pyrocket_consumer.offsets.directories import store_directory
 from tests.consuming import until
-from tests.hazards.members import Kind, broadcasting, filled, ours
+from tests.hazards.members import Kind, broadcasting, faulty, filled, ours
 from tests.hazards.naive import NaiveMember
 from tests.resetting import fill, queue
 from tests.system.processes import member as child_member
@@ -51,16 +51,15 @@ def a_new_container_goes_on(
         assert not missed, f"{len(missed)} messages sent meanwhile were skipped"
 
 
+@pytest.mark.parametrize("member", [ours, faulty(KeepsOffsetsAtHome, "sent meanwhile were skipped")])
 def test_h10_offsets_are_where_the_user_puts_them(
-    embedded: Any, names: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    embedded: Any, names: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: Any
 ) -> None:
     """`offset_store_dir`, or an environment variable, says where offsets are: on a volume that outlives containers.
 
     Faulty: Go and C++ keep them in the home directory, and lose them with it.
     """
-    a_new_container_goes_on(embedded, names, ours, tmp_path / "ours", monkeypatch)
-    with pytest.raises(AssertionError, match="sent meanwhile were skipped"):
-        a_new_container_goes_on(embedded, names, KeepsOffsetsAtHome, tmp_path / "faulty", monkeypatch)
+    a_new_container_goes_on(embedded, names, member, tmp_path, monkeypatch)
 
 
 def test_h10_a_start_without_offsets_is_told_from_one_that_goes_on(
@@ -118,27 +117,25 @@ def a_changed_address_is_noticed(cluster: Any, names: Any, member: Kind, stores:
         assert told, f"nobody was told that {left} is left behind"
 
 
-def test_h11_a_restarted_program_finds_its_offsets(embedded: Any, names: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("member", [ours, faulty(HasThePidInItsName, "were consumed again after a restart")])
+def test_h11_a_restarted_program_finds_its_offsets(embedded: Any, names: Any, tmp_path: Path, member: Any) -> None:
     """The directory's name has no part that is new with each run: neither process nor time.
 
     Faulty: Go puts the process into it, and begins anew at each restart.
     """
-    a_restart_finds_its_offsets(embedded, names, ours, tmp_path / "ours")
-    with pytest.raises(AssertionError, match="were consumed again after a restart"):
-        a_restart_finds_its_offsets(embedded, names, HasThePidInItsName, tmp_path / "faulty")
+    a_restart_finds_its_offsets(embedded, names, member, tmp_path)
 
 
+@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "is left behind")])
 def test_h11_a_changed_address_is_told_with_the_directory_left_behind(
-    embedded: Any, names: Any, tmp_path: Path
+    embedded: Any, names: Any, tmp_path: Path, member: Any
 ) -> None:
     """A member that begins anew while another client id of its group has left a store says so: `store-orphaned` names
     the directory, which `offsets.adoption.adopt` moves to the new id.
 
     Faulty: all others begin anew without a word.
     """
-    a_changed_address_is_noticed(embedded, names, ours, tmp_path / "ours")
-    with pytest.raises(AssertionError, match="is left behind"):
-        a_changed_address_is_noticed(embedded, names, NaiveMember, tmp_path / "faulty")
+    a_changed_address_is_noticed(embedded, names, member, tmp_path)
 
 
 # --- H12
@@ -167,15 +164,14 @@ def each_goes_on_at_its_own(cluster: Any, names: Any, member: Kind, stores: Path
             until(lambda each=each: each.stored() == {place: 10}, "consumed")
 
 
-def test_h12_two_processes_of_a_host_have_a_store_each(embedded: Any, names: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "two processes write one file")])
+def test_h12_two_processes_of_a_host_have_a_store_each(embedded: Any, names: Any, tmp_path: Path, member: Any) -> None:
     """A store belongs to one process, for as long as that lives; a second one takes the next slot, and each finds its
     own again.
 
     Faulty: Java and C++, where both are `ip@DEFAULT` and write one file.
     """
-    each_goes_on_at_its_own(embedded, names, ours, tmp_path / "ours")
-    with pytest.raises(AssertionError, match="two processes write one file"):
-        each_goes_on_at_its_own(embedded, names, NaiveMember, tmp_path / "faulty")
+    each_goes_on_at_its_own(embedded, names, member, tmp_path)
 
 
 def test_h12_a_killed_process_leaves_its_store_to_the_next(embedded: Any, names: Any, tmp_path: Path) -> None:
@@ -240,15 +236,16 @@ def one_owner_though_the_lock_was_removed(cluster: Any, names: Any, member: Kind
     assert len(first.events.of("store-taken")) == 1
 
 
-def test_h12_a_store_whose_lock_was_removed_has_one_owner(embedded: Any, names: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("member", [ours, faulty(LocksNothing, "two members write one store")])
+def test_h12_a_store_whose_lock_was_removed_has_one_owner(
+    embedded: Any, names: Any, tmp_path: Path, member: Any
+) -> None:
     """An owner looks now and then whether its lock is there. When another has taken the store since, nothing more is
     written: `store-taken` tells, consuming goes on, and `close()` raises.
 
     Faulty: all others; they lock nothing, or never look again.
     """
-    one_owner_though_the_lock_was_removed(embedded, names, ours, tmp_path / "ours")
-    with pytest.raises(AssertionError, match="two members write one store"):
-        one_owner_though_the_lock_was_removed(embedded, names, LocksNothing, tmp_path / "faulty")
+    one_owner_though_the_lock_was_removed(embedded, names, member, tmp_path)
 
 
 def test_h12_a_store_that_is_removed_under_its_member_is_written_anew(
@@ -286,11 +283,10 @@ def members_share_the_queues(cluster: Any, names: Any, member: Kind) -> None:
         assert not both, f"{len(both)} queues belong to two members"
 
 
-def test_h12_members_that_are_configured_alike_share_the_queues(embedded: Any, names: Any) -> None:
+@pytest.mark.parametrize("member", [ours, faulty(IsCalledLikeTheOthers, "queues belong to two members")])
+def test_h12_members_that_are_configured_alike_share_the_queues(embedded: Any, names: Any, member: Any) -> None:
     """Each clustering consumer has an id of its own, by process and time.
 
     Faulty: clients whose ids can be equal: equal ids get equal queues, consumed twice, and other queues nobody.
     """
-    members_share_the_queues(embedded, names, ours)
-    with pytest.raises(AssertionError, match="queues belong to two members"):
-        members_share_the_queues(embedded, names, IsCalledLikeTheOthers)
+    members_share_the_queues(embedded, names, member)
