@@ -123,6 +123,7 @@ def test_a_pull_brings_its_subscription_along_and_needs_no_member(embedded, do):
     assert (header.sys_flag, header.subscription, header.broker_name) == (4, "A || B", "broker-a")
 
 
+@pytest.mark.live
 def test_a_pull_that_is_never_answered_ends_after_hold_tick_and_call_timeout():
     class Loop(asyncio.SelectorEventLoop):
         """A loop whose clock can be put forward."""
@@ -328,6 +329,7 @@ def test_a_commit_is_answered_and_a_refusal_is_an_error(embedded, do):
     assert raised.value.code == 26
 
 
+@pytest.mark.live
 def test_a_commit_that_a_waiting_reset_overrules_says_so(embedded, do):
     fault = answer(0, "Offset has been previously reset")
     embedded.broker("broker-a").on(RequestCode.UPDATE_CONSUMER_OFFSET, fault)

@@ -263,6 +263,7 @@ print("parent works on")
 """
 
 
+@pytest.mark.live
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_after_a_fork_a_started_client_refuses_in_the_child_and_works_on_in_the_parent(embedded):
     done = subprocess.run(
@@ -275,6 +276,7 @@ def test_after_a_fork_a_started_client_refuses_in_the_child_and_works_on_in_the_
     assert done.stdout.strip() == "parent works on", done.stderr
 
 
+@pytest.mark.live
 def test_importing_starts_nothing():
     code = "import threading, pyrocket_consumer.cluster; print(threading.active_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -78,6 +78,7 @@ def test_callers_at_the_same_time_share_one_request_and_its_failure():
     run(scenario())
 
 
+@pytest.mark.live
 def test_those_who_want_a_newer_route_one_after_the_other_do_not_ask_one_by_one():
     async def scenario():
         name_server = NameServer(T=route_of("T", a={0: "a:1"}))

@@ -18,6 +18,8 @@ from pyrocket_consumer.errors import ConnectError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
 
+pytestmark = pytest.mark.live
+
 CERTIFICATE = Path(__file__).parent / "localhost.pem"  # of no worth: its key is in the same file
 
 

@@ -33,6 +33,7 @@ def test_accounts_of_version_5(real_cluster, topic, group):
     an_account_is_let_in_and_others_are_not(real_cluster, topic, group)
 
 
+@pytest.mark.live
 @pytest.mark.differs("accounts")
 def test_accounts_of_the_embedded_cluster(topic, group):
     with EmbeddedCluster(account=ACCOUNT) as embedded:

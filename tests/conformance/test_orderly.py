@@ -138,6 +138,7 @@ def own(consumer, topic):
     return [queue for queue in consumer.progress() if queue.topic == topic]
 
 
+@pytest.mark.live
 @pytest.mark.cluster(lock_expiry_s=1.0)
 def test_a_killed_member_leaves_its_queues_in_order(cluster, topic, group):
     """The broker keeps the dead member's locks for a minute, here for a second: then the other goes on."""

@@ -22,6 +22,7 @@ def texts(count, start=0):
     return {body.decode() for body in numbered(count, start)}
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_consumer_in_order(cluster, topic, group, number):
     cluster.create_topic(topic, queues=2)
@@ -35,6 +36,7 @@ def test_a_signal_ends_a_consumer_in_order(cluster, topic, group, number):
     until(lambda: cluster.members(group) == [], "it has left the group")
 
 
+@pytest.mark.live
 def test_a_signal_waits_for_the_listener_that_runs(cluster, topic, group):
     cluster.create_topic(topic, queues=1)
     fill(cluster, topic, 1)
@@ -46,6 +48,7 @@ def test_a_signal_waits_for_the_listener_that_runs(cluster, topic, group):
     assert cluster.committed(group, topic) == {0: 1}
 
 
+@pytest.mark.live
 def test_a_member_killed_with_9_loses_nothing(cluster, topic, group):
     cluster.create_topic(topic, queues=4)
     with member(cluster, topic, group) as victim, consuming(cluster, topic, group) as (consumer, seen):
@@ -59,6 +62,7 @@ def test_a_member_killed_with_9_loses_nothing(cluster, topic, group):
         until(lambda: set(victim.bodies) | {body.decode() for body in seen.bodies} >= everything, "nothing is lost", 60)
 
 
+@pytest.mark.live
 def test_a_broadcasting_member_killed_with_9_goes_on_from_its_file(cluster, topic, group, tmp_path):
     cluster.create_topic(topic, queues=2)
     options = {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}
@@ -73,6 +77,7 @@ def test_a_broadcasting_member_killed_with_9_goes_on_from_its_file(cluster, topi
     assert set(first.bodies) | set(second.bodies) == texts(100)
 
 
+@pytest.mark.live
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_consumer_refuses_to_work_in_a_forked_child(cluster, topic, group):
     cluster.create_topic(topic, queues=1)

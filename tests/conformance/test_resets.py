@@ -173,6 +173,7 @@ def test_a_member_that_is_silent_follows_when_it_is_well_again(real_cluster, top
         silent.wait(lambda lines: sorted(silent.bodies.values()) == [2] * 5)
 
 
+@pytest.mark.live
 def test_a_killed_member_has_both_or_neither(cluster, admin, topic, group, stores):
     """Killed as soon as the reset is confirmed: it begins at the target at its next start, and only then."""
     cluster.create_topic(topic, queues=1)

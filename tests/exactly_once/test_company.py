@@ -52,12 +52,14 @@ def foreigner(embedded):
     member.close()
 
 
+@pytest.mark.live
 def test_a_group_with_a_member_of_another_client_is_refused(embedded, ledger, foreigner):
     with pytest.raises(ConfigError, match=f"members of another client.*allow_foreign_members.*{foreigner.client_id}"):
         billing(embedded, ledger).__enter__()
     assert ledger.offsets.offsets(GROUP) == []
 
 
+@pytest.mark.live
 def test_it_is_not_if_it_shall_not_be_and_then_brokers_lock_queues(embedded, database, foreigner):
     with ledger_in(database, allow_foreign_members=True) as ledger, billing(embedded, ledger) as (consumer, _):
         embedded.wait_until(lambda: len([each for each in consumer.progress() if each.topic == TOPIC]) == 2)
@@ -77,6 +79,7 @@ def test_a_group_with_a_member_that_has_no_database_is_refused(embedded, ledger)
         until_all(embedded, ledger)
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("kind", ["another client", "no database"])
 def test_one_that_comes_later_is_told_once(embedded, ledger, kind):
     send(embedded)
@@ -107,6 +110,7 @@ def test_one_whose_first_answer_is_not_heard_is_refused_at_a_start_all_the_same(
     assert ledger.offsets.offsets(GROUP) == []
 
 
+@pytest.mark.live
 def test_one_is_refused_at_a_start_though_its_broker_did_not_tell_at_once(embedded, ledger, foreigner):
     embedded.broker("broker-a").on(WHO, answer(1, "busy"))
     with pytest.raises(ConfigError, match=foreigner.client_id):

@@ -14,6 +14,7 @@ from tests.pages import DOCS, _takes_sigterm
 from tests.system.processes import Child
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("kind", ["sqlite", "asyncio", "django"])
 def test_the_ledger_in_a_file(embedded, tmp_path, kind):
     embedded.create_topic("orders", queues=4)

@@ -11,6 +11,7 @@ from tests.exactly_once.member import WAYS
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.live
 @pytest.mark.versions("4.9.7", "5.5.0")
 @pytest.mark.databases("sqlite", "postgresql")
 def test_the_ledger_has_each_message_once(cluster, database, names):

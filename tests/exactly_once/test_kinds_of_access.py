@@ -73,6 +73,7 @@ def test_a_maker_of_sessions_without_an_engine_is_refused():
         DatabaseOffsets(sessionmaker())
 
 
+@pytest.mark.live
 @pytest.mark.databases("sqlite", "postgresql")
 @pytest.mark.parametrize("kind", ["connection", "session"])
 @pytest.mark.parametrize("face", ["blocking", "asyncio"])
@@ -130,6 +131,7 @@ def test_an_asynchronous_transaction_of_ones_own(embedded, ledger):
     asyncio.run(engine.dispose())
 
 
+@pytest.mark.live
 @pytest.mark.databases("sqlite", "postgresql")
 def test_an_asynchronous_listener_that_is_cancelled_is_rolled_back(embedded, ledger):
     engine = create_async_engine(ledger.database.async_url)

@@ -22,6 +22,7 @@ PROGRAM, OWN_TRANSACTION, LIFESPAN = blocks(PAGE, "python")
 BROKER, PROGRAMS, PRODUCE, *OFFSETS = blocks(PAGE, "sh")
 
 
+@pytest.mark.live
 def test_the_page_can_be_followed(tmp_path, monkeypatch):
     monkeypatch.setenv("DATABASE_URL", f"sqlite:///{tmp_path}/billing.db")
     with orders_arriving("orders") as cluster:
@@ -37,6 +38,7 @@ def test_the_page_can_be_followed(tmp_path, monkeypatch):
     assert offsets == dict.fromkeys(range(4), 0)
 
 
+@pytest.mark.live
 def test_a_transaction_of_ones_own(tmp_path):
     before, consuming, after = PROGRAM.partition("with PushConsumer")
     program = before + OWN_TRANSACTION + consuming + after.replace("offsets.exactly_once(book)", "book")
@@ -75,6 +77,7 @@ def followed(broker, tmp_path, program, target):
     return tmp_path / placeholder
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("kind", ["sqlite", "asyncio", "django"])
 def test_a_program_can_be_followed(broker, tmp_path, kind):
     file = followed(broker, tmp_path, f"ledger_{kind}", None)
@@ -113,6 +116,7 @@ asyncio.run(serve())
 """
 
 
+@pytest.mark.live
 def test_an_application_of_fastapi_books_as_long_as_it_lives(tmp_path):
     """What a server does with the application's lifespan, without a server."""
     shutil.copy(DOCS / "examples" / "ledger_asyncio.py", tmp_path)

@@ -169,6 +169,7 @@ def silent():
         yield server.getsockname()[1]
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("face", ["plain", "async"])
 def test_a_database_that_is_silent_keeps_no_close_waiting(embedded, silent, face):
     url = f"postgresql+psycopg://app@127.0.0.1:{silent}/app?connect_timeout=8"
@@ -195,6 +196,7 @@ def test_a_database_that_is_silent_keeps_no_close_waiting(embedded, silent, face
     embedded.wait_until(lambda: not names & {thread.name for thread in threading.enumerate()}, 20)
 
 
+@pytest.mark.live
 @pytest.mark.databases("sqlite")
 def test_a_start_waits_for_a_writer(embedded, database):
     with ledger_in(database) as ledger:
@@ -240,6 +242,7 @@ def test_what_is_sent_after_the_start_is_consumed_although_the_database_was_away
         engine.dispose()
 
 
+@pytest.mark.live
 @pytest.mark.databases("sqlite", "postgresql")
 def test_many_queues_begin_in_few_transactions(embedded, ledger):
     send(embedded, BODIES, queues=100)

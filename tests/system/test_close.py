@@ -371,6 +371,7 @@ def consume_all():
 """
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("way", CLOSED_BY)
 def test_closing_in_whatever_way_stores_what_is_consumed(embedded, topic, group, tmp_path, way):
     embedded.create_topic(topic, queues=2)
@@ -412,6 +413,7 @@ with consumer:
 """
 
 
+@pytest.mark.live
 def test_ctrl_c_while_it_closes_has_stored_what_is_consumed(embedded, topic, group):
     embedded.create_topic(topic, queues=1)
     embedded.send(topic, lambda number: b"m%d" % number, count=10)
@@ -449,6 +451,7 @@ service = Service()
 """
 
 
+@pytest.mark.live
 def test_del_at_the_very_end_of_a_process_does_not_wait_for_threads_that_run_no_more(embedded, group):
     child = Child("-c", LAST, embedded.name_server, group)
     assert child.ended() == 0

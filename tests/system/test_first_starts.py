@@ -105,6 +105,7 @@ def test_what_a_member_has_not_finished_comes_to_the_one_that_takes_its_queues_o
             assert len({message.queue for message in second.messages}) == 2
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
 def test_what_a_killed_member_had_in_hand_comes_to_the_next(embedded, broker, topic, group, tmp_path, model):
     embedded.create_topic(topic, queues=2)

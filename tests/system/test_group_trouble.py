@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 
 import pytest
@@ -252,6 +253,7 @@ def test_a_topic_that_is_unsubscribed_is_asked_about_no_more(embedded, topic, gr
             embedded.create_topic(other, queues=1)
             consumer.subscribe(other, Seen())
             consumer.unsubscribe(other)
+        time.sleep(1)  # what was being asked is answered
         (name_server,) = embedded.name_server_nodes
         asked = len(name_server.requests(RequestCode.GET_ROUTEINFO_BY_TOPIC))
         until(

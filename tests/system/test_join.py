@@ -101,32 +101,38 @@ def joined(embedded, topic, group, program, way, number):
     return code, child.lines[child.lines.index("ready") + 1 :], child.errors
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_join_and_what_follows_closes(embedded, topic, group, number):
     assert joined(embedded, topic, group, BLOCKING, "once", number) == (0, ["joined", "closed"], [])
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("way", ["until its end", "while it runs", "for ever"])
 def test_a_loop_around_a_join_ends_with_sigterm(embedded, topic, group, way):
     assert joined(embedded, topic, group, BLOCKING, way, signal.SIGTERM) == (143, [], [])
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("way", ["until its end", "while it runs", "for ever"])
 def test_a_loop_around_a_join_ends_with_ctrl_c(embedded, topic, group, way):
     code, after, errors = joined(embedded, topic, group, BLOCKING, way, signal.SIGINT)
     assert (code, after, errors[-1]) == (-signal.SIGINT, [], "KeyboardInterrupt")
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("way", ["once", "twice at once"])
 def test_sigterm_ends_the_joins_of_a_loop(embedded, topic, group, way):
     assert joined(embedded, topic, group, ON_A_LOOP, way, signal.SIGTERM) == (0, ["joined", "closed"], [])
 
 
+@pytest.mark.live
 def test_a_loop_around_a_join_on_a_loop_ends_with_sigterm(embedded, topic, group):
     code, after, _ = joined(embedded, topic, group, ON_A_LOOP, "for ever", signal.SIGTERM)
     assert (code, after) == (143, [])
 
 
+@pytest.mark.live
 def test_ctrl_c_ends_a_join_on_a_loop_as_asyncio_has_it(embedded, topic, group):
     code, after, errors = joined(embedded, topic, group, ON_A_LOOP, "once", signal.SIGINT)
     assert (code, after, errors[-1]) == (-signal.SIGINT, [], "KeyboardInterrupt")

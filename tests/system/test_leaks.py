@@ -89,6 +89,7 @@ def test_an_asyncio_consumer_leaves_no_task_on_the_callers_loop(embedded, topic,
     assert at_rest(embedded) == before
 
 
+@pytest.mark.live
 def test_a_consumer_over_tls_with_signed_requests(group):
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(CERTIFICATE)

@@ -6,6 +6,8 @@ import threading
 import time
 from collections import Counter
 
+import pytest
+
 from pyrocket_consumer import PushConsumer
 from pyrocket_consumer.testing import Gate
 from pyrocket_consumer.wire.codes import RequestCode
@@ -46,6 +48,7 @@ def consumer_of(cluster, topic, group, listener, limit) -> PushConsumer:
     return consumer
 
 
+@pytest.mark.live
 def test_the_memory_of_all_queues_together_is_bounded_and_each_has_its_turn(embedded, topic, group):
     """A share of the limit would be far less than one pull brings."""
     limit = 1_000_000

@@ -62,6 +62,7 @@ class Measure:
             assert self.changed.wait_for(lambda: len(self.sizes) >= count, WAIT_S), self.sizes
 
 
+@pytest.mark.live
 @KINDS
 @pytest.mark.parametrize("how", ["calls", "awaited", "orderly", "lists"])
 def test_bodies_unpacked_at_once_stay_within_the_bound(embedded, topic, group, kind, how):
@@ -271,6 +272,7 @@ class IoPauses:
         self._on = False
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("kind", [0, ZSTD], ids=["plain", "zstd"])
 @pytest.mark.parametrize("orderly", [False, True])
 def test_a_batch_that_no_broker_could_count_is_one_failed_message(embedded, topic, group, kind, orderly):
@@ -293,6 +295,7 @@ def test_a_batch_that_no_broker_could_count_is_one_failed_message(embedded, topi
     assert peak[0] < 120 * MIB
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("bits", [0, ZLIB], ids=["plain", "zlib"])
 def test_a_large_batch_is_consumed_whole_and_leaves_the_io_thread_alone(embedded, broker, topic, group, bits):
     """As large as a broker takes it, and legitimate."""

@@ -254,6 +254,7 @@ print("through after", step)
 """
 
 
+@pytest.mark.live
 def test_ctrl_c_at_any_line_of_a_start_leaves_nothing(embedded, before, topic, group, tmp_path):
     embedded.create_topic(topic, queues=1)
     child = Child("-c", INTERRUPTED, embedded.name_server, topic, group, str(tmp_path))
@@ -289,6 +290,7 @@ else:
 """
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("method", ["load", "persist_all", "read_offset", "close"])
 def test_a_store_that_hangs_keeps_no_process_from_ending(embedded, topic, group, method):
     embedded.create_topic(topic, queues=1)
@@ -336,6 +338,7 @@ def client_of(child):
     return next(line.split()[1] for line in child.lines if line.startswith("started "))
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("instance", ["DEFAULT", "named"])
 def test_a_process_goes_on_where_the_one_that_is_closing_ends(embedded, topic, group, tmp_path, instance):
     """The old one has a slow message in hand while the new one starts: it is waited for."""

@@ -17,6 +17,9 @@ START_S = 1_000_000.0
 CLOCK_READ_S = 1e-6
 """Reading the clock takes this long, so that a loop which only looks at the clock ends."""
 
+LEAVING_S = 5.0
+"""How long a thread that is left may take to end, in real time."""
+
 _real_time = time.time
 _real_lock = _thread.allocate_lock
 _get_ident = _thread.get_ident
@@ -227,7 +230,8 @@ class Scheduler:
                     thread.error = Ended()
                     thread.is_waiting = False
                     self._give_turn(thread)
-                    self._main.gate.acquire()
+                    if not self._main.gate.acquire(timeout=LEAVING_S):
+                        return  # it waits for something real
         finally:
             threading.excepthook = hook
             ACTIVE.pop(self._main.ident, None)
