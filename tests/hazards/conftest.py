@@ -5,22 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.system.conftest import broker, embedded, group, module_cluster, no_thread_is_left, topic
-from tests.trials import factor
 
 __all__ = ["broker", "embedded", "group", "module_cluster", "no_thread_is_left", "topic"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Faulty members meet the embedded broker only; searches here cannot be made smaller, so a full run has them."""
-    items[:] = [item for item in items if not (_is_here(item) and _is_left_out(item))]
+    """Faulty members meet the embedded broker only."""
+    items[:] = [item for item in items if not (_is_on_a_release(item) and item.get_closest_marker("xfail"))]
 
 
-def _is_here(item: pytest.Item) -> bool:
-    return item.path.parent.name == "hazards"
-
-
-def _is_left_out(item: pytest.Item) -> bool:
-    if item.get_closest_marker("search") and float(factor()) < 1:
-        return True
-    kind = item.callspec.params.get("cluster_kind", "embedded") if hasattr(item, "callspec") else "embedded"
-    return kind != "embedded" and item.get_closest_marker("xfail") is not None
+def _is_on_a_release(item: pytest.Item) -> bool:
+    return hasattr(item, "callspec") and item.callspec.params.get("cluster_kind", "embedded") != "embedded"

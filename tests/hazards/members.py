@@ -84,15 +84,11 @@ Kind = Callable[..., contextlib.AbstractContextManager[Any]]
 """What a scenario gets: called with cluster, topic, group, listener and options it is a running `Member`."""
 
 
-def faulty(kind: Any, caught: str | None = None, *more: Any, search: bool = False) -> Any:
-    """Return parameters of a test that must fail: a faulty kind, what the failed assertion says, and others.
-
-    With `search` only a full run has it: it takes more than half a second.
-    """
+def faulty(kind: Any, caught: str | None = None, *more: Any) -> Any:
+    """Return parameters of a test that must fail: a faulty kind, what the failed assertion says, and others."""
     error = pytest.RaisesExc(AssertionError, match=caught)
     expected = pytest.mark.xfail(raises=error, strict=True, reason="the fault must be caught")
-    marks = [expected, pytest.mark.search] if search else [expected]
-    return pytest.param(kind, *more, marks=marks, id="-".join(map(_short, (kind, *more))))
+    return pytest.param(kind, *more, marks=expected, id="-".join(map(_short, (kind, *more))))
 
 
 def _short(value: Any) -> str:

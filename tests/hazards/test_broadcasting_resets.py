@@ -142,7 +142,7 @@ def a_reset_at_the_broker_reaches_everybody(
 
 @pytest.mark.parametrize(
     ("member", "options"),
-    [(ours, {}), faulty(NaiveMember, "of three members replayed", {"patience_s": 2.0}, search=True)],
+    [(ours, {}), faulty(NaiveMember, "of three members replayed", {"patience_s": 2.0})],
 )
 def test_h04_a_reset_made_at_the_broker_reaches_every_member(
     embedded: Any, names: Any, tmp_path: Path, member: Any, options: Any

@@ -192,9 +192,7 @@ def the_offset_survives_a_failover(member: Kind, names: Any) -> None:
             until(lambda: slave.committed(group, topic) == {0: 23}, "committed at the new master")
 
 
-@pytest.mark.parametrize(
-    "member", [ours, faulty(BeginsAgainAfterFailover, "messages were consumed again", search=True)]
-)
+@pytest.mark.parametrize("member", [ours, faulty(BeginsAgainAfterFailover, "messages were consumed again")])
 def test_h19_a_member_that_holds_a_queue_keeps_its_place_over_a_failover(names, member):
     """While a queue is held its offset is ours: a new master with an older one is not asked, and gets ours.
 
@@ -246,7 +244,7 @@ def messages_lost_in_a_failover_are_told(member: Kind, names: Any, patience_s: f
 
 
 @pytest.mark.parametrize(
-    ("member", "options"), [(ours, {}), faulty(SaysNothing, "no offset-corrected", {"patience_s": 0.2}, search=True)]
+    ("member", "options"), [(ours, {}), faulty(SaysNothing, "no offset-corrected", {"patience_s": 0.2})]
 )
 def test_h19_a_new_master_that_has_lost_messages_is_followed_and_told(names, member, options):
     """When the new master's queue ends before our offset, the consumer goes on at that end, with an event."""
@@ -396,7 +394,7 @@ def a_slave_that_says_so_is_left(member: Kind, names: Any, patience_s: float = W
 
 @pytest.mark.parametrize(
     ("member", "options"),
-    [(ours, {}), faulty(StaysAtTheSlave, "pulls at the slave, none at the master", {"patience_s": 1}, search=True)],
+    [(ours, {}), faulty(StaysAtTheSlave, "pulls at the slave, none at the master", {"patience_s": 1})],
 )
 def test_h20_a_slave_that_names_its_master_is_left(names, member, options):
     """The broker an answer suggests is asked next, whatever the answer is: also when a slave, which corrects no offset,
@@ -501,7 +499,6 @@ def test_h21_not_found_after_trouble_is_none(embedded, names):
     an_error_is_not_no_offset(embedded, names, ours, "system error", None)
 
 
-@pytest.mark.search
 def test_h16_h21_the_naive_member_is_right(embedded, names):
     """What the faulty ones are made of passes: it is the fault that the checks find."""
     a_stored_offset_beyond_the_end_is_told(embedded, names, NaiveMember)

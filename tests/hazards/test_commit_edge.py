@@ -89,7 +89,6 @@ def test_h09_nor_in_order(embedded: Any, names: Any, auto_commit: bool, member: 
     no_commit_past_what_is_unfinished(embedded, names, member, **options)
 
 
-@pytest.mark.search
 def test_h09_the_naive_member_is_right(embedded: Any, names: Any):
     """What the faulty ones are made of passes: it is the fault that the check finds."""
     no_commit_past_what_is_unfinished(embedded, names, NaiveMember)

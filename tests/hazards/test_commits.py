@@ -88,7 +88,7 @@ def what_others_wrote_stands(cluster: Any, names: Any, member: Kind) -> None:
     [
         ours,
         faulty(CommitsWhatHasNotChanged, "an idle consumer has committed over it"),
-        faulty(PullsCarryCommits, "an idle consumer has committed over it", search=True),
+        faulty(PullsCarryCommits, "an idle consumer has committed over it"),
     ],
 )
 def test_h31_an_offset_written_by_an_admin_is_not_overwritten_by_an_idle_consumer(cluster, names, member):
@@ -118,7 +118,7 @@ def a_late_pull_commits_nothing(cluster: Any, names: Any, member: Kind) -> None:
         assert cluster.committed(group, topic) == {0: 25}, "the old owner's pull has committed over the new owner"
 
 
-@pytest.mark.parametrize("member", [ours, faulty(PullsCarryCommits, "has committed over the new owner", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(PullsCarryCommits, "has committed over the new owner")])
 def test_h32_a_pull_that_is_late_commits_nothing_over_the_next_owner(embedded, names, member):
     """Pulls carry no commits: after a queue is given up, nothing of its old owner stores anything.
 
@@ -156,7 +156,7 @@ def commits_do_not_overtake_each_other(cluster: Any, names: Any, member: Kind) -
         assert values == sorted(values)
 
 
-@pytest.mark.parametrize("member", [ours, faulty(CommitsOneWay, "the broker has the last one", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(CommitsOneWay, "the broker has the last one")])
 def test_h32_a_slow_commit_is_not_overtaken_by_the_next(embedded, names, member):
     """Commits of a queue go out one at a time, each after the answer to the one before: the broker never steps back.
 
@@ -192,7 +192,7 @@ def a_reset_to_0_is_stored(cluster: Any, names: Any, member: Kind) -> None:
             release.set()
 
 
-@pytest.mark.parametrize("member", [ours, faulty(NeverCommitsZero, "0 is stored", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(NeverCommitsZero, "0 is stored")])
 def test_h32_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
     """After a reset to 0 the broker has 0: who goes on from there after a crash begins at the first message.
 
@@ -214,7 +214,7 @@ def lost_commits_are_made_again(cluster: Any, names: Any, member: Kind) -> None:
         until(lambda: consumer.stored() == all_stored, "what was lost is committed again", patience_s(member))
 
 
-@pytest.mark.parametrize("member", [ours, faulty(CommitsOneWay, "what was lost is committed again", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(CommitsOneWay, "what was lost is committed again")])
 def test_h33_a_commit_that_is_lost_is_made_again(embedded, names, member):
     """An offset counts as stored when the broker has acknowledged it; until then it is committed again.
 
@@ -245,9 +245,7 @@ def forgotten_commits_are_made_again(cluster: Any, names: Any, member: Kind) -> 
         consumer.seen.wait_for(11, 90)
 
 
-@pytest.mark.parametrize(
-    "member", [ours, faulty(BelievesBrokersRemember, "what the broker forgot is committed again", search=True)]
-)
+@pytest.mark.parametrize("member", [ours, faulty(BelievesBrokersRemember, "what the broker forgot is committed again")])
 def test_h33_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, member):
     """After a broker was away all offsets are committed there again, although nothing new was consumed.
 
@@ -304,7 +302,7 @@ def unsubscribing_stores(cluster: Any, names: Any, member: Kind, **options: Any)
 
 
 @pytest.mark.parametrize("kind", ["clustering", "orderly", "broadcasting"])
-@pytest.mark.parametrize("member", [ours, faulty(DropsWithoutStoring, "progress was forgotten", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(DropsWithoutStoring, "progress was forgotten")])
 def test_h38_unsubscribing_stores_what_was_consumed_and_unlocks(embedded, names, kind, tmp_path, member):
     """A topic that is unsubscribed has its offsets stored first, and its queues unlocked after that.
 
@@ -357,9 +355,7 @@ def commits_go_on_without_a_name_server(cluster: Any, names: Any, member: Kind) 
             name_server.clear_faults()
 
 
-@pytest.mark.parametrize(
-    "member", [ours, faulty(OneTimerForAll, "commits go on while a name server is silent", search=True)]
-)
+@pytest.mark.parametrize("member", [ours, faulty(OneTimerForAll, "commits go on while a name server is silent")])
 def test_h40_commits_go_on_while_the_name_server_is_silent(embedded, names, member):
     """Commits, routes, heartbeats and locks wait for nothing but their own answers.
 
@@ -393,9 +389,7 @@ def commits_go_on_beside_a_silent_broker(cluster: Any, names: Any, member: Kind)
             silent.open()
 
 
-@pytest.mark.parametrize(
-    "member", [ours, faulty(CommitsInTurn, "commits go on at one broker while another is silent", search=True)]
-)
+@pytest.mark.parametrize("member", [ours, faulty(CommitsInTurn, "commits go on at one broker while another is silent")])
 def test_h40_commits_go_on_while_another_broker_is_silent(names, member):
     """A broker that does not answer a commit delays no commit of queues at others.
 
@@ -469,7 +463,7 @@ def diagnostics_change_nothing(cluster: Any, names: Any, member: Kind) -> None:
     assert asked == alone, "diagnostics made other commits"
 
 
-@pytest.mark.parametrize("member", [ours, faulty(AnswersReadTheStore, "diagnostics made", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(AnswersReadTheStore, "diagnostics made")])
 def test_h44_diagnostics_change_no_offset(embedded, names, member):
     """Questions where a consumer stands are answered from memory and change nothing, also during rebalances.
 
@@ -527,7 +521,7 @@ def a_deleted_group_goes_on(cluster: Any, names: Any, member: Kind) -> None:
 
 
 @pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # before, brokers say 0 where they have no offset
-@pytest.mark.parametrize("member", [ours, faulty(BelievesNoOffset, "2 messages were passed over", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(BelievesNoOffset, "2 messages were passed over")])
 def test_h45_an_offset_that_was_deleted_at_the_broker_is_not_a_new_group(cluster, names, member):
     """Where the broker has lost the offset of a queue, the consumer goes on from what it last knew, and says so.
 
@@ -536,7 +530,6 @@ def test_h45_an_offset_that_was_deleted_at_the_broker_is_not_a_new_group(cluster
     a_deleted_group_goes_on(cluster, names, member)
 
 
-@pytest.mark.search
 @pytest.mark.parametrize(
     "check",
     [

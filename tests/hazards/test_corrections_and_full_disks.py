@@ -139,9 +139,9 @@ def a_correction_on_a_full_disk_is_followed_once(cluster: Any, names: Any, membe
     "member",
     [
         ours,
-        pytest.param(NaiveMember, marks=pytest.mark.search),
-        faulty(ReadsTheFileAfterACorrection, "corrections, one after the other", search=True),
-        faulty(TellsNobody, "nobody was told", search=True),
+        NaiveMember,
+        faulty(ReadsTheFileAfterACorrection, "corrections, one after the other"),
+        faulty(TellsNobody, "nobody was told"),
     ],
 )
 def test_h07_a_disk_that_is_full_while_an_offset_is_corrected(

@@ -151,7 +151,7 @@ def what_is_unfinished_stays_so(cluster: Any, names: Any, member: Kind) -> None:
 
 
 @pytest.mark.parametrize(
-    "member", [ours, faulty(InterruptsListeners, "1 messages were sent back, and will come twice", search=True)]
+    "member", [ours, faulty(InterruptsListeners, "1 messages were sent back, and will come twice")]
 )
 def test_h25_what_is_unfinished_at_the_end_is_neither_sent_back_nor_committed(embedded, names, member):
     """What does not end in time stays unfinished: the next owner of the queue gets it, once.
@@ -278,7 +278,7 @@ def nothing_that_is_raised_stops_a_queue(
     [
         (ours, SystemExit, {}),
         (ours, KeyError, {}),
-        faulty(EndsWithTheException, "stuck behind b'm2'", SystemExit, {"patience_s": 1}, search=True),
+        faulty(EndsWithTheException, "stuck behind b'm2'", SystemExit, {"patience_s": 1}),
     ],
 )
 def test_h26_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, member, error, options):
@@ -341,7 +341,7 @@ def no_commit_after_the_unlock(cluster: Any, names: Any, member: Kind) -> None:
         release.set()
 
 
-@pytest.mark.parametrize("member", [ours, faulty(UnlocksTooSoon, "committed after it was unlocked", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(UnlocksTooSoon, "committed after it was unlocked")])
 def test_h26_no_commit_follows_the_unlock(embedded, names, member):
     """A queue that is taken away is fenced, then committed, then unlocked: whatever its listener does later, no commit
     follows.
@@ -382,7 +382,7 @@ def every_member_consumes_in_order(
 
 @pytest.mark.parametrize(
     ("member", "options"),
-    [(ours, {}), faulty(LocksInBroadcastingToo, "the second member gets nothing", {"patience_s": 1}, search=True)],
+    [(ours, {}), faulty(LocksInBroadcastingToo, "the second member gets nothing", {"patience_s": 1})],
 )
 def test_h27_orderly_broadcasting_takes_no_locks(cluster, names, tmp_path, member, options):
     """Each member of a broadcasting group consumes all queues, in order, and locks none at the broker.
@@ -445,7 +445,7 @@ def a_queue_that_comes_back_is_pulled(cluster: Any, names: Any, member: Kind, pa
     ("member", "options"),
     [
         (ours, {}),
-        faulty(KeepsWhatItCouldNotRemove, "the queue is silent since it came back", {"patience_s": 2}, search=True),
+        faulty(KeepsWhatItCouldNotRemove, "the queue is silent since it came back", {"patience_s": 2}),
     ],
 )
 def test_h28_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names, member, options):
@@ -457,7 +457,6 @@ def test_h28_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names,
     a_queue_that_comes_back_is_pulled(embedded, names, member, **options)
 
 
-@pytest.mark.search
 def test_h25_h26_h27_the_naive_member_is_right(embedded, names, tmp_path):
     """What the faulty ones are made of passes: it is the fault that the checks find."""
     closing_finishes_what_runs(embedded, names, NaiveMember)

@@ -124,9 +124,7 @@ def it_is_tried_again_here(cluster: Any, names: Any, member: Kind) -> None:
         broker.clear_faults()
 
 
-@pytest.mark.parametrize(
-    "member", [ours, faulty(ForgetsWhatItCouldNotSendBack, "tried again where it is", search=True)]
-)
+@pytest.mark.parametrize("member", [ours, faulty(ForgetsWhatItCouldNotSendBack, "tried again where it is")])
 def test_h34_a_message_that_cannot_be_sent_back_is_tried_again_here(embedded, names, member):
     """After 5 s it is given to the listener again, as its second attempt, until it succeeds or can be sent back.
 
@@ -203,7 +201,7 @@ def what_takes_too_long_is_sent_back_once(cluster: Any, names: Any, member: Kind
             answers.open()
 
 
-@pytest.mark.parametrize("member", [ours, faulty(CleansUpTwice, "sent back 2 times", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(CleansUpTwice, "sent back 2 times")])
 def test_h35_a_message_that_takes_too_long_and_then_fails_is_sent_back_once(embedded, names, member):
     """After consume_timeout_s a message is sent back and told as stuck; what its listener returns later counts no more.
 
@@ -287,7 +285,7 @@ def no_exception_loses_a_message(cluster: Any, names: Any, member: Kind, error: 
     [
         (ours, SystemExit),
         (ours, KeyboardInterrupt),
-        faulty(LosesTheWorkersMessage, "nothing holds the offset", SystemExit, search=True),
+        faulty(LosesTheWorkersMessage, "nothing holds the offset", SystemExit),
     ],
 )
 def test_h37_a_listener_that_ends_its_thread_costs_no_message(embedded, names, member, error):
@@ -336,9 +334,7 @@ def filtered_messages_move_the_offset(cluster: Any, names: Any, member: Kind) ->
         until(lambda: consumer.stored() == {queue(topic, 0): 101}, "committed")
 
 
-@pytest.mark.parametrize(
-    "member", [ours, faulty(FiltersWithoutMoving, "what nobody wants is committed past", search=True)]
-)
+@pytest.mark.parametrize("member", [ours, faulty(FiltersWithoutMoving, "what nobody wants is committed past")])
 def test_h41_messages_that_only_the_client_can_filter_out_are_committed_past(cluster, names, member):
     """What the broker sends because of its tag's hash, and the subscription does not want, moves the commit offset.
 
@@ -371,9 +367,7 @@ def a_failed_broadcast_is_told_and_passed(cluster: Any, names: Any, member: Kind
     assert sorted(consumer.seen.bodies) == numbered(10)
 
 
-@pytest.mark.parametrize(
-    "member", [ours, faulty(KeepsFailedMessages, "the failed message does not hold the offset", search=True)]
-)
+@pytest.mark.parametrize("member", [ours, faulty(KeepsFailedMessages, "the failed message does not hold the offset")])
 def test_h43_a_message_that_fails_in_a_broadcasting_group_is_told_and_passed(embedded, names, tmp_path, member):
     """A broadcasting group has no retry: a failed message is told as given up, and the offset goes on.
 
@@ -388,7 +382,6 @@ def test_h34_the_naive_member_is_right(embedded, names, check):
     check(embedded, names, NaiveMember)
 
 
-@pytest.mark.search
 def test_h35_the_naive_member_is_right(embedded, names):
     """It needs to know a time limit first."""
     what_takes_too_long_is_sent_back_once(embedded, names, CleansUpWhatTakesTooLong)

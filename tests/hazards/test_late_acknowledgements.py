@@ -190,7 +190,7 @@ def two_resets_are_one_replay(cluster: Any, names: Any, member: Kind) -> None:
         until(lambda: broker.held_pulls(topic) <= 1, "one pull waits")
 
 
-@pytest.mark.parametrize("member", [ours, faulty(WaitsBeforeItResets, "two pulls of one queue go on", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(WaitsBeforeItResets, "two pulls of one queue go on")])
 def test_h02_two_resets_in_a_row_leave_one_pull_and_one_replay(embedded: Any, names: Any, member: Any) -> None:
     """Resets of a queue take turns, and each ends what the one before began.
 
@@ -199,7 +199,6 @@ def test_h02_two_resets_in_a_row_leave_one_pull_and_one_replay(embedded: Any, na
     two_resets_are_one_replay(embedded, names, member)
 
 
-@pytest.mark.search
 def test_h02_the_naive_member_is_right(embedded: Any, names: Any) -> None:
     a_late_ack_changes_nothing(embedded, names, NaiveMember, reset_by_broker, True)
     no_listener_moves_a_reset(embedded, names, NaiveMember)

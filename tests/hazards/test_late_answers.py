@@ -100,6 +100,5 @@ def test_h01_the_answer_of_a_pull_from_before_a_reset_changes_nothing(
     a_late_answer_changes_nothing(embedded, names, member, what)
 
 
-@pytest.mark.search
 def test_h01_the_naive_member_is_right(embedded: Any, names: Any) -> None:
     a_late_answer_changes_nothing(embedded, names, NaiveMember, "no-new")

@@ -61,8 +61,8 @@ def a_queue_that_comes_back_goes_on(cluster: Any, names: Any, member: Kind, stor
     [
         (ours, False),
         (ours, True),
-        faulty(ReadsTheFile, "messages were consumed again", False, search=True),
-        faulty(ForgetsWhatItCouldNotWrite, "messages were consumed again", True, search=True),
+        faulty(ReadsTheFile, "messages were consumed again", False),
+        faulty(ForgetsWhatItCouldNotWrite, "messages were consumed again", True),
     ],
 )
 def test_h05_a_queue_that_comes_back_goes_on_where_it_was(
@@ -75,6 +75,5 @@ def test_h05_a_queue_that_comes_back_goes_on_where_it_was(
     a_queue_that_comes_back_goes_on(embedded, names, member, tmp_path, is_full)
 
 
-@pytest.mark.search
 def test_h05_the_naive_member_is_right(embedded: Any, names: Any, tmp_path: Path) -> None:
     a_queue_that_comes_back_goes_on(embedded, names, NaiveMember, tmp_path, True)

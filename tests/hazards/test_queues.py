@@ -82,7 +82,7 @@ def no_answer_ends_a_queue(cluster: Any, names: Any, member: Kind) -> None:
     assert shown == list(BAD_ANSWERS)
 
 
-@pytest.mark.parametrize("member", [ours, faulty(LosesItsPull, "the queue goes on after: no", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(LosesItsPull, "the queue goes on after: no")])
 def test_h36_no_answer_ends_the_pulling_of_a_queue(embedded, names, member):
     """Whatever is wrong with an answer, the next pull follows after pull_retry_delay_s; no timer has to notice.
 
@@ -188,7 +188,7 @@ def a_list_of_members_may_be_wrong(cluster: Any, names: Any, member: Kind, ids: 
 
 
 @pytest.mark.parametrize("which", LISTS)
-@pytest.mark.parametrize("member", [ours, faulty(AnEmptyPlaceIsEmpty, "messages were consumed again", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(AnEmptyPlaceIsEmpty, "messages were consumed again")])
 def test_h39_a_wrong_list_of_members_repeats_nothing(embedded, names, which, member):
     """Queues that go because of a list of members, right or wrong, have their offsets stored first; none is repeated.
 
@@ -315,13 +315,11 @@ def test_h48_an_acknowledgement_counts_for_its_own_period_only(embedded, names, 
     a_late_acknowledgement_counts_for_its_own_period_only(embedded, names, member)
 
 
-@pytest.mark.search
 @pytest.mark.parametrize("check", [a_closed_member_is_gone, a_late_acknowledgement_counts_for_its_own_period_only])
 def test_h48_the_naive_member_is_right(embedded, names, check):
     """What the faulty ones are made of passes: it is the fault that the check finds."""
     check(embedded, names, NaiveMember)
 
 
-@pytest.mark.search
 def test_h39_the_naive_member_is_right(embedded, names):
     a_list_of_members_may_be_wrong(embedded, names, NaiveMember, LISTS["another one"])

@@ -57,7 +57,7 @@ def a_new_queue_begins_at_its_first_message(cluster: Any, names: Any, member: Ki
         assert not skipped, f"{len(skipped)} messages were skipped"
 
 
-@pytest.mark.parametrize("member", [ours, faulty(BeginsAtTheEnd, "5 messages were skipped", search=True)])
+@pytest.mark.parametrize("member", [ours, faulty(BeginsAtTheEnd, "5 messages were skipped")])
 def test_h22_a_queue_that_is_added_begins_at_its_first_message(cluster, names, member):
     """`consume_from="last"` is for topics that are new to the group. A queue, or a broker, that is added to a topic
     while we consume it begins at its first message: what was sent before we saw it was sent to us.
@@ -227,7 +227,7 @@ def nothing_before_the_time_is_consumed(cluster: Any, names: Any, member: Kind) 
     """All five messages are older than the time that the group begins at."""
     topic, group = filled(cluster, names, queues=1, messages=5)
     time.sleep(0.02)
-    with member(cluster, topic, group, consume_from=datetime.now(UTC)) as consumer:
+    with member(cluster, topic, group, consume_from=datetime.fromtimestamp(time.time(), UTC)) as consumer:
         until(lambda: consumer.held(), "it consumes")
         fill(cluster, topic, 1, start=5)
         until(lambda: consumer.stored() == {queue(topic, 0): 6}, "all is committed")
@@ -257,7 +257,7 @@ def a_search_that_fails_is_tried_again(cluster: Any, names: Any, member: Kind) -
     topic, group = filled(cluster, names, queues=1, messages=5)
     broker = cluster.broker("broker-a")
     broker.on(SEARCH, answer(1, "index is loading"), times=2, when=of(topic))
-    consume_from = datetime.now(UTC) + timedelta(hours=1)
+    consume_from = datetime.fromtimestamp(time.time(), UTC) + timedelta(hours=1)
     with member(cluster, topic, group, consume_from=consume_from, rebalance_interval_s=0.1):
         broker.wait_for(PULL, timeout_s=WAIT_S, when=of(topic))
         first = pulled_offsets(broker, topic)[0][1]
@@ -290,7 +290,7 @@ def retries_before_the_first_commit_are_consumed(
     cluster.create_topic(retry, queues=1)
     fill(cluster, retry, 3)
     time.sleep(0.02)
-    start = datetime.now(UTC) if consume_from == "time" else consume_from
+    start = datetime.fromtimestamp(time.time(), UTC) if consume_from == "time" else consume_from
     with member(cluster, topic, group, consume_from=start, selector="paid") as consumer:
         try:
             consumer.seen.wait_for(3, patience_s)
@@ -305,7 +305,7 @@ def retries_before_the_first_commit_are_consumed(
     ("member", "consume_from", "options"),
     [
         *((ours, consume_from, {}) for consume_from in ("time", "last", "first")),
-        faulty(RetriesFromTheEnd, "only 0 of 3 retries were consumed", "time", {"patience_s": 1}, search=True),
+        faulty(RetriesFromTheEnd, "only 0 of 3 retries were consumed", "time", {"patience_s": 1}),
     ],
 )
 def test_h24_the_retry_topic_begins_at_its_first_message(cluster, names, member, consume_from, options):
@@ -317,7 +317,6 @@ def test_h24_the_retry_topic_begins_at_its_first_message(cluster, names, member,
     retries_before_the_first_commit_are_consumed(cluster, names, member, consume_from, **options)
 
 
-@pytest.mark.search
 def test_h22_h23_h24_the_naive_member_is_right(embedded, names):
     """What the faulty ones are made of passes: it is the fault that the checks find."""
     a_new_queue_begins_at_its_first_message(embedded, names, NaiveMember)

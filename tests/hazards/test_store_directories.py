@@ -174,6 +174,7 @@ def test_h12_two_processes_of_a_host_have_a_store_each(embedded: Any, names: Any
     each_goes_on_at_its_own(embedded, names, member, tmp_path)
 
 
+@pytest.mark.live
 def test_h12_a_killed_process_leaves_its_store_to_the_next(embedded: Any, names: Any, tmp_path: Path) -> None:
     """The ownership ends with the process, even by kill -9: the next one goes on there, not in a new slot."""
     topic, group = names.topic(), names.group()

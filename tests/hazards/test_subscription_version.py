@@ -108,10 +108,10 @@ def of_group(group: str) -> Any:
     "member",
     [
         ours,
-        pytest.param(NaiveMember, marks=pytest.mark.search),
+        NaiveMember,
         faulty(NewVersionEachRound, "versions while nothing changed"),
-        faulty(CountsNanoseconds, "is not in milliseconds", search=True),
-        faulty(BeatsAfterwards, "before the heartbeat", search=True),
+        faulty(CountsNanoseconds, "is not in milliseconds"),
+        faulty(BeatsAfterwards, "before the heartbeat"),
     ],
 )
 def test_h08_the_subscription_has_a_new_version_with_its_queues_only(embedded: Any, names: Any, member: Any) -> None:
