@@ -224,6 +224,7 @@ def test_an_admin_that_nobody_closes_is_told_and_leaves_nothing(embedded):
     embedded.wait_until(lambda: not any(node.connections for node in (*embedded.nodes, *embedded.name_server_nodes)))
 
 
+@pytest.mark.live
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
 @pytest.mark.parametrize("in_the_handler", ["close", "call"])
@@ -249,6 +250,7 @@ def test_a_signal_s_handler_may_use_an_admin_that_is_about_to_start(embedded, in
     embedded.wait_until(lambda: not [each for each in threading.enumerate() if each.name == "pyrocket-io"])
 
 
+@pytest.mark.live
 @pytest.mark.timeout(90)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

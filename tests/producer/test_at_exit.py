@@ -14,6 +14,8 @@ import pytest
 from pyrocket_consumer.testing import Gate, answer, delay, drop, rewrite
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 
+pytestmark = pytest.mark.live
+
 ROOT = Path(__file__).parents[2]
 SEND = RequestCode.SEND_MESSAGE_V2
 

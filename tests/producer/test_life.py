@@ -73,6 +73,7 @@ def makers(program: str, name_server: str) -> list[str]:
     return [message_id[8:20] for message_id in done.stdout.split()]
 
 
+@pytest.mark.live
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_processes_forked_before_the_start_make_ids_of_their_own(embedded):
     found = makers(FORKS, embedded.name_server)
@@ -80,6 +81,7 @@ def test_processes_forked_before_the_start_make_ids_of_their_own(embedded):
     assert len({maker[4:] for maker in found}) >= 3  # those of a first message may differ from the next one's
 
 
+@pytest.mark.live
 def test_programs_that_seed_random_alike_make_ids_of_their_own(embedded):
     """In containers they have the same process id, too."""
     program = "import random, sys; random.seed(42); from pyrocket_consumer import Producer\n"
@@ -292,6 +294,7 @@ print("done")
 """
 
 
+@pytest.mark.live
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_after_a_fork_a_started_producer_refuses_in_the_child_and_works_on_in_the_parent(embedded):
     done = subprocess.run(
@@ -446,6 +449,7 @@ def test_a_callback_added_when_all_is_over_still_runs(embedded):
     assert seen == [future]
 
 
+@pytest.mark.live
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such signals")
 def test_a_signal_that_closes_once_more_while_close_waits_returns_at_once(embedded, gate):
     producer = Producer(name_server=embedded.name_server, send_timeout_s=60)
@@ -475,6 +479,7 @@ def test_whoever_hears_that_a_future_is_done_has_its_result_at_once(embedded, ga
 # --- in the middle of a start
 
 
+@pytest.mark.live
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
 def test_a_signal_that_closes_while_it_starts_ends_the_start(embedded):
@@ -489,6 +494,7 @@ def test_a_signal_that_closes_while_it_starts_ends_the_start(embedded):
     embedded.wait_until(lambda: not producer_threads())
 
 
+@pytest.mark.live
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
 def test_a_signal_that_sends_while_it_starts_leaves_one_producer(embedded):
@@ -525,6 +531,7 @@ def test_close_does_not_wait_for_the_start_of_another_thread(embedded):
         embedded.wait_until(lambda: not producer_threads())
 
 
+@pytest.mark.live
 @pytest.mark.timeout(90)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -50,6 +50,7 @@ print("closed")
 """
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("call", ["send", "send_async", "result", "flush"])
 def test_a_call_may_be_interrupted_at_any_moment_and_the_producer_works_on(embedded, call):
     done = subprocess.run(
@@ -62,6 +63,7 @@ def test_a_call_may_be_interrupted_at_any_moment_and_the_producer_works_on(embed
     assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 
+@pytest.mark.live
 def test_closing_may_be_interrupted_and_what_was_on_its_way_is_told(embedded):
     gate = Gate()
     embedded.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, gate, times=None)

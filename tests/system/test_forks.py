@@ -10,9 +10,7 @@ import pytest
 from tests.consuming import QUICK, consuming, until
 from tests.system.processes import Child
 
-pytestmark = pytest.mark.live
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+pytestmark = [pytest.mark.live, pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")]
 
 PARENT = """
 import json, os, sys, threading, time, warnings

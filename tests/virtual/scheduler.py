@@ -14,6 +14,8 @@ from itertools import count
 from typing import Any
 
 START_S = 1_000_000.0
+LONGEST_S = 6 * 3600.0
+"""What a test may take. Timers of a client go on for ever, also while the test waits for what does not come."""
 CLOCK_READ_S = 1e-6
 """Reading the clock takes this long, so that a loop which only looks at the clock ends."""
 
@@ -30,7 +32,7 @@ class NotVirtual(Exception):
 
 
 class Stuck(AssertionError):
-    """Every thread waits, and none of them has a deadline."""
+    """Every thread waits without a deadline, or the test waits for what does not come."""
 
 
 class Ended(BaseException):
@@ -76,6 +78,7 @@ class Scheduler:
         self._ready: list[SimulatedThread] = []
         self._timers: list[tuple[float, int, SimulatedThread, int]] = []
         self._numbers = count()
+        self._limit = START_S + LONGEST_S
         self._is_ending = False
         self.is_broken = False
         self.violations: list[str] = []
@@ -178,10 +181,13 @@ class Scheduler:
                 self.now = max(self.now, deadline)
                 thread.is_waiting = False
                 self._ready.append(thread)
-        if self._ready:
+        if self._ready and self.now < self._limit:
             return self._ready.pop(self.random.randrange(len(self._ready)))
+        self._limit += LONGEST_S  # for the fixtures that end now
         self._main.is_waiting = False
-        self._main.error = Stuck("every thread waits without a deadline:\n" + self.stacks())
+        if self._main in self._ready:
+            self._ready.remove(self._main)
+        self._main.error = Stuck(f"{self.now - START_S:.0f} s have passed and nothing can end this:\n{self.stacks()}")
         return self._main
 
     def _switch(self, me: SimulatedThread) -> None:
