@@ -1,14 +1,13 @@
 """Prints docs/hazards.md, made from the tests: `python -m tests.hazards > docs/hazards.md`.
 
-A test named `test_hNN_…` is about hazard NN, wherever in tests/ it is; of those in this folder the docstring says what
-our consumer does, and a paragraph that begins with "Faulty:" who does otherwise.
+A test marked `hazard("HNN")` is about hazard NN, wherever in tests/ it is. Where such a test runs a faulty member as
+well, its docstring says what our consumer does, and a paragraph that begins with "Faulty:" who does otherwise.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,9 +92,6 @@ variant that behaves as the clients where the hazard was met, which the same che
 *Made from the tests by `python -m tests.hazards > docs/hazards.md`. "Real" are the releases {releases}.*
 """
 
-_NUMBERED = re.compile(r"test_((?:h\d\d_)+)")
-
-
 @dataclass(frozen=True, slots=True)
 class HazardTest:
     """One test: where it is, which hazards it is about, what it says and what it runs on."""
@@ -110,20 +106,26 @@ class HazardTest:
 
 @cache
 def hazard_tests() -> tuple[HazardTest, ...]:
-    """Return the tests of hazards, those of this folder first, in the order of their files."""
-    return tuple(_read_tests(Path(__file__).parent))
+    """Return the tests of hazards, in the order of their files."""
+    return tuple(_read_tests())
 
 
-def _read_tests(folder: Path) -> Iterator[HazardTest]:
-    for path in sorted(TESTS.rglob("test_*.py"), key=lambda path: (folder not in path.parents, path)):
+def _read_tests() -> Iterator[HazardTest]:
+    for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
-            if not isinstance(node, ast.FunctionDef) or node.name.endswith("_the_naive_member_is_right"):
+            if not isinstance(node, ast.FunctionDef) or "the_naive_member_is_right" in node.name:
                 continue
-            if found := _NUMBERED.match(node.name):
-                numbers = tuple(int(part[1:]) for part in found[1].split("_") if part)
-                text, faulty = _docstring(node) if folder in path.parents else ("", "")
+            if numbers := tuple(int(name[1:3]) for name in _arguments(node, "hazard")):
                 where = path.relative_to(TESTS.parent).as_posix()
-                yield HazardTest(node.name, where, numbers, text, faulty, _brokers(node))
+                yield HazardTest(node.name, where, numbers, *_docstring(node), _brokers(node))
+
+
+def _arguments(node: ast.FunctionDef, mark: str) -> list[str]:
+    """Return the arguments of a test's mark."""
+    for decorator in node.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == f"pytest.mark.{mark}":
+            return [str(ast.literal_eval(each)) for each in decorator.args]
+    return []
 
 
 def _docstring(node: ast.FunctionDef) -> tuple[str, str]:
@@ -141,20 +143,12 @@ def _sentence(text: str) -> str:
 def _brokers(node: ast.FunctionDef) -> str:
     """Return which brokers a test runs on, by its fixtures."""
     fixtures = {argument.arg for argument in node.args.args}
-    versions = ", ".join(_only(node) or ["real"])
+    versions = ", ".join(_arguments(node, "versions") or ["real"])
     if fixtures & {"real_cluster", "real_version"}:
         return versions
     if "cluster" in fixtures:
         return f"embedded, {versions}"
     return "embedded" if fixtures & {"embedded", "broker", "names"} else "none needed"
-
-
-def _only(node: ast.FunctionDef) -> list[str]:
-    """Return the releases a `versions` mark names, if there is one."""
-    for mark in node.decorator_list:
-        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.versions":
-            return [str(ast.literal_eval(each)) for each in mark.args]
-    return []
 
 
 def document() -> str:

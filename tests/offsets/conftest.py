@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.consumer.conftest import broker, embedded, group, no_thread_is_left, topic
 from tests.trials import crash_points, factor
+
+__all__ = ["broker", "embedded", "group", "no_thread_is_left", "topic"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -19,7 +19,8 @@ def fill(directory, offset):
             store.update_offset(queue, offset)
 
 
-def test_h11_a_store_left_behind_is_adopted(tmp_path):
+@pytest.mark.hazard("H11")
+def test_a_store_left_behind_is_adopted(tmp_path):
     old, new = tmp_path / "10.0.0.5@DEFAULT" / "g", tmp_path / "10.0.0.9@DEFAULT" / "g"
     fill(old, 70)
     kept = adopt(old, new)

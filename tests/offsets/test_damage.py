@@ -140,8 +140,9 @@ def test_offsets_json_cut_anywhere_is_replaced_by_backup_and_journal():
         assert [data for path, data in disk.files().items() if ".unreadable-" in path] == [GOOD[MAIN][:length]]
 
 
+@pytest.mark.hazard("H13")
 @pytest.mark.parametrize("garbage", [b"", b"\0" * 400, b"null", b"{}", bytes(range(256)) * 2], ids=range(5))
-def test_h13_garbage_in_offsets_json_is_set_aside_and_the_backup_used(garbage):
+def test_garbage_in_offsets_json_is_set_aside_and_the_backup_used(garbage):
     offsets, events, _ = loaded({MAIN: garbage})
     assert offsets == EXPECTED
     assert "offsets.json.bak and the journal are used" in events[0].text
@@ -266,7 +267,8 @@ def test_everything_missing_is_a_new_store():
     assert (offsets, events) == ({}, [])
 
 
-def test_h13_an_empty_main_file_is_never_copied_over_a_good_backup():
+@pytest.mark.hazard("H13")
+def test_an_empty_main_file_is_never_copied_over_a_good_backup():
     """The second crash that costs Java clients everything: at each instant one good generation is there."""
     disk = MemoryDisk()
     for path, data in (GOOD | {MAIN: b""}).items():

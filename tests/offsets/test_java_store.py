@@ -16,8 +16,9 @@ OURS = {
 FIRST = next(iter(OURS))
 
 
+@pytest.mark.hazard("H42")
 @pytest.mark.parametrize("durability", ["fsync", "checkpoint"])
-def test_h42_java_reads_what_we_wrote_and_we_read_what_java_wrote(real_version, durability):
+def test_java_reads_what_we_wrote_and_we_read_what_java_wrote(real_version, durability):
     with JavaOffsetStore(real_version, "g") as java:
         with LocalFileOffsetStore(java.path.parent, durability) as store:
             for queue, offset in OURS.items():

@@ -442,7 +442,8 @@ def test_files_of_another_program_are_left_alone(tmp_path):
 # -- Java beside us ----------------------------------------------------------------------------------------------
 
 
-def test_h42_what_java_wrote_is_found(tmp_path):
+@pytest.mark.hazard("H42")
+def test_what_java_wrote_is_found(tmp_path):
     (tmp_path / "offsets.json").write_bytes(encode_offsets({QUEUE: 2**40}))
     with LocalFileOffsetStore(tmp_path) as store:
         assert (store.found.source, store.read_offset(QUEUE)) == ("file", 2**40)
@@ -499,7 +500,8 @@ def test_what_a_java_client_wrote_between_two_runs_is_followed_and_told(tmp_path
 # -- hazards -----------------------------------------------------------------------------------------------------
 
 
-def test_h15_queues_that_are_not_persisted_with_the_rest_stay_in_the_store(tmp_path):
+@pytest.mark.hazard("H15")
+def test_queues_that_are_not_persisted_with_the_rest_stay_in_the_store(tmp_path):
     with LocalFileOffsetStore(tmp_path, "checkpoint") as store:
         for queue in QUEUES:
             store.update_offset(queue, 50)
@@ -514,7 +516,8 @@ def test_h15_queues_that_are_not_persisted_with_the_rest_stay_in_the_store(tmp_p
     assert len(main_file(tmp_path)) == 8
 
 
-def test_h14_a_correction_is_never_overwritten_by_a_concurrent_persist_all(tmp_path):
+@pytest.mark.hazard("H14")
+def test_a_correction_is_never_overwritten_by_a_concurrent_persist_all(tmp_path):
     """One thread persists everything in a loop; each correction must be in the files as soon as it is acknowledged."""
     with LocalFileOffsetStore(tmp_path, "process", journal_bytes=4096) as store:
         for queue in QUEUES:
@@ -560,7 +563,8 @@ def test_an_update_during_the_last_write_is_written_too_before_the_queue_is_forg
 # -- directories -------------------------------------------------------------------------------------------------
 
 
-def test_h10_the_directory_is_a_setting_a_variable_or_javas_default(monkeypatch, tmp_path):
+@pytest.mark.hazard("H10")
+def test_the_directory_is_a_setting_a_variable_or_javas_default(monkeypatch, tmp_path):
     monkeypatch.delenv("ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert base_directory() == tmp_path / ".rocketmq_offsets"
@@ -607,7 +611,8 @@ def test_an_instance_name_of_ones_own_is_not_changed(tmp_path):
             second.load()
 
 
-def test_h11_a_changed_client_id_names_the_store_it_leaves_behind(tmp_path):
+@pytest.mark.hazard("H11")
+def test_a_changed_client_id_names_the_store_it_leaves_behind(tmp_path):
     events = []
     with LocalFileOffsetStore.for_group(config(tmp_path, on_event=events.append), "10.0.0.5@DEFAULT") as store:
         store.update_offset(QUEUE, 5)

@@ -64,7 +64,8 @@ def persist(process, offset):
     assert process.stdout.readline() == "persisted\n"
 
 
-def test_h12_a_second_process_is_told_who_owns_the_store_until_that_one_is_killed(tmp_path):
+@pytest.mark.hazard("H12")
+def test_a_second_process_is_told_who_owns_the_store_until_that_one_is_killed(tmp_path):
     directory = tmp_path / "10.0.0.5@DEFAULT" / "g"
     with owner(tmp_path) as (process, _, _):
         persist(process, 41)
@@ -80,7 +81,8 @@ def test_h12_a_second_process_is_told_who_owns_the_store_until_that_one_is_kille
         store.close()
 
 
-def test_h12_two_processes_of_a_host_have_a_store_each_and_find_it_again(tmp_path):
+@pytest.mark.hazard("H12")
+def test_two_processes_of_a_host_have_a_store_each_and_find_it_again(tmp_path):
     with owner(tmp_path) as (first, first_id, nothing), owner(tmp_path) as (second, second_id, none):
         assert (first_id, second_id) == ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1")
         assert (nothing, none) == (None, None)

@@ -60,7 +60,8 @@ def offset_of(bench, offset):
     return {QUEUE: offset, QUEUES[1]: 5, QUEUES[2]: 6}
 
 
-def test_h12_a_lock_file_that_is_removed_lets_no_second_owner_be_overwritten(tmp_path):
+@pytest.mark.hazard("H12")
+def test_a_lock_file_that_is_removed_lets_no_second_owner_be_overwritten(tmp_path):
     """With default options: the first notices by itself, stores nothing more, says so, and may come back later."""
     events = []
     store = LocalFileOffsetStore(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)

@@ -60,6 +60,7 @@ def bench():
     return bench
 
 
+@pytest.mark.hazard("H07")
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
@@ -71,7 +72,7 @@ def bench():
         (errno.ENXIO, "check the directory"),
     ],
 )
-def test_h07_an_unwritable_store_raises_keeps_memory_and_heals_on_the_next_persist(bench, number, remedy):
+def test_an_unwritable_store_raises_keeps_memory_and_heals_on_the_next_persist(bench, number, remedy):
     bench.failing.error = number
     for offset in range(10, 15):
         with pytest.raises(OffsetStoreUnwritable, match=f"/s.*{remedy}.*kept in memory"):
@@ -393,7 +394,8 @@ def test_a_store_that_cannot_be_opened_says_that_nothing_was_started(number, rem
     bench.store.close()
 
 
-def test_h07_a_directory_that_cannot_be_made_fails_the_start(tmp_path):
+@pytest.mark.hazard("H07")
+def test_a_directory_that_cannot_be_made_fails_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "file", tmp_path / "file" / "store", tmp_path / "file" / "client" / "group"):
         with pytest.raises(OffsetStoreUnwritable, match=f"{directory} .*; a file is where a directory should be"):
@@ -604,7 +606,8 @@ def test_without_file_descriptors_the_journal_goes_on(tmp_path):
     assert read_store(tmp_path / "s").offsets == {QUEUE: 5}
 
 
-def test_h07_a_real_limit_on_file_sizes_is_survived(tmp_path):
+@pytest.mark.hazard("H07")
+def test_a_real_limit_on_file_sizes_is_survived(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,0 +1,561 @@
+"""H31, H32, H33, H38, H40, H44, H45: what a commit may overwrite, what becomes of it, and when it is made."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer import Message, MessageQueue
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, drop
+from pyrocket_consumer.wire.codes import PullFlag, RequestCode
+from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.hazards.company import AnotherComes, DropsWithoutStoring
+from tests.hazards.connection import Wire
+from tests.hazards.members import (
+    Kind,
+    broadcasting,
+    committed_values,
+    faulty,
+    filled,
+    give_time_to,
+    of,
+    ours,
+    patience_s,
+    settle,
+)
+from tests.hazards.naive import NaiveMember, Window
+from tests.real_brokers.remoting import Peer
+from tests.resetting import fill, queue
+
+CLUSTER = {"flush_offsets_s": 3600.0}
+"""What is committed is on the broker's disk when a test says so."""
+
+NEVER_S = 3600.0
+COMMIT, PULL = RequestCode.UPDATE_CONSUMER_OFFSET, RequestCode.PULL_MESSAGE
+
+
+# --- H31
+
+
+class CommitsWhatHasNotChanged(NaiveMember):
+    """Commits what memory holds at every tick."""
+
+    def persist(self, mq: MessageQueue) -> None:
+        self.committed.pop(mq, None)
+        super().persist(mq)
+
+
+class PullsCarryCommits(NaiveMember):
+    """Has each pull store the commit offset, too, as the protocol allows."""
+
+    def pull(self, window: Window) -> RemotingCommand:
+        hold_s = self.options["pull_hold_s"]
+        fields = {
+            "consumerGroup": self.group,
+            "topic": window.queue.topic,
+            "queueId": window.queue.queue_id,
+            "queueOffset": window.next_offset,
+            "maxMsgNums": 32,
+            "sysFlag": PullFlag.SUSPEND | PullFlag.COMMIT,
+            "commitOffset": self.offsets.get(window.queue, 0),
+            "suspendTimeoutMillis": int(hold_s * 1000),
+            "subVersion": self.sub_version,
+            "expressionType": "TAG",
+        }
+        return self.wire(self.master(window.queue)).call(PULL, fields, timeout_s=hold_s + 30)
+
+
+def what_others_wrote_stands(cluster: Any, names: Any, member: Kind) -> None:
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    with member(cluster, topic, group, pull_hold_s=0.1) as consumer:
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
+        cluster.broker("broker-a").commit(group, topic, {0: 4})
+        settle()  # commits and pulls
+        give_time_to(lambda: consumer.stored() != {queue(topic, 0): 4}, member)
+        assert consumer.stored() == {queue(topic, 0): 4}, "an idle consumer has committed over it"
+        fill(cluster, topic, 1, start=10)
+        until(lambda: consumer.stored() == {queue(topic, 0): 11}, "with progress the consumer commits again")
+
+
+@pytest.mark.hazard("H31")
+@pytest.mark.parametrize(
+    "member",
+    [
+        ours,
+        faulty(CommitsWhatHasNotChanged, "an idle consumer has committed over it"),
+        faulty(PullsCarryCommits, "an idle consumer has committed over it"),
+    ],
+)
+def test_an_offset_written_by_an_admin_is_not_overwritten_by_an_idle_consumer(cluster, names, member):
+    """Only offsets that have changed are committed; all of them once a minute, since brokers may have forgotten some.
+
+    Faulty: Java, Go and C++ commit every held queue every 5 s, Java and Go with every pull, too.
+    """
+    what_others_wrote_stands(cluster, names, member)
+
+
+# --- H32
+
+
+def a_late_pull_commits_nothing(cluster: Any, names: Any, member: Kind) -> None:
+    """A pull is on its way to the broker while the queue is given up, and its next owner goes on."""
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker, late = cluster.broker("broker-a"), Gate()
+    with member(cluster, topic, group, pull_hold_s=0.1) as consumer:
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
+        broker.on(PULL, late, times=None, when=of(topic))
+        late.wait_held(1, WAIT_S)
+        AnotherComes(cluster, group, consumer, topic).come()
+        broker.commit(group, topic, {0: 25})
+        late.open()
+        give_time_to(lambda: cluster.committed(group, topic) != {0: 25}, member)
+        assert cluster.committed(group, topic) == {0: 25}, "the old owner's pull has committed over the new owner"
+
+
+@pytest.mark.hazard("H32")
+@pytest.mark.parametrize("member", [ours, faulty(PullsCarryCommits, "has committed over the new owner")])
+def test_a_pull_that_is_late_commits_nothing_over_the_next_owner(embedded, names, member):
+    """Pulls carry no commits: after a queue is given up, nothing of its old owner stores anything.
+
+    Faulty: Java and Go let pulls carry the commit offset.
+    """
+    a_late_pull_commits_nothing(embedded, names, member)
+
+
+class CommitsOneWay(NaiveMember):
+    """Commits without waiting for an answer, and takes what was sent for stored."""
+
+    def commit(self, mq: MessageQueue, offset: int) -> None:
+        fields = {"consumerGroup": self.group, "topic": mq.topic, "queueId": mq.queue_id, "commitOffset": offset}
+        self.wire(self.master(mq)).oneway(COMMIT, fields)
+
+
+def commits_do_not_overtake_each_other(cluster: Any, names: Any, member: Kind) -> None:
+    """The broker is slow with one commit, as its thread pools can be."""
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=1)
+    broker, slow = cluster.broker("broker-a"), Gate()
+    with member(cluster, topic, group, call_timeout_s=WAIT_S) as consumer:
+        fill(cluster, topic, 1)
+        until(lambda: consumer.stored() == {queue(topic, 0): 1}, "committed")
+        broker.on(COMMIT, slow, when=of(topic))
+        fill(cluster, topic, 9, start=1)
+        slow.wait_held(1, WAIT_S)
+        fill(cluster, topic, 10, start=10)
+        consumer.seen.wait_for(20)
+        give_time_to(lambda: (0, 20) in committed_values(broker, topic), member)
+        slow.open()
+        give_time_to(lambda: consumer.stored() != {queue(topic, 0): 20}, member)
+        until(lambda: consumer.stored() == {queue(topic, 0): 20}, "the broker has the last one", patience_s(member))
+        values = [offset for _, offset in committed_values(broker, topic)]
+        assert values == sorted(values)
+
+
+@pytest.mark.hazard("H32")
+@pytest.mark.parametrize("member", [ours, faulty(CommitsOneWay, "the broker has the last one")])
+def test_a_slow_commit_is_not_overtaken_by_the_next(embedded, names, member):
+    """Commits of a queue go out one at a time, each after the answer to the one before: the broker never steps back.
+
+    Faulty: all the others send commits one-way.
+    """
+    commits_do_not_overtake_each_other(embedded, names, member)
+
+
+class NeverCommitsZero(NaiveMember):
+    """Takes an offset of 0 for none."""
+
+    def commit(self, queue: MessageQueue, offset: int) -> None:
+        if offset > 0:
+            super().commit(queue, offset)
+
+
+def a_reset_to_0_is_stored(cluster: Any, names: Any, member: Kind) -> None:
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    stop, release = threading.Event(), threading.Event()
+
+    def listener(message: Message) -> None:
+        if stop.is_set():
+            release.wait(WAIT_S)
+
+    with member(cluster, topic, group, Seen(listener)) as consumer:
+        until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
+        stop.set()
+        try:
+            consumer.reset(topic, {queue(topic, 0): 0})
+            consumer.seen.wait(lambda seen: len(seen.messages) > 10)
+            until(lambda: consumer.stored() == {queue(topic, 0): 0}, "0 is stored", patience_s(member))
+        finally:
+            release.set()
+
+
+@pytest.mark.hazard("H32")
+@pytest.mark.parametrize("member", [ours, faulty(NeverCommitsZero, "0 is stored")])
+def test_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
+    """After a reset to 0 the broker has 0: who goes on from there after a crash begins at the first message.
+
+    Faulty: Java's and Go's pulls commit only what is above 0, and an older value stays.
+    """
+    a_reset_to_0_is_stored(cluster, names, member)
+
+
+# --- H33
+
+
+def lost_commits_are_made_again(cluster: Any, names: Any, member: Kind) -> None:
+    topic, group = filled(cluster, names, queues=2, messages=10)
+    broker, turns = cluster.broker("broker-a"), itertools.cycle([True, False])
+    broker.on(COMMIT, drop, times=None, when=lambda command: of(topic)(command) and next(turns))
+    with member(cluster, topic, group, call_timeout_s=0.2) as consumer:
+        consumer.seen.wait_for(10)
+        all_stored = {queue(topic, 0): 5, queue(topic, 1): 5}
+        until(lambda: consumer.stored() == all_stored, "what was lost is committed again", patience_s(member))
+
+
+@pytest.mark.hazard("H33")
+@pytest.mark.parametrize("member", [ours, faulty(CommitsOneWay, "what was lost is committed again")])
+def test_a_commit_that_is_lost_is_made_again(embedded, names, member):
+    """An offset counts as stored when the broker has acknowledged it; until then it is committed again.
+
+    Faulty: a dirty flag that is cleared when a one-way commit is sent.
+    """
+    lost_commits_are_made_again(embedded, names, member)
+
+
+class BelievesBrokersRemember(NaiveMember):
+    """Never commits again what was acknowledged once."""
+
+
+def forgotten_commits_are_made_again(cluster: Any, names: Any, member: Kind) -> None:
+    """The broker crashes before it has written the offsets to its disk."""
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker = cluster.broker("broker-a")
+    lose_commits = {"lose_commits": True} if isinstance(cluster, EmbeddedCluster) else {}
+    with member(cluster, topic, group) as consumer:
+        until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
+        broker.kill(**lose_commits)
+        broker.start()
+        until(
+            lambda: consumer.stored() == {queue(topic, 0): 10},
+            "what the broker forgot is committed again",
+            90 if member is ours else 2,
+        )
+        fill(cluster, topic, 1, start=10)
+        consumer.seen.wait_for(11, 90)
+
+
+@pytest.mark.hazard("H33")
+@pytest.mark.parametrize("member", [ours, faulty(BelievesBrokersRemember, "what the broker forgot is committed again")])
+def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, member):
+    """After a broker was away all offsets are committed there again, although nothing new was consumed.
+
+    Faulty: a member that commits only what has changed.
+    """
+    forgotten_commits_are_made_again(cluster, names, member)
+
+
+def the_first_commit_goes_alone(cluster: Any, names: Any, member: Kind) -> None:
+    topic, group = filled(cluster, names, queues=4, messages=16)
+    broker, first = cluster.broker("broker-a"), Gate()
+    broker.on(COMMIT, first, times=None, when=of(topic))
+    with member(cluster, topic, group, call_timeout_s=WAIT_S) as consumer:
+        try:
+            first.wait_held(1, WAIT_S)
+            give_time_to(lambda: len(first.wait_held(1)) > 1, member)
+            at_once = len(first.wait_held(1))
+            assert at_once == 1, f"{at_once} first commits of a group at once: the broker keeps one of them"
+        finally:
+            first.open()
+        consumer.seen.wait_for(16)
+        until(lambda: set(consumer.stored().values()) == {4}, "all is committed")
+
+
+@pytest.mark.hazard("H33")
+@pytest.mark.parametrize("member", [ours, faulty(CommitsOneWay, "first commits of a group at once")])
+def test_the_first_commit_of_a_group_goes_alone(embedded, names, member):
+    """A group's first commit of a topic is acknowledged before others follow, for a broker that gets two keeps one.
+
+    Faulty: one-way commits of all queues at once.
+    """
+    the_first_commit_goes_alone(embedded, names, member)
+
+
+# --- H38
+
+
+def unsubscribing_stores(cluster: Any, names: Any, member: Kind, **options: Any) -> None:
+    topic, group = filled(cluster, names, queues=1, messages=20)
+    other = f"{topic}-other"
+    cluster.create_topic(other, queues=1)
+    with member(cluster, topic, group, commit_interval_s=NEVER_S, **options) as consumer:
+        consumer.subscribe(other, lambda message: None)
+        consumer.seen.wait_for(20)
+        until(lambda: consumer.held().get(queue(topic, 0)) == 20, "consumed")
+        consumer.unsubscribe(topic)
+        until(lambda: queue(topic, 0) not in consumer.held(), "given up")
+        if "message_model" in options:
+            stored = consumer.stored().get(queue(topic, 0))
+        else:
+            stored = cluster.committed(group, topic).get(0)
+        assert stored == 20, "progress was forgotten"
+        locked = {each.topic for each in cluster.broker("broker-a").locks(group)}
+        assert topic not in locked, "the queue is still locked"
+
+
+@pytest.mark.hazard("H38")
+@pytest.mark.parametrize("kind", ["clustering", "orderly", "broadcasting"])
+@pytest.mark.parametrize("member", [ours, faulty(DropsWithoutStoring, "progress was forgotten")])
+def test_unsubscribing_stores_what_was_consumed_and_unlocks(embedded, names, kind, tmp_path, member):
+    """A topic that is unsubscribed has its offsets stored first, and its queues unlocked after that.
+
+    Faulty: Java drops such queues without persisting and unlocking.
+    """
+    options: dict[str, Any] = {
+        "clustering": {},
+        "orderly": {"orderly": True},
+        "broadcasting": broadcasting(tmp_path),
+    }[kind]
+    unsubscribing_stores(embedded, names, member, **options)
+
+
+# --- H40
+
+
+class OneTimerForAll(NaiveMember):
+    """Refreshes routes and persists in one thread."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options | {"route_refresh_interval_s": NEVER_S})
+
+    def persist_all(self) -> None:
+        with suppress(OSError):
+            for topic in list(self.subscriptions):
+                self.call(self.options["name_server"], RequestCode.GET_ROUTEINFO_BY_TOPIC, {"topic": topic})
+        super().persist_all()
+
+
+def commits_go_on_without_a_name_server(cluster: Any, names: Any, member: Kind) -> None:
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=1)
+    name_server, silent = cluster.name_server_node, Gate()
+    options = {"route_refresh_interval_s": 0.05, "call_timeout_s": WAIT_S}
+    with member(cluster, topic, group, **options) as consumer:
+        fill(cluster, topic, 5)
+        until(lambda: consumer.stored() == {queue(topic, 0): 5}, "committed")
+        name_server.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, silent, times=None)
+        try:
+            silent.wait_held(1, WAIT_S)
+            fill(cluster, topic, 5, start=5)
+            consumer.seen.wait_for(10)
+            until(
+                lambda: consumer.stored() == {queue(topic, 0): 10},
+                "commits go on while a name server is silent",
+                patience_s(member),
+            )
+        finally:
+            silent.open()
+            name_server.clear_faults()
+
+
+@pytest.mark.hazard("H40")
+@pytest.mark.parametrize("member", [ours, faulty(OneTimerForAll, "commits go on while a name server is silent")])
+def test_commits_go_on_while_the_name_server_is_silent(embedded, names, member):
+    """Commits, routes, heartbeats and locks wait for nothing but their own answers.
+
+    Faulty: Java's five periodic jobs share a thread, which a silent name server stops.
+    """
+    commits_go_on_without_a_name_server(embedded, names, member)
+
+
+class CommitsInTurn(NaiveMember):
+    """Commits all queues one after the other."""
+
+
+def commits_go_on_beside_a_silent_broker(cluster: Any, names: Any, member: Kind) -> None:
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=1)
+    silent = Gate()
+    with member(cluster, topic, group, call_timeout_s=WAIT_S) as consumer:
+        fill(cluster, topic, 2)
+        until(lambda: set(consumer.stored().values()) == {1}, "committed at both")
+        cluster.broker("broker-a").on(COMMIT, silent, times=None, when=of(topic))
+        try:
+            cluster.send(topic, b"-", broker_name="broker-a")
+            silent.wait_held(1, WAIT_S)
+            cluster.send(topic, b"--", broker_name="broker-b")
+            until(
+                lambda: consumer.stored()[queue(topic, 0, "broker-b")] == 2,
+                "commits go on at one broker while another is silent",
+                patience_s(member),
+            )
+        finally:
+            silent.open()
+
+
+@pytest.mark.hazard("H40")
+@pytest.mark.parametrize("member", [ours, faulty(CommitsInTurn, "commits go on at one broker while another is silent")])
+def test_commits_go_on_while_another_broker_is_silent(names, member):
+    """A broker that does not answer a commit delays no commit of queues at others.
+
+    Faulty: commits that wait for each other in one thread.
+    """
+    with EmbeddedCluster(brokers=2, long_poll_tick_s=0.1) as cluster:
+        commits_go_on_beside_a_silent_broker(cluster, names, member)
+
+
+# --- H44
+
+
+class AnswersReadTheStore(NaiveMember):
+    """Asked where it stands it reads the store, as the protocol's MEMORY_FIRST_THEN_STORE may, into its memory."""
+
+    def on_request(self, wire: Wire, request: RemotingCommand) -> None:
+        if request.code in (RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT):
+            for mq in [each for each in self.known.get(self.options["asked_of"], ()) if not self.closing.is_set()]:
+                with suppress(OSError):
+                    self.offsets[mq] = self.read_stored(mq) or 0
+        super().on_request(wire, request)
+
+
+def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool) -> list[tuple[int, int]]:
+    """Consume twice 5 messages, giving the queue up and taking it back in between; return what was committed."""
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=1)
+    broker, ended = cluster.broker("broker-a"), threading.Event()
+
+    def ask(peer: Peer, client_id: str) -> None:
+        status = {"topic": topic, "group": group, "clientAddr": client_id}
+        running = {"consumerGroup": group, "clientId": client_id, "jstackEnable": False}
+        peer.call(RequestCode.GET_CONSUMER_RUNNING_INFO, running, accept=range(300))
+        peer.call(RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, status, accept=range(300))
+
+    def keep_asking(client_id: str) -> None:
+        with closing(Peer(broker.address)) as peer:
+            while not ended.wait(0.005):
+                ask(peer, client_id)
+
+    options = {"commit_interval_s": NEVER_S, "rebalance_interval_s": 0.1, "asked_of": topic}
+    if member is ours:
+        del options["asked_of"]
+    with member(cluster, topic, group, **options) as consumer, closing(Peer(broker.address)) as peer:
+        asking = threading.Thread(target=keep_asking, args=[consumer.client_id])
+        if questions:
+            asking.start()
+        try:
+            other = AnotherComes(cluster, group, consumer, topic)
+            for stage in range(2):
+                fill(cluster, topic, 5, start=5 * stage)
+                consumer.seen.wait_for(5 * (stage + 1))
+                if not questions or member is not AnswersReadTheStore:
+                    until(lambda stage=stage: consumer.held().get(queue(topic, 0)) == 5 * (stage + 1), "consumed")
+                if questions:
+                    ask(peer, consumer.client_id)
+                other.come()
+                other.go()
+        finally:
+            ended.set()
+            if questions:
+                asking.join()
+        assert sorted(consumer.seen.bodies) == numbered(10), "diagnostics made messages come again"
+    return [(queue_id, offset) for queue_id, offset in committed_values(broker, topic) if offset]  # 0 is where it began
+
+
+def diagnostics_change_nothing(cluster: Any, names: Any, member: Kind) -> None:
+    alone = commits_of_a_run(cluster, names, member, questions=False)
+    assert alone == [(0, 5), (0, 10)]
+    asked = commits_of_a_run(cluster, names, member, questions=True)
+    assert asked == alone, "diagnostics made other commits"
+
+
+@pytest.mark.hazard("H44")
+@pytest.mark.parametrize("member", [ours, faulty(AnswersReadTheStore, "diagnostics made")])
+def test_diagnostics_change_no_offset(embedded, names, member):
+    """Questions where a consumer stands are answered from memory and change nothing, also during rebalances.
+
+    Faulty: Java reads the store for an answer, and what it reads goes over what memory has.
+    """
+    diagnostics_change_nothing(embedded, names, member)
+
+
+# --- H45
+
+
+class BelievesNoOffset(NaiveMember):
+    """Takes "no offset" for a queue that nobody has ever consumed, though it has committed one itself."""
+
+
+def a_deleted_group_goes_on(cluster: Any, names: Any, member: Kind) -> None:
+    """The group is deleted at the broker while its second member, which is stuck, has one of the first one's queues."""
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=2)
+    release = threading.Event()
+
+    def delete_group() -> None:
+        # the second field is that of 4.9 and older
+        fields = {"groupName": group, "cleanOffset": True, "removeOffset": True}
+        with closing(Peer(cluster.broker("broker-a").address)) as peer:
+            peer.call(RequestCode.DELETE_SUBSCRIPTIONGROUP, fields)
+        assert cluster.committed(group, topic) == {}
+
+    options = {"consume_from": "last", "rebalance_interval_s": 0.1}
+    with member(cluster, topic, group, **options) as first:
+        until(lambda: len(first.held()) == 2, "both queues")
+        fill(cluster, topic, 10)
+        until(lambda: first.stored() == {queue(topic, 0): 5, queue(topic, 1): 5}, "committed")
+        stuck = Seen(lambda message: release.wait(WAIT_S))
+        with member(cluster, topic, group, stuck, consume_threads=1, shutdown_timeout_s=0.2, **options) as second:
+            try:
+                until(lambda: len(first.held()) == 1 and list(second.held().values()) == [5], "one each")
+                (lost,) = second.held()
+                settle()
+                delete_group()
+                fill(cluster, topic, 4, start=10)
+                second.seen.wait_for(1)
+                second.close()
+            finally:
+                release.set()
+        until(lambda: lost in first.held(), "the queue is taken back")
+        cluster.send(topic, b"end", queue_id=lost.queue_id)
+        first.seen.wait(lambda seen: b"end" in seen.bodies)
+        all_stored = {lost: 8, queue(topic, 1 - lost.queue_id): 7}
+        until(lambda: first.stored() == all_stored, "all is committed")
+        assert not (passed := set(numbered(14)) - set(first.seen.bodies)), f"{len(passed)} messages were passed over"
+        assert len(first.seen.bodies) == 15
+        told = [each for each in first.events.of("offset-forgotten") if each.queue == lost]
+        assert [each.facts["offset"] for each in told] == [5]
+
+
+@pytest.mark.hazard("H45")
+@pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # before, brokers say 0 where they have no offset
+@pytest.mark.parametrize("member", [ours, faulty(BelievesNoOffset, "2 messages were passed over")])
+def test_an_offset_that_was_deleted_at_the_broker_is_not_a_new_group(cluster, names, member):
+    """Where the broker has lost the offset of a queue, the consumer goes on from what it last knew, and says so.
+
+    Faulty: all others start such a queue by consume_from, which skips what came meanwhile, or repeats everything.
+    """
+    a_deleted_group_goes_on(cluster, names, member)
+
+
+@pytest.mark.hazard("H31")
+@pytest.mark.parametrize(
+    "check",
+    [
+        what_others_wrote_stands,
+        a_late_pull_commits_nothing,
+        commits_do_not_overtake_each_other,
+        lost_commits_are_made_again,
+        the_first_commit_goes_alone,
+        a_reset_to_0_is_stored,
+        unsubscribing_stores,
+        diagnostics_change_nothing,
+    ],
+)
+def test_the_naive_member_is_right(embedded, names, check):
+    """What the faulty ones are made of passes: it is the fault that the check finds."""
+    check(embedded, names, NaiveMember)

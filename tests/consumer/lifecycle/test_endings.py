@@ -1,0 +1,476 @@
+"""H25–H28: how consumers end, and how orderly queues change hands."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer import Message, MessageQueue, Suspend
+from pyrocket_consumer.testing import Gate
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.hazards.members import Kind, faulty, filled, give_time_to, of, ours, settle
+from tests.hazards.naive import NaiveMember, Window
+from tests.resetting import queue
+from tests.testing.raw_client import RawClient
+
+PULL, COMMIT, UNLOCK = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET, RequestCode.UNLOCK_BATCH_MQ
+LEAVE, SEND_BACK = RequestCode.UNREGISTER_CLIENT, RequestCode.CONSUMER_SEND_MSG_BACK
+
+
+# --- H25
+
+
+class InterruptsListeners(NaiveMember):
+    """Java: listeners are interrupted at once, and what they could not finish is sent back."""
+
+    def finish_listeners(self) -> None:
+        for window in list(self.windows.values()):
+            for message in list(window.unfinished.values()):
+                self.send_back(message)
+
+
+class LeavesFirst(NaiveMember):
+    """Unlocks its queues and leaves the group, and stores its offsets after that."""
+
+    def close(self) -> None:
+        if not self.closed.is_set():
+            self.closing.set()
+            self.finish_listeners()
+            self.leave()
+            self.persist_all()
+            self._end()
+
+
+def sent_back(broker: Any, group: str) -> int:
+    return sum(each.command.fields["group"] == group for each in broker.requests(SEND_BACK))
+
+
+def closing_finishes_what_runs(cluster: Any, names: Any, member: Kind) -> None:
+    """20 listener calls run when the consumer is closed."""
+    topic, group = filled(cluster, names, queues=1, messages=20)
+    broker = cluster.broker("broker-a")
+
+    release = threading.Event()
+
+    def listener(message: Message) -> None:
+        release.wait(WAIT_S)
+
+    options = {"consume_threads": 20, "shutdown_timeout_s": 20.0, "commit_interval_s": 60.0}
+    with member(cluster, topic, group, listener, **options) as consumer:
+        closer = threading.Thread(target=consumer.close)
+        try:
+            consumer.seen.wait_for(20)
+            closer.start()
+            give_time_to(lambda: sent_back(broker, group) == 20, member)
+        finally:
+            release.set()
+        closer.join(WAIT_S)
+    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} messages were sent back, and will come twice"
+    assert cluster.committed(group, topic) == {0: 20}, "what runs was not waited for"
+
+
+@contextmanager
+def closing_unacknowledged(consumer: Any, broker: Any, topic: str) -> Iterator[None]:
+    """Close `consumer`; its last commit is acknowledged after the block, which sees what it has done until then."""
+    gate = Gate()
+    broker.forget_requests()
+    broker.on(COMMIT, gate, times=None, when=of(topic))
+    closer = threading.Thread(target=consumer.close)
+    closer.start()
+    try:
+        gate.wait_held(timeout_s=WAIT_S)
+        settle()
+        yield
+    finally:
+        broker.clear_faults()
+        gate.open()
+        closer.join(WAIT_S)
+
+
+def it_leaves_when_everything_is_stored(cluster: Any, names: Any, member: Kind) -> None:
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker = cluster.broker("broker-a")
+    with member(cluster, topic, group, commit_interval_s=60.0, call_timeout_s=20.0) as consumer:
+        until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
+        with closing_unacknowledged(consumer, broker, topic):
+            assert not broker.requests(LEAVE), "it left the group before its last commit was acknowledged"
+    assert broker.requests(LEAVE)
+    assert cluster.committed(group, topic) == {0: 10}
+
+
+@pytest.mark.hazard("H25")
+@pytest.mark.parametrize("member", [ours, faulty(InterruptsListeners, "messages were sent back, and will come twice")])
+def test_close_waits_for_what_runs(embedded, names, member):
+    """`close` waits for the listener calls that run, up to `shutdown_timeout_s`, and commits what they have finished.
+
+    Faulty: Java interrupts them and sends their messages back.
+    """
+    closing_finishes_what_runs(embedded, names, member)
+
+
+@pytest.mark.hazard("H25")
+@pytest.mark.parametrize(
+    "member", [ours, faulty(LeavesFirst, "it left the group before its last commit was acknowledged")]
+)
+def test_the_last_commit_is_acknowledged_before_the_group_is_left(embedded, names, member):
+    """The last commits are acknowledged before the consumer leaves the group: whoever takes its queues finds them.
+
+    Faulty: Java's and Go's last commits want no acknowledgement, and Go leaves first.
+    """
+    it_leaves_when_everything_is_stored(embedded, names, member)
+
+
+def what_is_unfinished_stays_so(cluster: Any, names: Any, member: Kind) -> None:
+    """One of the listener calls does not end in the time that close gives them."""
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker, release = cluster.broker("broker-a"), threading.Event()
+
+    def listener(message: Message) -> None:
+        if message.queue_offset == 9:
+            release.wait(30)
+
+    try:
+        with member(cluster, topic, group, listener, consume_threads=20, shutdown_timeout_s=0.2) as consumer:
+            consumer.seen.wait_for(10)
+            until(lambda: consumer.stored() == {queue(topic, 0): 9}, "what is finished is committed")
+    finally:
+        release.set()
+    settle()
+    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} messages were sent back, and will come twice"
+    assert cluster.committed(group, topic) == {0: 9}, "a message was committed that nobody has finished"
+    with ours(cluster, topic, group) as next_one:
+        next_one.seen.wait_for(1)
+        assert next_one.seen.bodies == numbered(1, 9)
+
+
+@pytest.mark.hazard("H25")
+@pytest.mark.parametrize(
+    "member", [ours, faulty(InterruptsListeners, "1 messages were sent back, and will come twice")]
+)
+def test_what_is_unfinished_at_the_end_is_neither_sent_back_nor_committed(embedded, names, member):
+    """What does not end in time stays unfinished: the next owner of the queue gets it, once.
+
+    Faulty: Java sends it back as well, so that each restart doubles it.
+    """
+    what_is_unfinished_stays_so(embedded, names, member)
+
+
+def unlocked_when_committed(cluster: Any, names: Any, member: Kind) -> None:
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    broker = cluster.broker("broker-a")
+    options = {"orderly": True, "commit_interval_s": 60.0, "call_timeout_s": 20.0}
+    with member(cluster, topic, group, **options) as consumer:
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
+        with closing_unacknowledged(consumer, broker, topic):
+            assert not broker.requests(UNLOCK), "unlocked before its last offset was stored"
+        assert broker.requests(UNLOCK)
+    assert cluster.committed(group, topic) == {0: 10}
+
+
+@pytest.mark.hazard("H25")
+@pytest.mark.parametrize("member", [ours, faulty(LeavesFirst, "unlocked before its last offset was stored")])
+def test_an_orderly_queue_is_unlocked_after_its_last_commit(embedded, names, member):
+    """The lock of an orderly queue is given back when its last offset is stored, so the next owner begins behind it.
+
+    Faulty: Java and Go unlock first.
+    """
+    unlocked_when_committed(embedded, names, member)
+
+
+# --- H26
+
+
+class GivesUpInEachRound(NaiveMember):
+    """Java and Go: of a batch that fails, messages that have had their attempts go to the dead letters; then the batch
+    is taken again, all of it."""
+
+    def consume_in_order(self, window: Window, message: Message) -> None:
+        batch, rounds = [message], 0
+        while len(batch) < 4:
+            try:
+                batch.append(window.tasks.get(timeout=0.3)[1])
+            except Empty:
+                break
+        while not window.dropped and not self.closing.is_set():
+            if self.seen._judge(batch) is None:
+                for each in batch:
+                    self.acked(window, each)
+                return
+            for each in batch:
+                if each.reconsume_times + rounds >= self.options["max_reconsume_times"]:
+                    self.send_back(each, delay_level=-1)
+            rounds += 1
+            self.closing.wait(0.05)
+
+
+def each_is_given_up_once(cluster: Any, names: Any, member: Kind) -> None:
+    """A batch of four; its first two have had their attempts, and the batch fails while the first is in it."""
+    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
+    cluster.create_topic(topic, queues=1)
+    with RawClient(broker.address) as producer:
+        for number, body in enumerate(numbered(4)):
+            producer.produce(topic, body, reconsumeTimes=3 if number < 2 else 0)
+
+    def judge(unit: Any) -> Suspend | None:
+        messages = unit if isinstance(unit, list) else [unit]
+        return Suspend(for_s=0.02) if messages[0].queue_offset == 0 else None
+
+    def dead() -> Counter[bytes]:
+        return Counter(message.body for message in cluster.messages(f"%DLQ%{group}"))
+
+    options = {"orderly": True, "listener_batch_size": 4, "max_reconsume_times": 3}
+    with member(cluster, topic, group, Seen(judge), **options) as consumer:
+        until(lambda: len(dead()) >= 2, "two are given up")
+        settle()
+        assert set(dead().values()) == {1}, f"given up {max(dead().values())} times"
+        assert set(dead()) == set(numbered(2))
+        until(lambda: consumer.stored() == {queue(topic, 0): 4}, "all are done with")
+
+
+@pytest.mark.hazard("H26")
+@pytest.mark.parametrize("member", [ours, faulty(GivesUpInEachRound, r"given up \d+ times")])
+def test_each_message_of_a_batch_is_given_up_once(embedded, names, member):
+    """A message that has had its attempts leaves its batch when the dead-letter topic has it; the others come again
+    without it.
+
+    Faulty: Java and Go give it up again in each round.
+    """
+    each_is_given_up_once(embedded, names, member)
+
+
+class EndsWithTheException(NaiveMember):
+    """What is no `Exception` ends the task that consumes the queue, and the queue counts as being consumed."""
+
+    def consume_in_order(self, window: Window, message: Message) -> None:
+        try:
+            super().consume_in_order(window, message)
+        except SystemExit:
+            self.closing.wait()
+
+
+def nothing_that_is_raised_stops_a_queue(
+    cluster: Any, names: Any, member: Kind, error: type[BaseException], patience_s: float = WAIT_S
+) -> None:
+    topic, group = filled(cluster, names, queues=1, messages=5)
+    raised = threading.Event()
+
+    def listener(message: Message) -> None:
+        if message.queue_offset == 2 and not raised.is_set():
+            raised.set()
+            raise error
+
+    with member(cluster, topic, group, listener, orderly=True) as consumer:
+        try:
+            consumer.seen.wait_for(5, patience_s)
+        except AssertionError:
+            raise AssertionError(f"stuck behind {consumer.seen.bodies[-1]!r}") from None
+        assert consumer.seen.bodies == [b"m0", b"m1", b"m2", b"m2", b"m3", b"m4"]
+        until(lambda: consumer.stored() == {queue(topic, 0): 5}, "committed")
+
+
+@pytest.mark.hazard("H26")
+@pytest.mark.parametrize(
+    ("member", "error", "options"),
+    [
+        (ours, SystemExit, {}),
+        (ours, KeyError, {}),
+        faulty(EndsWithTheException, "stuck behind b'm2'", SystemExit, {"patience_s": 1}),
+    ],
+)
+def test_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, member, error, options):
+    """Whatever a listener raises is a failure of its message, which comes again first; the queue goes on.
+
+    Faulty: in Java an exception at the wrong place leaves the queue marked as "being consumed" for ever.
+    """
+    nothing_that_is_raised_stops_a_queue(embedded, names, member, error, **options)
+
+
+class UnlocksTooSoon(NaiveMember):
+    """Java: the queue is unlocked, and the listener that still runs commits it afterwards."""
+
+    def drop(self, queue: MessageQueue) -> None:
+        window = self.windows[queue]
+        self.unlock(queue)
+        while window.unfinished:
+            time.sleep(0.01)
+        super().drop(queue)
+
+
+def let_rounds_pass(cluster: Any, topic: str) -> None:
+    """Let the consumer ask for the route again, twice, and do what follows."""
+    routes = cluster.name_server_node
+    routes.forget_requests()
+    routes.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, 2, timeout_s=WAIT_S, when=of(topic))
+    settle()
+    settle()
+
+
+def no_commit_after_the_unlock(cluster: Any, names: Any, member: Kind) -> None:
+    """A queue is taken away from an orderly member while its listener runs."""
+    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
+    begun, release = threading.Event(), threading.Event()
+    cluster.create_topic(topic, queues=2)
+
+    def listener(message: Message) -> None:
+        if message.queue.queue_id == 1:
+            begun.set()
+            release.wait(30)
+
+    try:
+        with member(cluster, topic, group, listener, orderly=True, rebalance_interval_s=0.2) as consumer:
+            cluster.send(topic, b"m0", queue_id=1)
+            assert begun.wait(30)
+            broker.forget_requests()
+            cluster.create_topic(topic, queues=2, read_queues=1)
+            let_rounds_pass(cluster, topic)
+            if member is UnlocksTooSoon:
+                broker.wait_for(UNLOCK, timeout_s=WAIT_S)
+            release.set()
+            until(lambda: list(consumer.held()) == [queue(topic, 0)], "given up")
+            requests = [each.command for each in broker.requests()]
+            unlocked = next(place for place, each in enumerate(requests) if each.code == UNLOCK)
+            is_ours = of(topic, queueId=1)
+            commits = [place for place, each in enumerate(requests) if each.code == COMMIT and is_ours(each)]
+            assert max(commits, default=-1) < unlocked, "committed after it was unlocked: over the next owner's offset"
+            assert member is not ours or cluster.committed(group, topic).get(1) == 1, "the listener had time to finish"
+    finally:
+        release.set()
+
+
+@pytest.mark.hazard("H26")
+@pytest.mark.parametrize("member", [ours, faulty(UnlocksTooSoon, "committed after it was unlocked")])
+def test_no_commit_follows_the_unlock(embedded, names, member):
+    """A queue that is taken away is fenced, then committed, then unlocked: whatever its listener does later, no commit
+    follows.
+
+    Faulty: Java unlocks between the listener's end and the commit.
+    """
+    no_commit_after_the_unlock(embedded, names, member)
+
+
+# --- H27
+
+
+class LocksInBroadcastingToo(NaiveMember):
+    """Locks every orderly queue at its broker, which gives each to one member of the group."""
+
+    def begin(self, queue: MessageQueue) -> None:
+        if self.orderly:
+            self.acquire(queue)
+        super().begin(queue)
+
+
+def every_member_consumes_in_order(
+    cluster: Any, names: Any, member: Kind, stores: Path, patience_s: float = WAIT_S
+) -> None:
+    topic, group = filled(cluster, names, queues=1, messages=10)
+    options = {"orderly": True, "message_model": "broadcasting", "offset_store_dir": stores}
+    with (
+        member(cluster, topic, group, instance_name="one", **options) as one,
+        member(cluster, topic, group, instance_name="two", **options) as two,
+    ):
+        one.seen.wait_for(10)
+        try:
+            two.seen.wait_for(10, patience_s)
+        except AssertionError:
+            raise AssertionError("the second member gets nothing") from None
+        assert one.seen.bodies == two.seen.bodies == numbered(10)
+
+
+@pytest.mark.hazard("H27")
+@pytest.mark.parametrize(
+    ("member", "options"),
+    [(ours, {}), faulty(LocksInBroadcastingToo, "the second member gets nothing", {"patience_s": 1})],
+)
+def test_orderly_broadcasting_takes_no_locks(cluster, names, tmp_path, member, options):
+    """Each member of a broadcasting group consumes all queues, in order, and locks none at the broker.
+
+    Faulty: Java up to 5.3.1, Go and C++: the second member waits for locks that the first one has.
+    """
+    every_member_consumes_in_order(cluster, names, member, tmp_path, **options)
+    if hasattr(cluster, "changes"):
+        assert not cluster.broker("broker-a").requests(RequestCode.LOCK_BATCH_MQ)
+
+
+# --- H28
+
+
+class KeepsWhatItCouldNotRemove(NaiveMember):
+    """Java: while a listener runs the queue cannot be removed. Dropped, it stays in the table, and when it is ours
+    again it is neither removed nor added."""
+
+    def drop(self, queue: MessageQueue) -> None:
+        window = self.windows[queue]
+        if window.unfinished:
+            window.dropped = True
+        else:
+            super().drop(queue)
+
+
+def a_queue_that_comes_back_is_pulled(cluster: Any, names: Any, member: Kind, patience_s: float = WAIT_S) -> None:
+    """A queue is taken away while its listener runs, and given back before that has ended."""
+    topic, group = names.topic(), names.group()
+    begun, release = threading.Event(), threading.Event()
+    cluster.create_topic(topic, queues=2)
+
+    def listener(message: Message) -> None:
+        if message.body == b"slow":
+            begun.set()
+            release.wait(30)
+
+    try:
+        with member(cluster, topic, group, listener, orderly=True, rebalance_interval_s=0.2) as consumer:
+            until(lambda: len(consumer.held()) == 2, "both queues")
+            cluster.send(topic, b"slow", queue_id=1)
+            assert begun.wait(30)
+            cluster.create_topic(topic, queues=2, read_queues=1)
+            let_rounds_pass(cluster, topic)
+            cluster.create_topic(topic, queues=2)
+            let_rounds_pass(cluster, topic)
+            release.set()
+            cluster.send(topic, b"after", queue_id=1)
+            try:
+                consumer.seen.wait(lambda seen: b"after" in seen.bodies, patience_s)
+            except AssertionError:
+                raise AssertionError("the queue is silent since it came back") from None
+            until(lambda: consumer.stored().get(queue(topic, 1)) == 2, "committed")
+            assert consumer.seen.bodies.count(b"after") == 1
+    finally:
+        release.set()
+
+
+@pytest.mark.hazard("H28")
+@pytest.mark.parametrize(
+    ("member", "options"),
+    [
+        (ours, {}),
+        faulty(KeepsWhatItCouldNotRemove, "the queue is silent since it came back", {"patience_s": 2}),
+    ],
+)
+def test_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names, member, options):
+    """A queue that bounces away and back ends its first period when its listener has returned, and begins a new one
+    right after that: pulled within a second or two.
+
+    Faulty: Java neither removes nor adds it, and it is silent for two minutes.
+    """
+    a_queue_that_comes_back_is_pulled(embedded, names, member, **options)
+
+
+@pytest.mark.hazard("H25", "H26", "H27")
+def test_the_naive_member_is_right(embedded, names, tmp_path):
+    """What the faulty ones are made of passes: it is the fault that the checks find."""
+    closing_finishes_what_runs(embedded, names, NaiveMember)
+    it_leaves_when_everything_is_stored(embedded, names, NaiveMember)
+    unlocked_when_committed(embedded, names, NaiveMember)
+    nothing_that_is_raised_stops_a_queue(embedded, names, NaiveMember, KeyError)
+    every_member_consumes_in_order(embedded, names, NaiveMember, tmp_path)

@@ -1,0 +1,113 @@
+"""Processes forked from a consumer's: they keep nothing of it, neither its place in the group nor its store."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.consumer.processes import Child
+from tests.consuming import QUICK, consuming, until
+
+pytestmark = [pytest.mark.live, pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")]
+
+PARENT = """
+import json, os, sys, threading, time, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks while threads run
+from pyrocket_consumer import ConsumerClosed, PushConsumer
+topic, options, begin = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+
+def handle(message):
+    os.write(1, message.body + bytes([10]))
+
+consumer = PushConsumer(**options)
+consumer.subscribe(topic, handle)
+consumer.start()
+child = os.fork()
+if child == 0:
+    if begin == "closes":
+        consumer.close()
+    elif begin == "collects":
+        del consumer
+        import gc
+        gc.collect()
+    elif begin == "joins":
+        try:
+            consumer.join(30)
+        except ConsumerClosed as error:
+            assert "fork" in str(error), error
+        else:
+            os.write(1, b"joined\\n")
+    elif begin == "consumes":
+        own = PushConsumer(**{**options, "group": options["group"] + "-of-the-child"})
+        own.subscribe(topic, handle)
+        own.start()
+    os.write(1, b"child %d\\n" % os.getpid())
+    time.sleep(600)
+os.write(1, b"parent\\n")
+time.sleep(600)
+"""
+
+
+class Pair:
+    """A process with a consumer, and the child it has forked."""
+
+    def __init__(self, cluster, topic, group, begin="sleeps", **options):
+        whole = {"group": group, "name_server": cluster.name_server, **QUICK, **options}
+        import json
+
+        self.parent = Child("-c", PARENT, topic, json.dumps(whole), begin)
+        self.parent.wait(lambda lines: any(line.startswith("child ") for line in lines))
+        self.child = next(int(line.split()[1]) for line in self.parent.lines if line.startswith("child "))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.parent.process.kill()
+        try:
+            os.kill(self.child, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.parent.ended()
+
+
+@pytest.mark.parametrize("begin", ["sleeps", "closes", "collects", "joins"])
+def test_a_membership_ends_with_its_process_whatever_was_forked(embedded, topic, group, begin):
+    embedded.create_topic(topic, queues=2)
+    with Pair(embedded, topic, group, begin) as pair:
+        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        pair.parent.wait(lambda lines: len(pair.parent.bodies) == 10)
+        assert len(embedded.members(group)) == 1
+        assert "joined" not in pair.parent.lines
+        pair.parent.send(signal.SIGKILL)
+        until(lambda: embedded.members(group) == [], "the connections of the parent have ended")
+        embedded.send(topic, lambda number: b"n%d" % number, count=10)
+        with consuming(embedded, topic, group) as (_, seen):
+            seen.wait_for(10)
+        os.kill(pair.child, 0)  # it lives
+
+
+def test_a_child_with_a_consumer_of_its_own_disturbs_nobody(embedded, topic, group):
+    embedded.create_topic(topic, queues=2)
+    with Pair(embedded, topic, group, "consumes") as pair:
+        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        pair.parent.wait(lambda lines: sum(pair.parent.bodies.values()) == 20)
+        assert set(pair.parent.bodies.values()) == {2}
+        os.kill(pair.child, signal.SIGKILL)
+        until(lambda: embedded.members(group + "-of-the-child") == [], "the child's connections have ended")
+        embedded.send(topic, lambda number: b"m1%d" % number, count=10)
+        pair.parent.wait(lambda lines: sum(pair.parent.bodies.values()) == 30)
+
+
+def test_the_store_is_free_when_its_process_has_ended_whatever_was_forked(embedded, topic, group, tmp_path):
+    embedded.create_topic(topic, queues=1)
+    options = {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}
+    with Pair(embedded, topic, group, **options) as pair:
+        embedded.send(topic, b"m0")
+        pair.parent.wait(lambda lines: "m0" in lines)
+        pair.parent.send(signal.SIGKILL)
+        until(lambda: embedded.members(group) == [], "the parent has ended")
+        with consuming(embedded, topic, group, **options) as (consumer, _):
+            assert consumer.client_id.endswith("@DEFAULT")

@@ -1,0 +1,337 @@
+"""H22–H24: where a queue begins that has no offset yet."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer import ConfigError, MessageQueue, PushConsumer
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import WAIT_S, numbered, until
+from tests.hazards.connection import Refused
+from tests.hazards.members import Kind, faulty, filled, of, ours, pulled_offsets
+from tests.hazards.naive import NaiveMember
+from tests.resetting import fill, queue
+
+PULL, SEARCH = RequestCode.PULL_MESSAGE, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP
+
+
+# --- H22
+
+
+class BeginsAtTheEnd(NaiveMember):
+    """Every queue without an offset begins at its end, also one that was added while its topic is consumed."""
+
+    def first_offset(self, queue: MessageQueue) -> int:
+        return self.max_offset(queue) if queue.topic in self.subscriptions else self.min_offset(queue)
+
+
+def a_new_queue_begins_at_its_first_message(cluster: Any, names: Any, member: Kind) -> None:
+    """A queue is added; five messages are in it before the consumer has heard of it."""
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=1)
+    with member(cluster, topic, group, consume_from="last") as consumer:
+        until(lambda: consumer.held(), "it consumes")
+        cluster.send(topic, b"first")
+        consumer.seen.wait_for(1)
+        gate = None
+        if isinstance(cluster, EmbeddedCluster):
+            gate = Gate()
+            cluster.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, gate, times=None, when=of(topic))
+        cluster.create_topic(topic, queues=2)
+        for body in numbered(5):
+            cluster.send(topic, body, queue_id=1)
+        if gate is not None:
+            gate.open()
+        until(lambda: queue(topic, 1) in consumer.held(), "it has heard of the queue")
+        cluster.send(topic, b"m5", queue_id=1)
+        until(lambda: consumer.stored().get(queue(topic, 1)) == 6, "committed")
+        skipped = set(numbered(5)) - set(consumer.seen.bodies)
+        assert not skipped, f"{len(skipped)} messages were skipped"
+
+
+@pytest.mark.hazard("H22")
+@pytest.mark.parametrize("member", [ours, faulty(BeginsAtTheEnd, "5 messages were skipped")])
+def test_a_queue_that_is_added_begins_at_its_first_message(cluster, names, member):
+    """`consume_from="last"` is for topics that are new to the group. A queue, or a broker, that is added to a topic
+    while we consume it begins at its first message: what was sent before we saw it was sent to us.
+
+    Faulty: all others begin at the end, which is where the queue was up to 30 s later.
+    """
+    a_new_queue_begins_at_its_first_message(cluster, names, member)
+
+
+class TakesZeroForAnOffset(NaiveMember):
+    """Asks as clients before 5.0 do: of a young topic brokers then say 0 instead of "none"."""
+
+    def read_stored(self, queue: MessageQueue) -> int | None:
+        fields = {"consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id}
+        try:
+            answer = self.call(self.master(queue), RequestCode.QUERY_CONSUMER_OFFSET, fields)
+        except Refused:
+            return None
+        return int(answer.fields["offset"])
+
+
+def last_is_the_end(cluster: Any, names: Any, member: Kind) -> None:
+    topic, group = filled(cluster, names, queues=1, messages=5)
+    with member(cluster, topic, group, consume_from="last") as consumer:
+        until(lambda: consumer.held(), "it consumes")
+        fill(cluster, topic, 1, start=5)
+        until(lambda: consumer.stored() == {queue(topic, 0): 6}, "all is committed")
+        zero_rule = getattr(cluster, "version", "5") < "5"
+        expected = numbered(6) if zero_rule else numbered(1, 5)
+        assert sorted(consumer.seen.bodies) == expected, f"consumed {len(consumer.seen.bodies)} of 6 messages"
+
+
+@pytest.mark.hazard("H22")
+@pytest.mark.parametrize("member", [ours, faulty(TakesZeroForAnOffset, "consumed 6 of 6 messages")])
+def test_last_means_the_end_of_young_topics_too(cluster, names, member):
+    """A new group with `consume_from="last"` begins at the end of a topic of which nothing was deleted yet: the broker
+    is asked not to say 0 for "none". Brokers 4.9 say it all the same: there such a group begins at the first message.
+
+    Faulty: clients that do not ask so.
+    """
+    last_is_the_end(cluster, names, member)
+
+
+class ComputesItTwice(NaiveMember):
+    """Computes where to begin at the rebalance and once more before the first pull, as orderly Java and Go do."""
+
+    def pull_at(self, queue: MessageQueue, offset: int) -> None:
+        super().pull_at(queue, self.start_offset(queue))
+
+
+def the_first_pull_is_where_the_queue_began(cluster: Any, names: Any, member: Kind) -> None:
+    """A message arrives just after the queue's end was computed."""
+    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
+    cluster.create_topic(topic, queues=2, read_queues=1)
+    fill(cluster, topic, 18)
+    gate = Gate(answers=True)
+    broker.on(RequestCode.GET_MAX_OFFSET, gate, when=of(topic))
+    with in_background(member(cluster, topic, group, consume_from="last", orderly=True)) as start:
+        gate.wait_held(timeout_s=WAIT_S)
+        cluster.send(topic, b"early", queue_id=0)
+        gate.open()
+        consumer = start()
+        cluster.send(topic, b"later", queue_id=0)
+        consumer.seen.wait(lambda seen: b"later" in seen.bodies)
+        first = pulled_offsets(broker, topic)[0][1]
+        assert first == 9, f"the first pull was at {first}: a message was skipped"
+        assert consumer.seen.bodies == [b"early", b"later"]
+
+
+@contextmanager
+def in_background(manager: Any) -> Iterator[Any]:
+    """Enter a context manager on another thread; what is yielded waits for it, and returns what it yields."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        entering = pool.submit(manager.__enter__)
+        try:
+            yield lambda: entering.result(WAIT_S)
+        finally:
+            entering.result(WAIT_S)
+            manager.__exit__(None, None, None)
+
+
+@pytest.mark.hazard("H22")
+@pytest.mark.parametrize("member", [ours, faulty(ComputesItTwice, "the first pull was at 10: a message was skipped")])
+def test_the_start_is_computed_once(embedded, names, member):
+    """Where a queue begins is computed once, and the first pull is there, also for orderly consumers.
+
+    Faulty: Java and Go compute it again before an orderly queue's first pull, and skip what came between.
+    """
+    the_first_pull_is_where_the_queue_began(embedded, names, member)
+
+
+# --- H23
+
+
+class StartsAtATime(NaiveMember):
+    """Begins where the broker says that a time is."""
+
+    def first_offset(self, queue: MessageQueue) -> int:
+        if queue.topic.startswith("%RETRY%"):
+            return self.min_offset(queue)
+        return self.search(queue, int(self.options["consume_from"].timestamp() * 1000))
+
+    def search(self, queue: MessageQueue, timestamp_ms: int) -> int:
+        fields = {"topic": queue.topic, "queueId": queue.queue_id, "timestamp": timestamp_ms}
+        return int(self.call(self.master(queue), SEARCH, fields).fields["offset"])
+
+
+class ReadsItInLocalTime(StartsAtATime):
+    """Has the time as digits without a zone, and takes them for local time."""
+
+    def search(self, queue: MessageQueue, timestamp_ms: int) -> int:
+        text = datetime.fromtimestamp(timestamp_ms / 1000, UTC).strftime("%Y%m%d%H%M%S")
+        local = datetime.strptime(text, "%Y%m%d%H%M%S").timestamp()
+        return super().search(queue, int(local * 1000))
+
+
+class TakesTheNearest(StartsAtATime):
+    """Believes in what brokers before 5.1.1 answer, which is the nearest message."""
+
+
+class TakesAnErrorForZero(StartsAtATime):
+    def search(self, queue: MessageQueue, timestamp_ms: int) -> int:
+        try:
+            return super().search(queue, timestamp_ms)
+        except OSError:
+            return 0
+
+
+@contextmanager
+def time_zone(name: str) -> Iterator[None]:
+    before = os.environ.get("TZ")
+    os.environ["TZ"] = name
+    time.tzset()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TZ"]
+        else:
+            os.environ["TZ"] = before
+        time.tzset()
+
+
+def a_time_is_the_same_instant_everywhere(cluster: Any, names: Any, member: Kind) -> None:
+    broker, instant = cluster.broker("broker-a"), datetime(2024, 5, 17, 10, 30, tzinfo=UTC)
+    for zone in ("UTC", "Asia/Shanghai"):
+        topic, group = names.topic(), names.group()
+        cluster.create_topic(topic, queues=1)
+        with time_zone(zone), member(cluster, topic, group, consume_from=instant):
+            [asked, *_] = broker.wait_for(SEARCH, timeout_s=WAIT_S, when=of(topic))
+            found = int(asked.command.fields["timestamp"])
+            assert found == 1715941800000, f"{(found - 1715941800000) / 3600000:g} hours off in {zone}"
+
+
+@pytest.mark.hazard("H23")
+@pytest.mark.parametrize("member", [ours, faulty(ReadsItInLocalTime, "-8 hours off in Asia/Shanghai")])
+def test_a_time_has_a_zone(embedded, names, member):
+    """A time to start at has a time zone, and is the same instant wherever the program runs; one without is refused.
+
+    Faulty: Java reads the digits in the machine's zone, Go in UTC.
+    """
+    with pytest.raises(ConfigError, match="no time zone"):
+        PushConsumer("app", name_server=embedded.name_server, consume_from=datetime(2024, 5, 17, 10, 30))
+    a_time_is_the_same_instant_everywhere(embedded, names, member)
+
+
+def nothing_before_the_time_is_consumed(cluster: Any, names: Any, member: Kind) -> None:
+    """All five messages are older than the time that the group begins at."""
+    topic, group = filled(cluster, names, queues=1, messages=5)
+    time.sleep(0.02)
+    with member(cluster, topic, group, consume_from=datetime.fromtimestamp(time.time(), UTC)) as consumer:
+        until(lambda: consumer.held(), "it consumes")
+        fill(cluster, topic, 1, start=5)
+        until(lambda: consumer.stored() == {queue(topic, 0): 6}, "all is committed")
+        old = sorted(body for body in consumer.seen.bodies if body != b"m5")
+        if getattr(cluster, "version", "5") < "5":
+            assert old in ([], numbered(5)), "brokers 4.9 may say 0 for young topics: then it is all"
+        else:
+            assert not old, f"{old} are older than the time"
+
+
+@pytest.mark.hazard("H23")
+def test_nothing_older_than_the_time_is_consumed(cluster, names):
+    """The first message is the first one stored at or after the time; if there is none, it is the next to come."""
+    nothing_before_the_time_is_consumed(cluster, names, ours)
+
+
+@pytest.mark.hazard("H23")
+@pytest.mark.parametrize("member", [ours, faulty(TakesTheNearest, r"\[b'm4'\] are older than the time")])
+def test_the_nearest_message_is_not_taken_for_the_first(names, member):
+    """Brokers before 5.1.1 answer with the nearest message; there we look at messages until the right one is found.
+
+    Faulty: clients that take the answer as it is consume a message that is too old.
+    """
+    with EmbeddedCluster(version="5.0.0", long_poll_tick_s=0.1) as cluster:
+        nothing_before_the_time_is_consumed(cluster, names, member)
+
+
+def a_search_that_fails_is_tried_again(cluster: Any, names: Any, member: Kind) -> None:
+    topic, group = filled(cluster, names, queues=1, messages=5)
+    broker = cluster.broker("broker-a")
+    broker.on(SEARCH, answer(1, "index is loading"), times=2, when=of(topic))
+    consume_from = datetime.fromtimestamp(time.time(), UTC) + timedelta(hours=1)
+    with member(cluster, topic, group, consume_from=consume_from, rebalance_interval_s=0.1):
+        broker.wait_for(PULL, timeout_s=WAIT_S, when=of(topic))
+        first = pulled_offsets(broker, topic)[0][1]
+        assert first == 5, f"began at {first}, for the search had failed"
+
+
+@pytest.mark.hazard("H23")
+@pytest.mark.parametrize("member", [ours, faulty(TakesAnErrorForZero, "began at 0, for the search had failed")])
+def test_a_search_that_fails_is_not_zero(embedded, names, member):
+    """A queue waits until the broker can tell where the time is."""
+    a_search_that_fails_is_tried_again(embedded, names, member)
+
+
+# --- H24
+
+
+class RetriesFromTheEnd(StartsAtATime):
+    """With a time to start at, the retry topic begins at its end."""
+
+    def first_offset(self, queue: MessageQueue) -> int:
+        return self.max_offset(queue) if queue.topic.startswith("%RETRY%") else super().first_offset(queue)
+
+
+def retries_before_the_first_commit_are_consumed(
+    cluster: Any, names: Any, member: Kind, consume_from: Any, patience_s: float = WAIT_S
+) -> None:
+    """Three messages are in the group's retry topic, and none of the group has committed anything."""
+    topic, group = names.topic(), names.group()
+    retry = f"%RETRY%{group}"
+    cluster.create_topic(topic, queues=1)
+    cluster.create_topic(retry, queues=1)
+    fill(cluster, retry, 3)
+    time.sleep(0.02)
+    start = datetime.fromtimestamp(time.time(), UTC) if consume_from == "time" else consume_from
+    with member(cluster, topic, group, consume_from=start, selector="paid") as consumer:
+        try:
+            consumer.seen.wait_for(3, patience_s)
+        except AssertionError:
+            raise AssertionError(f"only {len(consumer.seen.bodies)} of 3 retries were consumed") from None
+        if isinstance(cluster, EmbeddedCluster):
+            told = cluster.broker("broker-a").subscriptions(group)
+            assert (told[retry].expression, told[topic].expression) == ("*", "paid")
+
+
+@pytest.mark.hazard("H24")
+@pytest.mark.parametrize(
+    ("member", "consume_from", "options"),
+    [
+        *((ours, consume_from, {}) for consume_from in ("time", "last", "first")),
+        faulty(RetriesFromTheEnd, "only 0 of 3 retries were consumed", "time", {"patience_s": 1}),
+    ],
+)
+def test_the_retry_topic_begins_at_its_first_message(cluster, names, member, consume_from, options):
+    """Wherever a group begins, its retry topic begins at its first message: what is there has failed in this group and
+    shall come again. It is subscribed to as a whole, whatever the selectors of other topics are.
+
+    Faulty: Java and Go begin at its end when a time to start at is given.
+    """
+    retries_before_the_first_commit_are_consumed(cluster, names, member, consume_from, **options)
+
+
+@pytest.mark.hazard("H22", "H23", "H24")
+def test_the_naive_member_is_right(embedded, names):
+    """What the faulty ones are made of passes: it is the fault that the checks find."""
+    a_new_queue_begins_at_its_first_message(embedded, names, NaiveMember)
+    last_is_the_end(embedded, names, NaiveMember)
+    the_first_pull_is_where_the_queue_began(embedded, names, NaiveMember)
+    a_time_is_the_same_instant_everywhere(embedded, names, StartsAtATime)
+    nothing_before_the_time_is_consumed(embedded, names, StartsAtATime)
+    a_search_that_fails_is_tried_again(embedded, names, StartsAtATime)
+    retries_before_the_first_commit_are_consumed(embedded, names, StartsAtATime, "time")

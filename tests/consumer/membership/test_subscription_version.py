@@ -1,0 +1,125 @@
+"""H08: the version of a subscription is new when the queues are, and only then."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer import MessageQueue
+from pyrocket_consumer.wire.bodies import decode_heartbeat
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.consuming import Seen
+from tests.hazards.members import Kind, faulty, filled, of, ours
+from tests.hazards.naive import NaiveMember, Window
+
+CLUSTER = {"auto_create_topics": False}
+
+
+class NewVersionEachRound(NaiveMember):
+    """Java from 5.0 on, while a topic has no route: every round makes a version."""
+
+    def rebalance(self) -> None:
+        super().rebalance()
+        if any(not self.route(topic).brokers for topic in self.subscriptions if not topic.startswith("%RETRY%")):
+            self.queues_changed()
+
+
+class CountsNanoseconds(NaiveMember):
+    """Go: a version in nanoseconds, which no member in another language ever exceeds."""
+
+    def queues_changed(self) -> None:
+        super().queues_changed()
+        self.sub_version = time.time_ns()
+
+
+class BeatsAfterwards(NaiveMember):
+    """The queues are pulled with a version that the broker hears of at the next heartbeat."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._pulled: set[MessageQueue] = set()
+
+    def queues_changed(self) -> None:
+        self.sub_version = max(self.sub_version + 1, int(time.time() * 1000))
+
+    def pull(self, window: Window) -> RemotingCommand:
+        answer = super().pull(window)
+        self._pulled.add(window.queue)
+        return answer
+
+    def beat(self) -> None:
+        if self._pulled.issuperset(self.windows):
+            super().beat()
+
+
+def versions(broker: Any, group: str, topic: str) -> list[tuple[float, int]]:
+    """Return when each heartbeat came and which version of the subscription to `topic` it had."""
+    found = []
+    for each in broker.requests(RequestCode.HEART_BEAT):
+        for consumer in decode_heartbeat(each.command.body).consumers:
+            if consumer.group == group:
+                found += [(each.at_s, one.version) for one in consumer.subscriptions if one.topic == topic]
+    return found
+
+
+def the_version_is_new_with_the_queues_only(cluster: Any, names: Any, member: Kind) -> None:
+    """Many rounds: with a topic that has no route, and paused; then the topic gets another queue."""
+    topic, group = filled(cluster, names, queues=2, messages=4)
+    broker = cluster.broker("broker-a")
+    options = {"rebalance_interval_s": 0.05, "heartbeat_interval_s": 0.05, "route_refresh_interval_s": 0.05}
+
+    def rounds(count: int) -> None:
+        """Wait for as many looks at who is in the group, and heartbeats."""
+        broker.forget_requests()
+        asked = of_group(group)
+        broker.wait_for(RequestCode.GET_CONSUMER_LIST_BY_GROUP, count, 30, when=asked)
+        cluster.wait_until(lambda: len(versions(broker, group, topic)) >= 3, 30)
+
+    with member(cluster, topic, group, **options) as consumer:
+        consumer.seen.wait_for(4)
+        consumer.subscribe(names.topic("nowhere"), Seen())
+        rounds(2)  # so that what a new subscription changes is over
+        consumer.pause()
+        rounds(7)
+        consumer.resume()
+        quiet = {version for _, version in versions(broker, group, topic)}
+        assert len(quiet) == 1, f"{len(quiet)} versions while nothing changed"
+        (before,) = quiet
+        broker.forget_requests()
+        cluster.create_topic(topic, queues=3)
+        (pull, *_) = broker.wait_for(RequestCode.PULL_MESSAGE, timeout_s=30, when=of(topic, queueId=2))
+        cluster.wait_until(lambda: len(versions(broker, group, topic)) >= 5, 30)
+        carried = int(pull.command.fields["subVersion"])
+        beats = versions(broker, group, topic)
+        assert abs(carried / 1000 - time.time()) < 86400, f"version {carried} is not in milliseconds"
+        assert {version for _, version in beats} <= {before, carried} and carried > before
+        told = [at_s for at_s, version in beats if version == carried]
+        assert told and told[0] <= pull.at_s, "a pull came before the heartbeat with its version"
+
+
+def of_group(group: str) -> Any:
+    return lambda command: command.fields.get("consumerGroup") == group
+
+
+@pytest.mark.hazard("H08")
+@pytest.mark.parametrize(
+    "member",
+    [
+        ours,
+        NaiveMember,
+        faulty(NewVersionEachRound, "versions while nothing changed"),
+        faulty(CountsNanoseconds, "is not in milliseconds"),
+        faulty(BeatsAfterwards, "before the heartbeat"),
+    ],
+)
+def test_the_subscription_has_a_new_version_with_its_queues_only(embedded: Any, names: Any, member: Any) -> None:
+    """The version, in milliseconds, is new when the queues held change, and brokers hear of it before any pull has it.
+
+    Rounds that change nothing, paused consumers and topics without a route leave it as it is.
+
+    Faulty: Java 5 makes one each round for a topic without a route; Go counts nanoseconds, so that Java's never win.
+    """
+    the_version_is_new_with_the_queues_only(embedded, names, member)

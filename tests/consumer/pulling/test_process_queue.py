@@ -1,0 +1,450 @@
+"""The window of unfinished messages: its lower edge is the commit offset."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrocket_consumer.consumer.process_queue import (
+    BEYOND_EVERY_S,
+    LOOK_EVERY_S,
+    TRANSITIONS,
+    Budget,
+    Limits,
+    ProcessQueue,
+    QueueEvent,
+    QueueState,
+)
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, encode_message
+from tests.virtual.coroutines import run
+
+QUEUE = MessageQueue("orders", "broker-a", 0)
+
+
+def messages(*offsets: int) -> list[Message]:
+    data = b"".join(
+        encode_message(StoredMessage(topic="orders", body=b"x", queue_id=0, queue_offset=offset)) for offset in offsets
+    )
+    return decode_messages(data, QUEUE)
+
+
+class Told:
+    """What the window said to its store."""
+
+    def __init__(self) -> None:
+        self.edges: list[int] = []
+
+    def __call__(self, queue: MessageQueue, offset: int) -> None:
+        self.edges.append(offset)
+
+
+def started_window(offset: int, told: Told | None = None, budget: Budget | None = None, **limits: int) -> ProcessQueue:
+    window = ProcessQueue(QUEUE, 1, Limits(**limits), told or Told(), budget=budget)
+    window.start(offset)
+    return window
+
+
+def put(window: ProcessQueue, *offsets: int) -> list[Message]:
+    made = messages(*offsets)
+    assert window.put(made, offsets[-1] + 1, 100 * len(offsets))
+    return made
+
+
+def test_the_oldest_unfinished_message_holds_the_commit_offset():
+    window = started_window(offset=100)
+    first, second, third = put(window, 100, 101, 105)
+    window.ack([third, second])
+    assert window.commit_offset() == 100
+    window.ack([first])
+    assert window.commit_offset() == 106
+
+
+def test_an_empty_answer_moves_the_edge_only_while_nothing_is_unfinished():
+    told = Told()
+    window = started_window(0, told)
+    (message,) = put(window, 0)
+    window.put([], 10, 0)
+    assert (window.commit_offset(), told.edges) == (0, [])
+    window.ack([message])
+    assert (window.commit_offset(), told.edges) == (10, [10])
+
+
+def test_an_ack_counts_once():
+    window = started_window(0)
+    first, second = put(window, 0, 1)
+    window.ack([first])
+    window.ack([first, first])
+    assert window.unfinished()[0] == 1
+    window.ack([second])
+    assert window.unfinished()[:2] == (0, 0)
+    assert window.finished == 2
+
+
+def test_after_a_drop_acks_count_and_messages_do_not():
+    window = started_window(0)
+    first, _ = put(window, 0, 1)
+    window.drop()
+    assert not window.put(messages(2), 3, 1)
+    window.ack([first])
+    assert window.fence() == 1
+
+
+def test_after_the_fence_nothing_counts():
+    told = Told()
+    window = started_window(0, told)
+    first, second = put(window, 0, 1)
+    window.drop()
+    assert window.fence() == 0
+    window.ack([first, second])
+    assert (window.commit_offset(), told.edges) == (0, [])
+
+
+def test_a_window_that_never_started_has_no_offset():
+    window = ProcessQueue(QUEUE, 1, Limits(), Told())
+    window.drop()
+    assert window.fence() is None
+
+
+@pytest.mark.parametrize("state", list(QueueState))
+@pytest.mark.parametrize("event", list(QueueEvent))
+def test_moves_outside_the_table_are_refused(state, event):
+    window = ProcessQueue(QUEUE, 1, Limits(), Told())
+    path = {
+        QueueState.ASSIGNED: [],
+        QueueState.PULLING: [lambda: window.start(0)],
+        QueueState.DROPPED: [window.drop],
+        QueueState.FENCED: [window.drop, window.fence],
+    }[state]
+    for step in path:
+        step()
+    assert window.state is state
+    act = {QueueEvent.START: lambda: window.start(0), QueueEvent.DROP: window.drop, QueueEvent.FENCE: window.fence}
+    if (state, event) in TRANSITIONS:
+        act[event]()
+        assert window.state is TRANSITIONS[state, event]
+    else:
+        with pytest.raises(AssertionError, match=event.value):
+            act[event]()
+
+
+def test_room_by_count_bytes_and_span():
+    assert not filled(messages=2).room_for(1)
+    assert not filled(budget=Budget(400)).room_for(1, 100), "it holds as much as is left"
+    assert filled(budget=Budget(401)).room_for(1, 100)
+    assert not filled(span=1).room_for(1)
+    assert filled().room_for(1)
+    assert started_window(0, messages=1).room_for(32), "an empty window always has room"
+
+
+def filled(budget: Budget | None = None, **limits: int) -> ProcessQueue:
+    window = started_window(0, budget=budget, **limits)
+    put(window, 0, 1)
+    return window
+
+
+def test_room_made_is_told_once():
+    woken: list[ProcessQueue] = []
+    window = ProcessQueue(QUEUE, 1, Limits(messages=2), Told(), woken.append)
+    window.start(0)
+    first, second = put(window, 0, 1)
+    assert not window.room_for(1)
+    window.ack([first])
+    window.ack([second])
+    assert woken == [window]
+
+
+def test_acknowledged_messages_behind_a_stuck_one_still_count_as_memory():
+    window = started_window(0, budget=Budget(600))
+    made = put(window, 0, 1, 2)
+    window.ack(made[1:])
+    assert not window.room_for(1, 100), "their bytes stay alive until the first is done"
+    window.ack(made[:1])
+    assert window.room_for(1, 100)
+
+
+# --- the bytes that windows share
+
+
+class Sharing:
+    """Windows that share a budget, and whom it woke."""
+
+    def __init__(self, limit: int, count: int, budget: Budget | None = None) -> None:
+        self.budget = budget or Budget(limit)
+        self.woken: list[int] = []
+        self.windows = [
+            ProcessQueue(MessageQueue("orders", "a", each), 1, Limits(), Told(), self.wake, budget=self.budget)
+            for each in range(count)
+        ]
+        for window in self.windows:
+            window.start(0)
+
+    def wake(self, window: ProcessQueue) -> None:
+        self.woken.append(window.queue.queue_id)
+
+    def asks(self, number: int, expected: int = 100) -> bool:
+        return self.windows[number].room_for(1, expected)
+
+    def gets(self, number: int, size: int, expected: int = 100) -> Message:
+        window = self.windows[number]
+        (message,) = messages(offset := window.commit_offset() or 0)
+        assert window.put([message], offset + 1, size)
+        window.settle(expected)
+        return message
+
+    def takes(self, number: int, size: int, expected: int = 0) -> bool:
+        """Tell whether an answer is taken; it is not put, though."""
+        window = self.windows[number]
+        if taken := self.budget.take(window, expected, size):
+            window.settle(size, size)
+        return taken
+
+    def acks(self, number: int, message: Message) -> list[int]:
+        """Returns whom that wakes."""
+        self.woken.clear()
+        self.windows[number].ack([message])
+        return self.woken
+
+
+def test_what_is_under_way_counts_and_turns_come_in_order():
+    sharing = Sharing(200, 4)
+    assert [sharing.asks(number) for number in range(4)] == [True, True, False, False]
+    sharing.windows[0].settle(100)  # nothing came
+    assert sharing.woken == [2]
+    assert not sharing.asks(0), "who asks again comes last"
+    assert sharing.asks(2)
+    sharing.windows[1].settle(100)
+    sharing.windows[2].settle(100)
+    assert sharing.woken == [2, 3, 0]
+
+
+def test_a_turn_that_is_not_used_is_passed_on():
+    sharing = Sharing(100, 3)
+    assert [sharing.asks(number) for number in range(3)] == [True, False, False]
+    sharing.windows[0].settle(100)
+    assert sharing.woken == [1]
+    sharing.windows[1].pass_on()
+    assert sharing.woken == [1, 2]
+    sharing.windows[2].drop()
+    assert sharing.asks(0)
+
+
+def test_one_that_waits_and_is_dropped_is_not_waited_for():
+    sharing = Sharing(100, 3)
+    assert [sharing.asks(number) for number in range(3)] == [True, False, False]
+    sharing.windows[1].drop()
+    sharing.windows[0].settle(100)
+    assert sharing.woken == [2]
+
+
+def test_what_a_window_holds_is_free_when_it_ends():
+    sharing = Sharing(100, 2)
+    assert sharing.asks(0)
+    sharing.gets(0, 100)
+    assert not sharing.asks(1)
+    sharing.windows[0].drop()
+    sharing.windows[0].fence()
+    assert sharing.woken == [1]
+    assert sharing.budget.held == 0
+
+
+def test_while_workers_are_idle_one_after_the_other_goes_beyond_what_may_be_held():
+    async def scenario():
+        is_idle = False
+        sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: is_idle))
+        assert sharing.asks(0)
+        stuck = sharing.gets(0, 500)
+        assert [sharing.asks(number) for number in (1, 2, 3)] == [False, False, False]
+        await asyncio.sleep(1)
+        assert sharing.woken == [], "the workers are busy"
+        is_idle = True
+        await asyncio.sleep(BEYOND_EVERY_S / 2)
+        assert sharing.woken == [1], "one at a time"
+        assert sharing.asks(1)
+        assert not sharing.takes(2, 70)
+        assert sharing.takes(1, 70, 100)
+        sharing.gets(1, 70, 0)
+        await asyncio.sleep(BEYOND_EVERY_S / 2)
+        assert sharing.woken == [1, 2]
+        sharing.windows[2].pass_on()
+        await asyncio.sleep(BEYOND_EVERY_S / 2)
+        assert sharing.woken == [1, 2, 3]
+        assert not sharing.asks(0)
+        assert sharing.acks(0, stuck) == [0]
+
+    run(scenario())
+
+
+def test_a_pull_beyond_what_may_be_held_that_is_not_answered_does_not_hold_up_the_next_for_long():
+    """Its broker is silent, or holds it because its queue is empty."""
+
+    async def scenario():
+        sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: True))
+        assert sharing.asks(0)
+        sharing.gets(0, 500)
+        assert [sharing.asks(number) for number in (1, 2, 3)] == [False, False, False]
+        await asyncio.sleep(LOOK_EVERY_S * 1.5)
+        assert sharing.asks(1)
+        await asyncio.sleep(BEYOND_EVERY_S * 1.5)
+        assert sharing.woken == [1, 2]
+        assert sharing.asks(2)
+        assert sharing.takes(1, 70, 100)
+        assert sharing.takes(2, 70, 100)
+        await asyncio.sleep(1)
+        assert sharing.woken == [1, 2, 3]
+
+    run(scenario())
+
+
+def test_a_window_that_holds_something_goes_on_when_others_have_made_room():
+    """Its own message may be stuck: no acknowledgement of its own tells it."""
+
+    async def scenario():
+        sharing = Sharing(1000, 3, Budget(1000, asyncio.get_running_loop()))
+        assert sharing.asks(0)
+        sharing.gets(0, 100)
+        assert sharing.asks(1)
+        message = sharing.gets(1, 850)
+        assert not sharing.asks(0), "50 are left"
+        await asyncio.sleep(1)
+        assert sharing.woken == []
+        assert sharing.acks(1, message) == []
+        await asyncio.sleep(1)
+        assert sharing.woken == [0]
+        assert sharing.asks(0)
+
+    run(scenario())
+
+
+def test_room_by_count_that_comes_while_there_are_no_bytes_is_not_forgotten():
+    async def scenario():
+        woken: list[ProcessQueue] = []
+        budget = Budget(1000, asyncio.get_running_loop())
+        window = ProcessQueue(QUEUE, 1, Limits(messages=2), Told(), woken.append, budget=budget)
+        window.start(0)
+        _, second = put(window, 0, 1)
+        assert not window.room_for(1, 100), "two are there"
+        budget.add(900)
+        window.ack([second])
+        assert woken == [window], "it asks, and waits for bytes from now on"
+        assert not window.room_for(1, 100)
+        budget.free(900)
+        await asyncio.sleep(1)
+        assert woken == [window, window]
+
+    run(scenario())
+
+
+def test_a_window_that_holds_something_does_not_pass_those_that_hold_nothing():
+    sharing = Sharing(1000, 3)
+    assert sharing.asks(0)
+    first = sharing.gets(0, 100)
+    assert sharing.asks(0), "900 are left"
+    second = sharing.gets(0, 800)
+    assert not sharing.asks(0), "100 are left"
+    assert sharing.asks(1)
+    assert not sharing.asks(2)
+    assert sharing.acks(0, first) == [2], "it comes to nothing itself while others wait"
+    assert sharing.asks(2, 300)
+    assert sharing.acks(0, second) == [0], "it holds nothing"
+
+
+def test_an_answer_that_was_not_foreseen_is_not_taken_when_there_is_no_room():
+    sharing = Sharing(100, 2)
+    assert sharing.takes(1, 70)
+    assert sharing.asks(0)
+    message = sharing.gets(0, 100)
+    assert not sharing.takes(1, 70)
+    sharing.acks(0, message)
+    assert sharing.budget.take(sharing.windows[0], 0, 100)
+    assert not sharing.takes(1, 70), "what has arrived counts before it is put"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 2000), st.lists(st.integers(1, 300), min_size=1, max_size=8), st.randoms())
+def test_all_is_consumed_and_never_much_more_is_held(limit, sizes, random):
+    """Windows pull five answers each, of sizes nobody knows before, while others are acked, at random."""
+    sharing = Sharing(limit, len(sizes))
+    left = dict.fromkeys(range(len(sizes)), 5)
+    asked: dict[int, int] = {}
+    held: list[tuple[int, Message]] = []
+    awake = set(left)
+    while left or asked or held:
+        number = random.choice([*awake, *asked, *(-1 for _ in held)])
+        if number == -1:
+            held_by, message = held.pop(random.randrange(len(held)))
+            awake.update(each for each in sharing.acks(held_by, message))
+        elif number in asked:
+            expected = asked.pop(number)
+            window, size = sharing.windows[number], sizes[number]
+            if sharing.budget.take(window, expected, size):
+                held.append((number, sharing.gets(number, size, 0)))
+                window.settle(size, size)
+                left[number] -= 1
+            else:
+                window.settle(expected)
+            awake.add(number)
+        else:
+            awake.discard(number)
+            if not left.get(number):
+                left.pop(number, None)
+                sharing.windows[number].pass_on()
+            elif sharing.asks(number, expected := random.randint(1, 400)):
+                asked[number] = expected
+        awake.update(sharing.woken)
+        sharing.woken.clear()
+        assert sharing.budget.held <= limit + max(sizes)
+        assert awake or asked or held or not left, "somebody can go on"
+    assert (sharing.budget.held, sharing.budget.expect(sharing.windows[0], 0, 1)) == (0, True)
+
+
+def test_the_estimate_of_listener_time_rises_fast_and_falls_slowly():
+    window = started_window(0)
+    first, second, _ = put(window, 0, 1, 2)
+    window.ack([first], elapsed_s=0.1, units=1)
+    assert window.listener_time_s > 0.05
+    risen = window.listener_time_s
+    window.ack([second], elapsed_s=0.0, units=1)
+    assert risen * 0.75 < window.listener_time_s < risen
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=12), st.randoms())
+def test_against_a_naive_model(answers, random):
+    """Random answers and acks in random order: the edge is the smallest offset not acknowledged."""
+    told = Told()
+    window = started_window(0, told)
+    waiting: dict[int, Message] = {}
+    next_offset = 0
+    for count, gap in answers:
+        offsets = [next_offset + number * (gap + 1) for number in range(count)]
+        next_offset = offsets[-1] + 1
+        for message in put(window, *offsets):
+            waiting[message.queue_offset] = message
+        for offset in random.sample(sorted(waiting), random.randint(0, len(waiting))):
+            window.ack([waiting.pop(offset)])
+            assert window.commit_offset() == (min(waiting) if waiting else next_offset)
+        assert window.unfinished()[0] == len(waiting)
+    assert told.edges == sorted(told.edges)
+
+
+def test_two_threads_that_ack_the_same_messages_count_them_once():
+    window = started_window(0)
+    made = put(window, *range(2000))
+    barrier = threading.Barrier(4)
+
+    def ack() -> None:
+        barrier.wait()
+        for start in range(0, 2000, 7):
+            window.ack(made[start : start + 7])
+
+    threads = [threading.Thread(target=ack) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (window.commit_offset(), window.unfinished()[0], window.finished) == (2000, 0, 2000)

@@ -1,0 +1,868 @@
+"""The pull loop of one queue against a broker that says what the test wants, in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
+from pyrocket_consumer.consumer.puller import Puller
+from pyrocket_consumer.errors import ConnectError, ConnectionLost, RequestTimeout
+from pyrocket_consumer.model import MessageQueue, PullAnswer, Subscription
+from pyrocket_consumer.wire.command import PullMessageHeader
+from pyrocket_consumer.wire.frame import RemotingCommand, decode_command
+from pyrocket_consumer.wire.message import Message, StoredMessage, encode_message
+from pyrocket_consumer.wire.subscription import parse_subscription
+from tests.virtual.coroutines import run
+
+QUEUE = MessageQueue("orders", "broker-a", 0)
+FOUND, NO_NEW, NO_MATCHED, MOVED = 0, 19, 20, 21
+BATCH = 8
+END = 10_000  # the broker's max offset, unless an answer says otherwise
+
+
+class Asked:
+    """A pull as the broker sees it."""
+
+    def __init__(
+        self,
+        broker_id: int,
+        command: RemotingCommand,
+        on_answer: Callable[[Any], Any],
+        timeout_s: float,
+        on_late: Callable[[RemotingCommand], None],
+    ):
+        self.broker_id = broker_id
+        self.header = PullMessageHeader.from_fields(command.fields)
+        self.offset = self.header.queue_offset
+        self.timeout_s = timeout_s
+        self.answer_too_late = on_late
+        self._on_answer = on_answer
+
+    def answer_later(self, answer: RemotingCommand | Exception) -> Callable[[], None]:
+        """Give the answer, but do not deliver yet what it brought."""
+        rest = self._on_answer(answer)
+        return rest if rest is not None else lambda: None
+
+    def answer(self, answer: RemotingCommand | Exception) -> None:
+        self.answer_later(answer)()
+
+    def found(self, count: int = BATCH, *, start: int | None = None, **options: Any) -> None:
+        self.answer(found(self.offset if start is None else start, count, **options))
+
+
+def found(offset: int, count: int = BATCH, *, tags: str | None = None, end: int = END, next_offset: int | None = None):
+    properties = {"TAGS": tags} if tags else {}
+    body = b"".join(
+        encode_message(StoredMessage(topic="orders", body=b"x", queue_offset=each, properties=properties))
+        for each in range(offset, offset + count)
+    )
+    return answer(FOUND, offset + count if next_offset is None else next_offset, body=body, end=end)
+
+
+def answer(code: int, next_offset: int, *, body: bytes = b"", remark: str | None = None, end: int = END, broker_id=0):
+    fields = {
+        "nextBeginOffset": str(next_offset),
+        "minOffset": "0",
+        "maxOffset": str(end),
+        "suggestWhichBrokerId": str(broker_id),
+    }
+    return RemotingCommand(code, fields, body, flag=1, remark=remark)
+
+
+class Line:
+    """A connection to one of the queue's brokers."""
+
+    def __init__(self, host: Host, broker_id: int, signs: bool) -> None:
+        self._host = host
+        self._broker_id = broker_id
+        self.signs = signs
+
+    def encode(self, command: RemotingCommand, opaque: int) -> bytes:
+        from pyrocket_consumer.wire.frame import encode_command
+
+        return encode_command(command)
+
+    def send(self, encode, on_answer, timeout_s, what="PULL_MESSAGE", on_late=None) -> int:
+        self._host.asked.append(Asked(self._broker_id, decode_command(encode(1)), on_answer, timeout_s, on_late))
+        return 1
+
+
+class Host:
+    """Stands for the consumer: remembers what its puller tells, and lets the test decide the rest."""
+
+    def __init__(self, selector: str = "*", signs: bool = False) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.group = "app"
+        self.asked: deque[Asked] = deque()
+        self.delivered: list[Message] = []
+        self.moved: list[tuple[int, PullAnswer]] = []
+        self.late: list[PullAnswer] = []
+        self.failures: list[Exception] = []
+        self.refreshed: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.connected: list[int] = []
+        self.known_at = {0, 1}  # the broker ids with an open connection
+        self.is_paused = False
+        self.gate: asyncio.Event | None = None
+        self.subscribed: Subscription | None = parse_subscription("orders", selector, 7)
+        self.connect_error: Exception | None = None
+        self._lines = {broker_id: Line(self, broker_id, signs) for broker_id in (0, 1)}
+
+    def subscription(self, topic):
+        return self.subscribed
+
+    def paused(self, queue):
+        return self.is_paused
+
+    def connection_to(self, broker_name, broker_id):
+        return self._lines[broker_id] if broker_id in self.known_at else None
+
+    async def connect_to(self, broker_name, broker_id):
+        self.connected.append(broker_id)
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.connect_error is not None:
+            raise self.connect_error
+        self.known_at.add(broker_id)
+
+    async def known_again(self, queue):
+        self.refreshed.append("heartbeat")
+        await asyncio.sleep(0.05)
+
+    async def refresh_route(self, queue):
+        self.refreshed.append("route")
+
+    def keep_running(self, work, what):
+        self.tasks.append(self.loop.create_task(work, name=what))
+
+    def deliver(self, window, messages):
+        self.delivered += messages
+
+    def offset_moved(self, puller, asked, answer):
+        self.moved.append((asked, answer))
+
+    def late_reset(self, queue, answer):
+        self.late.append(answer)
+
+    def pull_failed(self, queue, error):
+        self.failures.append(error)
+
+    @property
+    def offsets(self) -> list[int]:
+        return [message.queue_offset for message in self.delivered]
+
+
+class Pulling:
+    """A puller with its window and host."""
+
+    def __init__(
+        self,
+        start: int = 0,
+        *,
+        batch: int = BATCH,
+        hold_s: float = 15.0,
+        host: Host | None = None,
+        read_ahead: int = 2,
+        **limits: int,
+    ) -> None:
+        self.host = host or Host()
+        self.edges: list[int] = []
+        self.window = ProcessQueue(
+            QUEUE, 1, Limits(**limits), lambda queue, offset: self.edges.append(offset), lambda window: self.wake()
+        )
+        self.window.start(start)
+        self.puller = Puller(
+            self.host, self.window, start, batch=batch, hold_s=hold_s, call_timeout_s=3.0, retry_delay_s=1.0,
+            read_ahead=read_ahead,
+        )  # fmt: skip
+        self.puller.pull()
+
+    def wake(self) -> None:
+        self.host.loop.call_soon(self.puller.pull)
+
+    async def asked(self) -> Asked:
+        """Return the next pull, in due time."""
+        async with asyncio.timeout(600):
+            while not self.host.asked:
+                await asyncio.sleep(0.001)
+        return self.host.asked.popleft()
+
+    @property
+    def silent(self) -> bool:
+        return not self.host.asked
+
+    def ack(self, *offsets: int) -> None:
+        wanted = set(offsets)
+        self.window.ack([each for each in self.host.delivered if not wanted or each.queue_offset in wanted])
+
+    async def reading_ahead(self) -> tuple[Asked, Asked]:
+        """Answer pulls until two are under way at once; return those."""
+        (await self.asked()).found()
+        (await self.asked()).found()
+        return await self.asked(), await self.asked()
+
+
+# --- what is asked for
+
+
+@pytest.mark.parametrize("signs", [False, True])
+def test_what_a_pull_carries(signs):
+    async def scenario():
+        pulling = Pulling(100, host=Host(signs=signs))
+        header = (await pulling.asked()).header
+        assert (header.consumer_group, header.topic, header.queue_id) == ("app", "orders", 0)
+        assert (header.queue_offset, header.max_msg_nums) == (100, BATCH)
+        assert (header.sys_flag, header.suspend_timeout_millis, header.sub_version) == (2, 15000, 7)
+        assert header.commit_offset == 0
+
+    run(scenario())
+
+
+def test_the_next_pull_is_asked_before_the_answer_is_decoded_and_delivered():
+    async def scenario():
+        pulling = Pulling()
+        deliver = (await pulling.asked()).answer_later(found(0))
+        assert pulling.host.asked[0].offset == BATCH
+        assert pulling.host.delivered == []
+        deliver()
+        assert pulling.host.offsets == list(range(BATCH))
+
+    run(scenario())
+
+
+def test_one_pull_is_under_way_until_the_steps_are_known_then_two_then_one_near_the_end():
+    async def scenario():
+        pulling = Pulling()
+        first = await pulling.asked()
+        assert pulling.silent, "nothing is known of the queue yet"
+        first.found(end=40)
+        second = await pulling.asked()
+        assert pulling.silent, "one step is no rule"
+        second.found(end=40)
+        third, fourth = await pulling.asked(), await pulling.asked()
+        assert (third.offset, fourth.offset) == (16, 24)
+        third.found(end=40)
+        assert pulling.silent, "only 8 are left behind the fourth: the broker would give less, and the guess be wrong"
+        fourth.found(end=40)
+        fifth = await pulling.asked()
+        assert fifth.offset == 32
+        assert pulling.silent
+
+    run(scenario())
+
+
+def test_more_are_under_way_as_far_as_the_queue_goes():
+    async def scenario():
+        pulling = Pulling(read_ahead=4)
+        (await pulling.asked()).found(end=72)
+        (await pulling.asked()).found(end=72)
+        ahead = [await pulling.asked() for _ in range(4)]
+        assert [each.offset for each in ahead] == [16, 24, 32, 40]
+        assert pulling.silent, "four are enough"
+        for each in (ahead[3], ahead[1], ahead[0], ahead[2]):
+            each.found(end=72)
+        assert pulling.host.offsets == list(range(48))
+        assert [(await pulling.asked()).offset for _ in range(2)] == [48, 56]
+        assert pulling.silent, "the last 8 would be a guess"
+
+    run(scenario())
+
+
+def test_a_wrong_guess_ends_all_that_follow_it():
+    async def scenario():
+        pulling = Pulling(read_ahead=4)
+        (await pulling.asked()).found()
+        (await pulling.asked()).found()
+        first, second, third, fourth = [await pulling.asked() for _ in range(4)]
+        third.found()
+        first.answer(found(first.offset, 3))
+        again = await pulling.asked()
+        assert again.offset == 19
+        second.found()
+        fourth.found()
+        again.found()
+        assert pulling.host.offsets == list(range(27))
+
+    run(scenario())
+
+
+def test_answers_in_the_wrong_order_are_delivered_in_the_right_one():
+    async def scenario():
+        pulling = Pulling()
+        third, fourth = await pulling.reading_ahead()
+        fourth.found()
+        assert pulling.host.offsets == list(range(16)), "what comes after must wait for what comes before"
+        third.found()
+        assert pulling.host.offsets == list(range(32))
+        pulling.ack()
+        assert pulling.edges[-1] == 32
+
+    run(scenario())
+
+
+WRONG_GUESS = {
+    "fewer than expected": lambda asked: found(asked.offset, 3),
+    "more than expected": lambda asked: found(asked.offset, BATCH + 1),
+    "none that match": lambda asked: answer(NO_MATCHED, asked.offset + 100),
+}
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["answered late", "answered early"])
+@pytest.mark.parametrize("how", WRONG_GUESS)
+def test_a_wrong_guess_is_thrown_away_and_nothing_is_passed_over(how, early):
+    async def scenario():
+        pulling = Pulling()
+        third, fourth = await pulling.reading_ahead()
+        if early:
+            fourth.found()
+        third.answer(right := WRONG_GUESS[how](third))
+        if not early:
+            fourth.found()
+        again = await pulling.asked()
+        assert again.offset == int(right.fields["nextBeginOffset"])
+        again.found()
+        assert len(set(pulling.host.offsets)) == len(pulling.host.offsets)
+        assert pulling.host.offsets == sorted(pulling.host.offsets)
+        assert set(range(16, int(right.fields["nextBeginOffset"]))) <= set(pulling.host.offsets) or how.startswith("no")
+
+    run(scenario())
+
+
+# --- abandoned pulls
+
+LATE = {
+    "found": found(24),
+    "found elsewhere": found(500),
+    "no new": answer(NO_NEW, 700),
+    "no matched": answer(NO_MATCHED, 700),
+    "offset moved": answer(MOVED, 0, remark="OFFSET_TOO_SMALL"),
+    "refused": answer(1, 0),
+    "fields missing": RemotingCommand(21, {}, flag=1, remark="OFFSET_RESET"),
+    "timeout": RequestTimeout("PULL_MESSAGE", "a:1", 30),
+    "lost": ConnectionLost("a:1", "reset"),
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_answer_of_an_abandoned_pull_changes_nothing(what, stopped):
+    async def scenario():
+        pulling = Pulling()
+        third, fourth = await pulling.reading_ahead()
+        if stopped:
+            pulling.puller.stop()
+            pulling.window.drop()
+        else:
+            third.answer(answer(1, 0))
+        seen, edges, next_offset = list(pulling.host.offsets), list(pulling.edges), pulling.puller.next_offset
+        fourth.answer(LATE[what])
+        assert (pulling.host.offsets, pulling.edges, pulling.puller.next_offset) == (seen, edges, next_offset)
+        assert pulling.host.moved == pulling.host.late == []
+        if stopped:
+            third.found()
+            await asyncio.sleep(100)
+            assert pulling.silent
+            assert pulling.host.offsets == seen
+        else:
+            assert (await pulling.asked()).offset == 16
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_reset_told_to_an_abandoned_pull_is_passed_on(early):
+    async def scenario():
+        pulling = Pulling()
+        third, fourth = await pulling.reading_ahead()
+        reset = answer(MOVED, 5, remark="OFFSET_RESET")
+        if early:
+            fourth.answer(reset)
+            assert pulling.host.late == []
+            third.answer(answer(1, 0))
+        else:
+            third.answer(answer(1, 0))
+            fourth.answer(reset)
+        assert [each.next_offset for each in pulling.host.late] == [5]
+        assert pulling.host.moved == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("signs", [False, True])
+def test_a_reset_told_to_a_pull_that_has_timed_out_is_passed_on_and_nothing_else_is(signs):
+    async def scenario():
+        pulling = Pulling(host=Host(signs=signs))
+        first = await pulling.asked()
+        first.answer(RequestTimeout("PULL_MESSAGE", "broker-a", 30))
+        second = await pulling.asked()
+        for harmless in (found(0), answer(MOVED, 5, remark="OFFSET_TOO_SMALL"), answer(1, 0)):
+            first.answer_too_late(harmless)
+        assert pulling.host.late == []
+        first.answer_too_late(answer(MOVED, 5, remark="OFFSET_RESET"))
+        assert [each.next_offset for each in pulling.host.late] == [5]
+        second.found()
+        assert pulling.host.offsets == list(range(BATCH))
+
+    run(scenario())
+
+
+def test_a_reset_with_fields_missing_that_came_early_does_not_stop_the_puller():
+    async def scenario():
+        pulling = Pulling()
+        third, fourth = await pulling.reading_ahead()
+        fourth.answer(LATE["fields missing"])
+        third.answer(answer(1, 0))
+        assert (await pulling.asked()).offset == 16
+        assert pulling.host.late == []
+
+    run(scenario())
+
+
+def test_after_a_correction_the_puller_waits_for_the_consumers_decision():
+    async def scenario():
+        pulling = Pulling(500)
+        (await pulling.asked()).answer(answer(MOVED, 10, remark="OFFSET_OVERFLOW_BADLY", end=10))
+        ((asked, told),) = pulling.host.moved
+        assert (asked, told.next_offset, told.max_offset, told.offset_reset) == (500, 10, 10, False)
+        pulling.puller.pull()
+        await asyncio.sleep(100)
+        assert pulling.silent
+
+    run(scenario())
+
+
+# --- answers that are no good
+
+UNUSABLE = {
+    "backwards": answer(FOUND, 3, body=found(16).body),
+    "backwards and empty": answer(NO_NEW, 3),
+    "backwards unmatched": answer(NO_MATCHED, 3),
+    "not forwards with messages": answer(FOUND, 16, body=found(16).body),
+    "found nothing": answer(FOUND, 24),
+    "negative": answer(NO_MATCHED, -1),
+    "a correction to a negative offset": answer(MOVED, -1),
+    "a next offset beyond the end": answer(FOUND, END + 2000, body=found(16).body),
+    "nothing new, beyond the end": answer(NO_NEW, 2**63 - 1),
+    "none that match, though the queue ends where it was asked": answer(NO_MATCHED, 24, end=16),
+    "a correction beyond the end": answer(MOVED, END + 1),
+    "a reset beyond the end": answer(MOVED, 2**62, remark="OFFSET_RESET"),
+    "an end before the begin": answer(NO_MATCHED, 24, end=-1),
+    "messages of elsewhere": answer(FOUND, 24, body=found(500).body),
+    "a message twice": answer(FOUND, 24, body=found(16, 4).body + found(19, 5).body),
+    "a message at the end of time": answer(FOUND, 24, body=found(16, 4).body + found(2**62, 1).body + found(21).body),
+    "no fields": RemotingCommand(FOUND, {}, found(16).body, flag=1),
+    "no next offset": RemotingCommand(NO_NEW, {"minOffset": "0", "maxOffset": "9"}, flag=1),
+    "next offset that is no number": RemotingCommand(
+        MOVED, {"nextBeginOffset": "soon", "minOffset": "0", "maxOffset": "9"}, flag=1
+    ),
+    "garbage": answer(FOUND, 24, body=b"\xff" * 200),
+    "cut in the last record": answer(FOUND, 24, body=found(16).body[:-1]),
+    "cut in the middle": answer(FOUND, 24, body=found(16).body[: len(found(16).body) // 2 + 5]),
+    "cut in a length": answer(FOUND, 24, body=found(16).body[:2]),
+    "timeout": RequestTimeout("PULL_MESSAGE", "a:1", 30),
+    "lost": ConnectionLost("a:1", "reset"),
+    **{f"code {code}": answer(code, 0) for code in (1, 2, 16, 17, 23, 24, 25, 26, 27, 28, 29, 215, 501, 999, -7)},
+}
+
+
+@pytest.mark.parametrize("ahead", ["alone", "before a good one", "after a good one came early"])
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_an_answer_that_is_no_good_is_told_and_the_same_offset_asked_for_again(what, ahead):
+    async def scenario():
+        pulling = Pulling()
+        third, fourth = await pulling.reading_ahead()
+        if ahead == "after a good one came early":
+            fourth.found()
+        third.answer(UNUSABLE[what])
+        if ahead == "before a good one":
+            fourth.found()
+        assert pulling.host.offsets == list(range(16))
+        assert pulling.host.moved == []
+        assert len(pulling.host.failures) == 1
+        assert pulling.puller.last_error
+        while (again := await pulling.asked()).offset != 16:
+            again.found()  # asked for before the trouble was known
+        again.found()
+        assert pulling.host.offsets == list(range(24))
+        assert pulling.puller.last_error == ""
+        pulling.ack()
+        assert pulling.edges[-1] == 24
+
+    run(scenario())
+
+
+def test_messages_beyond_the_next_offset_come_once_with_the_next_answer():
+    async def scenario():
+        pulling = Pulling()
+        (await pulling.asked()).found(next_offset=5)
+        assert pulling.host.offsets == list(range(5))
+        second = await pulling.asked()
+        assert second.offset == 5
+        second.found()
+        assert pulling.host.offsets == list(range(13))
+
+    run(scenario())
+
+
+def test_messages_before_the_offset_are_left_out():
+    """A batch stored as one record comes whole, even if its first messages were not asked for."""
+
+    async def scenario():
+        pulling = Pulling(3)
+        (await pulling.asked()).found(start=0)
+        assert pulling.host.offsets == [3, 4, 5, 6, 7]
+
+    run(scenario())
+
+
+def test_good_answers_behind_one_that_cannot_be_decoded_are_asked_for_again():
+    """Both answers are taken before the first is decoded: the second must not be put behind the hole."""
+
+    async def scenario():
+        pulling = Pulling()
+        third, fourth = await pulling.reading_ahead()
+        deliver_third = third.answer_later(answer(FOUND, 24, body=b"\xff" * 200))
+        deliver_fourth = fourth.answer_later(found(24))
+        deliver_third()
+        deliver_fourth()
+        assert pulling.host.offsets == list(range(16))
+        while (again := await pulling.asked()).offset != 16:
+            again.found()  # asked for before the trouble was known
+        again.found()
+        assert pulling.host.offsets == list(range(24))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(24, "heartbeat"), (25, "heartbeat"), (26, "heartbeat"), (17, "route"), (501, "route"), (1, "")],
+)
+def test_what_a_refusal_asks_for_is_done_first(code, remedy):
+    async def scenario():
+        pulling = Pulling()
+        (await pulling.asked()).answer(answer(code, 0))
+        assert (await pulling.asked()).offset == 0
+        assert pulling.host.refreshed == ([remedy] if remedy else [])
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("code", [24, 17])
+def test_a_member_that_ends_at_a_refusal_leaves_no_work_that_nobody_awaits(code, recwarn):
+    async def scenario():
+        pulling = Pulling()
+        (await pulling.asked()).answer(answer(code, 0))
+        pulling.puller.stop()
+        for task in pulling.host.tasks:
+            task.cancel()
+        await asyncio.gather(*pulling.host.tasks, return_exceptions=True)
+        assert pulling.host.refreshed == []
+
+    run(scenario())
+    gc.collect()
+    assert [str(each.message) for each in recwarn] == []
+
+
+@pytest.mark.parametrize(
+    ("trouble", "least_s", "most_s"),
+    [(answer(215, 0), 0.01, 0.1), (ConnectionLost("a:1", "x"), 0.05, 0.5), (answer(1, 0), 0.9, 2)],
+)
+def test_a_pause_precedes_the_next_attempt(trouble, least_s, most_s):
+    async def scenario():
+        pulling = Pulling()
+        (await pulling.asked()).answer(trouble)
+        before = pulling.host.loop.time()
+        assert pulling.silent
+        await pulling.asked()
+        assert least_s <= pulling.host.loop.time() - before <= most_s
+
+    run(scenario())
+
+
+def test_a_broker_that_cannot_be_reached_is_tried_again():
+    async def scenario():
+        host = Host()
+        host.known_at.clear()
+        host.connect_error = ConnectError("broker-a", "refused")
+        pulling = Pulling(host=host)
+        await asyncio.sleep(5)
+        assert pulling.silent
+        assert len(host.connected) > 5
+        host.connect_error = None
+        assert (await pulling.asked()).offset == 0
+
+    run(scenario())
+
+
+# --- answers without messages
+
+
+def test_an_empty_answer_moves_on_and_the_edge_only_while_nothing_is_unfinished():
+    async def scenario():
+        pulling = Pulling()
+        (await pulling.asked()).answer(answer(NO_MATCHED, 50))
+        assert pulling.edges == [50]
+        (await pulling.asked()).found()
+        (await pulling.asked()).answer(answer(NO_MATCHED, 90))
+        assert pulling.edges == [50], "58 messages are unfinished, or fewer"
+        assert (await pulling.asked()).offset == 90
+        pulling.ack()
+        assert pulling.edges[-1] == 90
+
+    run(scenario())
+
+
+def test_messages_with_another_tag_of_the_same_hash_are_left_out_and_count_as_passed():
+    async def scenario():
+        pulling = Pulling(host=Host("Aa"))
+        (await pulling.asked()).found(4, tags="BB")  # "Aa" and "BB" have the same hash code
+        assert pulling.host.offsets == []
+        assert pulling.edges == [4]
+        (await pulling.asked()).found(4, tags="Aa")
+        assert pulling.host.offsets == [4, 5, 6, 7]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("end", [0, 500])
+def test_a_broker_that_does_not_move_on_is_not_asked_without_a_pause(end):
+    async def scenario():
+        pulling = Pulling(500)
+        asked = 0
+        while pulling.host.loop.time() < 30:
+            (await pulling.asked()).answer(answer(NO_MATCHED, 500, end=end))
+            asked += 1
+        assert 10 < asked < 300
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_queue_of_which_nothing_is_wanted_though_messages_come_takes_no_time_from_others(step):
+    async def scenario():
+        pulling = Pulling(host=Host("Aa"))
+        asked = 0
+        while pulling.host.loop.time() < 30 and asked < 10_000:
+            (await pulling.asked()).found(step, tags="BB", end=2**40)
+            asked += 1
+        assert 100 < asked < 600
+        before = pulling.host.loop.time()
+        (await pulling.asked()).found(step, tags="Aa", end=2**40)
+        for _ in range(6):
+            (await pulling.asked()).found(step, tags="Aa", end=2**40)
+        assert pulling.host.loop.time() - before < 0.5, "it goes on at once"
+
+    run(scenario())
+
+
+def test_single_messages_that_come_quickly_are_not_slowed():
+    async def scenario():
+        pulling = Pulling(read_ahead=4)
+        while pulling.puller.pulled < 500:
+            (await pulling.asked()).found(1)
+            pulling.ack(*pulling.host.offsets[-1:])
+        assert pulling.host.loop.time() < 1
+
+    run(scenario())
+
+
+def test_an_answer_that_comes_during_a_pause_is_taken_after_it():
+    async def scenario():
+        pulling = Pulling(host=Host("Aa"), read_ahead=4)
+        answered = 0
+        while not pulling.silent:  # until it rests, with pulls under way whose answers wait
+            one = pulling.host.asked.popleft()
+            one.found(1, tags="BB")
+            answered += 1
+        assert pulling.puller.next_offset < answered
+        await asyncio.sleep(5)  # meanwhile the broker holds what is asked
+        assert pulling.puller.next_offset == answered
+
+    run(scenario())
+
+
+def test_a_broker_that_is_busy_for_long_is_asked_less_and_less():
+    async def scenario():
+        pulling = Pulling()
+        asked = 0
+        while pulling.host.loop.time() < 30:
+            (await pulling.asked()).answer(answer(215, 0))
+            asked += 1
+        assert 20 < asked < 60
+
+    run(scenario())
+
+
+# --- slaves
+
+
+def test_the_broker_an_answer_suggests_is_asked_next_and_the_master_after_trouble():
+    async def scenario():
+        pulling = Pulling()
+        (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
+        second = await pulling.asked()
+        assert (second.broker_id, second.offset) == (1, 5)
+        second.answer(answer(NO_MATCHED, 5, broker_id=0))
+        third = await pulling.asked()
+        assert (third.broker_id, third.offset) == (0, 5)
+        third.answer(answer(NO_MATCHED, 9, broker_id=1))
+        (await pulling.asked()).answer(ConnectionLost("b:1", "gone"))
+        assert (await pulling.asked()).broker_id == 0
+
+    run(scenario())
+
+
+def test_a_master_that_has_a_reset_is_asked_once_whatever_is_suggested():
+    async def scenario():
+        pulling = Pulling()
+        (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
+        second = await pulling.asked()
+        pulling.puller.ask_master()
+        second.answer(answer(NO_MATCHED, 6, broker_id=1))
+        third = await pulling.asked()
+        assert (third.broker_id, third.offset) == (0, 6)
+        third.answer(answer(NO_MATCHED, 7, broker_id=1))
+        assert (await pulling.asked()).broker_id == 1
+
+    run(scenario())
+
+
+def test_a_slave_without_a_connection_is_connected_to_first():
+    async def scenario():
+        host = Host()
+        host.known_at = {0}
+        pulling = Pulling(host=host)
+        (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
+        assert (await pulling.asked()).broker_id == 1
+        assert host.connected == [1]
+
+    run(scenario())
+
+
+def test_an_answer_that_comes_while_a_slave_is_connected_to_is_taken():
+    """The slave was suggested while a second pull was under way at the master; its answer comes meanwhile."""
+
+    async def scenario():
+        host = Host()
+        host.known_at, host.gate = {0}, asyncio.Event()
+        pulling = Pulling(host=host)
+        third, fourth = await pulling.reading_ahead()
+        right = found(16)
+        right.fields["suggestWhichBrokerId"] = "1"
+        third.answer(right)
+        await asyncio.sleep(0)
+        assert host.connected == [1]
+        fourth.found()
+        host.is_paused = True  # so that no further pull brings it along
+        host.gate.set()
+        await asyncio.sleep(1)
+        assert pulling.host.offsets == list(range(32))
+
+    run(scenario())
+
+
+# --- flow control
+
+
+def test_no_more_is_asked_for_than_there_is_room_and_room_wakes():
+    async def scenario():
+        pulling = Pulling(messages=3 * BATCH)
+        while not pulling.silent:
+            (await pulling.asked()).found()
+        assert len(pulling.host.delivered) <= 3 * BATCH
+        await asyncio.sleep(100)
+        assert pulling.silent
+        pulling.ack(*range(BATCH))
+        (await pulling.asked()).found()
+        assert len(pulling.host.delivered) - BATCH <= 3 * BATCH
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("limit", [1, BATCH - 3, BATCH, BATCH + 1, 2 * BATCH - 1, 100])
+def test_the_limit_holds_and_a_stuck_message_does_not_stop_what_there_is_room_for(limit):
+    async def scenario():
+        batch = min(BATCH, limit)
+        pulling = Pulling(messages=limit, batch=batch)
+        stuck, rounds = 0, 0
+        while rounds < 20 and (limit > batch or not rounds):
+            asked = await pulling.asked()
+            asked.found(asked.header.max_msg_nums)
+            held = sum(not message._done for message in pulling.host.delivered)
+            assert held <= limit
+            pulling.ack(*(offset for offset in pulling.host.offsets if offset != stuck))
+            await asyncio.sleep(0)
+            rounds += 1
+        if limit > batch:
+            assert len(pulling.host.delivered) > 2 * limit or limit == 100
+
+    run(scenario())
+
+
+def test_a_stuck_message_does_not_stop_a_queue_of_which_few_messages_match():
+    """An answer with few messages may move far ahead; the distance is no room that is taken."""
+
+    async def scenario():
+        pulling = Pulling(host=Host("paid"), messages=100, span=1_000_000)
+        (await pulling.asked()).found(1, next_offset=1000, tags="paid")
+        (await pulling.asked()).found(1, next_offset=3000, tags="paid")
+        assert pulling.window.unfinished()[0] == 2
+        assert (await pulling.asked()).offset == 3000
+
+    run(scenario())
+
+
+def test_a_full_window_whose_answer_was_left_out_goes_on():
+    async def scenario():
+        pulling = Pulling(host=Host("Aa"), messages=2 * BATCH)
+        (await pulling.asked()).found(tags="Aa")
+        while not pulling.silent or pulling.window.unfinished()[0] < 2 * BATCH:
+            (await pulling.asked()).found(tags="BB" if pulling.window.unfinished()[0] == BATCH else "Aa")
+            if pulling.puller.next_offset > 20 * BATCH:
+                break
+        assert pulling.puller.next_offset > 20 * BATCH
+
+    run(scenario())
+
+
+def test_paused_queues_are_not_asked_for_and_go_on_where_they_were():
+    async def scenario():
+        pulling = Pulling()
+        asked = await pulling.asked()
+        pulling.host.is_paused = True
+        asked.found()
+        assert pulling.host.offsets == list(range(BATCH))
+        await asyncio.sleep(100)
+        assert pulling.silent
+        pulling.host.is_paused = False
+        pulling.puller.pull()
+        assert (await pulling.asked()).offset == BATCH
+
+    run(scenario())
+
+
+def test_nothing_is_asked_for_a_topic_that_is_no_longer_subscribed():
+    async def scenario():
+        pulling = Pulling()
+        asked = await pulling.asked()
+        pulling.host.subscribed = None
+        asked.found()
+        await asyncio.sleep(100)
+        assert pulling.silent
+
+    run(scenario())
+
+
+def test_a_pull_may_take_as_long_as_the_broker_may_hold_it():
+    async def scenario():
+        assert (await Pulling().asked()).timeout_s == 30, "twice the hold, as Java"
+        assert (await Pulling(hold_s=1).asked()).timeout_s == 1 + 5 + 3, "the hold, the broker's tick, and any call's"
+
+    run(scenario())

@@ -1,0 +1,738 @@
+"""What a member does with resets from outside, whoever they come from and however they are spelt."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import threading
+import time
+import uuid
+
+import pytest
+
+from pyrocket_consumer import Admin, ConfigError, ConsumerState, MessageQueue, PushConsumer, RocketError
+from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, QueueReset
+from pyrocket_consumer.testing import EmbeddedCluster, answer
+from pyrocket_consumer.wire.bodies import encode_offset_table
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
+from pyrocket_consumer.wire.reset_plan import (
+    MAX_PLAN_BYTES,
+    PlanBody,
+    decode_report,
+    encode_plan,
+    name_of,
+    record_areas,
+)
+from tests.consuming import PATIENT_S, Events, Seen, consuming, until
+from tests.offsets.disks import Failing, MemoryDisk, WatchedDisk
+from tests.resetting import fill, queue, reset, wait_until_seen, wait_until_stored
+from tests.testing.raw_client import RawClient
+
+RETRY = "%RETRY%G"
+PULL, COMMIT = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET
+
+
+@pytest.fixture
+def embedded(request):
+    marker = request.node.get_closest_marker("cluster")
+    with EmbeddedCluster(**{"long_poll_tick_s": 0.1, **(marker.kwargs if marker else {})}) as cluster:
+        cluster.create_topic("T", queues=2)
+        yield cluster
+
+
+@pytest.fixture
+def broker(embedded):
+    return embedded.broker("broker-a")
+
+
+@pytest.fixture
+def admin(embedded):
+    with Admin(name_server=embedded.name_server, call_timeout_s=PATIENT_S) as admin:
+        yield admin
+
+
+@pytest.fixture
+def stores(tmp_path):
+    return {"message_model": "broadcasting", "offset_store_dir": tmp_path}
+
+
+def tell_members(broker, body: bytes, topic: str = "T") -> None:
+    """Send 220 to every member, as the broker does, with any body."""
+
+    def send() -> None:
+        for member in broker.core.state.members.group("G").members.values():
+            fields = {"topic": topic, "group": "G", "timestamp": "0", "isForce": "false"}
+            member.connection.oneway(RemotingCommand(220, fields, body, flag=ONEWAY_FLAG, language="JAVA", version=513))
+
+    broker.cluster.call(send)
+
+
+def reset_at_broker(broker, **fields: object) -> RemotingCommand:
+    """Have the broker reset the group, as the dashboard does."""
+    with RawClient(broker.address) as client:
+        whole = {"topic": "T", "group": "G", "timestamp": 0, "isForce": True, **fields}
+        return client.call(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, whole)
+
+
+def order(broker, client_id: str, body: bytes = b"", operation: str = "reset", **fields: object) -> RemotingCommand:
+    """Pass a word to a member, as an admin does."""
+    whole = {
+        "consumerGroup": "G", "clientId": client_id, "jstackEnable": "false",
+        "pyrocketV": "1", "pyrocketOp": operation, "pyrocketId": str(uuid.uuid4()), **fields,
+    }  # fmt: skip
+    with RawClient(broker.address) as client:
+        return client.call(
+            RequestCode.GET_CONSUMER_RUNNING_INFO, {name: value for name, value in whole.items() if value is not None},
+            body, timeout_s=15,
+        )  # fmt: skip
+
+
+def record(broker, epoch: int, targets: dict[int, int]) -> None:
+    area = next(record_areas("T"))
+    slots = {area.name: name_of("T"), area.head: epoch}
+    for queue_id, target in targets.items():
+        slots |= {area.target(queue_id): target + 1, area.epoch(queue_id): epoch}
+    broker.commit("G", RETRY, slots)
+
+
+def soon() -> int:
+    """An epoch above those of all resets before."""
+    return time.time_ns() // 1_000_000 + 3_600_000
+
+
+# --- told by the broker (220)
+
+TARGETS = {queue("T", 0): 2, queue("T", 1): 7}
+SPELLINGS = {
+    "map": encode_offset_table(TARGETS),
+    "list": encode_offset_table(TARGETS, as_list=True),
+    "pairs": b'{"offsetTable":[[{"topic":"T","brokerName":"broker-a","queueId":0},2],'
+    b'[{"topic":"T","brokerName":"broker-a","queueId":1},7]]}',
+    "quoted": b'{"offsetTable":{"{\\"topic\\":\\"T\\",\\"brokerName\\":\\"broker-a\\",\\"queueId\\":0}":2,'
+    b'"{\\"topic\\":\\"T\\",\\"brokerName\\":\\"broker-a\\",\\"queueId\\":1}":7}}',
+}
+
+
+@pytest.mark.hazard("H30")
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+def test_every_spelling_is_obeyed(embedded, broker, tmp_path, spelling, model):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G", message_model=model, offset_store_dir=tmp_path) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+        tell_members(broker, SPELLINGS[spelling])
+        seen.wait(lambda seen: len(seen.messages) == 20 + 8 + 3)
+        assert {(message.queue.queue_id, message.queue_offset) for message in seen.messages[20:]} == {
+            *((0, offset) for offset in range(2, 10)), *((1, offset) for offset in range(7, 10))
+        }  # fmt: skip
+        wait_until_stored(consumer, "T", 20)
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"offsetTable":7}', b'{"offsetTable":[[1]]}', b"\xff\xfe"])
+def test_what_cannot_be_read_is_told_and_moves_nothing(embedded, broker, body):
+    fill(embedded, "T", 10)
+    events = Events()
+    with consuming(embedded, "T", "G", on_event=events) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        tell_members(broker, body)
+        assert "cannot be read, nothing moved" in events.wait_for("offset-reset").text
+        fill(embedded, "T", 2, start=10)
+        seen.wait_for(12)
+        assert set(seen.places.values()) == {1}
+
+
+@pytest.mark.parametrize("body", [b"", b'{"offsetTable":{}}', encode_offset_table({queue("T", 0): -5})])
+def test_what_names_nothing_moves_nothing(embedded, broker, body):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G") as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        tell_members(broker, body)
+        tell_members(broker, encode_offset_table({queue("U", 0): 0, MessageQueue("T", "broker-z", 0): 0}))
+        fill(embedded, "T", 2, start=10)
+        seen.wait_for(12)
+        assert set(seen.places.values()) == {1}
+
+
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+@pytest.mark.parametrize(
+    ("targets", "topic", "reason"),
+    [
+        ({queue("T", 0): 2, queue("T", 1): -5}, "T", "-5 is no offset of T/broker-a/1"),
+        ({queue("T", 0): 2, queue("T", 1): 2**63 - 1}, "T", f"{2**63 - 1} is no offset"),
+        ({queue("T", 0): 2, queue("T", 1): -(2**63)}, "T", f"{-(2**63)} is no offset"),
+        ({queue("T", 0): 2, queue("U", 1): 3}, "T", "it names U/broker-a/1"),
+        ({queue("U", 0): 2}, "U", "does not subscribe to U"),
+        ({queue("T", number): 2 for number in range(7, 5000)}, "T", "there is no queue T/broker-a/7"),
+    ],
+)
+def test_a_table_that_no_broker_would_send_is_told_and_moves_nothing(
+    embedded, broker, tmp_path, model, targets, topic, reason
+):
+    fill(embedded, "T", 20)
+    events = Events()
+    options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events}
+    with consuming(embedded, "T", "G", **options) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        tell_members(broker, encode_offset_table(targets), topic)
+        told = events.wait_for("offset-reset").text
+        assert reason in told
+        assert "nothing moved" in told
+        assert consumer.state is ConsumerState.RUNNING
+        tell_members(broker, encode_offset_table({queue("T", 0): 8, queue("T", 7): 0}))  # 7: no route has it yet
+        seen.wait(lambda seen: len(seen.messages) == 22)
+        assert {message.queue_offset for message in seen.messages[20:]} == {8, 9}
+        assert "-> 8" in events.wait_for("offset-reset", 2).text
+
+
+@pytest.mark.hazard("H02")
+def test_of_two_resets_at_once_the_last_counts(embedded, broker):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G") as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        consumer.pause()
+        for target in (0, 3, 8):
+            tell_members(broker, encode_offset_table({queue("T", 0): target, queue("T", 1): target}))
+        until(lambda: {each.start_offset for each in starts(consumer)} == {8}, "the last target")
+        consumer.resume()
+        seen.wait(lambda seen: len(seen.messages) == 24)
+        assert embedded.wait_until(lambda: embedded.committed("G", "T") == {0: 10, 1: 10})
+
+
+def starts(consumer: PushConsumer):
+    return [each for its_queue, each in consumer.progress().items() if its_queue.topic == "T"]
+
+
+@pytest.mark.hazard("H30")
+def test_resetting_one_topic_does_not_delay_another(embedded, broker):
+    embedded.create_topic("U", queues=1)
+    fill(embedded, "T", 4)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def judge(message):
+        if message.topic == "T":
+            begun.set()
+            go_on.wait(60)
+
+    seen = Seen(judge)
+    with consuming(embedded, "T", "G", seen, consume_threads=20) as (consumer, _):
+        other = Seen()
+        consumer.subscribe("U", other)
+        try:
+            assert begun.wait(30)
+            tell_members(broker, encode_offset_table({queue("T", 0): 0, queue("T", 1): 0}))
+            began = time.monotonic()
+            embedded.send("U", b"u")
+            other.wait_for(1)
+            assert time.monotonic() - began < 20, "not after the minute that the other topic takes"
+        finally:
+            go_on.set()
+
+
+# --- marks of brokers that keep resets (21 OFFSET_RESET)
+
+
+def commits_and_pulls(broker, queue_id: int) -> list[tuple[str, int]]:
+    """Return what was asked of one queue, in order: commits and pulls, with their offsets."""
+    found = []
+    for each in broker.requests():
+        fields = each.command.fields
+        if (fields.get("topic"), fields.get("queueId")) != ("T", str(queue_id)):
+            continue
+        if each.command.code == PULL:
+            found.append(("pull", int(fields["queueOffset"])))
+        elif each.command.code == COMMIT:
+            found.append(("commit", int(fields["commitOffset"])))
+    return found
+
+
+@pytest.mark.hazard("H29")
+def test_the_target_is_committed_before_the_next_pull_and_nothing_older_after_it(embedded, broker):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G", pull_hold_s=0.2) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+        broker.forget_requests()
+        assert reset_at_broker(broker, queueId=0, offset=4).code == 0
+        seen.wait(lambda seen: len(seen.messages) == 26)
+        wait_until_stored(consumer, "T", 20)
+        asked = commits_and_pulls(broker, 0)
+        after = asked[asked.index(("commit", 4)) :]
+        assert after[:2] == [("commit", 4), ("pull", 4)]
+        commits = [offset for what, offset in after if what == "commit"]
+        assert commits == sorted(commits)
+        assert embedded.committed("G", "T") == {0: 10, 1: 10}
+
+
+@pytest.mark.hazard("H29D")
+def test_a_reset_told_to_an_abandoned_pull_is_followed(embedded, broker):
+    fill(embedded, "T", 20)
+    events = Events()
+    with consuming(embedded, "T", "G", pull_hold_s=60, on_event=events) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+        embedded.wait_until(lambda: broker.held_pulls("T") == 2)
+        consumer.pause()  # what is held stays held, and nothing new comes
+        consumer.reset_offsets("T", {queue("T", 0): 9})  # abandons the pull that is held
+        assert reset_at_broker(broker, queueId=0, offset=4).code == 0
+        embedded.send("T", b"late", queue_id=0)  # what is held is answered
+        events.wait_for("offset-reset", 2)
+        assert "abandoned" in events.of("offset-reset")[1].text
+        until(lambda: consumer.progress()[queue("T", 0)].start_offset == 4, "it begins there")
+        assert embedded.wait_until(lambda: embedded.committed("G", "T")[0] == 4)
+        consumer.resume()
+        seen.wait(lambda seen: len(seen.messages) == 27)
+
+
+def test_a_reset_of_a_queue_that_was_taken_away_meanwhile_reaches_its_holder(embedded, broker):
+    """The mark goes to the pull that the old holder left behind; the new holder pulls already, and must hear of it."""
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 10)
+    seen, events = Seen(), Events()
+    options = {"pull_hold_s": 60, "on_event": events}
+    with consuming(embedded, "T", "G", seen, instance_name="b", **options) as (second, _):
+        wait_until_seen(seen, 1, 10)
+        embedded.wait_until(lambda: broker.held_pulls("T") == 1)
+        with consuming(embedded, "T", "G", seen, instance_name="a", **options) as (first, _):  # sorts first: gets it
+            until(lambda: [*map(str, first.progress())] and queue("T", 0) in first.progress(), "it holds the queue")
+            embedded.wait_until(lambda: broker.held_pulls("T") == 2)
+            until(lambda: queue("T", 0) not in second.progress(), "and the other does not")
+            assert reset_at_broker(broker).code == 0
+            embedded.send("T", b"late")  # both are answered, the older first
+            seen.wait(lambda seen: all(seen.places[queue("T", 0), offset] == 2 for offset in range(10)))
+            assert embedded.wait_until(lambda: embedded.committed("G", "T") == {0: 11})
+        assert [event for event in events.of("offset-reset") if "from when the queue was ours" in event.text]
+
+
+@pytest.mark.hazard("H04")
+def test_a_broadcasting_member_that_meets_a_mark_tells_the_others(embedded, broker, stores):
+    fill(embedded, "T", 20)
+    members = {}
+    with consuming(embedded, "T", "G", instance_name="away", **stores) as (_, away):
+        wait_until_seen(away, 1, 20)
+    with (
+        consuming(embedded, "T", "G", instance_name="a", pull_hold_s=0.2, **stores) as members["a"],
+        consuming(embedded, "T", "G", instance_name="b", pull_hold_s=0.2, **stores) as members["b"],
+        consuming(embedded, "T", "G", instance_name="c", pull_hold_s=0.2, **stores) as members["c"],
+    ):
+        for consumer, seen in members.values():
+            wait_until_seen(seen, 1, 20)
+            wait_until_stored(consumer, "T", 20)
+        assert reset_at_broker(broker).code == 0
+        for _, seen in members.values():
+            wait_until_seen(seen, 2, 20)
+        area = next(record_areas("T"))
+        embedded.wait_until(lambda: {area.target(0), area.target(1)} <= embedded.committed("G", RETRY).keys())
+        with consuming(embedded, "T", "G", instance_name="away", **stores) as (_, back):
+            wait_until_seen(back, 1, 20)
+    assert all(set(seen.places.values()) == {2} for _, seen in members.values())
+
+
+def test_a_hand_over_between_proxies_is_followed_and_told_to_nobody(embedded, broker, stores):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G", pull_hold_s=0.2, **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        fields = {"nextBeginOffset": "4", "minOffset": "0", "maxOffset": "0", "suggestWhichBrokerId": "0"}
+        broker.on(PULL, answer(21, "OFFSET_RESET", fields), when=lambda command: command.fields["queueId"] == "0")
+        seen.wait(lambda seen: len(seen.messages) == 26)
+        wait_until_stored(consumer, "T", 20)
+        assert embedded.committed("G", RETRY) == {}
+
+
+# --- a word from an admin
+
+
+def test_an_ordinary_question_is_answered_as_ever(embedded, broker, stores):
+    with consuming(embedded, "T", "G", **stores) as (consumer, _), RawClient(broker.address) as client:
+        fields = {"consumerGroup": "G", "clientId": consumer.client_id, "jstackEnable": "false"}
+        answered = client.call(RequestCode.GET_CONSUMER_RUNNING_INFO, fields)
+        assert (answered.code, answered.fields) == (0, {})
+        assert b"mqTable" in answered.body
+
+
+def test_the_same_plan_twice_is_followed_once(embedded, broker, stores):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        body = encode_plan(PlanBody("T", 5000, {queue("T", 0): 4}))
+        first = order(broker, consumer.client_id, body, pyrocketId="one")
+        assert (first.fields["pyrocketState"], first.fields["pyrocketAck"]) == ("applied", "one")
+        assert decode_report(first.body).epochs == {queue("T", 0): 5000}
+        seen.wait(lambda seen: len(seen.messages) == 26)
+        assert order(broker, consumer.client_id, body).fields["pyrocketState"] == "already"
+        older = encode_plan(PlanBody("T", 4999, {queue("T", 0): 0}))
+        assert order(broker, consumer.client_id, older).fields["pyrocketState"] == "already"
+        status = order(broker, consumer.client_id, b'{"topic":"T"}', "status")
+        assert status.fields["pyrocketState"] == "ok"
+        assert decode_report(status.body).epochs == {queue("T", 0): 5000}
+    with consuming(embedded, "T", "G", **stores) as (consumer, _):
+        assert order(broker, consumer.client_id, body).fields["pyrocketState"] == "already"
+        assert order(broker, consumer.client_id, b'{"topic":"T"}', "status").fields["pyrocketState"] == "ok"
+
+
+GOOD = encode_plan(PlanBody("T", 5000, {queue("T", 0): 0}))
+BAD_ORDERS = {
+    "damaged": (b"{", {}, "reset"),
+    "not a plan": (b"[1]", {}, "reset"),
+    "no body": (b"", {}, "reset"),
+    "huge": (b" " * (MAX_PLAN_BYTES + 1), {}, "reset"),
+    "negative": (b'{"topic":"T","epoch":5,"targets":{"broker-a":{"0":-1}}}', {}, "reset"),
+    "epoch 0": (b'{"topic":"T","epoch":0,"targets":{"broker-a":{"0":1}}}', {}, "reset"),
+    "newer version": (GOOD, {"pyrocketV": "2"}, "reset"),
+    "no version": (GOOD, {"pyrocketV": None}, "reset"),
+    "no id": (GOOD, {"pyrocketId": None}, "reset"),
+    "unknown operation": (GOOD, {}, "explode"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ORDERS)
+def test_an_order_that_is_none_is_refused_and_nothing_moves(embedded, broker, stores, case):
+    body, fields, operation = BAD_ORDERS[case]
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 10)
+        refused = order(broker, consumer.client_id, body, operation, **fields)
+        assert refused.code == 0
+        assert refused.fields["pyrocketState"] == "refused"
+        assert refused.fields["pyrocketReason"]
+        assert all(refused.fields.values()), "the binary header knows no empty texts"
+        fill(embedded, "T", 2, start=10)
+        seen.wait_for(12)
+        assert set(seen.places.values()) == {1}
+
+
+def test_a_target_for_a_queue_that_was_added_just_now_is_kept_for_it(embedded, broker, stores):
+    fill(embedded, "T", 2)
+    with consuming(embedded, "T", "G", rebalance_interval_s=3600, route_refresh_interval_s=3600, **stores) as (
+        consumer,
+        seen,
+    ):
+        wait_until_seen(seen, 1, 2)
+        embedded.create_topic("T", queues=3)
+        answer = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, {queue("T", 2): 3})))
+        assert answer.fields["pyrocketState"] == "applied"
+        for number in range(5):
+            embedded.send("T", b"new%d" % number, queue_id=2)
+        with consuming(embedded, "T", "G", instance_name="another", **stores):  # a change of members: rebalance
+            seen.wait(lambda seen: {b"new3", b"new4"} <= set(seen.bodies))
+        assert consumer.progress()[queue("T", 2)].start_offset == 3
+        assert b"new0" not in seen.bodies
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (PlanBody("U", 5000, {queue("U", 0): 3}), "does not subscribe to U"),
+        (PlanBody("T", 5000, {queue("T", 0): 3, queue("T", 2): 3}), "no queue T/broker-a/2"),
+        (PlanBody("T", 5000, {queue("T", 0, "broker-x"): 3}), "no queue T/broker-x/0"),
+        (PlanBody("T", 2**63 - 1, {queue("T", 0): 3}), "more than a day ahead"),
+        (PlanBody("T", (time.time_ns() // 1_000_000) + 25 * 3_600_000, {queue("T", 0): 3}), "more than a day ahead"),
+    ],
+)
+def test_a_plan_that_cannot_be_for_us_is_refused_and_nothing_is_stored(embedded, broker, admin, stores, plan, reason):
+    fill(embedded, "T", 20)
+    events = Events()
+    with consuming(embedded, "T", "G", on_event=events, **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        answer = order(broker, consumer.client_id, encode_plan(plan))
+        assert answer.fields["pyrocketState"] == "refused"
+        assert reason in answer.fields["pyrocketReason"]
+        assert reason in events.wait_for("offset-reset").text
+        assert reset(admin, "G", "T", "earliest").verified  # later ones count
+        wait_until_seen(seen, 2, 20)
+    files = b"".join(path.read_bytes() for path in stores["offset_store_dir"].rglob("offsets.*") if path.is_file())
+    assert not any(text in files for text in (b'"U"', b"broker-x", b'"2":'))
+
+
+def test_a_plan_for_queues_that_are_not_there_is_refused_while_no_name_server_answers(embedded, broker, stores):
+    fill(embedded, "T", 2)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 2)
+        refusal = answer(ResponseCode.SYSTEM_ERROR, "not now")
+        embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, refusal, times=None)
+        replied = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, {queue("T", 9): 3})))
+        assert replied.fields["pyrocketState"] == "refused"
+        assert "no queue T/broker-a/9" in replied.fields["pyrocketReason"]
+
+
+def test_a_stranger_who_is_always_newer_keeps_no_admin_for_ever(embedded, broker, admin, stores):
+    fill(embedded, "T", 20)
+    area, newer = next(record_areas("T")), itertools.count(soon(), 1000)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 20)
+
+        def write_a_newer_head(exchange):
+            exchange.handle(exchange.answer)
+            broker.core.state.offsets.commit(RETRY, "G", area.head, next(newer))
+
+        plan = admin.plan_reset("G", "T", "earliest")
+        embedded.broker("broker-a").on(RequestCode.UPDATE_CONSUMER_OFFSET, write_a_newer_head, times=None)
+        with pytest.raises(RocketError, match="recorded at the same time"):
+            plan.execute()
+
+
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+def test_who_refuses_resets_reads_none(embedded, broker, tmp_path, model):
+    events = Events()
+    options = {"message_model": model, "offset_store_dir": tmp_path, "remote_reset": "refuse", "on_event": events}
+    with consuming(embedded, "T", "G", **options) as (consumer, _):
+        answer = order(broker, consumer.client_id, b"this is no plan")
+        assert (answer.fields["pyrocketState"], answer.fields["pyrocketReason"]) == (
+            "refused", "this consumer has remote_reset='refuse'",
+        )  # fmt: skip
+        tell_members(broker, b"neither is this")
+        assert "refused" in events.wait_for("offset-reset", 2).text
+
+
+# --- records that make no sense
+
+ABSURD = (2**63 - 1, 2**62, 2**50, 1 << 42)
+
+
+@pytest.mark.parametrize("online", [True, False])
+@pytest.mark.parametrize("absurd", ABSURD)
+def test_a_record_that_makes_no_sense_is_told_and_written_over(embedded, broker, admin, stores, absurd, online):
+    """Whoever may commit offsets for the group can write it, with four plain commits."""
+    fill(embedded, "T", 20)
+    events = Events()
+    options = {**stores, "on_event": events, "reset_record_interval_s": 0.2}
+    with consuming(embedded, "T", "G", **options) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+        if online:
+            record(broker, absurd, {0: 3, 1: absurd - 1})
+            assert "is ignored" in events.wait_for("record-ignored").text
+            assert reset(admin, "G", "T", "earliest").verified
+            wait_until_seen(seen, 2, 20)
+    if not online:
+        record(broker, absurd, {0: 3, 1: absurd - 1})
+        with consuming(embedded, "T", "G", **options) as (_, again):
+            assert "is ignored" in events.wait_for("record-ignored").text
+            fill(embedded, "T", 1, start=20)
+            again.wait_for(1)
+            assert again.bodies == [b"m20"]
+        reset(admin, "G", "T", "earliest", model="broadcasting")
+        with consuming(embedded, "T", "G", **options) as (_, at_last):
+            at_last.wait_for(21)
+
+
+def test_any_number_in_any_place_of_a_record_ends_no_member_and_stops_no_reset(embedded, broker, admin, stores):
+    fill(embedded, "T", 20)
+    chance = random.Random(7)
+    area = next(record_areas("T"))
+    places = [area.head, *(place(each) for each in (0, 1) for place in (area.target, area.epoch))]
+    now = time.time_ns() // 1_000_000
+    numbers = (0, 1, -1, -(2**63), 2**63 - 1, 2**62, now, now + 3_600_000, now + 90_000_000)
+    with consuming(embedded, "T", "G", reset_record_interval_s=0.05, **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        for _ in range(20):
+            broker.commit("G", RETRY, {area.name: name_of("T")})
+            broker.commit("G", RETRY, {place: chance.choice(numbers) for place in places})
+            assert reset(admin, "G", "T", "latest").verified
+        assert consumer.state is ConsumerState.RUNNING
+        fill(embedded, "T", 1, start=20)
+        seen.wait(lambda seen: b"m20" in seen.bodies)
+
+
+def test_places_that_somebody_has_filled_are_taken(embedded, broker, admin, stores):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+    broker.commit("G", RETRY, {area.name: 4711 for area in record_areas("T")})
+    told = []
+    plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
+    plan.execute(told.append)
+    assert any("are taken" in each.text for each in told)
+    with consuming(embedded, "T", "G", **stores) as (_, again):
+        again.wait_for(20)
+
+
+def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, broker, admin, stores):
+    fill(embedded, "T", 20)
+    events = Events()
+    options = {**stores, "on_event": events}
+    with consuming(embedded, "T", "G", **options) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+    folder = next(stores["offset_store_dir"].rglob("offsets.json")).parent
+    poisoned = LocalFileOffsetStore(folder)
+    poisoned.load()
+    poisoned.persist_resets({queue("T", number): QueueReset(None, 2**63 - 1) for number in (0, 1)})
+    poisoned.close()
+    with consuming(embedded, "T", "G", **options) as (_, again):
+        assert reset(admin, "G", "T", "earliest").verified
+        again.wait_for(20)
+        assert "does not count" in events.wait_for("record-ignored").text
+
+
+def test_a_broker_s_word_for_what_was_just_done_is_not_done_again(embedded, broker, stores):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, TARGETS)))
+        seen.wait(lambda seen: len(seen.messages) == 31)
+        tell_members(broker, encode_offset_table(TARGETS))
+        tell_members(broker, encode_offset_table({queue("T", 0): 9}))  # and this is another
+        seen.wait(lambda seen: len(seen.messages) >= 32)
+        wait_until_stored(consumer, "T", 20)
+        assert len(seen.messages) == 32
+
+
+def test_a_queue_moves_once_per_order_in_clustering(embedded, broker):
+    fill(embedded, "T", 20)
+    with consuming(embedded, "T", "G") as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        body = encode_plan(PlanBody("T", 1, {**TARGETS, MessageQueue("T", "broker-z", 0): 5}))
+        for _ in range(2):
+            told = order(broker, consumer.client_id, body, pyrocketId="one")
+            assert decode_report(told.body).moved == TARGETS
+        seen.wait(lambda seen: len(seen.messages) == 31)
+        assert embedded.wait_until(lambda: embedded.committed("G", "T") == {0: 10, 1: 10})
+        assert len(seen.messages) == 31
+
+
+# --- stores
+
+
+class PlainStore(MemoryOffsetStore):
+    """A store of a user's own: it outlives consumers, and knows nothing of epochs."""
+
+    def close(self) -> None:
+        for each in list(self.clone_offset_table()):
+            self.remove_offset(each)
+
+
+def test_a_store_without_epochs_works_and_says_what_it_cannot(embedded, broker, admin):
+    fill(embedded, "T", 20)
+    store, events = PlainStore(), Events()
+    options = {"message_model": "broadcasting", "offset_store": store, "on_event": events}
+    with consuming(embedded, "T", "G", **options) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        assert reset(admin, "G", "T", "earliest").verified
+        wait_until_seen(seen, 2, 20)
+        assert "keeps no reset epochs" in events.wait_for("store-fallback").text
+        wait_until_stored(consumer, "T", 20)
+        body = encode_plan(PlanBody("T", 1, {queue("T", 0): 0}))
+        assert order(broker, consumer.client_id, body).fields["pyrocketState"] == "already"
+    with consuming(embedded, "T", "G", reset_record_interval_s=0.1, **options) as (consumer, again):
+        fill(embedded, "T", 2, start=20)
+        again.wait_for(2)
+        assert len(again.messages) == 2, "the reset of its former life is not followed again"
+        record(broker, soon(), {0: 8})
+        again.wait(lambda seen: len(seen.messages) >= 5)
+
+
+def test_a_store_that_cannot_be_written_moves_in_memory_and_confirms_when_it_can(embedded, broker):
+    fill(embedded, "T", 20)
+    disk, failing = MemoryDisk(), Failing()
+    store = LocalFileOffsetStore("/s", disk=WatchedDisk(disk, failing))
+    events = Events()
+    options = {"message_model": "broadcasting", "offset_store": store, "on_event": events}
+    with consuming(embedded, "T", "G", **options) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+        failing.error = errno.ENOSPC
+        body = encode_plan(PlanBody("T", 5000, TARGETS))
+        told = order(broker, consumer.client_id, body)
+        assert told.fields["pyrocketState"] == "pending"
+        assert "memory only" in told.fields["pyrocketReason"]
+        assert decode_report(told.body).epochs == {}
+        seen.wait(lambda seen: len(seen.messages) == 31)
+        failing.error = None
+
+        def confirmed() -> bool:
+            status = order(broker, consumer.client_id, b'{"topic":"T"}', "status")
+            return decode_report(status.body).epochs == dict.fromkeys(TARGETS, 5000)
+
+        until(confirmed, "it is stored")
+    disk.free_locks()
+    with LocalFileOffsetStore("/s", disk=disk) as found:
+        assert [found.reset_epoch(each) for each in TARGETS] == [5000, 5000]
+
+
+class SlowStore(LocalFileOffsetStore):
+    """Stores resets only when the test lets it."""
+
+    let = threading.Event()
+
+    def persist_resets(self, resets):
+        self.let.wait(30)
+        super().persist_resets(resets)
+
+
+def test_a_slow_store_is_answered_pending_in_time_and_done_later(embedded, broker, tmp_path):
+    fill(embedded, "T", 20)
+    store = SlowStore(tmp_path)
+    with consuming(embedded, "T", "G", message_model="broadcasting", offset_store=store) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        told = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, TARGETS)))
+        assert told.fields["pyrocketState"] == "pending"
+        assert len(seen.messages) == 20, "nothing is pulled before the target is durable"
+        store.let.set()
+        seen.wait(lambda seen: len(seen.messages) == 31)
+
+
+# --- the record
+
+
+def test_a_record_that_may_not_be_read_is_told_and_the_member_works(embedded, broker, stores):
+    broker.on(
+        RequestCode.QUERY_CONSUMER_OFFSET,
+        answer(16, "no permission"),
+        times=None,
+        when=lambda command: command.fields["topic"] == RETRY,
+    )
+    fill(embedded, "T", 10)
+    events = Events()
+    with consuming(embedded, "T", "G", on_event=events, **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+        assert "may not be read" in events.wait_for("broker-unreachable").text
+
+
+def test_a_record_that_cannot_be_read_at_the_start_is_followed_soon(embedded, broker, stores):
+    fill(embedded, "T", 10)
+    with consuming(embedded, "T", "G", **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+    record(broker, 1000, {0: 0, 1: 0})
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(2, "busy"))
+    with consuming(embedded, "T", "G", reset_record_interval_s=0.3, **stores) as (_, seen):
+        wait_until_seen(seen, 1, 10)
+
+
+# --- refusing
+
+
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+def test_one_who_refuses_stays_where_it_is(embedded, broker, tmp_path, model):
+    fill(embedded, "T", 20)
+    events = Events()
+    options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events, "remote_reset": "refuse"}
+    with consuming(embedded, "T", "G", pull_hold_s=0.2, **options) as (consumer, seen):
+        wait_until_seen(seen, 1, 20)
+        wait_until_stored(consumer, "T", 20)
+        tell_members(broker, encode_offset_table(TARGETS))
+        events.wait_for("offset-reset", 1)
+        told = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, TARGETS)))
+        assert told.fields["pyrocketState"] == "refused"
+        assert reset_at_broker(broker).code == 0
+        events.wait_for("offset-reset", 3)
+        assert all("refused" in event.text for event in events.of("offset-reset"))
+        fill(embedded, "T", 2, start=20)
+        seen.wait_for(22)
+        assert set(seen.places.values()) == {1}
+        assert order(broker, consumer.client_id, b"", "status").fields["pyrocketState"] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"remote_reset": "maybe"}, "remote_reset='maybe' is not allowed; choose one of 'accept', 'refuse'"),
+        ({"reset_record_interval_s": 0}, "reset_record_interval_s=0 is not allowed"),
+    ],
+)
+def test_wrong_options_are_told(option, reason):
+    with pytest.raises(ConfigError, match=reason):
+        PushConsumer("G", name_server="127.0.0.1:1", **option)

@@ -1,0 +1,410 @@
+"""H13–H15, the local file: what is found again after a kill, a power failure, and while others write.
+
+The faulty stores are those of Java, Go and older Java clients in a few lines; they write the same text as ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer.errors import OffsetStoreCorrupt, ProtocolError
+from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
+from pyrocket_consumer.offsets import LocalFileOffsetStore, OffsetStore, ReadOffsetType
+from pyrocket_consumer.offsets.disk import Disk
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import consuming, numbered, until
+from tests.hazards.members import faulty
+from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
+
+QUEUE, OTHER = MessageQueue("orders", "broker-a", 0), MessageQueue("orders", "broker-a", 1)
+MAIN, BACKUP = "/s/offsets.json", "/s/offsets.json.bak"
+
+MakeStore = Callable[..., OffsetStore]
+"""(disk, on_event=…) -> a store in /s of that disk, not loaded yet."""
+
+
+# -- stores that get it wrong ------------------------------------------------------------------------------------
+
+
+class JavaStore:
+    """Java from 5.2 on: reads the file, lays memory over it, copies the file to the backup, writes it in place."""
+
+    def __init__(self, disk: Disk, on_event: Callable[[ConsumerEvent], None] | None = None) -> None:
+        self._disk = disk
+        self._memory: dict[MessageQueue, int] = {}
+
+    def load(self) -> None:
+        self._memory = self._read()
+
+    def update_offset(self, mq: MessageQueue, offset: int, increase_only: bool = False) -> None:
+        self._memory[mq] = max(offset, self._memory.get(mq, 0)) if increase_only else offset
+
+    def read_offset(
+        self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
+    ) -> int | None:
+        if read_type is ReadOffsetType.READ_FROM_STORE or mq not in self._memory:
+            return self._read().get(mq)
+        return self._memory[mq]
+
+    def persist(self, mq: MessageQueue) -> None:
+        self.persist_all([mq])
+
+    def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
+        table = self._read()
+        table.update({mq: self._memory[mq] for mq in (self._memory if mqs is None else mqs) if mq in self._memory})
+        self._write(encode_offsets(table))
+
+    def remove_offset(self, mq: MessageQueue) -> None:
+        self.persist(mq)
+        self._memory.pop(mq, None)
+
+    def clone_offset_table(self, topic: str | None = None) -> dict[MessageQueue, int]:
+        return {mq: offset for mq, offset in self._memory.items() if topic in (None, "", mq.topic)}
+
+    def close(self) -> None:
+        pass
+
+    def _read(self) -> dict[MessageQueue, int]:
+        for path in (MAIN, BACKUP):
+            try:
+                if data := self._disk.read(path):
+                    return decode_checkpoint(data)[0]
+            except ProtocolError:
+                pass
+        return {}
+
+    def _write(self, text: bytes) -> None:
+        before = self._disk.read(MAIN)
+        if before is not None:
+            self._put(BACKUP, before)
+        self._put(MAIN, text)
+
+    def _put(self, path: str, data: bytes) -> None:
+        file = self._disk.open(path, create=True)
+        file.write_at(data, 0)
+        file.close()
+
+
+class GoStore(JavaStore):
+    """Go: a new file takes the place of one removed before; the backup is looked for where it never is."""
+
+    def _read(self) -> dict[MessageQueue, int]:
+        data = self._disk.read(MAIN)
+        return decode_checkpoint(data)[0] if data else {}
+
+    def _write(self, text: bytes) -> None:
+        self._put(MAIN + ".tmp", text)
+        self._disk.remove(MAIN)
+        self._disk.replace(MAIN + ".tmp", MAIN)
+
+
+class OldJavaStore(JavaStore):
+    """Java up to 4.9.7 and 5.1: the file holds what was held at the last tick of the timer, and nothing else."""
+
+    def persist(self, mq: MessageQueue) -> None:
+        pass
+
+    def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
+        held = list(self._memory if mqs is None else mqs)
+        if held:
+            self._write(encode_offsets({mq: self._memory[mq] for mq in held if mq in self._memory}))
+
+    def remove_offset(self, mq: MessageQueue) -> None:
+        pass
+
+
+def ours(disk: Disk, **options: Any) -> LocalFileOffsetStore:
+    return LocalFileOffsetStore("/s", journal_bytes=4096, disk=disk, **options)
+
+
+def ours_that_checkpoints(disk: Disk, **options: Any) -> LocalFileOffsetStore:
+    return ours(disk, durability="checkpoint", **options)
+
+
+OURS = [ours, ours_that_checkpoints]
+
+
+# -- H13 ---------------------------------------------------------------------------------------------------------
+
+
+class Life:
+    """A store is used until the process, or the machine, ends before file operation number `last`."""
+
+    def __init__(self, make: MakeStore, disk: MemoryDisk, start: int, last: int) -> None:
+        self.acknowledged, self.written, self.ended_at = start, start, "its end"
+        self._last = last
+        store = make(WatchedDisk(disk, self._cut))
+        try:
+            store.load()
+            for offset in (start + 10, start + 20, start + 30):
+                store.update_offset(QUEUE, offset)
+                self.written = offset
+                store.persist(QUEUE)
+                self.acknowledged = offset
+            store.close()
+        except PowerCut:
+            pass
+
+    def _cut(self, count: int, operation: str, path: str) -> None:
+        if count >= self._last:  # nothing reaches the disk any more, whatever the store tries
+            if count == self._last:
+                self.ended_at = f"{operation} {path}"
+            raise PowerCut
+
+    @property
+    def was_cut(self) -> bool:
+        return self.ended_at != "its end"
+
+
+def check_found(make: MakeStore, disk: MemoryDisk, life: Life, how: str) -> int:
+    """Return what the next process finds: what was acknowledged, or what was being written."""
+    store = make(disk)
+    store.load()
+    found = store.read_offset(QUEUE, ReadOffsetType.MEMORY_FIRST_THEN_STORE)
+    assert found in (life.acknowledged or None, life.written), (
+        f"{how} before {life.ended_at}: found {found}, acknowledged {life.acknowledged}"
+    )
+    return found or 0
+
+
+def a_kill_loses_nothing(make: MakeStore) -> None:
+    """Killed before any file operation, and the next process again."""
+    for first in itertools.count(1):
+        disk = MemoryDisk()
+        life = Life(make, disk, 0, first)
+        found = check_found(make, disk.after_kill(), life, "killed")
+        for second in itertools.count(1):
+            disk_again = disk.after_kill()
+            next_life = Life(make, disk_again, found, second)
+            check_found(make, disk_again.after_kill(), next_life, "killed again")
+            if not next_life.was_cut:
+                break
+        if not life.was_cut:
+            return
+
+
+def a_power_failure_loses_nothing(make: MakeStore) -> None:
+    for last in itertools.count(1):
+        for seed in range(5):
+            disk = MemoryDisk()
+            life = Life(make, disk, 0, last)
+            check_found(make, disk.after_power_loss(random.Random(seed)), life, "power failed")
+        if not life.was_cut:
+            return
+
+
+@pytest.mark.hazard("H13")
+@pytest.mark.parametrize(
+    "make",
+    [
+        *OURS,
+        faulty(GoStore, "killed .*before replace .*found None"),
+        faulty(JavaStore, "killed again before .*found None"),
+    ],
+)
+def test_a_process_killed_at_any_moment_finds_what_was_acknowledged(make):
+    """An offset whose persist has returned is found again, wherever the process was killed, and the next one too: the
+    old file is there until the new one is whole, and is never overwritten by an empty one.
+
+    Faulty: Go has a moment without a file, between remove and rename. Java, killed a second time, has copied the empty
+    file of the first time over its good backup.
+    """
+    a_kill_loses_nothing(make)
+
+
+@pytest.mark.hazard("H13")
+@pytest.mark.parametrize(
+    "make", [*OURS, *(faulty(store, "power failed before .*found None") for store in (JavaStore, GoStore))]
+)
+def test_power_may_fail_at_any_moment(make):
+    """File and directory are synced before a persist returns, so what was acknowledged survives a power failure.
+
+    Faulty: Java, Go and C++ never sync.
+    """
+    a_power_failure_loses_nothing(make)
+
+
+def unreadable_is_never_silent(make: MakeStore, backup: bytes | None) -> None:
+    """Whoever has offsets that cannot be read either does not start, or says so."""
+    disk, events = MemoryDisk(), []
+    disk.put(MAIN, b"\0" * 200)
+    if backup is not None:
+        disk.put(BACKUP, backup)
+    store = make(disk, on_event=events.append)
+    try:
+        store.load()
+    except OffsetStoreCorrupt:
+        assert disk.files()[MAIN] == b"\0" * 200, "what is unreadable is left for somebody to look at"
+        return
+    told = [event.kind for event in events]
+    assert EventKind.STORE_FALLBACK in told, f"found {store.read_offset(QUEUE)}, and nobody was told"
+    assert b"\0" * 200 in disk.files().values(), "what was unreadable is set aside"
+
+
+BACKUPS = {"no backup": None, "empty": b"", "cut": b"{", "NULs": b"\0" * 200}
+
+
+@pytest.mark.hazard("H13")
+@pytest.mark.parametrize(
+    ("make", "backup"),
+    [
+        *(
+            (partial(ours, on_unreadable=policy), backup)
+            for policy in ("raise", "backup", "start_over")
+            for backup in BACKUPS
+        ),
+        faulty(JavaStore, "found None, and nobody was told", "no backup"),
+    ],
+)
+def test_unreadable_files_are_told_or_stop_the_start(make, backup):
+    """With neither offsets.json nor its backup readable the consumer does not start, unless `on_unreadable_store`
+    says to start over; then an event tells, and the unreadable file is kept beside.
+
+    Faulty: Java starts without offsets and without a word when there is no backup, Go whenever it is empty.
+    """
+    unreadable_is_never_silent(make, BACKUPS[backup])
+
+
+def readers_see_the_last_generation(make: MakeStore) -> None:
+    """Somebody reads the stored offset before each file operation of a persist."""
+    acknowledged, seen = 100, []
+
+    def read(count: int, operation: str, path: str) -> None:
+        if watching:
+            watching.clear()  # what the reader itself does with the disk is of no interest
+            seen.append((operation, path, store.read_offset(QUEUE, ReadOffsetType.READ_FROM_STORE)))
+            watching.append(True)
+
+    watching: list[bool] = []
+    store = make(WatchedDisk(MemoryDisk(), read))
+    store.load()
+    for offset in range(acknowledged, acknowledged + 5):
+        store.update_offset(QUEUE, offset)
+        store.persist(QUEUE)
+        watching.append(True)
+        for operation, path, found in seen:
+            assert found in (offset - 1, offset), f"{found} was read before {operation} {path}, {offset - 1} was stored"
+        seen.clear()
+    watching.clear()
+    store.close()
+
+
+@pytest.mark.hazard("H13")
+@pytest.mark.parametrize("make", [*OURS, faulty(GoStore, "None was read before replace")])
+def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
+    """The stored offset is read from memory, never from a file that is just being written.
+
+    Faulty: Go reads the file, which is away for a moment.
+    """
+    readers_see_the_last_generation(make)
+
+
+# -- H14 ---------------------------------------------------------------------------------------------------------
+
+
+def a_correction_stays(make: MakeStore) -> None:
+    """While the timer persists everything, another thread corrects an offset and gives its queue up."""
+    disk, corrector = MemoryDisk(), threading.Thread()
+
+    def correct() -> None:
+        store.update_offset(QUEUE, 40)
+        store.persist(QUEUE)
+        store.remove_offset(QUEUE)
+
+    def interfere(count: int, operation: str, path: str) -> None:
+        nonlocal corrector
+        if armed and operation in ("create", "write_at"):
+            armed.clear()
+            corrector = threading.Thread(target=correct)
+            corrector.start()
+            corrector.join(0.2)  # ours has to wait for its turn; whoever need not is through by now
+
+    armed: list[bool] = []
+    store = make(WatchedDisk(disk, interfere))
+    store.load()
+    for number in range(5):
+        store.update_offset(QUEUE, 100)
+        store.update_offset(OTHER, 50 + number)
+        armed.append(True)
+        store.persist_all()
+        corrector.join(10)
+        assert not armed
+        again = make(disk.after_kill())
+        again.load()
+        stored = again.read_offset(QUEUE, ReadOffsetType.MEMORY_FIRST_THEN_STORE)
+        assert stored == 40, f"corrected to 40 and acknowledged, but {stored} is stored"
+    store.close()
+
+
+@pytest.mark.hazard("H14")
+@pytest.mark.parametrize("make", [*OURS, faulty(JavaStore, "but 100 is stored")])
+def test_a_correction_is_not_overwritten_by_the_timer(make):
+    """A correction that was persisted stays, whatever another thread persists meanwhile: writes have one order, and
+    each takes the offsets when its turn comes.
+
+    Faulty: Java from 5.2 on reads, changes and writes the file in several threads at once.
+    """
+    a_correction_stays(make)
+
+
+# -- H15 ---------------------------------------------------------------------------------------------------------
+
+
+def an_absent_brokers_queues_keep_their_place(cluster: EmbeddedCluster, names: Any, **store: Any) -> None:
+    """broker-b leaves the route for a while; what it stored meanwhile is consumed, with and without a restart."""
+    topic, group, absent = names.topic(), names.group(), cluster.broker("broker-b")
+    options = {**store, "message_model": "broadcasting", "commit_interval_s": 0.05, "route_refresh_interval_s": 0.1,
+               "rebalance_interval_s": 0.1}  # fmt: skip
+    cluster.create_topic(topic, queues=1)
+
+    def send(broker_name: str, start: int, count: int = 5) -> list[bytes]:
+        cluster.send(topic, lambda number: b"m%d" % (start + number), count=count, broker_name=broker_name)
+        return numbered(count, start)
+
+    def held(consumer: Any) -> set[str]:
+        return {queue.broker_name for queue in consumer.progress()}
+
+    with consuming(cluster, topic, group, **options) as (consumer, seen):
+        sent = send("broker-a", 0) + send("broker-b", 5)
+        seen.wait_for(10)
+        cluster.call(lambda: cluster.unregister(absent))
+        until(lambda: held(consumer) == {"broker-a"}, "its queue is given up")
+        sent += send("broker-b", 10)
+        cluster.call(lambda: cluster.register(absent))
+        seen.wait_for(15)
+        cluster.call(lambda: cluster.unregister(absent))
+        until(lambda: held(consumer) == {"broker-a"}, "its queue is given up again")
+        sent += send("broker-a", 15)
+        seen.wait_for(20)
+    with consuming(cluster, topic, group, **options) as (_, second):
+        send("broker-a", 20, 1)
+        second.wait_for(1)
+    missed = send("broker-b", 21)
+    cluster.call(lambda: cluster.register(absent))
+    with consuming(cluster, topic, group, **{**options, "consume_from": "last"}) as (_, third):
+        last = send("broker-b", 26, 1)
+        third.wait(lambda seen: last[0] in seen.bodies)
+        assert sorted(third.bodies) == sorted(missed + last), f"consumed {third.bodies}, sent {missed + last}"
+    assert sorted(seen.bodies) == sorted(sent)
+
+
+@pytest.mark.hazard("H15")
+@pytest.mark.parametrize("faulty_store", [None, faulty(OldJavaStore, r"consumed \[b'm26'\]")])
+def test_queues_of_a_broker_that_is_away_keep_their_offsets(names, tmp_path, faulty_store):
+    """A persist changes the queues it names and leaves all others in the file: a broker that was away for a while, or
+    over a restart, is consumed from where it was.
+
+    Faulty: Java up to 4.9.7 and 5.1 writes what it holds and nothing else; the queues of the broker then begin at the
+    end.
+    """
+    store = {"offset_store": faulty_store(MemoryDisk())} if faulty_store else {"offset_store_dir": tmp_path}
+    with EmbeddedCluster(brokers=2, long_poll_tick_s=0.1) as cluster:
+        an_absent_brokers_queues_keep_their_place(cluster, names, **store)

@@ -1,0 +1,303 @@
+"""H10, H11, H12: whose offsets are in which directory: after the machine, the address or the process has changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer import OffsetStoreLocked
+from pyrocket_consumer.offsets.directories import store_directory
+from tests.consumer.processes import member as child_member
+from tests.consuming import until
+from tests.hazards.members import Kind, broadcasting, faulty, filled, ours
+from tests.hazards.naive import NaiveMember
+from tests.resetting import fill, queue
+
+# --- H10
+
+
+class KeepsOffsetsAtHome(NaiveMember):
+    """Go and C++: the directory is in the user's home, wherever that is today, and cannot be chosen."""
+
+    @property
+    def file(self) -> Path:
+        return store_directory(Path.home() / ".rocketmq_client_go", self.client_id, self.group) / "offsets.json"
+
+
+def a_new_container_goes_on(
+    cluster: Any, names: Any, member: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Only a volume outlives the container; "last" is where a consumer without offsets begins."""
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=1)
+    options = broadcasting(tmp_path / "volume", consume_from="last")
+    monkeypatch.setenv("HOME", str(tmp_path / "first-container"))
+    with member(cluster, topic, group, **options) as consumer:
+        fill(cluster, topic, 5)
+        consumer.seen.wait_for(5)
+    fill(cluster, topic, 5, start=5)
+    monkeypatch.setenv("HOME", str(tmp_path / "second-container"))
+    with member(cluster, topic, group, **options) as consumer:
+        fill(cluster, topic, 1, start=10)
+        consumer.seen.wait(lambda seen: b"m10" in seen.bodies)
+        until(lambda: consumer.stored() == {queue(topic, 0): 11}, "consumed")
+        missed = [body for body in (b"m%d" % number for number in range(5, 10)) if body not in consumer.seen.bodies]
+        assert not missed, f"{len(missed)} messages sent meanwhile were skipped"
+
+
+@pytest.mark.hazard("H10")
+@pytest.mark.parametrize("member", [ours, faulty(KeepsOffsetsAtHome, "sent meanwhile were skipped")])
+def test_offsets_are_where_the_user_puts_them(
+    embedded: Any, names: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: Any
+) -> None:
+    """`offset_store_dir`, or an environment variable, says where offsets are: on a volume that outlives containers.
+
+    Faulty: Go and C++ keep them in the home directory, and lose them with it.
+    """
+    a_new_container_goes_on(embedded, names, member, tmp_path, monkeypatch)
+
+
+@pytest.mark.hazard("H10")
+def test_a_start_without_offsets_is_told_from_one_that_goes_on(
+    embedded: Any, names: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start's log line names the directory and what was found there; `progress()` tells why a queue began there."""
+    topic, group = names.topic(), names.group()
+    place = queue(topic, 0)
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 3)
+    caplog.set_level("INFO", "pyrocket_consumer")
+    origins, lines = [], []
+    for _ in range(2):
+        caplog.clear()
+        with ours(embedded, topic, group, **broadcasting(tmp_path)) as consumer:
+            until(lambda consumer=consumer: consumer.stored() == {place: 3}, "consumed")
+            origins.append(consumer.consumer.progress()[place].origin)
+            lines += [record.getMessage() for record in caplog.records if "offset store loaded" in record.getMessage()]
+    assert origins == ["first start from the first message", "stored"]
+    assert len(lines) == 2 and all(str(tmp_path) in line for line in lines), lines
+    assert "found=new queues=0" in lines[0] and "queues=1" in lines[1], lines
+
+
+# --- H11
+
+
+class HasThePidInItsName(NaiveMember):
+    """Go: the directory's name has the number of the process."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "instance_name": f"{os.getpid()}#{time.time_ns()}"})
+
+
+def a_restart_finds_its_offsets(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
+    """The same program on the same machine, started twice."""
+    topic, group = filled(cluster, names, queues=1, messages=5)
+    for start in (0, 5):
+        with member(cluster, topic, group, **broadcasting(stores)) as consumer:
+            fill(cluster, topic, 5, start=start + 5)
+            consumer.seen.wait(lambda seen, last=b"m%d" % (start + 9): last in seen.bodies)
+            until(lambda consumer=consumer, start=start: consumer.stored() == {queue(topic, 0): start + 10}, "consumed")
+    again = [body for body in consumer.seen.bodies if body in {b"m%d" % number for number in range(10)}]
+    assert not again, f"{len(again)} messages were consumed again after a restart"
+
+
+def a_changed_address_is_noticed(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
+    """The machine has another address after a restart, and with it the client another id."""
+    topic, group = filled(cluster, names, queues=1, messages=5)
+    with member(cluster, topic, group, **broadcasting(stores, client_ip="10.0.0.5")) as consumer:
+        consumer.seen.wait_for(5)
+        left = store_directory(stores, consumer.client_id, group)
+    with member(cluster, topic, group, **broadcasting(stores, client_ip="10.0.0.9")) as consumer:
+        consumer.seen.wait_for(5)  # it begins anew, with what it was configured to begin with
+        told = [event for event in consumer.events.of("store-orphaned") if str(left) in event.text]
+        assert told, f"nobody was told that {left} is left behind"
+
+
+@pytest.mark.hazard("H11")
+@pytest.mark.parametrize("member", [ours, faulty(HasThePidInItsName, "were consumed again after a restart")])
+def test_a_restarted_program_finds_its_offsets(embedded: Any, names: Any, tmp_path: Path, member: Any) -> None:
+    """The directory's name has no part that is new with each run: neither process nor time.
+
+    Faulty: Go puts the process into it, and begins anew at each restart.
+    """
+    a_restart_finds_its_offsets(embedded, names, member, tmp_path)
+
+
+@pytest.mark.hazard("H11")
+@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "is left behind")])
+def test_a_changed_address_is_told_with_the_directory_left_behind(
+    embedded: Any, names: Any, tmp_path: Path, member: Any
+) -> None:
+    """A member that begins anew while another client id of its group has left a store says so: `store-orphaned` names
+    the directory, which `offsets.adoption.adopt` moves to the new id.
+
+    Faulty: all others begin anew without a word.
+    """
+    a_changed_address_is_noticed(embedded, names, member, tmp_path)
+
+
+# --- H12
+
+
+def each_goes_on_at_its_own(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
+    """Two consumers of one group on one host, at different places of a queue, are restarted."""
+    topic, group = names.topic(), names.group()
+    place = queue(topic, 0)
+    cluster.create_topic(topic, queues=1)
+    options = broadcasting(stores)
+    with member(cluster, topic, group, **options) as first, member(cluster, topic, group, **options) as second:
+        fill(cluster, topic, 10)
+        for each in (first, second):
+            each.seen.wait_for(10)
+            until(lambda each=each: each.stored() == {place: 10}, "consumed")
+            each.pause()
+        first.reset(topic, {place: 3})
+        second.reset(topic, {place: 7})
+        stored = [each.stored()[place] for each in (first, second)]
+        assert stored == [3, 7], f"two processes write one file: {stored}"
+        assert first.client_id != second.client_id
+    with member(cluster, topic, group, **options) as first, member(cluster, topic, group, **options) as second:
+        for each, count in ((first, 7), (second, 3)):
+            each.seen.wait(lambda seen, count=count: len(seen.messages) == count)
+            until(lambda each=each: each.stored() == {place: 10}, "consumed")
+
+
+@pytest.mark.hazard("H12")
+@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "two processes write one file")])
+def test_two_processes_of_a_host_have_a_store_each(embedded: Any, names: Any, tmp_path: Path, member: Any) -> None:
+    """A store belongs to one process, for as long as that lives; a second one takes the next slot, and each finds its
+    own again.
+
+    Faulty: Java and C++, where both are `ip@DEFAULT` and write one file.
+    """
+    each_goes_on_at_its_own(embedded, names, member, tmp_path)
+
+
+@pytest.mark.hazard("H12")
+@pytest.mark.live
+def test_a_killed_process_leaves_its_store_to_the_next(embedded: Any, names: Any, tmp_path: Path) -> None:
+    """The ownership ends with the process, even by kill -9: the next one goes on there, not in a new slot."""
+    topic, group = names.topic(), names.group()
+    embedded.create_topic(topic, queues=1)
+    fill(embedded, topic, 5)
+    options = broadcasting(tmp_path, client_ip="127.0.0.1", commit_interval_s=0.05)
+    with child_member(embedded, topic, group, **{**options, "offset_store_dir": str(tmp_path)}) as child:
+        child.wait(lambda lines: len(child.bodies) == 5)
+        with ours(embedded, topic, group, **options) as second:
+            assert second.client_id == "127.0.0.1@DEFAULT-1", "the first slot is taken"
+            second.seen.wait_for(5)
+        child.send(signal.SIGKILL)
+        child.ended()
+    with ours(embedded, topic, group, **options) as third:
+        assert third.client_id == "127.0.0.1@DEFAULT"
+
+
+@pytest.mark.hazard("H12")
+def test_a_name_of_ones_own_is_for_one_process(embedded: Any, names: Any, tmp_path: Path) -> None:
+    """With an instance name that the user chose there is one store, and a second process is refused, not mixed in."""
+    topic, group = names.topic(), names.group()
+    embedded.create_topic(topic, queues=1)
+    options = broadcasting(tmp_path, instance_name="blue")
+    with (
+        ours(embedded, topic, group, **options),
+        pytest.raises(OffsetStoreLocked, match="in use by this process"),
+        ours(embedded, topic, group, **options),
+    ):
+        pass
+
+
+class LocksNothing(NaiveMember):
+    """Whoever looks for a lock once: when its file has been removed, two write one store."""
+
+
+def one_owner_though_the_lock_was_removed(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
+    """Somebody cleans up under a running member, and another process of the host starts."""
+    topic, group = names.topic(), names.group()
+    place = queue(topic, 0)
+    cluster.create_topic(topic, queues=1)
+    options = broadcasting(stores, client_ip="127.0.0.1")
+    with member(cluster, topic, group, **options) as first:
+        fill(cluster, topic, 5)
+        until(lambda: first.stored() == {place: 5}, "consumed")
+        for lock in stores.rglob("offsets.lock"):
+            lock.unlink()
+        with member(cluster, topic, group, **options) as second:
+            assert second.client_id == first.client_id, "its store was free"
+            second.pause()
+            second.reset(topic, {place: 2})
+            fill(cluster, topic, 5, start=5)
+            until(lambda: bool(first.events.of("store-taken")) or second.stored() != {place: 2}, "told")
+            assert second.stored() == {place: 2}, "two members write one store"
+            fill(cluster, topic, 1, start=10)
+            first.seen.wait_for(11)
+            first.events.wait_for("commit-failed")
+            assert first.held() == {place: 11}, "it goes on, from memory"
+            with pytest.raises(OffsetStoreLocked, match="taken by this process .*offsets.lock"):
+                first.close()
+            assert second.stored() == {place: 2}
+    assert len(first.events.of("store-taken")) == 1
+
+
+@pytest.mark.hazard("H12")
+@pytest.mark.parametrize("member", [ours, faulty(LocksNothing, "two members write one store")])
+def test_a_store_whose_lock_was_removed_has_one_owner(
+    embedded: Any, names: Any, tmp_path: Path, member: Any
+) -> None:
+    """An owner looks now and then whether its lock is there. When another has taken the store since, nothing more is
+    written: `store-taken` tells, consuming goes on, and `close()` raises.
+
+    Faulty: all others; they lock nothing, or never look again.
+    """
+    one_owner_though_the_lock_was_removed(embedded, names, member, tmp_path)
+
+
+@pytest.mark.hazard("H12")
+def test_a_store_that_is_removed_under_its_member_is_written_anew(
+    embedded: Any, names: Any, tmp_path: Path
+) -> None:
+    """Nobody has taken it since: the directory is made again, with all offsets, and told (`store-removed`)."""
+    topic, group = filled(embedded, names, queues=2, messages=6)
+    with ours(embedded, topic, group, **broadcasting(tmp_path / "s")) as consumer:
+        until(lambda: sum(consumer.stored().values()) == 6, "consumed")
+        before = consumer.stored()
+        shutil.rmtree(tmp_path / "s")
+        consumer.events.wait_for("store-removed")
+        until(lambda: consumer.stored() == before, "written anew")
+        fill(embedded, topic, 2, start=6)
+        until(lambda: sum(consumer.stored().values()) == 8, "consumed")
+    assert not consumer.events.of("commit-failed")
+
+
+class IsCalledLikeTheOthers(NaiveMember):
+    """Java before 4.9, and containers with one address and the pid 1: members of a group that are told apart by
+    nothing."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "instance_name": "DEFAULT"})
+
+
+def members_share_the_queues(cluster: Any, names: Any, member: Kind) -> None:
+    """Two clustering members that were configured alike."""
+    topic, group = names.topic(), names.group()
+    cluster.create_topic(topic, queues=4)
+    with member(cluster, topic, group) as first, member(cluster, topic, group) as second:
+        until(lambda: len(second.held()) >= 2, "the second has queues")
+        until(lambda: len(first.held()) == 2 or set(first.held()) == set(second.held()), "they have settled")
+        both = set(first.held()) & set(second.held())
+        assert not both, f"{len(both)} queues belong to two members"
+
+
+@pytest.mark.hazard("H12")
+@pytest.mark.parametrize("member", [ours, faulty(IsCalledLikeTheOthers, "queues belong to two members")])
+def test_members_that_are_configured_alike_share_the_queues(embedded: Any, names: Any, member: Any) -> None:
+    """Each clustering consumer has an id of its own, by process and time.
+
+    Faulty: clients whose ids can be equal: equal ids get equal queues, consumed twice, and other queues nobody.
+    """
+    members_share_the_queues(embedded, names, member)
