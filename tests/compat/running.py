@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.system.processes import Child
+from tests.consumer.processes import Child
 
 INSTALL = "from pyrocket_consumer import compat; compat.install(); "
 

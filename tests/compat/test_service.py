@@ -12,7 +12,7 @@ import pytest
 
 from tests.compat.running import running
 from tests.consuming import until
-from tests.system.processes import Child
+from tests.consumer.processes import Child
 
 SERVICE = Path(__file__).with_name("service.py")
 TOPICS = ("orders", "payments", "mails", "audit", "prices")

@@ -11,7 +11,7 @@ import pytest
 from pyrocket_consumer import Producer, Suspend
 from tests.by_key import ByKey, key_of
 from tests.consuming import WAIT_S, Events, consuming, until
-from tests.system.processes import member
+from tests.consumer.processes import member
 
 
 def by_key(cluster, topic, group, seen, **options):

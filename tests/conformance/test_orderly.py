@@ -14,7 +14,7 @@ from pyrocket_consumer.wire.bodies import LockRequest, decode_lock_answer, encod
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, Seen, consuming, numbered, until
 from tests.real_brokers.remoting import Peer
-from tests.system.processes import member
+from tests.consumer.processes import member
 
 
 def fill(cluster, topic, count, start=0, **options):

@@ -10,7 +10,7 @@ import pytest
 
 from pyrocket_consumer import ConsumerClosed
 from tests.consuming import Seen, consuming, numbered, until
-from tests.system.processes import member
+from tests.consumer.processes import member
 
 
 def fill(cluster, topic, count, start=0):

@@ -15,7 +15,7 @@ from pyrocket_consumer.admin import ResetState
 from tests.consuming import PATIENT_S, QUICK, Events, Seen, consuming, until
 from tests.real_brokers.remoting import Peer, Refused
 from tests.resetting import fill, queue, reset, wait_until_seen, wait_until_stored
-from tests.system.processes import member
+from tests.consumer.processes import member
 
 BROADCASTING = {"message_model": "broadcasting"}
 
@@ -35,7 +35,8 @@ def stores(tmp_path):
 # --- broadcasting
 
 
-def test_h03_every_member_of_a_broadcasting_group_is_reset_and_verified(cluster, admin, topic, group, stores):
+@pytest.mark.hazard("H03")
+def test_every_member_of_a_broadcasting_group_is_reset_and_verified(cluster, admin, topic, group, stores):
     cluster.create_topic(topic, queues=2)
     fill(cluster, topic, 20)
     with ExitStack() as stack:
@@ -227,7 +228,8 @@ def test_two_admins_at_once_end_at_one_target_each_queue(cluster, topic, group, 
         assert epochs[0] != epochs[1] or any(result.raced for result in results)
 
 
-def test_h04_a_reset_made_at_the_broker_reaches_every_member(cluster, topic, group, stores):
+@pytest.mark.hazard("H04")
+def test_a_reset_made_at_the_broker_reaches_every_member(cluster, topic, group, stores):
     """As the dashboard does it (222): brokers that keep resets tell who pulls first, and that member the others."""
     cluster.create_topic(topic, queues=2)
     fill(cluster, topic, 10)
@@ -354,7 +356,8 @@ def test_a_clustering_member_that_joins_during_a_reset(cluster, admin, topic, gr
         assert min(seen.places.values()) == 2
 
 
-def test_h02_a_reset_while_a_listener_runs_for_long(cluster, admin, topic, group):
+@pytest.mark.hazard("H02")
+def test_a_reset_while_a_listener_runs_for_long(cluster, admin, topic, group):
     cluster.create_topic(topic, queues=1)
     fill(cluster, topic, 3)
     begun, go_on = threading.Event(), threading.Event()
@@ -375,7 +378,8 @@ def test_h02_a_reset_while_a_listener_runs_for_long(cluster, admin, topic, group
         until(lambda: cluster.committed(group, topic) == {0: 4}, "and then what was consumed after it")
 
 
-def test_h30_a_paused_member_stays_paused(cluster, admin, topic, group):
+@pytest.mark.hazard("H30")
+def test_a_paused_member_stays_paused(cluster, admin, topic, group):
     cluster.create_topic(topic, queues=1)
     fill(cluster, topic, 4)
     with consuming(cluster, topic, group) as (consumer, seen):

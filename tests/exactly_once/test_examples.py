@@ -11,7 +11,7 @@ from sqlalchemy import text
 from tests.consuming import until
 from tests.exactly_once.ledgers import once
 from tests.pages import DOCS, _takes_sigterm
-from tests.system.processes import Child
+from tests.consumer.processes import Child
 
 
 @pytest.mark.live

@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from tests.consuming import until
 from tests.pages import ADDRESS, DOCS, ROOT, _takes_sigterm, blocks, orders_arriving, run_pyrocket, run_python
-from tests.system.processes import Child
+from tests.consumer.processes import Child
 
 PAGE = DOCS / "exactly-once.md"
 PROGRAM, OWN_TRANSACTION, LIFESPAN = blocks(PAGE, "python")

@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from tests.consuming import consuming, numbered, until
 from tests.interop.members import client_id, java_named, named, wait_until_noted
-from tests.system.processes import member
+from tests.consumer.processes import member
 
 NAME = "shared"
 """The instance name that both kinds use in turn: their directory."""

@@ -143,7 +143,8 @@ def test_a_clustering_group_with_a_java_member_replays_all(real_cluster, java, a
         assert len(moved_by_us) == 2, result
 
 
-def test_h29e_a_member_that_consumed_nothing_of_queues_it_took_over_replays_them(real_cluster, java, topic, group):
+@pytest.mark.hazard("H29E")
+def test_a_member_that_consumed_nothing_of_queues_it_took_over_replays_them(real_cluster, java, topic, group):
     real_cluster.create_topic(topic, queues=4)
     fill(real_cluster, topic, 40)
     with consuming(real_cluster, topic, group, **named("a"), pull_hold_s=1) as (first, seen):

@@ -21,7 +21,7 @@ from tests.interop.members import (
     wait_for_owners,
     wait_until_noted,
 )
-from tests.system.processes import member
+from tests.consumer.processes import member
 
 
 @pytest.mark.parametrize(
