@@ -31,21 +31,28 @@ locked: | .venv/bin/python
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick test pure system-packages java check audit lock oldest wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
+.PHONY: help quick test proof pure system-packages java check audit lock oldest wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
-quick: .venv/.test  ## what needs no Java, with a twentieth of the random trials: two minutes (ARGS='-k offsets')
-	$(RUN)/python -m pytest -q -n auto --quick $(ARGS)
+quick: .venv/.test  ## unit tests: pure, or in virtual time; a minute and a half (ARGS='-k offsets')
+	$(RUN)/python -m pytest -q -n auto -m unit --real=none $(ARGS)
 
-test: .venv/.test  ## all tests; Spark and real brokers too where Java and Maven are (ARGS='-k offsets --real=all')
-	$(RUN)/python -m pytest -n auto $(ARGS)
+test: .venv/.test  ## all tests, with Spark and the oldest and the newest broker where Java and Maven are (ARGS='-k offsets --real=none')
+	$(RUN)/python -m pytest -q -n auto $(ARGS)
 
-pure: .venv/.test  ## what the compiled part is used for, without it, with a tenth of the random trials (ARGS='-k offsets')
-	PYROCKET_PURE=1 PYROCKET_TRIALS=0.1 $(RUN)/python -m pytest -q -n auto --real=none $(ARGS) --ignore tests/wire/test_accelerator_builds.py \
-	    tests/wire tests/consumer tests/conformance tests/hazards tests/spark/test_read.py
+proof: .venv/.test  ## everything: all releases, all random search, unit tests in real time, branch coverage; an hour (ARGS='-k offsets')
+	$(RUN)/python -m coverage erase
+	COVERAGE_PROCESS_START=setup.cfg PYROCKET_TRIALS=1 $(RUN)/python -m coverage run -m pytest -q -n auto --real=all $(ARGS)
+	$(RUN)/python -m pytest -q -n auto -m unit --real=none --real-time $(ARGS)
+	$(RUN)/python -m coverage combine -q
+	$(RUN)/python -m coverage report
+
+pure: .venv/.test  ## what the compiled part is used for, without it: the wire, a consumer, a producer (ARGS='-k offsets')
+	PYROCKET_PURE=1 $(RUN)/python -m pytest -q -n auto --real=none $(ARGS) --ignore tests/wire/test_accelerator_builds.py \
+	    tests/wire tests/conformance/test_clustering.py tests/producer/test_sending.py
 
 system-packages:  ## installs Java and Maven for Spark and real brokers, PostgreSQL, MariaDB and a C compiler: as root, or with sudo
 	@.ci/system-packages
@@ -67,12 +74,12 @@ lock:  ## what CI installs anew: the newest versions, for every Python, with the
 	.venv/lock/bin/$(LOCK) --extra dev setup.cfg --output-file .ci/lock.txt
 	echo pip-audit | .venv/lock/bin/$(LOCK) - --output-file .ci/lock-audit.txt
 
-oldest:  ## tests that need no Java, with the oldest versions that setup.cfg allows (ARGS='-k offsets')
+oldest:  ## unit and live tests, with the oldest versions that setup.cfg allows (ARGS='-k offsets')
 	$(PYTHON) -m venv .venv/oldest
 	.venv/oldest/bin/python -m pip install --quiet uv
 	.venv/oldest/bin/uv pip compile --quiet --resolution lowest-direct --no-annotate --extra test setup.cfg --output-file .venv/oldest.txt
 	.venv/oldest/bin/python -m pip install --quiet --requirement .venv/oldest.txt
-	.venv/oldest/bin/python -m pytest -q -n auto --quick $(ARGS)
+	.venv/oldest/bin/python -m pytest -q -n auto -m 'unit or live' --real=none $(ARGS)
 
 wheel: .venv/.test  ## dist/pyrocket_consumer-*.whl
 	@rm -rf build dist
@@ -96,7 +103,7 @@ soak: .venv/.test  ## hours of faults: 20 000 simulated worlds, calls interfered
 	$(RUN)/python -m tests.simulation --seeds 0-999
 	$(RUN)/python -m tests.simulation.every_await
 	$(RUN)/python -m tests.simulation.producing --seeds 0-999
-	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/system/test_any_order.py tests/system/test_any_order_of_sending.py --timeout 20000
+	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/consumer/lifecycle/test_any_order.py tests/producer/test_any_order_of_sending.py --timeout 20000
 	PYROCKET_TRIALS=15 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
 	$(RUN)/python -m tests.exactly_once.killing --messages 200000 --rate 1000 --version 5.5.0 --database postgresql
 

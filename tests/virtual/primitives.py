@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from tests.virtual.scheduler import Scheduler, SimulatedThread
+from tests.virtual.scheduler import Scheduler, SimulatedThread, current
 
 
 class Lock:
@@ -17,6 +17,8 @@ class Lock:
         self._waiting: deque[SimulatedThread] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if blocking and current() is self._world:
+            self._world.step()
         if not self._is_locked:
             self._is_locked = True
             return True

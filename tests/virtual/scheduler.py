@@ -16,8 +16,10 @@ from typing import Any
 START_S = 1_000_000.0
 LONGEST_S = 6 * 3600.0
 """What a test may take. Timers of a client go on for ever, also while the test waits for what does not come."""
-CLOCK_READ_S = 1e-6
-"""Reading the clock takes this long, so that a loop which only looks at the clock ends."""
+STEP_S = 1e-6
+"""Reading the clock or taking a lock takes this long, so that a loop which does nothing else ends."""
+PAUSES = 0.02
+"""How often another thread runs then."""
 
 LEAVING_S = 5.0
 """How long a thread that is left may take to end, in real time."""
@@ -86,7 +88,7 @@ class Scheduler:
     # --- the clock
 
     def monotonic(self) -> float:
-        self.now += CLOCK_READ_S
+        self.now += STEP_S
         return self.now
 
     def wall(self) -> float:
@@ -111,10 +113,15 @@ class Scheduler:
 
     def pause(self) -> None:
         """Let a thread run that could; the caller goes on later, at the same time."""
-        if self._ready:
-            me = self._me()
-            self._ready.append(me)
-            self._switch(me)
+        me = self._me()
+        self._ready.append(me)
+        self._switch(me)
+
+    def step(self) -> None:
+        """Take a moment, in which another thread may run: a thread that never waits does not keep others from it."""
+        self.now += STEP_S
+        if self.random.random() < PAUSES and (self._ready or (self._timers and self._timers[0][0] <= self.now)):
+            self.pause()
 
     def wake(self, thread: SimulatedThread) -> None:
         """Let `thread` go on, if it waits."""

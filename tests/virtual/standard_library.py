@@ -6,6 +6,7 @@ import _queue
 import _thread
 import asyncio
 import concurrent.futures.thread
+import logging
 import queue
 import socket
 import sys
@@ -123,6 +124,9 @@ def _install_threads() -> None:
 
     queue.SimpleQueue = SimpleQueue  # type: ignore[assignment, misc]
     concurrent.futures.thread._global_shutdown_lock = _OutsideLock(real_lock())  # type: ignore[attr-defined]
+    logging._lock = _OutsideLock(real_rlock())  # type: ignore[attr-defined]
+    logging.Handler.createLock = lambda self: setattr(self, "lock", _OutsideLock(real_rlock()))  # type: ignore[assignment, method-assign]
+    logging.lastResort.createLock()  # type: ignore[union-attr]
     for name in ("_start_new_thread", "_start_joinable_thread"):
         if hasattr(threading, name):
             setattr(threading, name, _starting(getattr(threading, name)))
@@ -130,18 +134,30 @@ def _install_threads() -> None:
 
 
 class _OutsideLock:
-    """A lock that is held while a thread starts. Inside a world only one thread could want it."""
+    """A lock for what no two threads of a world do at once: it locks outside of worlds only.
+
+    A thread that held a real one while others of its world run would stop them all.
+    """
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
 
-    def __enter__(self) -> None:
+    def acquire(self) -> None:
         if current() is None:
             self._lock.acquire()
 
-    def __exit__(self, *error: Any) -> None:
+    def release(self) -> None:
         if current() is None:
             self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: Any) -> None:
+        self.release()
+
+    def _at_fork_reinit(self) -> None:
+        self._lock._at_fork_reinit()
 
 
 def _starting(begin: Callable[..., Any]) -> Callable[..., Any]:
