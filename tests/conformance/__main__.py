@@ -9,11 +9,13 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.real_brokers import VERSIONS
 
-TESTS = Path(__file__).parents[1]
+FOLDER = Path(__file__).parent
+TESTS = FOLDER.parent
 DOCUMENT = TESTS.parent / "docs" / "fidelity.md"
 
 DIFFERENCES = {
@@ -101,13 +103,17 @@ class MarkedTest:
     fixtures: frozenset[str]
 
 
-def marked_tests() -> Iterator[MarkedTest]:
-    """Return every test, with the differences it shows."""
-    for path in sorted(TESTS.rglob("test_*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                fixtures = frozenset(argument.arg for argument in node.args.args)
-                yield MarkedTest(node.name, path, tuple(_differs(node)), fixtures)
+@cache
+def marked_tests() -> list[MarkedTest]:
+    """Return the tests that show differences, and all of this folder."""
+    sources = {path: path.read_text() for path in sorted(TESTS.rglob("test_*.py"))}
+    return [
+        MarkedTest(node.name, path, tuple(_differs(node)), frozenset(argument.arg for argument in node.args.args))
+        for path, source in sources.items()
+        if "mark.differs" in source or path.parent == FOLDER
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
 
 
 def _differs(node: ast.FunctionDef) -> Iterator[str]:
@@ -118,7 +124,7 @@ def _differs(node: ast.FunctionDef) -> Iterator[str]:
 
 def document() -> str:
     """Return docs/fidelity.md as it should be."""
-    tests = list(marked_tests())
+    tests = marked_tests()
     parts = [HEAD.format(releases=", ".join(VERSIONS))]
     for key, (real, embedded) in DIFFERENCES.items():
         shown = ", ".join(f"`{test.name}` ({_place(test.path)})" for test in tests if key in test.differs)
@@ -134,7 +140,7 @@ def document() -> str:
 
 
 def _is_here(test: MarkedTest) -> bool:
-    return test.path.parent == Path(__file__).parent
+    return test.path.parent == FOLDER
 
 
 def _place(path: Path) -> str:

@@ -10,8 +10,8 @@ import pytest
 
 from pyrocket_consumer import Producer, Suspend
 from tests.by_key import ByKey, key_of
-from tests.consuming import WAIT_S, Events, consuming, until
 from tests.consumer.processes import member
+from tests.consuming import WAIT_S, Events, consuming, until
 
 
 def by_key(cluster, topic, group, seen, **options):

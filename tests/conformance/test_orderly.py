@@ -12,9 +12,9 @@ import pytest
 from pyrocket_consumer import ConfigError, ConsumeResult, PushConsumer, Suspend
 from pyrocket_consumer.wire.bodies import LockRequest, decode_lock_answer, encode_lock_request
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.consumer.processes import member
 from tests.consuming import Events, Seen, consuming, numbered, until
 from tests.real_brokers.remoting import Peer
-from tests.consumer.processes import member
 
 
 def fill(cluster, topic, count, start=0, **options):

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from pyrocket_consumer import ConsumerClosed
-from tests.consuming import Seen, consuming, numbered, until
 from tests.consumer.processes import member
+from tests.consuming import Seen, consuming, numbered, until
 
 
 def fill(cluster, topic, count, start=0):

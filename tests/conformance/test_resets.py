@@ -12,10 +12,10 @@ import pytest
 
 from pyrocket_consumer import Admin, ConfigError, PushConsumer
 from pyrocket_consumer.admin import ResetState
+from tests.consumer.processes import member
 from tests.consuming import PATIENT_S, QUICK, Events, Seen, consuming, until
 from tests.real_brokers.remoting import Peer, Refused
 from tests.resetting import fill, queue, reset, wait_until_seen, wait_until_stored
-from tests.consumer.processes import member
 
 BROADCASTING = {"message_model": "broadcasting"}
 

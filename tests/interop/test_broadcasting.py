@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from pyrocket_consumer.offsets import LocalFileOffsetStore
+from tests.consumer.processes import member
 from tests.consuming import consuming, numbered, until
 from tests.interop.members import client_id, java_named, named, wait_until_noted
-from tests.consumer.processes import member
 
 NAME = "shared"
 """The instance name that both kinds use in turn: their directory."""

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.consumer.processes import member
 from tests.consuming import consuming, numbered, until
 from tests.interop.members import (
     JAVA_STRATEGIES,
@@ -21,7 +22,6 @@ from tests.interop.members import (
     wait_for_owners,
     wait_until_noted,
 )
-from tests.consumer.processes import member
 
 
 @pytest.mark.parametrize(

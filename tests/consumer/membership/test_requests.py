@@ -271,6 +271,7 @@ def test_a_reset_of_a_thousand_queues_and_a_message_of_four_mebibytes_are_none_t
         assert events.of("request-refused") == []
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("by", ["the broker", "an admin of ours"])
 def test_messages_do_not_wait_while_resets_are_read_that_take_long_to_read(embedded, by):
     embedded.create_topic("T", queues=1)
@@ -303,6 +304,7 @@ def test_of_many_queues_each_is_told(embedded):
             assert sum(queue.topic == "T" for queue in told(answer.body)) == 120
 
 
+@pytest.mark.live
 def test_stacks_tell_where_threads_are_and_no_more(embedded):
     embedded.create_topic("T", queues=1)
     fill(embedded, "T", 1)
@@ -330,6 +332,7 @@ def test_stacks_tell_where_threads_are_and_no_more(embedded):
     assert "pyrocket-io" in stacks
 
 
+@pytest.mark.live
 @pytest.mark.parametrize(
     ("code", "more"),
     [
@@ -345,7 +348,7 @@ def test_questions_in_their_thousands_are_answered_busy(embedded, code, more):
     embedded.create_topic("T", queues=4)
     events = Events()
     with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
-        answers = Asking(embedded.broker("broker-a")).ask_each(code, 5000 * [question])
+        answers = Asking(embedded.broker("broker-a")).ask_each(code, 3000 * [question])
         first = next(answers)
         fill(embedded, "T", 20)
         seen.wait_for(20)
