@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -38,6 +39,8 @@ from pyrocket_consumer.testing import EmbeddedCluster, Exchange
 from tests.consumer.lifecycle.test_any_order import FAULTS, open_files, ours
 from tests.consuming import until
 from tests.trials import trials
+
+pytestmark = pytest.mark.search
 
 TOPIC, GROUP, QUEUES = "orders", "app", 4
 

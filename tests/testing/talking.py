@@ -1,4 +1,4 @@
-"""A cluster of one broker and a raw client that talks to it: what nearly every test here starts with."""
+"""A broker and a raw client that talks to it, for tests that make several, or whose fixtures do not fit."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.testing.raw_client import RawClient
 
 VERSIONS = ("4.9.7", "5.1.4", "5.3.3", "5.5.0")
+every_version = pytest.mark.parametrize("version", VERSIONS)
 
 
 @contextmanager
-def talking(topic: str = "T", queues: int = 2, **options: Any) -> Iterator[tuple[EmbeddedBroker, RawClient]]:
-    """Yield a broker with a topic and a client connected to it."""
+def talking_to(queues: int = 2, **options: Any) -> Iterator[EmbeddedBroker]:
+    """Yield a broker with the topic `T`."""
     with EmbeddedCluster(**{"long_poll_tick_s": 0.2, "delay_scale": 0.01, **options}) as cluster:
-        cluster.create_topic(topic, queues=queues)
-        broker = cluster.broker("broker-a")
-        with RawClient(broker.address) as client:
-            yield broker, client
+        cluster.create_topic("T", queues=queues)
+        yield cluster.broker("broker-a")
+
+
+@contextmanager
+def talking(**options: Any) -> Iterator[tuple[EmbeddedBroker, RawClient]]:
+    """Yield a broker with the topic `T`, and a client connected to it."""
+    with talking_to(**options) as broker, RawClient(broker.address) as client:
+        yield broker, client
 
 
 def facts(answer: RemotingCommand) -> tuple[int, str | None, int, int, int]:

@@ -27,23 +27,22 @@ from tests.testing.raw_client import RawClient
 from tests.testing.talking import facts, talking
 
 
-def test_a_broker_starts_again_on_its_port_with_its_data() -> None:
-    with talking() as (broker, client):
-        address = broker.address
-        client.heartbeat("G", "T")
-        client.produce("T", b"kept")
-        client.commit("G", "T", 0, 1)
-        broker.stop()
-        assert not broker.running
-        assert client.wait_closed() == "closed"
-        with pytest.raises(ConnectionRefusedError):
-            RawClient(address)
-        broker.start()
-        assert broker.address == address
-        with RawClient(address) as again:
-            assert decode_messages(again.pull("T", 0, 0).body)[0].body == b"kept"
-            assert again.query("G", "T", 0).fields == {"offset": "1"}
-            assert broker.members("G") == []
+def test_a_broker_starts_again_on_its_port_with_its_data(broker, client):
+    address = broker.address
+    client.heartbeat("G", "T")
+    client.produce("T", b"kept")
+    client.commit("G", "T", 0, 1)
+    broker.stop()
+    assert not broker.running
+    assert client.wait_closed() == "closed"
+    with pytest.raises(ConnectionRefusedError):
+        RawClient(address)
+    broker.start()
+    assert broker.address == address
+    with RawClient(address) as again:
+        assert decode_messages(again.pull("T", 0, 0).body)[0].body == b"kept"
+        assert again.query("G", "T", 0).fields == {"offset": "1"}
+        assert broker.members("G") == []
 
 
 @pytest.mark.differs("ends")
@@ -81,27 +80,25 @@ def test_a_delayed_message_survives_a_restart() -> None:
 
 
 @pytest.mark.differs("disk")
-def test_messages_are_lost_at_either_end() -> None:
-    with talking() as (broker, client):
-        broker.cluster.send("T", count=10, queue_id=0)
-        broker.delete_before("T", 0, 3)
-        broker.truncate("T", 0, 8)
-        assert (broker.min_offset("T", 0), broker.max_offset("T", 0)) == (3, 8)
-        assert facts(client.pull("T", 0, 10)) == (21, "OFFSET_OVERFLOW_BADLY", 8, 3, 8)
-        broker.cluster.send("T", b"new", queue_id=0)
-        assert decode_messages(client.pull("T", 0, 8).body)[0].body == b"new"
+def test_messages_are_lost_at_either_end(broker, client):
+    broker.cluster.send("T", count=10, queue_id=0)
+    broker.delete_before("T", 0, 3)
+    broker.truncate("T", 0, 8)
+    assert (broker.min_offset("T", 0), broker.max_offset("T", 0)) == (3, 8)
+    assert facts(client.pull("T", 0, 10)) == (21, "OFFSET_OVERFLOW_BADLY", 8, 3, 8)
+    broker.cluster.send("T", b"new", queue_id=0)
+    assert decode_messages(client.pull("T", 0, 8).body)[0].body == b"new"
 
 
-def test_everything_is_lost() -> None:
-    with talking() as (broker, client):
-        broker.cluster.send("T", count=3, queue_id=0)
-        broker.commit("G", "T", {0: 3})
-        broker.lose_data(messages=False)
-        assert (broker.committed("G", "T"), broker.max_offset("T", 0)) == ({}, 3)
-        broker.commit("G", "T", {0: 3})
-        broker.lose_data(offsets=False)
-        assert facts(client.pull("T", 0, 3)) == (21, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)
-        assert broker.committed("G", "T") == {0: 3}
+def test_everything_is_lost(broker, client):
+    broker.cluster.send("T", count=3, queue_id=0)
+    broker.commit("G", "T", {0: 3})
+    broker.lose_data(messages=False)
+    assert (broker.committed("G", "T"), broker.max_offset("T", 0)) == ({}, 3)
+    broker.commit("G", "T", {0: 3})
+    broker.lose_data(offsets=False)
+    assert facts(client.pull("T", 0, 3)) == (21, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)
+    assert broker.committed("G", "T") == {0: 3}
 
 
 @pytest.mark.differs("roles")
@@ -193,11 +190,10 @@ def test_idle_connections_are_closed() -> None:
         assert client.wait_closed() == "closed"
 
 
-def test_connections_can_be_ended_by_the_test() -> None:
-    with talking() as (broker, client):
-        broker.cluster.wait_until(lambda: broker.connections == [client.address])
-        broker.close_connections()
-        assert client.wait_closed() == "reset"
+def test_connections_can_be_ended_by_the_test(broker, client):
+    broker.cluster.wait_until(lambda: broker.connections == [client.address])
+    broker.close_connections()
+    assert client.wait_closed() == "reset"
 
 
 def test_requests_must_be_signed_where_there_is_an_account() -> None:
@@ -210,14 +206,14 @@ def test_requests_must_be_signed_where_there_is_an_account() -> None:
             assert client.call(RequestCode.GET_MAX_OFFSET, sign(fields, b"", "nobody", "sk")).code == code
 
 
-def test_ports_stay_ours_while_a_broker_is_down() -> None:
-    with talking() as (broker, _):
-        broker.stop()
-        host, port = broker.address.split(":")
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind((host, int(port)))
-            other.listen()
-        broker.start()
+@pytest.mark.live
+def test_ports_stay_ours_while_a_broker_is_down(broker):
+    broker.stop()
+    host, port = broker.address.split(":")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, int(port)))
+        other.listen()
+    broker.start()
 
 
 def test_calls_come_from_any_thread() -> None:
@@ -308,6 +304,7 @@ def test_waiting_ends_with_an_error() -> None:
             cluster.wait_until(lambda: False, timeout_s=0.01)
 
 
+@pytest.mark.live
 def test_nothing_is_left_open() -> None:
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for _ in range(3):
@@ -374,6 +371,7 @@ with EmbeddedCluster() as cluster:
 """
 
 
+@pytest.mark.live
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_a_forked_child_does_not_listen_in_its_parent_s_place(end: str) -> None:
@@ -393,6 +391,7 @@ def test_what_is_closed_says_so() -> None:
             action()
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("end", [EmbeddedCluster.close, _stop_name_server, _stop_broker, _kill_broker])
 def test_who_connects_while_it_closes_leaves_nothing_open(end: Callable[[EmbeddedCluster], None], turn: int) -> None:

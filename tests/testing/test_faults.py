@@ -53,24 +53,22 @@ def test_drop_loses_the_request_and_drop_answer_only_the_answer() -> None:
         assert client.call(COMMIT, commit_fields(7)).code == 0  # each fault was for one request
 
 
-def test_counted_conditional_and_lasting_faults() -> None:
-    with talking() as (broker, client):
-        broker.on(MAX, answer(2, "busy"), times=2, when=lambda command: command.fields["queueId"] == "1")
-        other = {**QUEUE, "queueId": 1}
-        codes = [client.call(MAX, where).code for where in (QUEUE, other, QUEUE, other, other)]
-        assert codes == [0, 2, 0, 2, 0]
-        broker.on(MAX, answer(1), times=None)
-        assert [client.call(MAX, QUEUE).code for _ in range(3)] == [1, 1, 1]
-        broker.clear_faults(MAX)
-        assert client.call(MAX, QUEUE).code == 0
+def test_counted_conditional_and_lasting_faults(broker, client):
+    broker.on(MAX, answer(2, "busy"), times=2, when=lambda command: command.fields["queueId"] == "1")
+    other = {**QUEUE, "queueId": 1}
+    codes = [client.call(MAX, where).code for where in (QUEUE, other, QUEUE, other, other)]
+    assert codes == [0, 2, 0, 2, 0]
+    broker.on(MAX, answer(1), times=None)
+    assert [client.call(MAX, QUEUE).code for _ in range(3)] == [1, 1, 1]
+    broker.clear_faults(MAX)
+    assert client.call(MAX, QUEUE).code == 0
 
 
 @pytest.mark.differs("busy")
-def test_an_answer_of_the_test_s_own() -> None:
-    with talking() as (broker, client):
-        broker.on(PULL, answer(21, "OFFSET_RESET", {"nextBeginOffset": "7"}, b"body"))
-        got = client.pull("T", 0, 0)
-        assert (got.code, got.remark, got.fields, got.body) == (21, "OFFSET_RESET", {"nextBeginOffset": "7"}, b"body")
+def test_an_answer_of_the_test_s_own(broker, client):
+    broker.on(PULL, answer(21, "OFFSET_RESET", {"nextBeginOffset": "7"}, b"body"))
+    got = client.pull("T", 0, 0)
+    assert (got.code, got.remark, got.fields, got.body) == (21, "OFFSET_RESET", {"nextBeginOffset": "7"}, b"body")
 
 
 def test_delays() -> None:
@@ -90,26 +88,24 @@ def test_delays() -> None:
         assert broker.committed("G", "T") == {0: 6}
 
 
-def test_a_fault_for_every_request_takes_its_turn_with_those_of_one_code() -> None:
-    with talking() as (broker, client):
-        broker.on(MAX, answer(2))
-        broker.on(None, answer(1), times=3)
-        codes = [client.call(code, QUEUE).code for code in (MAX, RequestCode.GET_MIN_OFFSET, MAX, MAX, MAX)]
-        assert codes == [2, 1, 1, 1, 0]
-        broker.on(None, drop, times=None)
-        client.post(MAX, QUEUE)
-        assert client.is_silent(0.05)
-        broker.clear_faults()
-        assert client.call(MAX, QUEUE).code == 0
+def test_a_fault_for_every_request_takes_its_turn_with_those_of_one_code(broker, client):
+    broker.on(MAX, answer(2))
+    broker.on(None, answer(1), times=3)
+    codes = [client.call(code, QUEUE).code for code in (MAX, RequestCode.GET_MIN_OFFSET, MAX, MAX, MAX)]
+    assert codes == [2, 1, 1, 1, 0]
+    broker.on(None, drop, times=None)
+    client.post(MAX, QUEUE)
+    assert client.is_silent(0.05)
+    broker.clear_faults()
+    assert client.call(MAX, QUEUE).code == 0
 
 
-def test_a_fault_now_and_then_leaves_the_other_requests_alone() -> None:
-    with talking() as (broker, client):
-        broker.on(MAX, now_and_then(0.3, answer(2)), times=None)
-        codes = [client.call(MAX, QUEUE).code for _ in range(100)]
-        assert set(codes) == {0, 2}
-        assert 15 <= codes.count(2) <= 45
-        assert [client.call(RequestCode.GET_MIN_OFFSET, QUEUE).code for _ in range(20)] == [0] * 20
+def test_a_fault_now_and_then_leaves_the_other_requests_alone(broker, client):
+    broker.on(MAX, now_and_then(0.3, answer(2)), times=None)
+    codes = [client.call(MAX, QUEUE).code for _ in range(100)]
+    assert set(codes) == {0, 2}
+    assert 15 <= codes.count(2) <= 45
+    assert [client.call(RequestCode.GET_MIN_OFFSET, QUEUE).code for _ in range(20)] == [0] * 20
 
 
 def test_connections_end() -> None:
@@ -124,46 +120,42 @@ def test_connections_end() -> None:
             assert broker.committed("G", "T") == committed
 
 
-def test_what_was_answered_before_a_connection_ends_still_arrives() -> None:
-    with talking() as (broker, _), RawClient(broker.address) as client:
-        broker.on(COMMIT, close_connection)
-        first = client.post(MAX, QUEUE)
-        client.post(COMMIT, commit_fields())
-        assert client.answer(first).code == 0
-        assert client.wait_closed() == "closed"
+def test_what_was_answered_before_a_connection_ends_still_arrives(broker, client):
+    broker.on(COMMIT, close_connection)
+    first = client.post(MAX, QUEUE)
+    client.post(COMMIT, commit_fields())
+    assert client.answer(first).code == 0
+    assert client.wait_closed() == "closed"
 
 
-def test_a_cut_answer() -> None:
-    with talking() as (broker, client):
-        client.produce("T", b"x" * 1000)
-        broker.on(PULL, cut_after(100))
-        client.post_pull("T", 0, 0)
-        received = bytearray()
-        while part := client._socket.recv(4096):
-            received += part
-        assert len(received) == 100
-        assert int.from_bytes(received[:4]) > 1000
+def test_a_cut_answer(broker, client):
+    client.produce("T", b"x" * 1000)
+    broker.on(PULL, cut_after(100))
+    client.post_pull("T", 0, 0)
+    received = bytearray()
+    while part := client._socket.recv(4096):
+        received += part
+    assert len(received) == 100
+    assert int.from_bytes(received[:4]) > 1000
 
 
-def test_garbage_and_duplicates() -> None:
-    with talking() as (broker, client):
-        broker.on(MAX, duplicate)
-        opaque = client.post(MAX, QUEUE)
-        assert [client.answer(opaque).code, client.answer(opaque).code] == [0, 0]
-        broker.on(MAX, garbage(b"HTTP/1.1 400 Bad Request\r\n"))
-        client.post(MAX, QUEUE)
-        assert client._socket.recv(100).startswith(b"HTTP")
+def test_garbage_and_duplicates(broker, client):
+    broker.on(MAX, duplicate)
+    opaque = client.post(MAX, QUEUE)
+    assert [client.answer(opaque).code, client.answer(opaque).code] == [0, 0]
+    broker.on(MAX, garbage(b"HTTP/1.1 400 Bad Request\r\n"))
+    client.post(MAX, QUEUE)
+    assert client._socket.recv(100).startswith(b"HTTP")
 
 
-def test_an_answer_is_rewritten() -> None:
+def test_an_answer_is_rewritten(broker, client):
     def from_slave(command: RemotingCommand) -> RemotingCommand:
         command.fields["suggestWhichBrokerId"] = "1"
         return command
 
-    with talking() as (broker, client):
-        broker.on(PULL, rewrite(from_slave))
-        assert client.pull("T", 0, 0).fields["suggestWhichBrokerId"] == "1"
-        assert client.pull("T", 0, 0).fields["suggestWhichBrokerId"] == "0"
+    broker.on(PULL, rewrite(from_slave))
+    assert client.pull("T", 0, 0).fields["suggestWhichBrokerId"] == "1"
+    assert client.pull("T", 0, 0).fields["suggestWhichBrokerId"] == "0"
 
 
 def test_faults_reach_the_answers_of_held_pulls() -> None:
@@ -199,21 +191,20 @@ def test_faults_of_the_name_server() -> None:
         assert codes == [17, 0]
 
 
-def test_requests_are_recorded_and_waited_for() -> None:
-    with talking() as (broker, client):
-        client.commit("G", "T", 0, 5)
-        client.commit("G", "T", 1, 6)
-        [first, second] = broker.wait_for(COMMIT, 2)
-        assert first.command.fields["commitOffset"] == "5"
-        assert first.client == client.address
-        assert first.at_s <= second.at_s
-        [found] = broker.wait_for(COMMIT, when=lambda command: command.fields["queueId"] == "1")
-        assert found.command.fields["commitOffset"] == "6"
-        assert [each.command.code for each in broker.requests()] == [COMMIT, COMMIT]
-        broker.forget_requests()
-        assert broker.requests(COMMIT) == []
-        with pytest.raises(TimeoutError, match="0 of 1 UPDATE_CONSUMER_OFFSET requests"):
-            broker.wait_for(COMMIT, timeout_s=0.01)
+def test_requests_are_recorded_and_waited_for(broker, client):
+    client.commit("G", "T", 0, 5)
+    client.commit("G", "T", 1, 6)
+    [first, second] = broker.wait_for(COMMIT, 2)
+    assert first.command.fields["commitOffset"] == "5"
+    assert first.client == client.address
+    assert first.at_s <= second.at_s
+    [found] = broker.wait_for(COMMIT, when=lambda command: command.fields["queueId"] == "1")
+    assert found.command.fields["commitOffset"] == "6"
+    assert [each.command.code for each in broker.requests()] == [COMMIT, COMMIT]
+    broker.forget_requests()
+    assert broker.requests(COMMIT) == []
+    with pytest.raises(TimeoutError, match="0 of 1 UPDATE_CONSUMER_OFFSET requests"):
+        broker.wait_for(COMMIT, timeout_s=0.01)
 
 
 def test_recording_is_bounded_and_can_be_left_out() -> None:
@@ -235,12 +226,11 @@ def test_recording_is_bounded_and_can_be_left_out() -> None:
         ({"when": "always"}, "when='always' is not a condition"),
     ],
 )
-def test_what_is_no_fault_is_refused(options: dict[str, object], text: str) -> None:
+def test_what_is_no_fault_is_refused(broker, client, options, text):
     given: dict[str, Any] = {"code": MAX, "fault": drop, **options}
-    with talking() as (broker, client):
-        with pytest.raises(ConfigError, match=text):
-            broker.on(given.pop("code"), given.pop("fault"), **given)
-        assert client.call(MAX, QUEUE).code == 0
+    with pytest.raises(ConfigError, match=text):
+        broker.on(given.pop("code"), given.pop("fault"), **given)
+    assert client.call(MAX, QUEUE).code == 0
 
 
 @pytest.mark.parametrize("maker", [delay, answer, Gate, now_and_then])

@@ -9,13 +9,13 @@ import pytest
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.message import decode_messages
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import VERSIONS, facts, talking
+from tests.testing.talking import every_version, facts, talking
 
 HOLD = {"sysFlag": 6, "suspendTimeoutMillis": 15_000}
 NO_TICK = {"long_poll_tick_s": 600.0}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_a_message_wakes_every_pull_of_its_queue_at_once(version: str) -> None:
     with talking(version=version, **NO_TICK) as (broker, client), RawClient(broker.address) as producer:
         first, second = client.post_pull("T", 0, 0, **HOLD), client.post_pull("T", 0, 0, **HOLD)

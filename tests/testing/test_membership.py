@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing.queue_locks import QueueLocks
 from pyrocket_consumer.wire import bodies, fastjson
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import VERSIONS, talking
+from tests.testing.talking import every_version, talking
 
-every_version = pytest.mark.parametrize("version", VERSIONS)
 NOTIFY = RequestCode.NOTIFY_CONSUMER_IDS_CHANGED
 
 
@@ -39,22 +36,21 @@ def test_the_first_heartbeat(version: str) -> None:
 
 
 @every_version
-def test_everybody_is_told_of_a_new_member_and_of_one_that_left(version: str) -> None:
-    with talking(version=version) as (broker, client):
-        client.heartbeat("G", "T")
-        with RawClient(broker.address, "c2") as second:
-            second.heartbeat("G", "T")
-            assert sorted(members(client)) == ["c1", "c2"]
-            client.wait_asked(NOTIFY, 2)
-            second.wait_asked(NOTIFY, 1)
-            second.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c2", "consumerGroup": "G"})
-            client.wait_asked(NOTIFY, 3)
-            assert members(client) == ["c1"]
-            second.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c2", "consumerGroup": "G"})
-            second.heartbeat("G", "T")
-            client.wait_asked(NOTIFY, 4)
-        client.wait_asked(NOTIFY, 5)  # the connection ended
+def test_everybody_is_told_of_a_new_member_and_of_one_that_left(broker, client):
+    client.heartbeat("G", "T")
+    with RawClient(broker.address, "c2") as second:
+        second.heartbeat("G", "T")
+        assert sorted(members(client)) == ["c1", "c2"]
+        client.wait_asked(NOTIFY, 2)
+        second.wait_asked(NOTIFY, 1)
+        second.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c2", "consumerGroup": "G"})
+        client.wait_asked(NOTIFY, 3)
         assert members(client) == ["c1"]
+        second.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c2", "consumerGroup": "G"})
+        second.heartbeat("G", "T")
+        client.wait_asked(NOTIFY, 4)
+    client.wait_asked(NOTIFY, 5)  # the connection ended
+    assert members(client) == ["c1"]
 
 
 def test_the_broker_knows_members_by_connection() -> None:
@@ -65,66 +61,60 @@ def test_the_broker_knows_members_by_connection() -> None:
 
 
 @every_version
-def test_notices_of_broadcasting_groups_ended_with_5_3_1(version: str) -> None:
-    with talking(version=version) as (broker, client):
-        client.heartbeat("G", "T", model="BROADCASTING")
-        if version in ("4.9.7", "5.1.4"):
-            client.wait_asked(NOTIFY)
-        else:
-            assert client.is_silent()
-        assert broker.core.state.topics.get("%RETRY%G") is not None
-
-
-def test_notices_can_be_switched_off() -> None:
-    with talking() as (broker, client):
-        broker.create_group("G", notifyConsumerIdsChangedEnable=False)
-        client.heartbeat("G", "T")
+def test_notices_of_broadcasting_groups_ended_with_5_3_1(broker, client, version):
+    client.heartbeat("G", "T", model="BROADCASTING")
+    if version in ("4.9.7", "5.1.4"):
+        client.wait_asked(NOTIFY)
+    else:
         assert client.is_silent()
+    assert broker.core.state.topics.get("%RETRY%G") is not None
 
 
-def test_a_group_subscribes_as_its_last_heartbeat_says() -> None:
-    with talking() as (broker, client), RawClient(broker.address, "c2") as second:
-        client.heartbeat("G", "T", expression="A", sub_version=5)
-        second.heartbeat("G", "T", expression="B", sub_version=5)
-        assert broker.subscriptions("G")["T"].expression == "A"  # only a greater version replaces
-        second.heartbeat("G", "T", expression="B", sub_version=6)
-        assert broker.subscriptions("G")["T"].expression == "B"
-        client.heartbeat("G", "T", "U", expression="A", sub_version=5)
-        assert broker.subscriptions("G").keys() == {"T", "U", "%RETRY%G"}
-        second.heartbeat("G", "U", model="BROADCASTING")
-        assert broker.subscriptions("G").keys() == {"U"}  # and topics left out are dropped
-        stats = client.call(RequestCode.GET_CONSUMER_CONNECTION_LIST, {"consumerGroup": "G"})
-        assert bodies.decode_consumer_connection(stats.body).message_model == "BROADCASTING"
+def test_notices_can_be_switched_off(broker, client):
+    broker.create_group("G", notifyConsumerIdsChangedEnable=False)
+    client.heartbeat("G", "T")
+    assert client.is_silent()
 
 
-def test_an_empty_heartbeat_is_taken_and_none_is_not() -> None:
-    with talking() as (_, client):
-        assert client.call(RequestCode.HEART_BEAT, body=b"{}").code == 0
-        assert client.call(RequestCode.HEART_BEAT).code == 1
-        subscription = {"topic": "T", "subString": "*", "subVersion": 1}
-        least = {"clientID": "c", "consumerDataSet": [{"groupName": "G", "subscriptionDataSet": [subscription]}]}
-        assert client.call(RequestCode.HEART_BEAT, body=fastjson.dumps(least)).code == 0
-        assert client.pull("T", 0, 0, sysFlag=0, subVersion=1).code == 19
+def test_a_group_subscribes_as_its_last_heartbeat_says(broker, client, second):
+    client.heartbeat("G", "T", expression="A", sub_version=5)
+    second.heartbeat("G", "T", expression="B", sub_version=5)
+    assert broker.subscriptions("G")["T"].expression == "A"  # only a greater version replaces
+    second.heartbeat("G", "T", expression="B", sub_version=6)
+    assert broker.subscriptions("G")["T"].expression == "B"
+    client.heartbeat("G", "T", "U", expression="A", sub_version=5)
+    assert broker.subscriptions("G").keys() == {"T", "U", "%RETRY%G"}
+    second.heartbeat("G", "U", model="BROADCASTING")
+    assert broker.subscriptions("G").keys() == {"U"}  # and topics left out are dropped
+    stats = client.call(RequestCode.GET_CONSUMER_CONNECTION_LIST, {"consumerGroup": "G"})
+    assert bodies.decode_consumer_connection(stats.body).message_model == "BROADCASTING"
+
+
+def test_an_empty_heartbeat_is_taken_and_none_is_not(client):
+    assert client.call(RequestCode.HEART_BEAT, body=b"{}").code == 0
+    assert client.call(RequestCode.HEART_BEAT).code == 1
+    subscription = {"topic": "T", "subString": "*", "subVersion": 1}
+    least = {"clientID": "c", "consumerDataSet": [{"groupName": "G", "subscriptionDataSet": [subscription]}]}
+    assert client.call(RequestCode.HEART_BEAT, body=fastjson.dumps(least)).code == 0
+    assert client.pull("T", 0, 0, sysFlag=0, subVersion=1).code == 19
 
 
 @every_version
-def test_heartbeats_without_subscriptions(version: str) -> None:
-    with talking(version=version) as (broker, client):
+def test_heartbeats_without_subscriptions(broker, client, version):
+    def beat(fingerprint: int, without: bool) -> str | None:
+        subscriptions = [] if without else [{"topic": "T", "subString": "*", "subVersion": 1}]
+        data = {"clientID": "c1", "heartbeatFingerprint": fingerprint, "withoutSub": without,
+                "consumerDataSet": [{"groupName": "G", "subscriptionDataSet": subscriptions}]}
+        return client.call(RequestCode.HEART_BEAT, body=fastjson.dumps(data)).fields.get("IS_SUB_CHANGE")
 
-        def beat(fingerprint: int, without: bool) -> str | None:
-            subscriptions = [] if without else [{"topic": "T", "subString": "*", "subVersion": 1}]
-            data = {"clientID": "c1", "heartbeatFingerprint": fingerprint, "withoutSub": without,
-                    "consumerDataSet": [{"groupName": "G", "subscriptionDataSet": subscriptions}]}
-            return client.call(RequestCode.HEART_BEAT, body=fastjson.dumps(data)).fields.get("IS_SUB_CHANGE")
-
-        told = [beat(77, False), beat(77, False), beat(77, True)]
-        kept = "T" in broker.subscriptions("G")
-        if version == "4.9.7":
-            assert (told, kept) == ([None, None, None], False)
-        else:
-            assert (told, kept) == (["true", "false", "false"], True)
-        beat(0, True)  # with fingerprint 0 it is a full heartbeat without topics
-        assert broker.subscriptions("G") == {}
+    told = [beat(77, False), beat(77, False), beat(77, True)]
+    kept = "T" in broker.subscriptions("G")
+    if version == "4.9.7":
+        assert (told, kept) == ([None, None, None], False)
+    else:
+        assert (told, kept) == (["true", "false", "false"], True)
+    beat(0, True)  # with fingerprint 0 it is a full heartbeat without topics
+    assert broker.subscriptions("G") == {}
 
 
 @every_version
@@ -146,13 +136,12 @@ def test_a_silent_member_expires_and_its_connection_is_closed() -> None:
         assert other.wait_closed() in ("closed", "reset")
 
 
-def test_a_producer_that_unregisters_is_no_producer() -> None:
-    with talking() as (broker, client):
-        beat = bodies.encode_heartbeat(bodies.HeartbeatData("c1", producers=("P",)))
-        assert client.call(RequestCode.HEART_BEAT, body=beat).code == 0
-        assert len(broker.core.state.members.producers("P")) == 1
-        client.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c1", "producerGroup": "P"})
-        assert broker.core.state.members.producers("P") == []
+def test_a_producer_that_unregisters_is_no_producer(broker, client):
+    beat = bodies.encode_heartbeat(bodies.HeartbeatData("c1", producers=("P",)))
+    assert client.call(RequestCode.HEART_BEAT, body=beat).code == 0
+    assert len(broker.core.state.members.producers("P")) == 1
+    client.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c1", "producerGroup": "P"})
+    assert broker.core.state.members.producers("P") == []
 
 
 # --- locks
@@ -164,29 +153,27 @@ def lock(client: RawClient, who: str, *queue_ids: int, code: int = RequestCode.L
     return {queue.queue_id for queue in bodies.decode_lock_answer(answer.body)} if answer.body else set()
 
 
-def test_a_lock_belongs_to_a_client_id() -> None:
-    with talking() as (broker, client), RawClient(broker.address) as other:
-        assert lock(client, "c1", 0, 1) == {0, 1}
-        assert lock(client, "c2", 0, 2) == {2}
-        assert lock(other, "c1", 0) == {0}  # another connection with the same id renews it
-        lock(client, "c2", 0, code=RequestCode.UNLOCK_BATCH_MQ)
-        assert lock(client, "c2", 0) == set()
-        lock(other, "c1", 0, code=RequestCode.UNLOCK_BATCH_MQ)
-        assert lock(client, "c2", 0) == {0}
-        assert lock(client, "c2") == set()
+def test_a_lock_belongs_to_a_client_id(broker, client, other):
+    assert lock(client, "c1", 0, 1) == {0, 1}
+    assert lock(client, "c2", 0, 2) == {2}
+    assert lock(other, "c1", 0) == {0}  # another connection with the same id renews it
+    lock(client, "c2", 0, code=RequestCode.UNLOCK_BATCH_MQ)
+    assert lock(client, "c2", 0) == set()
+    lock(other, "c1", 0, code=RequestCode.UNLOCK_BATCH_MQ)
+    assert lock(client, "c2", 0) == {0}
+    assert lock(client, "c2") == set()
 
 
-def test_a_lock_outlives_its_owner_s_connection() -> None:
-    with talking() as (broker, client):
-        with RawClient(broker.address, "c2") as second:
-            second.heartbeat("G", "T")
-            assert lock(second, "c2", 0) == {0}
-            second.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c2", "consumerGroup": "G"})
-        broker.cluster.wait_until(lambda: len(broker.connections) == 1)
-        assert lock(client, "c1", 0) == set()
-        assert broker.locks("G") == {MessageQueue("T", "broker-a", 0): "c2"}
-        broker.expire_locks()
-        assert lock(client, "c1", 0) == {0}
+def test_a_lock_outlives_its_owner_s_connection(broker, client):
+    with RawClient(broker.address, "c2") as second:
+        second.heartbeat("G", "T")
+        assert lock(second, "c2", 0) == {0}
+        second.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c2", "consumerGroup": "G"})
+    broker.cluster.wait_until(lambda: len(broker.connections) == 1)
+    assert lock(client, "c1", 0) == set()
+    assert broker.locks("G") == {MessageQueue("T", "broker-a", 0): "c2"}
+    broker.expire_locks()
+    assert lock(client, "c1", 0) == {0}
 
 
 def test_a_lock_ends_sixty_seconds_after_it_was_renewed() -> None:
@@ -206,16 +193,14 @@ def test_a_lock_ends_sixty_seconds_after_it_was_renewed() -> None:
 # --- asked by clients
 
 
-def test_check_client_config() -> None:
-    with talking() as (broker, client):
+def test_check_client_config(broker, client):
+    def check(kind: str) -> int:
+        body = {"clientId": "c", "group": "G", "subscriptionData": {
+            "topic": "T", "subString": "a", "expressionType": kind, "tagsSet": [], "subVersion": 1}}
+        return client.call(RequestCode.CHECK_CLIENT_CONFIG, body=fastjson.dumps(body)).code
 
-        def check(kind: str) -> int:
-            body = {"clientId": "c", "group": "G", "subscriptionData": {
-                "topic": "T", "subString": "a", "expressionType": kind, "tagsSet": [], "subVersion": 1}}
-            return client.call(RequestCode.CHECK_CLIENT_CONFIG, body=fastjson.dumps(body)).code
-
-        assert [check("TAG"), check("SQL92"), check("GROOVY")] == [0, 1, 23]
-        assert client.call(RequestCode.CHECK_CLIENT_CONFIG).code == 0
+    assert [check("TAG"), check("SQL92"), check("GROOVY")] == [0, 1, 23]
+    assert client.call(RequestCode.CHECK_CLIENT_CONFIG).code == 0
 
 
 @every_version

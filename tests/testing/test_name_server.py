@@ -9,7 +9,7 @@ from pyrocket_consumer.wire import bodies, fastjson
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import VERSIONS
+from tests.testing.talking import every_version
 
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
 
@@ -18,7 +18,7 @@ def route(client: RawClient, topic: str = "T", version: int = 401, **fields: obj
     return client.call(ROUTE, {"topic": topic, **fields}, version=version)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_routes_are_standard_json_when_asked_for(version: str) -> None:
     with EmbeddedCluster(version=version, slaves=1) as cluster, RawClient(cluster.name_server) as client:
         cluster.create_topic("T", queues=2)
@@ -39,7 +39,7 @@ def test_routes_are_standard_json_when_asked_for(version: str) -> None:
         assert (unknown.remark or "").startswith("No topic route info in name server for the topic: nowhere\nSee http")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_an_unknown_code_is_answered_by_5_only(version: str) -> None:
     with EmbeddedCluster(version=version) as cluster, RawClient(cluster.name_server) as client:
         opaque = client.post(9999)

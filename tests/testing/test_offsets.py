@@ -7,78 +7,71 @@ import pytest
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import VERSIONS, talking
-
-every_version = pytest.mark.parametrize("version", VERSIONS)
+from tests.testing.talking import every_version
 
 
 @every_version
-def test_a_group_without_an_offset_is_told_zero_or_not_found(version: str) -> None:
+def test_a_group_without_an_offset_is_told_zero_or_not_found(broker, client, version):
     old = version == "4.9.7"
-    with talking(version=version) as (broker, client):
-        empty = client.query("G", "T", 0)
-        assert (empty.code, empty.fields.get("offset")) == ((0, "0") if old else (22, None))
-        assert client.query("G", "nowhere", 0).code == (0 if old else 22)
-        client.produce("T")
-        assert client.query("G", "T", 0).fields == {"offset": "0"}
-        assert client.query("G", "T", 0, setZeroIfNotFound=False).code == (0 if old else 22)
-        broker.count_as_on_disk()
-        assert client.query("G", "T", 0).code == 22
-        broker.count_as_on_disk(False)
-        client.produce("T")
-        broker.delete_before("T", 0, 1)
-        assert client.query("G", "T", 0).code == 22
+    empty = client.query("G", "T", 0)
+    assert (empty.code, empty.fields.get("offset")) == ((0, "0") if old else (22, None))
+    assert client.query("G", "nowhere", 0).code == (0 if old else 22)
+    client.produce("T")
+    assert client.query("G", "T", 0).fields == {"offset": "0"}
+    assert client.query("G", "T", 0, setZeroIfNotFound=False).code == (0 if old else 22)
+    broker.count_as_on_disk()
+    assert client.query("G", "T", 0).code == 22
+    broker.count_as_on_disk(False)
+    client.produce("T")
+    broker.delete_before("T", 0, 1)
+    assert client.query("G", "T", 0).code == 22
 
 
 @every_version
-def test_a_commit_is_stored_as_it_is(version: str) -> None:
-    with talking(version=version) as (broker, client):
-        client.heartbeat("G", "T")
-        client.produce("T")
-        for offset in (5, 3, 10**12):
-            assert client.commit("G", "T", 0, offset).code == 0
-            assert client.query("G", "T", 0).fields == {"offset": str(offset)}
-        client.commit("G", "T", 0, -1)
-        assert broker.committed("G", "T") == {0: -1}
-        assert client.query("G", "T", 0).fields == {"offset": "0"}  # reads as nothing stored
-        for queue_id in (99, 2**30, 2**31 - 1, -5):
-            assert client.commit("G", "T", queue_id, 1).code == 0
-            assert client.query("G", "T", queue_id).fields == {"offset": "1"}
+def test_a_commit_is_stored_as_it_is(broker, client):
+    client.heartbeat("G", "T")
+    client.produce("T")
+    for offset in (5, 3, 10**12):
+        assert client.commit("G", "T", 0, offset).code == 0
+        assert client.query("G", "T", 0).fields == {"offset": str(offset)}
+    client.commit("G", "T", 0, -1)
+    assert broker.committed("G", "T") == {0: -1}
+    assert client.query("G", "T", 0).fields == {"offset": "0"}  # reads as nothing stored
+    for queue_id in (99, 2**30, 2**31 - 1, -5):
+        assert client.commit("G", "T", queue_id, 1).code == 0
+        assert client.query("G", "T", queue_id).fields == {"offset": "1"}
 
 
 @every_version
-def test_what_a_commit_must_name(version: str) -> None:
-    with talking(version=version) as (_, client):
-        client.heartbeat("G", "T")
-        assert client.commit("G", "nowhere", 0, 1).code == (0 if version == "4.9.7" else 17)
-        assert client.commit("nobody", "T", 0, 1).code == (26 if version in ("5.3.3", "5.5.0") else 0)
-        missing = client.call(RequestCode.UPDATE_CONSUMER_OFFSET, {"consumerGroup": "G", "topic": "T", "queueId": 0})
-        assert missing.code == (29 if version in ("5.3.3", "5.5.0") else 1)
+def test_what_a_commit_must_name(client, version):
+    client.heartbeat("G", "T")
+    assert client.commit("G", "nowhere", 0, 1).code == (0 if version == "4.9.7" else 17)
+    assert client.commit("nobody", "T", 0, 1).code == (26 if version in ("5.3.3", "5.5.0") else 0)
+    missing = client.call(RequestCode.UPDATE_CONSUMER_OFFSET, {"consumerGroup": "G", "topic": "T", "queueId": 0})
+    assert missing.code == (29 if version in ("5.3.3", "5.5.0") else 1)
 
 
-def test_a_oneway_commit_that_fails_is_silent() -> None:
-    with talking() as (broker, client):
-        fields = {"consumerGroup": "G", "topic": "nowhere", "queueId": 0, "commitOffset": 1}
-        client.post(RequestCode.UPDATE_CONSUMER_OFFSET, fields, oneway=True)
-        broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET)
-        assert client.is_silent()
+def test_a_oneway_commit_that_fails_is_silent(broker, client):
+    fields = {"consumerGroup": "G", "topic": "nowhere", "queueId": 0, "commitOffset": 1}
+    client.post(RequestCode.UPDATE_CONSUMER_OFFSET, fields, oneway=True)
+    broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET)
+    assert client.is_silent()
 
 
 @every_version
-def test_the_ends_of_a_queue(version: str) -> None:
-    with talking(version=version) as (broker, client):
-        for topic, queue_id in (("T", 0), ("T", 99), ("nowhere", 0)):
-            where = {"topic": topic, "queueId": queue_id}
-            assert client.call(RequestCode.GET_MAX_OFFSET, where).fields == {"offset": "0"}
-            assert client.call(RequestCode.GET_MIN_OFFSET, where).fields == {"offset": "0"}
-            assert client.call(RequestCode.GET_EARLIEST_MSG_STORETIME, where).fields == {"timestamp": "-1"}
-        for number in range(3):
-            broker.cluster.send("T", queue_id=0, stored_at_ms=1000 + number)
-        broker.delete_before("T", 0, 1)
-        where = {"topic": "T", "queueId": 0}
-        assert client.call(RequestCode.GET_MAX_OFFSET, where).fields == {"offset": "3"}
-        assert client.call(RequestCode.GET_MIN_OFFSET, where).fields == {"offset": "1"}
-        assert client.call(RequestCode.GET_EARLIEST_MSG_STORETIME, where).fields == {"timestamp": "1001"}
+def test_the_ends_of_a_queue(broker, client):
+    for topic, queue_id in (("T", 0), ("T", 99), ("nowhere", 0)):
+        where = {"topic": topic, "queueId": queue_id}
+        assert client.call(RequestCode.GET_MAX_OFFSET, where).fields == {"offset": "0"}
+        assert client.call(RequestCode.GET_MIN_OFFSET, where).fields == {"offset": "0"}
+        assert client.call(RequestCode.GET_EARLIEST_MSG_STORETIME, where).fields == {"timestamp": "-1"}
+    for number in range(3):
+        broker.cluster.send("T", queue_id=0, stored_at_ms=1000 + number)
+    broker.delete_before("T", 0, 1)
+    where = {"topic": "T", "queueId": 0}
+    assert client.call(RequestCode.GET_MAX_OFFSET, where).fields == {"offset": "3"}
+    assert client.call(RequestCode.GET_MIN_OFFSET, where).fields == {"offset": "1"}
+    assert client.call(RequestCode.GET_EARLIEST_MSG_STORETIME, where).fields == {"timestamp": "1001"}
 
 
 # Messages 0 to 9 stored 250 ms apart from 10,000 on.
@@ -98,22 +91,21 @@ SEARCHES = [
 
 @every_version
 @pytest.mark.parametrize(("time_ms", "nearest", "lower", "upper"), SEARCHES)
-def test_search_by_time(version: str, time_ms: int, nearest: int, lower: int, upper: int) -> None:
-    with talking(version=version) as (broker, client):
-        for number in range(10):
-            broker.cluster.send("T", queue_id=0, stored_at_ms=10_000 + 250 * number)
+def test_search_by_time(broker, client, version, time_ms, nearest, lower, upper):
+    for number in range(10):
+        broker.cluster.send("T", queue_id=0, stored_at_ms=10_000 + 250 * number)
 
-        def search(boundary: str | None) -> int:
-            fields = {"topic": "T", "queueId": 0, "timestamp": time_ms}
-            fields |= {"boundaryType": boundary} if boundary else {}
-            return int(client.call(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, fields).fields["offset"])
+    def search(boundary: str | None) -> int:
+        fields = {"topic": "T", "queueId": 0, "timestamp": time_ms}
+        fields |= {"boundaryType": boundary} if boundary else {}
+        return int(client.call(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, fields).fields["offset"])
 
-        old = version == "4.9.7"
-        assert search(None) == (nearest if old else lower)
-        assert search("lower") == (nearest if old else lower)
-        assert search("Upper") == (nearest if old else upper)
-        unknown = {"topic": "nowhere", "queueId": 0, "timestamp": time_ms}
-        assert client.call(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, unknown).fields == {"offset": "0"}
+    old = version == "4.9.7"
+    assert search(None) == (nearest if old else lower)
+    assert search("lower") == (nearest if old else lower)
+    assert search("Upper") == (nearest if old else upper)
+    unknown = {"topic": "nowhere", "queueId": 0, "timestamp": time_ms}
+    assert client.call(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, unknown).fields == {"offset": "0"}
 
 
 def test_a_slave_keeps_commits_to_itself_and_takes_the_master_s() -> None:
@@ -131,17 +123,15 @@ def test_a_slave_keeps_commits_to_itself_and_takes_the_master_s() -> None:
 
 
 @every_version
-def test_offsets_of_a_deleted_topic(version: str) -> None:
-    with talking(version=version) as (broker, client):
-        client.heartbeat("G", "T")
-        client.commit("G", "T", 0, 5)
-        client.call(RequestCode.DELETE_TOPIC_IN_BROKER, {"topic": "T"})
-        assert broker.committed("G", "T") == ({0: 5} if version == "4.9.7" else {})
+def test_offsets_of_a_deleted_topic(broker, client, version):
+    client.heartbeat("G", "T")
+    client.commit("G", "T", 0, 5)
+    client.call(RequestCode.DELETE_TOPIC_IN_BROKER, {"topic": "T"})
+    assert broker.committed("G", "T") == ({0: 5} if version == "4.9.7" else {})
 
 
-def test_clone_and_list() -> None:
-    with talking() as (broker, client):
-        broker.commit("G", "T", {0: 5, 1: 6})
-        client.call(RequestCode.CLONE_GROUP_OFFSET, {"srcGroup": "G", "destGroup": "H", "offline": True})
-        assert broker.committed("H", "T") == {0: 5, 1: 6}
-        assert b'"T@H":{0:5,1:6}' in client.call(43).body
+def test_clone_and_list(broker, client):
+    broker.commit("G", "T", {0: 5, 1: 6})
+    client.call(RequestCode.CLONE_GROUP_OFFSET, {"srcGroup": "G", "destGroup": "H", "offline": True})
+    assert broker.committed("H", "T") == {0: 5, 1: 6}
+    assert b'"T@H":{0:5,1:6}' in client.call(43).body

@@ -17,6 +17,7 @@ from pyrocket_consumer.wire import bodies
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.testing.raw_client import RawClient
 
+pytestmark = pytest.mark.live
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]

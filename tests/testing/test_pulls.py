@@ -8,9 +8,7 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.message import decode_messages
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import VERSIONS, facts, talking
-
-every_version = pytest.mark.parametrize("version", VERSIONS)
+from tests.testing.talking import every_version, facts, talking
 
 
 @every_version
@@ -23,9 +21,8 @@ every_version = pytest.mark.parametrize("version", VERSIONS)
         (-1, (21, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)),
     ],
 )
-def test_an_empty_queue(version: str, offset: int, expected: tuple[object, ...]) -> None:
-    with talking(version=version) as (_, client):
-        assert facts(client.pull("T", 0, offset)) == expected
+def test_an_empty_queue(client, offset, expected):
+    assert facts(client.pull("T", 0, offset)) == expected
 
 
 @every_version
@@ -55,54 +52,50 @@ def test_a_queue_of_five(
 
 
 @pytest.mark.parametrize("offset", [0, 42])
-def test_what_was_deleted_is_too_small(offset: int) -> None:
-    with talking() as (broker, client):
-        for _ in range(48):
-            client.produce("T")
-        broker.delete_before("T", 0, 43)
-        assert facts(client.pull("T", 0, offset)) == (21, "OFFSET_TOO_SMALL", 43, 43, 48)
-        assert facts(client.pull("T", 0, 43)) == (0, "FOUND", 48, 43, 48)
-        broker.delete_before("T", 0, 48)
-        assert facts(client.pull("T", 0, 48)) == (19, "OFFSET_OVERFLOW_ONE", 48, 48, 48)
-
-
-@every_version
-def test_the_first_answer_holds_few_messages(version: str) -> None:
-    with talking(version=version) as (broker, client):
-        for _ in range(60):
-            client.produce("T")
-        for _ in range(6):
-            client.produce("T", b"x" * 100_000, queue_id=1)
-        assert len(decode_messages(client.pull("T", 0, 0, maxMsgNums=100).body)) == 32
-        assert len(decode_messages(client.pull("T", 0, 0, maxMsgNums=0).body)) == 1
-        assert len(decode_messages(client.pull("T", 1, 0).body)) == 2
-        negative = client.pull("T", 0, 0, maxMsgNums=-1)
-        assert negative.code == (1 if version == "4.9.7" else 0)
-        broker.count_as_on_disk()
-        assert len(decode_messages(client.pull("T", 0, 0).body)) == 8
-        assert len(decode_messages(client.pull("T", 1, 0).body)) == 1
-
-
-def test_one_answer_looks_at_no_more_than_800_messages() -> None:
-    with talking() as (broker, client):
-        broker.cluster.send("T", count=1000, queue_id=0)
-        assert facts(client.pull("T", 0, 0, subscription="nobody")) == (20, "NO_MATCHED_MESSAGE", 800, 0, 1000)
-
-
-@every_version
-def test_the_heartbeat_s_subscription_counts(version: str) -> None:
-    with talking(version=version) as (broker, client):
-        assert client.pull("T", 0, 0, sysFlag=0).code == ResponseCode.SUBSCRIPTION_NOT_EXIST
-        client.heartbeat("G", "other")
-        assert client.pull("T", 0, 0, sysFlag=0).code == ResponseCode.SUBSCRIPTION_NOT_EXIST
-        client.heartbeat("G", "T", expression="A", sub_version=7)
-        assert client.pull("T", 0, 0, sysFlag=0, subVersion=8).code == ResponseCode.SUBSCRIPTION_NOT_LATEST
-        client.produce("T", properties={"TAGS": "A"})
-        client.produce("T", properties={"TAGS": "B"})
+def test_what_was_deleted_is_too_small(broker, client, offset):
+    for _ in range(48):
         client.produce("T")
-        answer = client.pull("T", 0, 0, sysFlag=0, subVersion=7)
-        assert [message.tags for message in decode_messages(answer.body)] == ["A"]
-        assert facts(answer)[2] == 3
+    broker.delete_before("T", 0, 43)
+    assert facts(client.pull("T", 0, offset)) == (21, "OFFSET_TOO_SMALL", 43, 43, 48)
+    assert facts(client.pull("T", 0, 43)) == (0, "FOUND", 48, 43, 48)
+    broker.delete_before("T", 0, 48)
+    assert facts(client.pull("T", 0, 48)) == (19, "OFFSET_OVERFLOW_ONE", 48, 48, 48)
+
+
+@every_version
+def test_the_first_answer_holds_few_messages(broker, client, version):
+    for _ in range(60):
+        client.produce("T")
+    for _ in range(6):
+        client.produce("T", b"x" * 100_000, queue_id=1)
+    assert len(decode_messages(client.pull("T", 0, 0, maxMsgNums=100).body)) == 32
+    assert len(decode_messages(client.pull("T", 0, 0, maxMsgNums=0).body)) == 1
+    assert len(decode_messages(client.pull("T", 1, 0).body)) == 2
+    negative = client.pull("T", 0, 0, maxMsgNums=-1)
+    assert negative.code == (1 if version == "4.9.7" else 0)
+    broker.count_as_on_disk()
+    assert len(decode_messages(client.pull("T", 0, 0).body)) == 8
+    assert len(decode_messages(client.pull("T", 1, 0).body)) == 1
+
+
+def test_one_answer_looks_at_no_more_than_800_messages(broker, client):
+    broker.cluster.send("T", count=1000, queue_id=0)
+    assert facts(client.pull("T", 0, 0, subscription="nobody")) == (20, "NO_MATCHED_MESSAGE", 800, 0, 1000)
+
+
+@every_version
+def test_the_heartbeat_s_subscription_counts(broker, client):
+    assert client.pull("T", 0, 0, sysFlag=0).code == ResponseCode.SUBSCRIPTION_NOT_EXIST
+    client.heartbeat("G", "other")
+    assert client.pull("T", 0, 0, sysFlag=0).code == ResponseCode.SUBSCRIPTION_NOT_EXIST
+    client.heartbeat("G", "T", expression="A", sub_version=7)
+    assert client.pull("T", 0, 0, sysFlag=0, subVersion=8).code == ResponseCode.SUBSCRIPTION_NOT_LATEST
+    client.produce("T", properties={"TAGS": "A"})
+    client.produce("T", properties={"TAGS": "B"})
+    client.produce("T")
+    answer = client.pull("T", 0, 0, sysFlag=0, subVersion=7)
+    assert [message.tags for message in decode_messages(answer.body)] == ["A"]
+    assert facts(answer)[2] == 3
 
 
 @pytest.mark.parametrize(
@@ -117,78 +110,72 @@ def test_the_heartbeat_s_subscription_counts(version: str) -> None:
         ("BBBB", ResponseCode.SUCCESS),  # as hashes go, the same as AaBB
     ],
 )
-def test_expressions(expression: str | None, expected: int) -> None:
-    with talking() as (_, client):
-        client.produce("T", properties={"TAGS": "AaBB" if expression == "BBBB" else "A"})
-        assert client.pull("T", 0, 0, subscription=expression).code == expected
+def test_expressions(client, expression, expected):
+    client.produce("T", properties={"TAGS": "AaBB" if expression == "BBBB" else "A"})
+    assert client.pull("T", 0, 0, subscription=expression).code == expected
 
 
 @pytest.mark.differs("sql92")
-def test_sql_is_refused_and_unknown_types_select_everything() -> None:
-    with talking() as (broker, client):
-        client.produce("T")
-        for enabled in (False, True):
-            broker.update_config(enablePropertyFilter=enabled)
-            assert client.pull("T", 0, 0, subscription="a > 1", expressionType="SQL92").code == 1
-        assert client.pull("T", 0, 0, subscription="a > 1", expressionType="GROOVY").code == 0
+def test_sql_is_refused_and_unknown_types_select_everything(broker, client):
+    client.produce("T")
+    for enabled in (False, True):
+        broker.update_config(enablePropertyFilter=enabled)
+        assert client.pull("T", 0, 0, subscription="a > 1", expressionType="SQL92").code == 1
+    assert client.pull("T", 0, 0, subscription="a > 1", expressionType="GROOVY").code == 0
 
 
 @every_version
-def test_who_may_not_read_is_told_why(version: str) -> None:
+def test_who_may_not_read_is_told_why(broker, client, version):
     kinds = {} if version == "4.9.7" else {"broker": "1", "group": "2", "topic": "3", "broadcasting": "4"}
-    with talking(version=version) as (broker, client):
-        broker.update_config(brokerPermission=2)
-        refused = client.pull("T", 0, 0)
-        assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("broker"))
-        broker.update_config(brokerPermission=6)
+    broker.update_config(brokerPermission=2)
+    refused = client.pull("T", 0, 0)
+    assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("broker"))
+    broker.update_config(brokerPermission=6)
 
-        broker.create_group("G", consumeEnable=False)
-        refused = client.pull("T", 0, 0)
-        assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("group"))
+    broker.create_group("G", consumeEnable=False)
+    refused = client.pull("T", 0, 0)
+    assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("group"))
 
-        broker.create_group("G", consumeBroadcastEnable=False)
-        client.heartbeat("G", "T", model="BROADCASTING")
-        refused = client.pull("T", 0, 0, sysFlag=0)
-        assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("broadcasting"))
-        assert client.pull("T", 0, 0, sysFlag=4).code == 19
+    broker.create_group("G", consumeBroadcastEnable=False)
+    client.heartbeat("G", "T", model="BROADCASTING")
+    refused = client.pull("T", 0, 0, sysFlag=0)
+    assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("broadcasting"))
+    assert client.pull("T", 0, 0, sysFlag=4).code == 19
 
-        broker.cluster.create_topic("T", perm=2)
-        refused = client.pull("T", 0, 0)
-        assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("topic"))
+    broker.cluster.create_topic("T", perm=2)
+    refused = client.pull("T", 0, 0)
+    assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("topic"))
 
 
-def test_a_group_is_made_by_a_pull_unless_that_is_forbidden() -> None:
-    with talking() as (broker, client):
-        broker.update_config(autoCreateSubscriptionGroup=False)
-        assert client.pull("T", 0, 0).code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
-        broker.update_config(autoCreateSubscriptionGroup=True)
-        assert client.commit("G", "T", 0, 1).code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
-        assert client.pull("T", 0, 0).code == ResponseCode.PULL_NOT_FOUND
-        assert client.commit("G", "T", 0, 1).code == ResponseCode.SUCCESS
+def test_a_group_is_made_by_a_pull_unless_that_is_forbidden(broker, client):
+    broker.update_config(autoCreateSubscriptionGroup=False)
+    assert client.pull("T", 0, 0).code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
+    broker.update_config(autoCreateSubscriptionGroup=True)
+    assert client.commit("G", "T", 0, 1).code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
+    assert client.pull("T", 0, 0).code == ResponseCode.PULL_NOT_FOUND
+    assert client.commit("G", "T", 0, 1).code == ResponseCode.SUCCESS
 
 
 @every_version
-def test_a_missing_or_broken_field_is_an_error_and_the_connection_stays(version: str) -> None:
-    with talking(version=version) as (_, client):
-        assert client.call(RequestCode.PULL_MESSAGE, {"topic": "T"}).code == 1
-        assert client.pull("T", 0, 0, maxMsgNums="many").code == 1
-        assert client.pull("T", 0, 0).code == 19
+def test_a_missing_or_broken_field_is_an_error_and_the_connection_stays(client):
+    assert client.call(RequestCode.PULL_MESSAGE, {"topic": "T"}).code == 1
+    assert client.pull("T", 0, 0, maxMsgNums="many").code == 1
+    assert client.pull("T", 0, 0).code == 19
 
 
 @every_version
-def test_the_commit_bit_stores_any_offset_once(version: str) -> None:
-    with talking(version=version) as (broker, client):
-        client.produce("T")
-        client.pull("T", 0, 1, sysFlag=5, commitOffset=1)
-        assert broker.committed("G", "T") == {0: 1}
-        client.pull("T", 0, 99, sysFlag=5, commitOffset=77)  # answered 21, and stored
-        assert broker.committed("G", "T") == {0: 77}
-        client.pull("T", 0, 0, sysFlag=5, commitOffset=-1)
-        assert broker.committed("G", "T") == {0: -1}
-        client.pull("T", 0, 0, sysFlag=4, commitOffset=5)
-        assert broker.committed("G", "T") == {0: -1}
-        assert client.pull("nowhere", 0, 0, sysFlag=5, commitOffset=3).code == 17
-        assert broker.committed("G", "nowhere") == {}
+def test_the_commit_bit_stores_any_offset_once(broker, client):
+    client.produce("T")
+    client.pull("T", 0, 1, sysFlag=5, commitOffset=1)
+    assert broker.committed("G", "T") == {0: 1}
+    client.pull("T", 0, 99, sysFlag=5, commitOffset=77)  # answered 21, and stored
+    assert broker.committed("G", "T") == {0: 77}
+    client.pull("T", 0, 0, sysFlag=5, commitOffset=-1)
+    assert broker.committed("G", "T") == {0: -1}
+    client.pull("T", 0, 0, sysFlag=4, commitOffset=5)
+    assert broker.committed("G", "T") == {0: -1}
+    assert client.pull("nowhere", 0, 0, sysFlag=5, commitOffset=3).code == 17
+    assert broker.committed("G", "nowhere") == {}
 
 
 @pytest.mark.differs("slaves")
@@ -214,27 +201,24 @@ def test_a_slave_answers_but_does_not_correct(version: str) -> None:
             assert client.pull("T", 0, 0).code == (0 if version == "4.9.7" else 2)
 
 
-def test_the_suggested_broker_can_be_set() -> None:
-    with talking() as (broker, client):
-        broker.suggest_broker(1)
-        assert client.pull("T", 0, 0).fields["suggestWhichBrokerId"] == "1"
+def test_the_suggested_broker_can_be_set(broker, client):
+    broker.suggest_broker(1)
+    assert client.pull("T", 0, 0).fields["suggestWhichBrokerId"] == "1"
 
 
 @every_version
-def test_lite_pull_came_with_5(version: str) -> None:
-    with talking(version=version) as (broker, client):
-        code = client.answer(client.post_pull("T", 0, 0, code=RequestCode.LITE_PULL_MESSAGE)).code
-        assert code == (3 if version == "4.9.7" else 19)
-        broker.update_config(litePullMessageEnable=False)
-        code = client.answer(client.post_pull("T", 0, 0, code=RequestCode.LITE_PULL_MESSAGE)).code
-        assert code == (3 if version == "4.9.7" else 16)
+def test_lite_pull_came_with_5(broker, client, version):
+    code = client.answer(client.post_pull("T", 0, 0, code=RequestCode.LITE_PULL_MESSAGE)).code
+    assert code == (3 if version == "4.9.7" else 19)
+    broker.update_config(litePullMessageEnable=False)
+    code = client.answer(client.post_pull("T", 0, 0, code=RequestCode.LITE_PULL_MESSAGE)).code
+    assert code == (3 if version == "4.9.7" else 16)
 
 
 @every_version
-def test_a_binary_request_is_answered_in_kind_by_4_9_only(version: str) -> None:
-    with talking(version=version) as (_, client):
-        client.produce("T")
-        fields = {"consumerGroup": "G", "topic": "T", "queueId": 0}
-        answer = client.call(RequestCode.QUERY_CONSUMER_OFFSET, fields, header_type=1)
-        assert answer.header_type == (1 if version == "4.9.7" else 0)
-        assert answer.fields == {"offset": "0"}
+def test_a_binary_request_is_answered_in_kind_by_4_9_only(client, version):
+    client.produce("T")
+    fields = {"consumerGroup": "G", "topic": "T", "queueId": 0}
+    answer = client.call(RequestCode.QUERY_CONSUMER_OFFSET, fields, header_type=1)
+    assert answer.header_type == (1 if version == "4.9.7" else 0)
+    assert answer.fields == {"offset": "0"}

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.bodies import decode_consumer_status_table, encode_consumer_status
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.message import decode_messages
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import VERSIONS, talking
+from tests.testing.talking import every_version, talking
 
-every_version = pytest.mark.parametrize("version", VERSIONS)
 RUNNING_INFO = RequestCode.GET_CONSUMER_RUNNING_INFO
 
 

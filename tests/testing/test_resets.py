@@ -170,18 +170,17 @@ def test_a_group_that_never_committed(version: str, expected: dict[int, int]) ->
         assert client.query("G", "T", 0).fields == {"offset": "10"}  # the mark
 
 
-def test_one_queue_and_an_exact_offset() -> None:
-    with talking() as (broker, client):
-        ten_messages(broker)
-        broker.create_group("G")
-        assert targets(reset(client, 0, queueId=0, offset=4)) == {0: 4}
-        assert targets(reset(client, 0, queueId=0, offset=11)) == {0: 11}
-        beyond = reset(client, 0, queueId=0, offset=12)
-        assert (beyond.code, beyond.remark) == (1, "Target offset 12 not in consume queue range [0-10]")
-        assert reset(client, 0, queueId=0, offset=-2).code == 1
-        assert targets(reset(client, 11_250, queueId=0, offset=-1)) == {0: 5}
-        assert targets(reset(client, 0, queueId=77)) == {77: 0}
-        assert targets(reset(client, 0, queueId=-1, offset=4)) == {0: 0, 1: 0}
+def test_one_queue_and_an_exact_offset(broker, client):
+    ten_messages(broker)
+    broker.create_group("G")
+    assert targets(reset(client, 0, queueId=0, offset=4)) == {0: 4}
+    assert targets(reset(client, 0, queueId=0, offset=11)) == {0: 11}
+    beyond = reset(client, 0, queueId=0, offset=12)
+    assert (beyond.code, beyond.remark) == (1, "Target offset 12 not in consume queue range [0-10]")
+    assert reset(client, 0, queueId=0, offset=-2).code == 1
+    assert targets(reset(client, 11_250, queueId=0, offset=-1)) == {0: 5}
+    assert targets(reset(client, 0, queueId=77)) == {77: 0}
+    assert targets(reset(client, 0, queueId=-1, offset=4)) == {0: 0, 1: 0}
 
 
 @pytest.mark.parametrize("mode", AT_MEMBERS)
@@ -193,12 +192,11 @@ def test_members_are_told_of_all_queues_whatever_queue_is_asked_for(mode: tuple[
         assert targets(reset(client, 0, force=False, queueId=0, offset=4)) == {0: 0, 1: 0}
 
 
-def test_marks_do_not_survive_a_restart() -> None:
-    with talking() as (broker, client):
-        ten_messages(broker)
-        broker.create_group("G")
-        reset(client, 11_250)
-        broker.restart()
-        with RawClient(broker.address) as again:
-            assert facts(again.pull("T", 0, 9)) == (0, "FOUND", 10, 0, 10)
-            assert broker.committed("G", "T")[0] == 5
+def test_marks_do_not_survive_a_restart(broker, client):
+    ten_messages(broker)
+    broker.create_group("G")
+    reset(client, 11_250)
+    broker.restart()
+    with RawClient(broker.address) as again:
+        assert facts(again.pull("T", 0, 9)) == (0, "FOUND", 10, 0, 10)
+        assert broker.committed("G", "T")[0] == 5

@@ -19,6 +19,7 @@ TEXT = PAGE.read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: re.findall(r"def (test_\w+)", block)[0])
 def test_the_tests_of_the_page_pass(block, tmp_path):
     (tmp_path / "test_example.py").write_text(block)

@@ -14,6 +14,8 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.testing.raw_client import RawClient
 
+pytestmark = pytest.mark.live
+
 CERTIFICATE = Path(__file__).parents[1] / "cluster" / "localhost.pem"
 
 

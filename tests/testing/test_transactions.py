@@ -10,7 +10,7 @@ from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.message import decode_messages, parse_offset_message_id
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import VERSIONS, talking
+from tests.testing.talking import every_version, talking
 
 HALF = "RMQ_SYS_TRANS_HALF_TOPIC"
 COMMIT, ROLLBACK, UNKNOWN = 8, 12, 0
@@ -33,23 +33,22 @@ def end(broker: EmbeddedBroker, client: RawClient, half: RemotingCommand, decisi
     broker.wait_for(RequestCode.END_TRANSACTION, count + 1)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_committed_message_appears_and_a_rolled_back_one_does_not(version: str) -> None:
-    with talking(version=version) as (broker, client):
-        half = produce_half(client)
-        assert broker.messages("T") == []
-        [parked] = broker.messages(HALF)
-        assert (parked.sys_flag, parked.property("REAL_TOPIC"), parked.property("REAL_QID")) == (0, "T", "1")
-        end(broker, client, half, UNKNOWN)
-        assert broker.messages("T") == []
-        end(broker, client, half, COMMIT)
-        [message] = broker.messages("T")
-        assert (message.body, message.tags, message.queue.queue_id, message.sys_flag) == (b"half", "A", 1, 8)
-        assert message.prepared_transaction_offset == parked.commit_log_offset
-        assert message.born_at_ms == parked.born_at_ms
-        assert (message.property("REAL_TOPIC") is None) == (version == "5.5.0")
-        end(broker, client, produce_half(client), ROLLBACK)
-        assert len(broker.messages("T")) == 1
+@every_version
+def test_a_committed_message_appears_and_a_rolled_back_one_does_not(broker, client, version):
+    half = produce_half(client)
+    assert broker.messages("T") == []
+    [parked] = broker.messages(HALF)
+    assert (parked.sys_flag, parked.property("REAL_TOPIC"), parked.property("REAL_QID")) == (0, "T", "1")
+    end(broker, client, half, UNKNOWN)
+    assert broker.messages("T") == []
+    end(broker, client, half, COMMIT)
+    [message] = broker.messages("T")
+    assert (message.body, message.tags, message.queue.queue_id, message.sys_flag) == (b"half", "A", 1, 8)
+    assert message.prepared_transaction_offset == parked.commit_log_offset
+    assert message.born_at_ms == parked.born_at_ms
+    assert (message.property("REAL_TOPIC") is None) == (version == "5.5.0")
+    end(broker, client, produce_half(client), ROLLBACK)
+    assert len(broker.messages("T")) == 1
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
@@ -78,7 +77,7 @@ def test_transactions_can_be_rejected() -> None:
         assert produce_half(client).code == 16
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_the_end_of_a_transaction_may_be_refused(version: str) -> None:
     with talking(version=version, slaves=1) as (broker, client):
         half = produce_half(client).fields

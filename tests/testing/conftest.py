@@ -1,0 +1,44 @@
+"""A cluster of one broker and raw clients that talk to it: what nearly every test here starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pyrocket_consumer.testing import EmbeddedBroker
+from tests.testing.raw_client import RawClient
+from tests.testing.talking import VERSIONS, talking_to
+
+
+@pytest.fixture
+def version() -> str:
+    """Return the newest release, where a test is not about others."""
+    return VERSIONS[-1]
+
+
+@pytest.fixture
+def broker(request: pytest.FixtureRequest, version: str) -> Iterator[EmbeddedBroker]:
+    """A broker with the topic `T`; `@pytest.mark.cluster(**options)` says how its cluster is made."""
+    marker = request.node.get_closest_marker("cluster")
+    with talking_to(**{"version": version, **(marker.kwargs if marker else {})}) as broker:
+        yield broker
+
+
+@pytest.fixture
+def client(broker: EmbeddedBroker) -> Iterator[RawClient]:
+    with RawClient(broker.address) as client:
+        yield client
+
+
+@pytest.fixture
+def other(broker: EmbeddedBroker) -> Iterator[RawClient]:
+    """Another connection with the same client id."""
+    with RawClient(broker.address) as client:
+        yield client
+
+
+@pytest.fixture
+def second(broker: EmbeddedBroker) -> Iterator[RawClient]:
+    with RawClient(broker.address, "c2") as client:
+        yield client
