@@ -14,14 +14,15 @@ from pyrocket_consumer import Admin, ConfigError, Producer, PushConsumer
 from pyrocket_consumer.config import ClientConfig, ConsumerConfig, ProducerConfig
 from pyrocket_consumer.offsets.adoption import adopt
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.for_each import for_each
 
 
 def consume_from(value):
     return ConsumerConfig(group="G", name_server="127.0.0.1:9876", consume_from=value).consume_from
 
 
-@pytest.mark.parametrize(
-    ("given", "means"),
+@for_each(
+    "given, means",
     [
         ("first", "first"),
         ("earliest", "first"),
@@ -43,8 +44,8 @@ def allowed(value):
     return ClientConfig(name_server="127.0.0.1:9876", allowed_addresses=value).allowed_addresses
 
 
-@pytest.mark.parametrize(
-    ("given", "means"),
+@for_each(
+    "given, means",
     [
         (None, None),
         ("broker-a", ("broker-a",)),
@@ -59,8 +60,8 @@ def test_allowed_addresses_are_hosts_places_and_networks(given, means):
     assert allowed(means) == means
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
+@for_each(
+    "given, told",
     [
         ([], "leave it out to allow any"),
         ("", "must be a name"),
@@ -122,9 +123,9 @@ def test_a_config_is_copied_and_changed_with_its_account():
     assert ClientConfig.from_options(asdict(plain)) == plain
 
 
-@pytest.mark.parametrize("name", ACCOUNT)
-@pytest.mark.parametrize(
-    ("value", "told"),
+@for_each("name", ACCOUNT)
+@for_each(
+    "value, told",
     [
         (5, "is of type int; it must be a text"),
         (b"do-not-show", "is of type bytes"),
@@ -147,7 +148,7 @@ def test_a_token_without_an_account_is_told():
         ClientConfig(**PLACE, security_token="t")
 
 
-@pytest.mark.parametrize("word", ["no", "false", "", 0, 1, None])
+@for_each("word", ["no", "false", "", 0, 1, None])
 def test_no_word_is_taken_for_a_truth(word, tmp_path):
     for name in ("auto_create_topic", "accept_degraded"):
         with pytest.raises(ConfigError, match=name):
@@ -172,20 +173,20 @@ def test_an_embedded_cluster_takes_a_context_and_an_account_of_texts():
             EmbeddedCluster(account=account)
 
 
-@pytest.mark.parametrize("name", ["client_ip", "instance_name", "unit_name"])
-@pytest.mark.parametrize("value", ["", "\x1b[31m", "a\nb", "\0", "x" * 256, b"x", 5])
+@for_each("name", ["client_ip", "instance_name", "unit_name"])
+@for_each("value", ["", "\x1b[31m", "a\nb", "\0", "x" * 256, b"x", 5])
 def test_what_is_in_the_client_id_can_be_shown(name, value):
     with pytest.raises(ConfigError, match=f"{name}=.*1 to 255 printable"):
         ClientConfig(**PLACE, **{name: value})
 
 
-@pytest.mark.parametrize("value", ["", "\x1b[31m", "a b", "x" * 128, 5])
+@for_each("value", ["", "\x1b[31m", "a b", "x" * 128, 5])
 def test_a_namespace_is_named_as_a_topic_is(value):
     with pytest.raises(ConfigError, match="namespace"):
         ClientConfig(**PLACE, namespace=value)
 
 
-@pytest.mark.parametrize("value", ["", "a\0b", 5])
+@for_each("value", ["", "a\0b", 5])
 def test_the_directory_of_offsets_is_a_path(value):
     with pytest.raises(ConfigError, match="offset_store_dir=.* must be the path of a directory"):
         ConsumerConfig(group="g", **PLACE, offset_store_dir=value)
@@ -199,8 +200,8 @@ def error_of(name, value):
     return ""
 
 
-@pytest.mark.parametrize("value", [10**5000, "x" * 10**6, {"t": 10**5000}], ids=["number", "text", "by topic"])
-@pytest.mark.parametrize("name", [field.name for field in fields(ConsumerConfig)])
+@for_each("value", [10**5000, "x" * 10**6, {"t": 10**5000}], ids=["number", "text", "by topic"])
+@for_each("name", [field.name for field in fields(ConsumerConfig)])
 def test_a_wrong_value_of_any_length_is_a_short_error(name, value):
     assert len(error_of(name, value)) < 1000
     assert error_of("consume_threads", value), "none of these is a number of threads"

@@ -7,12 +7,11 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-
 import pyrocket_consumer
 from pyrocket_consumer import EventKind, ProducerConfig, admin, compat, consumer, errors, offsets, producer, testing
 from pyrocket_consumer.compat.rocketmq import client
 from pyrocket_consumer.config import ConsumerConfig
+from tests.for_each import for_each
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -22,7 +21,7 @@ OPTIONS = sorted({field.name for kind in (ConsumerConfig, ProducerConfig) for fi
 ERRORS = sorted(name for name, value in vars(errors).items() if isinstance(value, type))
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *ERRORS, *(kind.value for kind in EventKind)])
+@for_each("name", [*OPTIONS, *ERRORS, *(kind.value for kind in EventKind)])
 def test_the_reference_has(name):
     assert f"`{name}`" in REFERENCE
 
@@ -35,8 +34,8 @@ PUBLIC = {
 }
 
 
-@pytest.mark.parametrize("public", sorted(PUBLIC, key=repr), ids=lambda public: public.__qualname__)
-def test_what_is_public_has_a_docstring_of_its_own_and_so_have_its_methods_and_properties(public):
+@for_each("public", sorted(PUBLIC, key=repr), ids=lambda public: public.__qualname__)
+def test_what_is_public_has_a_docstring(public):
     methods = vars(public).items() if inspect.isclass(public) else ()
     told = {"": public.__doc__} | {
         name: inspect.getdoc(getattr(public, name))
@@ -60,12 +59,10 @@ def test_the_security_policy_names_the_version_that_gets_fixes():
 
 
 LINKED = re.compile(r"\]\(([^)\s]+)\)")
-
-
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *DOCS.glob("*.md")])
 
 
-@pytest.mark.parametrize("page", PAGES)
+@for_each("page", PAGES)
 def test_links_between_pages_lead_somewhere(page):
     text = (ROOT / page).read_text()
     wrong = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import pyrocket_consumer
+from tests.for_each import for_each
 
 PACKAGE = "pyrocket_consumer"
 ROOT = Path(pyrocket_consumer.__file__).parent
@@ -51,19 +51,22 @@ def allowed(part: str) -> frozenset[str]:
     raise AssertionError(f"{part!r} is not on the map in this test; put it into its layer")
 
 
-def parts_imported(module: Path) -> set[str]:
-    """Return the parts of the package that a module imports anywhere in its text."""
-    found = set()
-    for node in ast.walk(ast.parse(module.read_text())):
+@cache
+def imports_of(module: Path) -> list[tuple[str, str, bool]]:
+    """Return for each name that a module imports: the module it is from, the name, and whether that is at the top."""
+    tree, found = ast.parse(module.read_text()), []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found += [(alias.name, alias.name, node in tree.body) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}:{node.lineno}: relative import; write the whole name"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        found |= {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE}.")}
+            found += [(str(node.module), f"{node.module}.{alias.name}", node in tree.body) for alias in node.names]
     return found
+
+
+def parts_imported(module: Path) -> set[str]:
+    """Return the parts of the package that a module imports."""
+    return {name.split(".")[1] for _, name, _ in imports_of(module) if name.startswith(f"{PACKAGE}.")}
 
 
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -73,7 +76,7 @@ def name_of(module: Path) -> str:
     return module.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("module", MODULES, ids=name_of)
+@for_each("module", MODULES, ids=name_of)
 def test_imports_point_one_way(module):
     part = module.relative_to(ROOT).parts[0].removesuffix(".py")
     known = EVERYTHING - {"cli"} if part == "__init__" else allowed(part)
@@ -87,21 +90,17 @@ def imports_within(folder: Path) -> dict[str, set[str]]:
     prefix = f"{PACKAGE}.{folder.name}."
     found: dict[str, set[str]] = {}
     for module in sorted(folder.glob("*.py")):
-        nodes = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.ImportFrom)]
-        names = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}  # a module, or what it has
-        names |= {name.rpartition(".")[0] for name in names}
+        names = {name for each in imports_of(module) for name in each[:2]}  # the last is a module, or what it has
         found[module.stem] = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     return {module: names & found.keys() for module, names in found.items()}
 
 
 CIRCULAR = {"cluster", "testing"}
 """A cluster gives out brokers, whose calls go through it; and so do the nodes of an embedded one."""
-
-
 FOLDERS = sorted({module.relative_to(ROOT).parts[0] for module in ROOT.glob("*/*.py")} - CIRCULAR)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@for_each("folder", FOLDERS)
 def test_nothing_is_imported_in_a_circle(folder):
     TopologicalSorter(imports_within(ROOT / folder)).prepare()  # raises CycleError, which names the circle
 
@@ -113,12 +112,8 @@ def test_every_folder_is_a_package():
 
 def test_the_core_needs_only_its_two_dependencies():
     """A plain installation imports everything but the extras' own modules: wire/columns.py is the Spark source's."""
-    heads = {
-        (node.names[0].name if isinstance(node, ast.Import) else node.module or "").split(".")[0]
-        for module in MODULES
-        for node in ast.parse(module.read_text()).body
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and not name_of(module).startswith(EXTRAS)
-    }
+    core = [module for module in MODULES if not name_of(module).startswith(EXTRAS)]
+    heads = {name.split(".")[0] for module in core for name, _, at_the_top in imports_of(module) if at_the_top}
     assert heads - set(sys.stdlib_module_names) - {PACKAGE, "filelock", "orjson"} == set()
 
 
@@ -133,7 +128,7 @@ def test_bodies_are_imported_as_a_whole():
         name_of(module)
         for module in MODULES
         if "bodies" not in module.parts
-        for node in ast.walk(ast.parse(module.read_text()))
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("pyrocket_consumer.wire.bodies.")
+        for origin, name, _ in imports_of(module)
+        if origin != name and origin.startswith("pyrocket_consumer.wire.bodies.")
     }
     assert not past

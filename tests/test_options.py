@@ -22,6 +22,7 @@ from pyrocket_consumer import (
 )
 from pyrocket_consumer.config import ClientConfig, ClientOptions, ConsumerOptions, ProducerOptions
 from pyrocket_consumer.producer import TransactionProducer
+from tests.for_each import for_each
 from tests.reference import CONSUMER, PRODUCER, Row
 
 KINDS = [(ClientConfig, ClientOptions), (ConsumerConfig, ConsumerOptions), (ProducerConfig, ProducerOptions)]
@@ -35,7 +36,7 @@ def names_of(rows: list[Row]) -> list[str]:
     return sorted(name for row in rows for name in row.names)
 
 
-@pytest.mark.parametrize(("config", "options"), KINDS)
+@for_each("config, options", KINDS)
 def test_editors_and_type_checkers_know_each_option_with_its_type(config, options):
     hints = get_type_hints(config)
     typed = {field.name: hints[field.name] for field in fields(config) if field.name not in PARAMETERS}
@@ -43,8 +44,8 @@ def test_editors_and_type_checkers_know_each_option_with_its_type(config, option
     assert not options.__required_keys__
 
 
-@pytest.mark.parametrize(
-    ("face", "options"),
+@for_each(
+    "face, options",
     [
         (PushConsumer, ConsumerOptions),
         (AsyncPushConsumer, ConsumerOptions),
@@ -59,15 +60,13 @@ def test_a_face_takes_the_options_of_its_config(face, options):
     assert unpacked is options
 
 
-@pytest.mark.parametrize(
-    ("rows", "config"), [(CONSUMER, ConsumerConfig), (CLIENT, ClientConfig), (CLIENT + PRODUCER, ProducerConfig)]
-)
+@for_each("rows, config", [(CONSUMER, ConsumerConfig), (CLIENT, ClientConfig), (CLIENT + PRODUCER, ProducerConfig)])
 def test_the_reference_has_each_option_once(rows, config):
     assert names_of(rows) == sorted({field.name for field in fields(config)} - ({"group"} - set(names_of(rows))))
 
 
-@pytest.mark.parametrize(
-    ("face", "rows"),
+@for_each(
+    "face, rows",
     [
         (PushConsumer, CONSUMER),
         (AsyncPushConsumer, CONSUMER),
@@ -103,8 +102,8 @@ def number(text: str) -> object:
     return ast.literal_eval(text.replace(" ", "").replace("2³¹−1", str(2**31 - 1)))
 
 
-@pytest.mark.parametrize(
-    ("row", "config"),
+@for_each(
+    "row, config",
     [*((row, ConsumerConfig) for row in CONSUMER), *((row, ProducerConfig) for row in PRODUCER)],
     ids=lambda value: value.names[0] if isinstance(value, Row) else "",
 )
@@ -127,7 +126,7 @@ def make(config: type[ClientConfig], **options: object) -> ClientConfig:
     return config(name_server="127.0.0.1:9876", **({"group": "g"} if config is ConsumerConfig else {}), **options)
 
 
-@pytest.mark.parametrize(("name", "low", "high", "config"), RANGES)
+@for_each("name, low, high, config", RANGES)
 def test_ranges_are_those_of_the_reference(name, low, high, config):
     for allowed in (low, high):
         assert getattr(make(config, **{name: allowed}), name) == allowed
@@ -140,15 +139,13 @@ def test_ranges_were_found_in_the_reference():
     assert len(RANGES) > 15
 
 
-@pytest.mark.parametrize(
-    ("face", "given"), [(PushConsumer, ("g",)), (AsyncPushConsumer, ("g",)), (Producer, ()), (Admin, ())]
-)
-@pytest.mark.parametrize("servers", ["127.0.0.1:1;127.0.0.1:2", ["127.0.0.1:1", "127.0.0.1:2"]], ids=["text", "list"])
+@for_each("face, given", [(PushConsumer, ("g",)), (AsyncPushConsumer, ("g",)), (Producer, ()), (Admin, ())])
+@for_each("servers", ["127.0.0.1:1;127.0.0.1:2", ["127.0.0.1:1", "127.0.0.1:2"]], ids=["text", "list"])
 def test_name_servers_are_one_text_or_a_list(face, given, servers):
     assert face(*given, name_server=servers).config.name_servers == ("127.0.0.1:1", "127.0.0.1:2")
 
 
-@pytest.mark.parametrize(("face", "given"), [(PushConsumer, ("g",)), (Producer, ()), (Admin, ())])
+@for_each("face, given", [(PushConsumer, ("g",)), (Producer, ()), (Admin, ())])
 def test_an_unknown_option_names_the_nearest(face, given):
     with pytest.raises(ConfigError, match=r"unknown option 'call_timout_s'; did you mean 'call_timeout_s'\?"):
         face(*given, name_server="127.0.0.1:1", call_timout_s=1)

@@ -141,32 +141,34 @@ LISTENERS = """
     consumer.subscribe("a")  # E: call-arg
 """
 
+PROGRAMS = {"options.py": OPTIONS, "listeners.py": LISTENERS}
 EXPECTED = re.compile(r"#\s*([ER]): (.+)$")
-SAID = re.compile(r"^[^:]+:(\d+): (error|note): (.*?)(?:  \[([\w-]+)\])?$")
+SAID = re.compile(r"^([^:]+):(\d+): (error|note): (.*?)(?:  \[([\w-]+)\])?$")
 
 
-@pytest.mark.parametrize("program", [OPTIONS, LISTENERS], ids=["options", "listeners"])
-def test_mypy_finds_the_mistakes_and_nothing_else(program, tmp_path_factory):
+@pytest.mark.live
+@pytest.mark.slow("mypy reads the whole package")
+def test_mypy_finds_the_mistakes_and_nothing_else(tmp_path):
     """`# E:` says which errors a line has, `# R:` the type it reveals; no other line has any."""
-    directory = tmp_path_factory.getbasetemp()  # the second program finds what mypy remembers of the package
-    text = "\n".join(line[4:] for line in program.splitlines())
-    (directory / "program.py").write_text(text)
+    wanted: dict[tuple[str, int], set[str]] = {}
+    for name, program in PROGRAMS.items():
+        (tmp_path / name).write_text(text := "\n".join(line[4:] for line in program.splitlines()))
+        for number, line in enumerate(text.splitlines(), 1):
+            if found := EXPECTED.search(line):
+                wanted[name, number] = {f'Revealed type is "{found[2]}"'} if found[1] == "R" else set(found[2].split())
     options = ["--strict", "--config-file=", "--follow-imports=silent", "--no-error-summary"]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, "program.py"], cwd=directory, env={"MYPYPATH": str(ROOT), "PATH": ""},
+        [sys.executable, "-m", "mypy", *options, *PROGRAMS], cwd=tmp_path, env={"MYPYPATH": str(ROOT), "PATH": ""},
         capture_output=True, text=True, timeout=280, check=False,
-    )
+    )  # fmt: skip
     assert done.stderr == ""
-    wanted: dict[int, set[str]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if found := EXPECTED.search(line):
-            wanted[number] = set(found[2].split()) if found[1] == "E" else {f'Revealed type is "{found[2]}"'}
-    said: dict[int, set[str]] = {}
+    said: dict[tuple[str, int], set[str]] = {}
     for line in done.stdout.splitlines():
         found = SAID.match(line)
         assert found, line
-        if found[2] == "error":
-            said.setdefault(int(found[1]), set()).add(found[4])
-        elif found[3].startswith("Revealed"):
-            said.setdefault(int(found[1]), set()).add(re.sub(r"(\w+\.)+(\w+)", r"\2", found[3]))
+        place = found[1], int(found[2])
+        if found[3] == "error":
+            said.setdefault(place, set()).add(found[5])
+        elif found[4].startswith("Revealed"):
+            said.setdefault(place, set()).add(re.sub(r"(\w+\.)+(\w+)", r"\2", found[4]))
     assert said == wanted, done.stdout

@@ -53,6 +53,7 @@ from pyrocket_consumer.compat.rocketmq.exceptions import (
 )
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, RequestCode, ResponseCode, rewrite
 from tests.consuming import WAIT_S, until
+from tests.for_each import for_each
 
 ROOT = Path(__file__).parents[2]
 NOBODY = "127.0.0.1:1"
@@ -519,6 +520,7 @@ def web_server(answer: bytes, status: int = 200):
         server.server_close()
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("prefix", ["", "http://"])
 def test_a_domain_tells_where_the_name_servers_are(cluster, topic, prefix):
     with web_server(f"{NOBODY};{cluster.name_server}\r\n".encode()) as url:
@@ -528,8 +530,9 @@ def test_a_domain_tells_where_the_name_servers_are(cluster, topic, prefix):
             assert producer.send_sync(message(topic)).status == SendStatus.OK
 
 
-@pytest.mark.parametrize(
-    ("answer", "status", "text"),
+@pytest.mark.live
+@for_each(
+    "answer, status, text",
     [(b"", 200, "names no name servers"), (b"host", 200, "host:port"), (b"", 404, "404"), (b"\xff", 200, "utf-8")],
 )
 def test_a_domain_that_does_not_tell_is_an_error_of_the_start(answer, status, text):
@@ -564,6 +567,8 @@ def speaking(parts, each_s):
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
 
 
+@pytest.mark.live
+@pytest.mark.slow("the server that says nothing is waited for")
 @pytest.mark.parametrize(
     ("parts", "each_s", "text"),
     [
@@ -595,7 +600,7 @@ def test_an_account_in_a_domain_is_refused_and_not_shown():
     assert "hidden" not in "".join(traceback.format_exception(caught.value))
 
 
-@pytest.mark.parametrize("domain", ["file:///etc/passwd", "ftp://there/x", "http://", "http://["])
+@for_each("domain", ["file:///etc/passwd", "ftp://there/x", "http://", "http://["])
 def test_a_domain_is_a_web_address(domain):
     consumer = PushConsumer("g")
     consumer.subscribe("t", print)
@@ -678,7 +683,7 @@ def test_a_consumer_without_a_subscription_does_not_start(cluster):
         consumer.start()
 
 
-@pytest.mark.parametrize("kind", [Producer, PushConsumer])
+@for_each("kind", [Producer, PushConsumer])
 def test_without_a_name_server_the_error_says_which_call_is_missing(kind, monkeypatch):
     monkeypatch.delenv("NAMESRV_ADDR", raising=False)
     made = kind("g")
@@ -694,7 +699,7 @@ def test_the_environment_tells_the_name_servers_of_those_that_were_told_none(clu
         assert producer.send_sync(message(topic)).status == SendStatus.OK
 
 
-@pytest.mark.parametrize("group", ["", "a b", "x" * 300])
+@for_each("group", ["", "a b", "x" * 300])
 def test_a_group_that_is_not_allowed_is_an_error_of_the_start(cluster, group):
     consumer = PushConsumer(group)
     consumer.set_name_server_address(cluster.name_server)
@@ -718,8 +723,8 @@ def test_a_producer_that_is_not_started_does_not_send(cluster, topic):
             producer.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
+@for_each(
+    "change, text",
     [
         (lambda msg: msg.set_body(""), "empty"),
         (lambda msg: msg.set_body(b"x" * (5 << 20)), "set_max_message_size"),
@@ -799,20 +804,20 @@ SETTERS = {
 }
 
 
-@pytest.mark.parametrize("what", SETTERS)
-@pytest.mark.parametrize("value", [1, 1.5, bytearray(b"x"), ["x"], object()], ids=lambda value: type(value).__name__)
+@for_each("what", SETTERS)
+@for_each("value", [1, 1.5, bytearray(b"x"), ["x"], object()], ids=lambda value: type(value).__name__)
 def test_what_is_neither_text_nor_bytes_is_an_argument_error(what, value):
     with pytest.raises(ArgumentError, match=type(value).__name__):
         SETTERS[what](value)
 
 
-@pytest.mark.parametrize("what", SETTERS)
+@for_each("what", SETTERS)
 def test_none_is_a_null_pointer(what):
     with pytest.raises(NullPointerException):
         SETTERS[what](None)
 
 
-@pytest.mark.parametrize("what", [name for name in SETTERS if name not in ("set_body", "send_sync")])
+@for_each("what", [name for name in SETTERS if name not in ("set_body", "send_sync")])
 def test_bytes_that_are_no_text_are_refused(what):
     with pytest.raises(RocketMQException, match="UTF-8"):
         SETTERS[what](b"\xff")
@@ -828,14 +833,14 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("what", NUMBERS)
+@for_each("what", NUMBERS)
 def test_what_is_no_number_is_an_argument_error(what):
     with pytest.raises(ArgumentError, match="whole number"):
         NUMBERS[what]("3")
 
 
-@pytest.mark.parametrize(
-    ("what", "value"),
+@for_each(
+    "what, value",
     [("timeout", 0), ("timeout", 10**9), ("max_message_size", -1), ("threads", -1), ("threads", 9999)],
 )
 def test_a_number_that_is_not_allowed_names_what_is(what, value):
@@ -843,19 +848,19 @@ def test_a_number_that_is_not_allowed_names_what_is(what, value):
         NUMBERS[what](value)
 
 
-@pytest.mark.parametrize("timeout", [0, 9, 600_001])
+@for_each("timeout", [0, 9, 600_001])
 def test_a_timeout_that_is_not_allowed_is_told_in_milliseconds(timeout):
     with pytest.raises(RocketMQException, match=f"timeout={timeout} is not allowed.* 10 to 600000, in milliseconds"):
         Producer("p").set_timeout(timeout)
 
 
-@pytest.mark.parametrize("what", ["threads", "batch"])
+@for_each("what", ["threads", "batch"])
 def test_zero_is_a_null_pointer(what):
     with pytest.raises(NullPointerException, match="0"):
         NUMBERS[what](0)
 
 
-@pytest.mark.parametrize("model", [2, "x", None])
+@for_each("model", [2, "x", None])
 def test_a_model_there_is_not(model):
     with pytest.raises(ArgumentError, match="CLUSTERING"):
         PushConsumer("g", message_model=model)
@@ -864,13 +869,13 @@ def test_a_model_there_is_not(model):
 async def coroutine(msg): ...
 
 
-@pytest.mark.parametrize("callback", [None, "x", lambda: None, lambda a, b: None, coroutine])
+@for_each("callback", [None, "x", lambda: None, lambda a, b: None, coroutine])
 def test_a_callback_that_cannot_be_called_with_a_message_is_refused(callback):
     with pytest.raises(ConsumerException, match="callback"):
         PushConsumer("g").subscribe("t", callback)
 
 
-@pytest.mark.parametrize("expression", ["a | b", "a, b"])
+@for_each("expression", ["a | b", "a, b"])
 def test_an_expression_that_selects_nothing_is_refused(expression):
     with pytest.raises(ConsumerException, match=r"\|\|"):
         PushConsumer("g").subscribe("t", print, expression)
@@ -934,12 +939,16 @@ def test_the_log_level_is_that_of_the_logger():
 # --- processes
 
 
-def run(script: str, cluster, topic, **options) -> subprocess.Popen[str]:
-    text = textwrap.dedent(script)
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", text, cluster.name_server, topic],
+@contextmanager
+def run(script: str, cluster, topic, **options):
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", textwrap.dedent(script), cluster.name_server, topic],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
-    )  # fmt: skip
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 BEGIN = """
@@ -951,6 +960,7 @@ BEGIN = """
 """
 
 
+@pytest.mark.live
 def test_the_end_of_the_process_stores_offsets_although_nobody_shuts_down(cluster, topic):
     script = BEGIN + """
     def begin():
@@ -963,20 +973,17 @@ def test_the_end_of_the_process_stores_offsets_although_nobody_shuts_down(cluste
     while True:
         time.sleep(3600)
     """
-    process = run(script, cluster, topic)
-    try:
+    with run(script, cluster, topic) as process:
         assert process.stdout.readline() == "started\n"
         cluster.send(topic, b"x")
         assert process.stdout.readline() == "b'x'\n"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=WAIT_S)
-    finally:
-        process.kill()
-        process.wait()
     assert "KeyboardInterrupt" in errors
     assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
 
 
+@pytest.mark.live
 def test_the_end_of_the_process_waits_for_a_callback_that_has_shut_its_consumer_down(cluster, topic):
     script = BEGIN + """
     import threading
@@ -993,18 +1000,15 @@ def test_the_end_of_the_process_waits_for_a_callback_that_has_shut_its_consumer_
     print("started")
     is_shut_down.wait()
     """
-    process = run(script, cluster, topic)
-    try:
+    with run(script, cluster, topic) as process:
         assert process.stdout.readline() == "started\n"
         cluster.send(topic, b"x")
         output, errors = process.communicate(timeout=WAIT_S)
-    finally:
-        process.kill()
-        process.wait()
     assert output == "consumed\n", errors
     assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
 
 
+@pytest.mark.live
 def test_the_end_of_the_process_stores_offsets_while_a_thread_starts_still(topic):
     script = BEGIN + """
     import threading
@@ -1020,16 +1024,13 @@ def test_the_end_of_the_process_stores_offsets_while_a_thread_starts_still(topic
         cluster.send(topic, b"x", broker_name="broker-a")
         gate = Gate()
         cluster.broker("broker-b").on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None)  # start() waits for it
-        process = run(script, cluster, topic)
-        try:
+        with run(script, cluster, topic) as process:
             _, errors = process.communicate(timeout=WAIT_S)
-        finally:
-            process.kill()
-            process.wait()
         assert process.returncode == 0, errors
         assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
 
 
+@pytest.mark.live
 def test_what_is_set_after_the_start_says_that_it_counts_from_the_next_one_on(cluster, topic):
     script = BEGIN + """
     consumer = PushConsumer("g-" + topic)
@@ -1041,17 +1042,14 @@ def test_what_is_set_after_the_start_says_that_it_counts_from_the_next_one_on(cl
         consumer.set_thread_count(2)
         consumer.set_session_credentials("access", "secret", "channel")
     """
-    process = run(script, cluster, topic)
-    try:
+    with run(script, cluster, topic) as process:
         _, errors = process.communicate(timeout=WAIT_S)
-    finally:
-        process.kill()
-        process.wait()
     settings = ["set_group", "set_name_server_domain", "set_thread_count", "set_session_credentials"]
     said = "called after start(): it takes effect at the next one"
     assert errors.splitlines() == [f"{each}: {said}" for each in settings]
 
 
+@pytest.mark.live
 def test_a_child_that_is_forked_sends_and_consumes_by_itself(cluster, topic):
     script = BEGIN + """
     import warnings
@@ -1081,16 +1079,13 @@ def test_a_child_that_is_forked_sends_and_consumes_by_itself(cluster, topic):
     consumer.shutdown()
     producer.shutdown()
     """
-    process = run(script, cluster, topic, stdin=subprocess.PIPE)
-    try:
+    with run(script, cluster, topic, stdin=subprocess.PIPE) as process:
         lines = {process.stdout.readline().split(" ", 1)[1] for _ in range(2)}
         _, errors = process.communicate("\n", timeout=WAIT_S)
-    finally:
-        process.kill()
-        process.wait()
     assert (lines, process.returncode) == ({"b'from the child'\n", "b'from the parent'\n"}, 0), errors
 
 
+@pytest.mark.live
 def test_rocketmq_is_importable_after_install_only(cluster, topic):
     script = """
     import sys
@@ -1103,10 +1098,11 @@ def test_rocketmq_is_importable_after_install_only(cluster, topic):
     from pyrocket_consumer.compat.rocketmq.client import PushConsumer
     assert client.PushConsumer is PushConsumer is rocketmq.client.PushConsumer
     """
-    process = run(script, cluster, topic)
-    assert process.communicate(timeout=WAIT_S) == ("", "")
+    with run(script, cluster, topic) as process:
+        assert process.communicate(timeout=WAIT_S) == ("", "")
 
 
+@pytest.mark.live
 def test_install_does_not_replace_what_is_imported_already(cluster, topic, tmp_path):
     (tmp_path / "rocketmq").mkdir()
     (tmp_path / "rocketmq" / "__init__.py").write_text("")
@@ -1118,6 +1114,6 @@ def test_install_does_not_replace_what_is_imported_already(cluster, topic, tmp_p
     except ValueError as error:
         print(error)
     """
-    process = run(script, cluster, topic, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    told, errors = process.communicate(timeout=WAIT_S)
+    with run(script, cluster, topic, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}) as process:
+        told, errors = process.communicate(timeout=WAIT_S)
     assert ("imported already" in told, str(tmp_path) in told, errors) == (True, True, "")

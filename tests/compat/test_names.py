@@ -10,6 +10,7 @@ import pytest
 
 from tests.compat.names import differences
 from tests.compat.old_package import old_package
+from tests.for_each import for_each
 
 MODULES = ("client", "consts", "exceptions", "ffi")
 FACADE = "pyrocket_consumer.compat.rocketmq"
@@ -49,11 +50,11 @@ def ours() -> dict[str, ModuleType]:
     return {name: importlib.import_module(f"{FACADE}.{name}") for name in MODULES}
 
 
-def test_the_facade_has_every_name_of_the_package_it_stands_in_for(old, ours):
+def test_the_facade_has_every_name_of_the_old_package(old, ours):
     assert differences(old, ours, left_out=LEFT_OUT, added=ADDED) == []
 
 
-@pytest.mark.parametrize("name", sorted(LEFT_OUT | ADDED))
+@for_each("name", sorted(LEFT_OUT | ADDED))
 def test_what_is_listed_does_differ(old, ours, name):
     (told,) = differences(old, ours, left_out=LEFT_OUT - {name}, added=ADDED - {name})
     assert told.startswith(f"{name}: ")
@@ -156,8 +157,8 @@ def test_what_stands_in_may_be_written_in_its_own_way(monkeypatch):
     assert differences(OLD, facade_of(OURS, monkeypatch)) == []
 
 
-@pytest.mark.parametrize(
-    ("module", "text", "instead", "told"),
+@for_each(
+    "module, text, instead, told",
     [
         ("client", "class Sender(Base)", "class Sneder(Base)", "client.Sender: is missing"),
         ("client", "class Sender(Base)", "class Sender", "client.Sender: is no Base"),

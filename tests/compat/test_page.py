@@ -21,6 +21,7 @@ def test_each_block_is_known():
     assert len(BLOCKS) == len(PRINTED)
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("number", range(len(PRINTED)))
 def test_a_block_runs(orders, number, tmp_path):
     assert PRINTED[number] in run_python(BLOCKS[number], orders, tmp_path)

@@ -22,6 +22,7 @@ from pyrocket_consumer import (
     testing,
 )
 from pyrocket_consumer.cli import main
+from tests.for_each import for_each
 from tests.migration import java
 from tests.migration.__main__ import DOCUMENT, OPTIONS, document, options_in
 from tests.migration.rows import ONLY_HERE, TABLES
@@ -37,11 +38,13 @@ def orders():
         yield cluster
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("block", blocks(DOCUMENT, "python"), ids=title)
 def test_a_python_block_runs(block, orders, tmp_path):
     assert run_python(block, orders, tmp_path, logged="event=offset-reset")
 
 
+@pytest.mark.live
 def test_the_pyrocket_commands_run(orders, tmp_path):
     with PushConsumer("billing", name_server=orders.name_server) as member:
         member.subscribe("orders", lambda message: None)
@@ -54,13 +57,13 @@ def test_the_tables_are_up_to_date():
     assert document(PAGE) == PAGE, "make them anew: python -m tests.migration"
 
 
-@pytest.mark.parametrize("name", [*TABLES, "only_here"])
+@for_each("name", [*TABLES, "only_here"])
 def test_the_page_has_each_table_once(name):
     assert PAGE.count(f"<!-- {name}: python -m tests.migration -->\n|") == 1
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_each_name_of_java_has_one_row_and_each_row_names_what_java_has(name):
+@for_each("name", TABLES)
+def test_each_name_of_java_has_one_row_and_no_other_has(name):
     named = [each for row in TABLES[name].rows for each in row.java.split()]
     assert sorted(named) == sorted({each for kind in TABLES[name].classes for each in java.recorded()[kind]})
 
@@ -89,7 +92,7 @@ def cells_named_here() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-@pytest.mark.parametrize("text", cells_named_here())
+@for_each("text", cells_named_here)
 def test_what_is_named_here_exists(text):
     if text.startswith("pyrocket "):
         with pytest.raises(SystemExit, match="0"):
@@ -106,7 +109,7 @@ def test_what_is_named_here_exists(text):
             assert argument in inspect.signature(thing).parameters
 
 
-@pytest.mark.parametrize("text", sorted(set(re.findall(r"`([a-z]+-[a-z-]+)`", PAGE)) - {"kafka-topics"}))
+@for_each("text", sorted(set(re.findall(r"`([a-z]+-[a-z-]+)`", PAGE)) - {"kafka-topics"}))
 def test_the_events_that_are_named_exist(text):
     kafka = {"kafka-consumer-groups", "kafka-console-consumer", "kafka-console-producer"}
     assert text in kafka or text in {kind.value for kind in EventKind}
