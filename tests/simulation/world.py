@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from tests.virtual import transport
+
 CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 START_S = 1_000_000.0
@@ -240,6 +242,7 @@ class Network:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.random = world.random
         self.listeners: dict[tuple[str, int], _Listener] = {}
         self.pairs: list[tuple[Transport, Transport]] = []
         self.slowest_s = 0.002
@@ -268,8 +271,11 @@ class Network:
         far.context.run(far.protocol.connection_made, far)
         return near, near.protocol
 
+    def time(self) -> float:
+        return self.world.now
+
     def delay(self) -> float:
-        return self.world.random.uniform(0.0001, self.slowest_s)
+        return self.random.uniform(0.0001, self.slowest_s)
 
     def held_until(self, transport: Transport) -> float:
         """Return when bytes of `transport` may travel again: packets of a parted network arrive after it heals."""
@@ -290,69 +296,29 @@ class Network:
         """Reset some connections; what was under way is gone."""
         self.pairs = [pair for pair in self.pairs if not pair[0].gone]
         chosen = [near for near, _ in self.pairs if applies(near)]
-        for transport in chosen:
-            transport.reset()
+        for each in chosen:
+            each.reset()
         return len(chosen)
 
 
-class Transport(asyncio.Transport):
-    """One end of a connection."""
+class Transport(transport.Transport):
+    """One end of a connection of a process."""
 
     def __init__(
         self, network: Network, protocol: Any, process: Process | None, ours: tuple[str, int], theirs: tuple[str, int]
     ) -> None:
-        super().__init__({"sockname": ours, "peername": theirs, "socket": None})
-        self.network, self.protocol, self.process = network, protocol, process
-        self.peer: Transport
-        self.gone = False
-        self.context = contextvars.copy_context()
-        self.context.run(CURRENT.set, process)
-        self._closing = False
-        self._arrives = 0.0
+        context = contextvars.copy_context()
+        context.run(CURRENT.set, process)
+        super().__init__(network, protocol, ours, theirs, context)
+        self.process = process
 
-    def is_closing(self) -> bool:
-        return self._closing or self.gone
-
-    def write(self, data: Any) -> None:
-        if self.is_closing():
-            return
-        data = bytes(data)
-        random = self.network.world.random
-        while data:
-            size = len(data) if random.random() < 0.9 else random.randint(1, len(data))
-            self._travel(self.peer._deliver, data[:size])
-            data = data[size:]
-
-    def writelines(self, parts: Any) -> None:
-        self.write(b"".join(parts))
-
-    def _travel(self, what: Callable[..., None], *arguments: Any) -> None:
-        world = self.network.world
-        start = max(self.network.held_until(self), world.now)
-        self._arrives = max(self._arrives + 1e-6, start + self.network.delay())  # timers of one instant have no order
+    def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
         asyncio.BaseEventLoop.call_at(
-            world, self._arrives, _unless_dead(self.peer, what), *arguments, context=self.peer.context
+            self.network.world, when, _unless_dead(self, what), *arguments, context=self.context
         )
 
-    def _deliver(self, data: bytes) -> None:
-        if self.gone:
-            return
-        protocol = self.protocol
-        if isinstance(protocol, asyncio.BufferedProtocol):
-            while data and not self.gone:
-                room = protocol.get_buffer(len(data))
-                count = min(len(room), len(data))
-                room[:count] = data[:count]
-                data = data[count:]
-                protocol.buffer_updated(count)
-        else:
-            protocol.data_received(data)
-
-    def close(self) -> None:
-        if not self.is_closing():
-            self._closing = True
-            self._travel(self.peer._end_of_stream)
-            self.network.world.call_soon(self._lost, None, context=self.context)
+    def soon(self, what: Callable[..., None], *arguments: Any) -> None:
+        self.network.world.call_soon(what, *arguments, context=self.context)
 
     def abort(self) -> None:
         self.reset()
@@ -361,23 +327,7 @@ class Transport(asyncio.Transport):
         """End both ends at once."""
         for end in (self, self.peer):
             if not end.gone:
-                world = self.network.world
-                world.call_soon(end._lost, ConnectionResetError(104, "reset"), context=end.context)
-
-    def _end_of_stream(self) -> None:
-        if not self.gone:
-            self._lost(None)
-
-    def _lost(self, error: Exception | None) -> None:
-        if not self.gone:
-            self.gone = True
-            self.protocol.connection_lost(error)
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def get_write_buffer_size(self) -> int:
-        return 0
+                end.soon(end.lose, ConnectionResetError(104, "reset"))
 
     def pause_reading(self) -> None:
         pass
@@ -403,9 +353,5 @@ def kill(world: World, process: Process) -> None:
         for end in (near, far):
             if end.process is process and not end.gone:
                 end.gone = True
-                peer = end.peer
-                delay = world.network.delay()
                 reset = ConnectionResetError(104, "reset")
-                asyncio.BaseEventLoop.call_at(
-                    world, world.now + delay, _unless_dead(peer, peer._lost), reset, context=peer.context
-                )
+                end.peer.at(world.now + world.network.delay(), end.peer.lose, reset)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from tests.virtual import transport
 from tests.virtual.scheduler import NotVirtual, Scheduler
 
 SLOWEST_S = 0.002
@@ -121,8 +122,8 @@ class Listener:
             del self._network.listeners[self._address]
         for sock in self.sockets:
             sock.close()
-        for transport in self.backlog:
-            transport.abort()
+        for each in self.backlog:
+            each.abort()
 
     def is_serving(self) -> bool:
         return self._network.listeners.get(self._address) is self
@@ -136,6 +137,7 @@ class Network:
 
     def __init__(self, world: Scheduler) -> None:
         self.world = world
+        self.random = world.random
         self.listeners: dict[tuple[str, int], Listener] = {}
         self._ports = count(40_000)
 
@@ -178,22 +180,25 @@ class Network:
             listener.backlog.append(far)
         near.protocol.connection_made(near)
 
+    def time(self) -> float:
+        return self.world.now
+
     def delay(self) -> float:
-        return self.world.random.uniform(0.0001, SLOWEST_S)
+        return self.random.uniform(0.0001, SLOWEST_S)
+
+    def held_until(self, transport: Any) -> float:
+        return self.world.now
 
 
-class Transport(asyncio.Transport):
-    """One end of a connection."""
+class Transport(transport.Transport):
+    """One end of a connection of a loop."""
 
     def __init__(
         self, network: Network, loop: VirtualLoop, protocol: Any, ours: Any, theirs: Any, context: contextvars.Context
     ) -> None:
-        super().__init__({"sockname": ours, "peername": theirs, "socket": None})
-        self.peer: Transport
-        self.protocol = protocol
-        self._network, self._loop, self._context = network, loop, context
-        self._is_closing = self._is_gone = self._is_paused = False
-        self._arrives = 0.0
+        super().__init__(network, protocol, ours, theirs, context)
+        self._loop = loop
+        self._is_paused = False
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def set_protocol(self, protocol: Any) -> None:
@@ -202,78 +207,28 @@ class Transport(asyncio.Transport):
     def get_protocol(self) -> Any:
         return self.protocol
 
-    def is_closing(self) -> bool:
-        return self._is_closing or self._is_gone
-
-    def write(self, data: Any) -> None:
-        if self.is_closing():
-            return
-        data = bytes(data)
-        random = self._network.world.random
-        while data:
-            size = len(data) if random.random() < 0.9 else random.randint(1, len(data))
-            self._send(self.peer._deliver, data[:size])
-            data = data[size:]
-
-    def writelines(self, parts: Any) -> None:
-        self.write(b"".join(parts))
-
-    def soon(self, what: Callable[..., None], *arguments: Any, after_s: float = 0.0) -> None:
-        """Have something done on the loop of this end."""
-        self._at(self._network.world.now + after_s, what, arguments)
-
-    def _at(self, when: float, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
         loop = self._loop
         if not loop.is_closed():
-            loop.call_at(when, self._run, what, arguments, context=self._context)
+            loop.call_at(when, self.run, what, arguments, context=self.context)
             loop._write_to_self()  # it may wait for a later timer
 
-    def _run(self, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def soon(self, what: Callable[..., None], *arguments: Any) -> None:
+        self.at(self.network.time(), what, *arguments)
+
+    def run(self, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Do what was to be done at this end; what arrives while it does not read waits."""
         if self._is_paused:
             self._held.append((what, arguments))
-        elif not self._is_gone:
+        elif not self.gone:
             what(*arguments)
-
-    def _send(self, what: Callable[..., None], *arguments: Any) -> None:
-        self._arrives = max(self._arrives + 1e-6, self._network.world.now + self._network.delay())
-        self.peer._at(self._arrives, what, arguments)
-
-    def _deliver(self, data: bytes) -> None:
-        protocol = self.protocol
-        if not isinstance(protocol, asyncio.BufferedProtocol):
-            protocol.data_received(data)
-            return
-        while data and not self._is_gone:
-            room = protocol.get_buffer(len(data))
-            taken = min(len(room), len(data))
-            room[:taken] = data[:taken]
-            data = data[taken:]
-            protocol.buffer_updated(taken)
-
-    def close(self) -> None:
-        if not self.is_closing():
-            self._is_closing = True
-            self._send(self.peer._lost, None)
-            self._loop.call_soon(self._lost, None, context=self._context)
 
     def abort(self) -> None:
         """End both ends at once."""
-        self._is_closing = True
-        self._loop.call_soon(self._lost, None, context=self._context)
-        peer = self.peer
-        peer._is_paused = False
-        peer.soon(peer._lost, ConnectionResetError(104, "Connection reset by peer"))
-
-    def _lost(self, error: Exception | None) -> None:
-        if not self._is_gone:
-            self._is_gone = True
-            self.protocol.connection_lost(error)
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def get_write_buffer_size(self) -> int:
-        return 0
+        self._closing = True
+        self._is_paused = self.peer._is_paused = False
+        self.soon(self.lose, None)
+        self.peer.soon(self.peer.lose, ConnectionResetError(104, "Connection reset by peer"))
 
     def is_reading(self) -> bool:
         return not self._is_paused

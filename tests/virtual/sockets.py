@@ -35,11 +35,11 @@ class VirtualSocket(Transport):
 
     # --- what the other end does
 
-    def _at(self, when: float, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
         self._due.append((when, what, arguments))
         self._wake()
 
-    def call_soon(self, what: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    def soon(self, what: Callable[..., None], *arguments: Any) -> None:
         what(*arguments)
 
     def connection_made(self, transport: Any) -> None:
@@ -87,7 +87,7 @@ class VirtualSocket(Transport):
         return len(data)
 
     def shutdown(self, how: int) -> None:
-        if self._is_gone:
+        if self.gone:
             raise OSError(107, "Transport endpoint is not connected")
         self.close()
 
@@ -106,7 +106,7 @@ class VirtualSocket(Transport):
     def _take_due(self) -> None:
         while self._due and self._due[0][0] <= self._world.now:
             _, what, arguments = self._due.popleft()
-            self._run(what, arguments)
+            self.run(what, arguments)
 
     def _wait_for_data(self, timeout_s: float | None) -> None:
         world = self._world
