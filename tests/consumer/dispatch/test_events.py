@@ -55,6 +55,7 @@ def test_an_on_event_that_raises_shows_its_traceback_once(caplog):
     for number in range(3):
         events.tell(ConsumerEvent(EventKind.LISTENER_FAILED, str(number)))
     assert done.wait(WAIT_S)
+    events.close()
     raised = [record for record in caplog.records if "on_event raised" in record.getMessage()]
     assert [bool(record.exc_info and record.exc_info[0]) for record in raised] == [True, False]
     assert "not 1" in raised[1].getMessage()

@@ -10,6 +10,8 @@ import pytest
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.pages import DOCS, blocks, run_python
 
+pytestmark = pytest.mark.live
+
 PAGE = DOCS / "order.md"
 SHARDING, FUNCTION, WATCHING = blocks(PAGE, "python")
 

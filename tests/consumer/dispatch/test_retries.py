@@ -118,7 +118,7 @@ def tries(broker, group):
 def test_a_message_that_fails_again_at_once_is_tried_again_all_the_same(embedded, broker, topic, group):
     """No broker takes it, and its second attempt fails as soon as it begins."""
     embedded.create_topic(topic, queues=1)
-    fill(embedded, topic, 400)
+    fill(embedded, topic, 100)
     for code in (SEND_BACK, *SENDS):
         broker.on(code, answer(1, "no"), times=None)
 
@@ -127,8 +127,8 @@ def test_a_message_that_fails_again_at_once_is_tried_again_all_the_same(embedded
 
     seen = Seen(judge)
     with consuming(embedded, topic, group, seen):
-        seen.wait(lambda seen: len(seen.messages) == 1200)
-        until(lambda: embedded.committed(group, topic) == {0: 400}, "all are finished")
+        seen.wait(lambda seen: len(seen.messages) == 300)
+        until(lambda: embedded.committed(group, topic) == {0: 100}, "all are finished")
     assert set(Counter(seen.bodies).values()) == {3}
 
 

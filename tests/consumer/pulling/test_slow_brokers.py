@@ -67,11 +67,11 @@ def test_a_start_waits_a_few_seconds_for_a_silent_broker_and_consumes_from_the_o
 
 
 def test_members_that_join_one_after_the_other_all_start(embedded, topic, group):
-    """While brokers have a thousand queues to be begun, and everybody looks again whenever another joins."""
-    embedded.create_topic(topic, queues=250)
-    with ExitStack() as stack, ThreadPoolExecutor(6) as threads:
+    """While brokers have hundreds of queues to be begun, and everybody looks again whenever another joins."""
+    embedded.create_topic(topic, queues=100)
+    with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
         starts = []
-        for number in range(6):
+        for number in range(4):
             consumer = consumer_of(embedded, group, instance_name=f"number-{number}")
             consumer.subscribe(topic, lambda message: None)
             starts.append(threads.submit(consumer.start))
@@ -81,7 +81,7 @@ def test_members_that_join_one_after_the_other_all_start(embedded, topic, group)
 
         def all_is_held() -> bool:
             held = [{queue for queue in each.progress() if queue.topic == topic} for each in consumers]
-            return len(set().union(*held)) == 500 and sum(map(len, held)) == 500
+            return len(set().union(*held)) == 200 and sum(map(len, held)) == 200
 
         until(all_is_held, "each queue is held by one")
 
