@@ -6,10 +6,9 @@ import json
 import logging
 from types import SimpleNamespace
 
-import pytest
-
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.query_lag import Lag, LagListener, lag
+from tests.for_each import for_each
 
 
 def offset(**queues):
@@ -28,7 +27,7 @@ def source(end, latest):
     return {"description": "rocketmq", "startOffset": None, "endOffset": end, "latestOffset": latest}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "written",
     [json.dumps, lambda found: json.dumps(found, indent=2), str, lambda found: found],
     ids=["json", "indented", "python", "dict"],
@@ -51,7 +50,7 @@ def test_a_position_beyond_the_end_is_not_behind():
     assert lag(progress(source(json.dumps(LATEST), json.dumps(END)))).max == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "found",
     [
         None,

@@ -12,6 +12,7 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.offsets import SourceOffset, decode_offset, encode_offset, ranges_between
 from pyrocket_consumer.spark.ranges import QueueRange
+from tests.for_each import for_each
 
 A0, A1, B0 = MessageQueue("T", "a", 0), MessageQueue("T", "a", 1), MessageQueue("T", "b", 0)
 
@@ -63,20 +64,20 @@ def test_a_newer_version_is_refused_with_a_sentence():
         decode_offset({"version": 2, "queues": {}})
 
 
-@pytest.mark.parametrize("encoded", [{}, {"version": "1"}, {"version": 0}, [], None, {"partition": 3}])
+@for_each("encoded", [{}, {"version": "1"}, {"version": 0}, [], None, {"partition": 3}])
 def test_what_is_no_offset_is_refused(encoded):
     with pytest.raises(ConfigError, match="is no offset of this source; use another checkpoint"):
         decode_offset(encoded)
 
 
-@pytest.mark.parametrize("queues", [5, {"T": 5}, {"T": {"a": 5}}, {"T": {"a": {"x": 5}}}, {"T": {"a": {"0": None}}}])
+@for_each("queues", [5, {"T": 5}, {"T": {"a": 5}}, {"T": {"a": {"x": 5}}}, {"T": {"a": {"0": None}}}])
 def test_damaged_queues_are_refused(queues):
     with pytest.raises(ConfigError, match="'queues' of an offset in the checkpoint cannot be read"):
         decode_offset({"version": 1, "queues": queues})
 
 
-@pytest.mark.parametrize("at", [float("inf"), float("nan"), -5, 2**63, True, 1.7, "5", "9" * 5000])
-@pytest.mark.parametrize("name", ["queues", "from", "seen"])
+@for_each("at", [float("inf"), float("nan"), -5, 2**63, True, 1.7, "5", "9" * 5000])
+@for_each("name", ["queues", "from", "seen"])
 def test_what_is_no_offset_and_no_time_is_refused_in_a_line(name, at):
     brokers = {"a": at} if name == "seen" else {"a": {"0": at}}
     with pytest.raises(ConfigError, match=f"'{name}' of an offset in the checkpoint cannot be read") as refused:
@@ -84,7 +85,7 @@ def test_what_is_no_offset_and_no_time_is_refused_in_a_line(name, at):
     assert len(str(refused.value)) < 1000
 
 
-@pytest.mark.parametrize("queue_id", ["-1", str(2**31), "x" * 100_000, "9" * 5000])
+@for_each("queue_id", ["-1", str(2**31), "x" * 100_000, "9" * 5000])
 def test_what_is_no_queue_is_refused_in_a_line(queue_id):
     with pytest.raises(ConfigError, match="'queues' of an offset in the checkpoint cannot be read") as refused:
         decode_offset({"version": 1, "queues": {"T": {"a": {queue_id: 5}}}})

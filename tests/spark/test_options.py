@@ -22,6 +22,7 @@ from pyrocket_consumer.spark.options import (
     parse_sink,
     parse_source,
 )
+from tests.for_each import for_each
 
 SERVER = {"nameserver": "127.0.0.1:9876"}
 ORDERS = {**SERVER, "subscribe": "orders"}
@@ -53,7 +54,7 @@ def test_defaults_of_a_write():
     assert (options.accept_degraded, options.dedup_properties) == (False, True)
 
 
-@pytest.mark.parametrize(("word", "means"), [("first", "earliest"), ("last", "latest"), ("Earliest", "earliest")])
+@for_each("word, means", [("first", "earliest"), ("last", "latest"), ("Earliest", "earliest")])
 def test_places_have_the_same_names_as_everywhere(word, means):
     assert parse_source(given(startingOffsets=word), True).start == means
 
@@ -64,12 +65,12 @@ def test_names_are_taken_in_any_case():
     )
 
 
-@pytest.mark.parametrize("text", ["a:1;b:2", "a:1,b:2", " a:1 ; b:2 "])
+@for_each("text", ["a:1;b:2", "a:1,b:2", " a:1 ; b:2 "])
 def test_several_name_servers(text):
     assert parse_source(given(nameServer=text), None).client.config().name_servers == ("a:1", "b:2")
 
 
-@pytest.mark.parametrize("name", ["subscribe", "topic"])
+@for_each("name", ["subscribe", "topic"])
 def test_topics_are_joined_by_commas(name):
     assert parse_source(given(SERVER, **{name: "b, a,b"}), None).topics == ("b", "a")
 
@@ -79,7 +80,7 @@ def test_assigned_queues():
     assert [str(queue) for queue in options.assigned] == ["orders/broker-a/2", "orders/broker-b/0", "orders/broker-b/1"]
 
 
-@pytest.mark.parametrize("name", ["tags", "subExpression"])
+@for_each("name", ["tags", "subExpression"])
 def test_tags(name):
     assert parse_source(given(**{name: "a || b"}), None).read.selector.tags == {"a", "b"}
 
@@ -89,9 +90,7 @@ def test_a_filter_in_sql():
     assert (selector.expression, selector.expression_type) == ("a > 1", "SQL92")
 
 
-@pytest.mark.parametrize(
-    ("text", "bound"), [("earliest", Named.EARLIEST), ("LATEST", Named.LATEST), ("group", Named.GROUP)]
-)
+@for_each("text, bound", [("earliest", Named.EARLIEST), ("LATEST", Named.LATEST), ("group", Named.GROUP)])
 def test_starting_places_with_a_name(text, bound):
     assert parse_source(given(startingOffsets=text, consumerGroup="app"), True).start is bound
 
@@ -114,8 +113,8 @@ def test_starting_offsets_for_queues_brokers_and_topics():
         start.check([*queues[:2], queues[3]])
 
 
-@pytest.mark.parametrize(
-    ("text", "at_ms"),
+@for_each(
+    "text, at_ms",
     [
         ("0", 0),
         ("1714557600000", 1714557600000),
@@ -138,8 +137,8 @@ def test_times_by_topic():
     assert options.end == StoredAtByTopic("endingTimestamp", {"payments": 5})
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
+@for_each(
+    "text, said",
     [
         ('{"orders": 5}', "lacks payments"),
         ('{"orders": 5, "payments": 5, "other": 5}', "names other"),
@@ -163,9 +162,7 @@ def test_endings_of_a_batch():
     assert end.offset(MessageQueue("orders", "b", 1)) == LATEST
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("500ms", 0.5), ("90", 0.09), ("30s", 30), ("15m", 900), ("2 hours", 7200), ("1d", 86400)]
-)
+@for_each("text, seconds", [("500ms", 0.5), ("90", 0.09), ("30s", 30), ("15m", 900), ("2 hours", 7200), ("1d", 86400)])
 def test_durations(text, seconds):
     assert parse_source(given(maxTriggerDelay=text), True).max_delay_s == pytest.approx(seconds)
 
@@ -279,7 +276,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "text", "others"), WRONG, ids=lambda each: str(each)[:40])
+@for_each("name, value, text, others", WRONG, ids=lambda each: str(each)[:40])
 def test_a_wrong_value_is_refused_whatever_the_source_is_for(name, value, text, others):
     with pytest.raises(ConfigError) as refused:
         check_options(given(**{**others, name: value}))
@@ -287,8 +284,8 @@ def test_a_wrong_value_is_refused_whatever_the_source_is_for(name, value, text, 
     assert text in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
+@for_each(
+    "text, said",
     [
         ("{", "no JSON"),
         ("[]", "no JSON object"),
@@ -323,8 +320,8 @@ def test_a_read_needs_something_to_read():
         parse_source(SERVER, streaming=None)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
+@for_each(
+    "options, text",
     [
         ({"endingOffsets": "latest"}, "endingOffsets is for batch reads"),
         ({"endingTimestamp": "5"}, "endingTimestamp is for batch reads"),
@@ -337,8 +334,8 @@ def test_what_a_stream_cannot_have(options, text):
         parse_source(given(**options), streaming=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
+@for_each(
+    "options, text",
     [
         ({"startingOffsets": "latest"}, "startingOffsets='latest' is for streams"),
         ({"startingOffsets": '{"orders": {"b": {"0": -1}}}'}, "startingOffsets has -1"),
@@ -359,8 +356,8 @@ def test_what_a_batch_cannot_have(options, text):
         parse_source(given(**options), streaming=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
+@for_each(
+    "name, hint",
     [("subscribes", "subscribe"), ("nameservers", "nameServer"), ("startingoffset", "startingOffsets")],
 )
 def test_an_unknown_option_gets_the_nearest_name(name, hint):

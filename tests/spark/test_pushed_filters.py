@@ -22,6 +22,7 @@ from pyrocket_consumer.spark.schema import projected
 from pyrocket_consumer.testing import EmbeddedCluster, answer, rewrite
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.subscription import parse_subscription
+from tests.for_each import for_each
 from tests.spark.asking import data_source, rows
 
 if not PUSHES_FILTERS:
@@ -52,8 +53,8 @@ def pushed(*filters, tags="*"):
 # ---- what filters mean
 
 
-@pytest.mark.parametrize(
-    ("filters", "span"),
+@for_each(
+    "filters, span",
     [
         ([where("EqualTo", "queueOffset", 5)], Span(5, 5)),
         ([where("EqualNullSafe", "queueOffset", 5)], Span(5, 5)),
@@ -81,8 +82,8 @@ def test_offsets(filters, span):
     assert pushed(*filters).offsets == span
 
 
-@pytest.mark.parametrize(
-    ("each", "span"),
+@for_each(
+    "each, span",
     [
         (where("GreaterThanOrEqual", "storeTimestamp", at(7)), Span(7)),
         (where("GreaterThanOrEqual", "storeTimestamp", at(7, 1)), Span(8)),
@@ -114,8 +115,8 @@ def test_a_time_that_lies_between_two_milliseconds_leaves_nothing():
 QUEUE = MessageQueue("orders", "broker-b", 3)
 
 
-@pytest.mark.parametrize(
-    ("each", "may_be_there"),
+@for_each(
+    "each, may_be_there",
     [
         (where("EqualTo", "queueId", 3), True),
         (where("EqualTo", "queueId", 2), False),
@@ -138,8 +139,8 @@ def test_queues(each, may_be_there):
     assert pushed(each).select(QUEUE) is may_be_there
 
 
-@pytest.mark.parametrize(
-    ("filters", "given", "expression"),
+@for_each(
+    "filters, given, expression",
     [
         ([where("EqualTo", "tags", "paid")], "*", "paid"),
         ([where("EqualNullSafe", "tags", "paid")], "*", "paid"),
@@ -219,6 +220,7 @@ def test_without_filters_all_is_read(cluster):
     assert ranges(cluster) == {("orders", 0): (0, 100), ("orders", 1): (0, 100)}
 
 
+@pytest.mark.live
 def test_only_the_offsets_asked_for_are_read(cluster):
     asked = where("GreaterThan", "queueOffset", 89), where("LessThan", "queueOffset", 95)
     assert ranges(cluster, *asked) == {("orders", 0): (90, 95), ("orders", 1): (90, 95)}
@@ -242,6 +244,7 @@ def test_store_times_become_offsets_with_room_for_clocks_that_differ(version):
         assert ranges(cluster, where("GreaterThan", "storeTimestamp", at(FIRST_MS + 900_000))) == {}
 
 
+@pytest.mark.live
 def test_tags_are_asked_of_the_broker(cluster):
     broker = cluster.broker("broker-a")
     assert read(cluster, where("EqualTo", "tags", "paid")) == sorted(
@@ -251,7 +254,7 @@ def test_tags_are_asked_of_the_broker(cluster):
     assert set(pulls) == {"paid"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "filters",
     [
         [where("GreaterThan", "queueOffset", 5), where("LessThan", "queueOffset", 5)],
@@ -268,6 +271,7 @@ def test_what_contradicts_itself_reads_nothing(cluster, filters):
     assert rows(reader, partitions) == []
 
 
+@pytest.mark.live
 def test_a_queue_that_is_not_asked_for_need_not_answer(cluster):
     only_queue_1 = {"when": lambda command: command.fields.get("queueId") == "1", "times": None}
     for code in (RequestCode.GET_MIN_OFFSET, RequestCode.GET_MAX_OFFSET, RequestCode.PULL_MESSAGE):
@@ -398,6 +402,7 @@ def search_of_java(times_ms, wanted_ms):
     return low
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("kind", ["EqualTo", "GreaterThanOrEqual"])
 def test_clocks_may_differ_by_just_what_there_is_room_for(kind):
     wanted_ms = FIRST_MS + 100_000
@@ -422,6 +427,7 @@ def test_clocks_may_differ_by_just_what_there_is_room_for(kind):
         assert found >= ({1} if kind == "EqualTo" else {1, 5, 6})
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("version", ["4.9.7", "5.3.2"])
 @pytest.mark.parametrize(
     ("odd_by_s", "kind", "limit_s"),
@@ -437,6 +443,7 @@ def test_one_message_of_a_wrong_clock_hides_no_others(version, odd_by_s, kind, l
         assert found >= {each for each in right if (each < limit_s if kind == "LessThan" else each > limit_s)}
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("version", ["4.9.7", "5.3.2"])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_row_is_missed_whatever_is_asked(version, seed):

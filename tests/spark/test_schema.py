@@ -9,6 +9,7 @@ from pyspark.sql.types import IntegerType, MapType, StringType, StructField, Str
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.spark.schema import READ_SCHEMA, arrow_schema, projected
 from pyrocket_consumer.wire.columns import COLUMNS
+from tests.for_each import for_each
 
 
 def test_the_schema_is_what_the_documentation_says():
@@ -38,8 +39,8 @@ def test_what_is_never_null_may_be_declared_so():
     assert projected(values) == values
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
+@for_each(
+    "fields, said",
     [
         ([], "the schema has no column; name some of topic string, brokerName string, queueId int,"),
         ([StructField("value", StringType())], "column 'value' is unknown; there are topic string"),

@@ -26,6 +26,7 @@ from pyrocket_consumer.spark.sink import (
 )
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, close_connection, delay, handle_and_close, rewrite
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.for_each import for_each
 from tests.spark.writing import Sink, batches, columns
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -97,10 +98,8 @@ def test_a_row_becomes_a_message_with_all_it_says(embedded, topic, sinks, kind):
     assert own(message) == {"region": "eu"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("schema", "value"), [("body string", "grün"), ("body binary", "grün".encode())], ids=["string", "binary"]
-)
+@for_each("kind", KINDS)
+@for_each("schema, value", [("body string", "grün"), ("body binary", "grün".encode())], ids=["string", "binary"])
 def test_a_body_is_text_or_bytes(embedded, topic, sinks, kind, schema, value):
     sinks(topic=topic).write(schema, (value,), kind=kind)
     assert [message.body for message in embedded.messages(topic)] == ["grün".encode()]
@@ -416,8 +415,8 @@ def test_a_body_may_be_larger_where_that_is_wanted(embedded, topic, sinks):
     assert sinks(topic=topic, max_message_bytes=6_000_000).write("body binary", (bytes(5_000_000),)) == 1
 
 
-@pytest.mark.parametrize(
-    ("schema", "row", "reason"),
+@for_each(
+    "schema, row, reason",
     [
         ("body string", (None,), "body is null"),
         ("body binary", (None,), "body is null"),
@@ -439,7 +438,7 @@ def test_a_body_may_be_larger_where_that_is_wanted(embedded, topic, sinks):
         ("body string, properties map<string,string>", ("x", {"deliver_at": "\x02"}), "property 'deliver_at' holds"),
     ],
 )
-@pytest.mark.parametrize("kind", [batch_writer, StreamRowWriter])
+@for_each("kind", [batch_writer, StreamRowWriter])
 def test_a_row_that_cannot_be_a_message_is_named(embedded, topic, sinks, kind, schema, row, reason):
     good = ("good", *[None] * (len(row) - 1))
     with pytest.raises(RocketError, match=rf"row 2 of partition 0: .*{reason}"):
@@ -458,8 +457,8 @@ def text(*values: bytes) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(values), pa.array(values, pa.binary()).buffers())
 
 
-@pytest.mark.parametrize(
-    ("schema", "column", "reason"),
+@for_each(
+    "schema, column, reason",
     [
         ("tags string", text(b"-", NOT_TEXT), r"column 'tags' is not text in UTF-8: b'\xff-'"),
         ("shardingKey string", text(b"-", NOT_TEXT), "column 'shardingKey' is not text"),
@@ -514,8 +513,8 @@ def test_commit_and_abort_never_raise(sinks):
 # --- schemas
 
 
-@pytest.mark.parametrize(
-    ("schema", "reason"),
+@for_each(
+    "schema, reason",
     [
         ("value string", "no column 'value'"),
         ("body string, shardingkey string", "did you mean 'shardingKey'"),

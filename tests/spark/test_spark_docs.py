@@ -18,6 +18,7 @@ from pyrocket_consumer.spark.schema import READ_SCHEMA
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, ROW, WRITE_COLUMNS
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import until
+from tests.for_each import for_each
 
 PAGE = Path(__file__).parents[2] / "docs" / "spark.md"
 TEXT = PAGE.read_text()
@@ -143,7 +144,7 @@ def test_every_block_is_run_here():
 MARKS = (QUERY_ID, BATCH_ID, PARTITION, ROW)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *READ_SCHEMA.fieldNames(), *WRITE_COLUMNS, *MARKS])
+@for_each("name", [*NAMES, *READ_SCHEMA.fieldNames(), *WRITE_COLUMNS, *MARKS])
 def test_the_page_names(name):
     assert f"`{name}`" in TEXT
 
@@ -159,6 +160,6 @@ def test_the_example_program_is_what_the_page_shows():
         assert re.sub(r"\n+", "\n", part) in compact
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", TEXT))
+@for_each("link", re.findall(r"\]\(([^)#]+)\)", TEXT))
 def test_links_lead_somewhere(link):
     assert link.startswith("https://") or (PAGE.parent / link).exists()
