@@ -26,7 +26,6 @@ from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, encode_message
-from tests.virtual.coroutines import run
 
 QUEUE = MessageQueue("orders", "broker-a", 0)
 PATIENCE_S = 30.0
@@ -669,117 +668,97 @@ def handle(message):
     ("listener_time_s", "sizes"),
     [(1e-6, [32, 32, 32, 4]), (1e-4, [5] * 20), (2e-4, [2] * 50), (1e-3, [1] * 100), (10, [1] * 100)],
 )
-def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, sizes):
-    async def scenario():
-        service, desk = serving()
-        window, messages = filled(100)
-        window.listener_time_s = listener_time_s
-        service.dispatch(window, Listener.of(handle), messages)
-        assert [len(chunk.todo) for chunk in desk.chunks] == sizes
-        assert max(sizes) <= LARGEST_CHUNK
-        assert [message for chunk in desk.chunks for message in chunk.todo] == messages
-        service.stop()
-
-    run(scenario())
+async def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, sizes):
+    service, desk = serving()
+    window, messages = filled(100)
+    window.listener_time_s = listener_time_s
+    service.dispatch(window, Listener.of(handle), messages)
+    assert [len(chunk.todo) for chunk in desk.chunks] == sizes
+    assert max(sizes) <= LARGEST_CHUNK
+    assert [message for chunk in desk.chunks for message in chunk.todo] == messages
+    service.stop()
 
 
-def test_what_a_stuck_worker_has_not_begun_is_given_to_the_others_and_what_it_has_done_counts():
-    async def scenario():
-        service, desk = serving()
-        window, messages = filled(32)
-        window.listener_time_s = 1e-6
-        service.dispatch(window, Listener.of(handle), messages)
-        chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
-        chunk.done.append(chunk.current)
-        chunk.current = chunk.todo.popleft()
-        chunk.failed.append((messages[31], 7))
-        await asyncio.sleep(STUCK_AFTER_S / 2)
-        assert (window.finished, len(desk.chunks)) == (0, 0)
-        await asyncio.sleep(2 * STUCK_AFTER_S)
-        assert [list(each.todo) for each in desk.chunks] == [[message] for message in messages[2:]]
-        assert (window.commit_offset(), window.finished) == (1, 1)
-        assert desk.failed == [(messages[31], 7)]
-        assert not chunk.todo
-        service.stop()
-
-    run(scenario())
+async def test_what_a_stuck_worker_has_not_begun_is_given_to_the_others_and_what_it_has_done_counts():
+    service, desk = serving()
+    window, messages = filled(32)
+    window.listener_time_s = 1e-6
+    service.dispatch(window, Listener.of(handle), messages)
+    chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
+    chunk.done.append(chunk.current)
+    chunk.current = chunk.todo.popleft()
+    chunk.failed.append((messages[31], 7))
+    await asyncio.sleep(STUCK_AFTER_S / 2)
+    assert (window.finished, len(desk.chunks)) == (0, 0)
+    await asyncio.sleep(2 * STUCK_AFTER_S)
+    assert [list(each.todo) for each in desk.chunks] == [[message] for message in messages[2:]]
+    assert (window.commit_offset(), window.finished) == (1, 1)
+    assert desk.failed == [(messages[31], 7)]
+    assert not chunk.todo
+    service.stop()
 
 
-def test_what_a_worker_has_finished_does_not_wait_for_the_last_call_of_its_chunk():
+async def test_what_a_worker_has_finished_does_not_wait_for_the_last_call_of_its_chunk():
     """There is nothing left then that could be given to others."""
-
-    async def scenario():
-        service, desk = serving()
-        window, messages = filled(2)
-        window.listener_time_s = 1e-6
-        service.dispatch(window, Listener.of(handle), messages)
-        chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
-        chunk.failed.append((chunk.current, 0))
-        chunk.current = chunk.todo.popleft()
-        await asyncio.sleep(10 * STUCK_AFTER_S)
-        assert desk.failed == [(messages[0], 0)]
-        service.stop()
-
-    run(scenario())
+    service, desk = serving()
+    window, messages = filled(2)
+    window.listener_time_s = 1e-6
+    service.dispatch(window, Listener.of(handle), messages)
+    chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
+    chunk.failed.append((chunk.current, 0))
+    chunk.current = chunk.todo.popleft()
+    await asyncio.sleep(10 * STUCK_AFTER_S)
+    assert desk.failed == [(messages[0], 0)]
+    service.stop()
 
 
-def test_a_stop_hands_over_what_stuck_workers_have_finished():
-    async def scenario():
-        service, desk = serving()
-        window, messages = filled(3)
-        window.listener_time_s = 1e-6
-        service.dispatch(window, Listener.of(handle), messages)
-        chunk = desk.begin(0, asyncio.get_running_loop().time())
-        chunk.done.append(chunk.current)
-        chunk.current = chunk.todo.popleft()
-        service.stop()
-        assert (window.commit_offset(), window.finished) == (1, 1)
-        assert not chunk.todo
-
-    run(scenario())
+async def test_a_stop_hands_over_what_stuck_workers_have_finished():
+    service, desk = serving()
+    window, messages = filled(3)
+    window.listener_time_s = 1e-6
+    service.dispatch(window, Listener.of(handle), messages)
+    chunk = desk.begin(0, asyncio.get_running_loop().time())
+    chunk.done.append(chunk.current)
+    chunk.current = chunk.todo.popleft()
+    service.stop()
+    assert (window.commit_offset(), window.finished) == (1, 1)
+    assert not chunk.todo
 
 
-def test_looking_for_stuck_workers_ends_with_the_work_that_could_be_given_to_others():
+async def test_looking_for_stuck_workers_ends_with_the_work_that_could_be_given_to_others():
     """A listener that never returns must not keep the I/O thread awake for ever."""
-
-    async def scenario():
-        service, desk = serving()
-        window, messages = filled(4)
-        window.listener_time_s = 1e-6
-        service.dispatch(window, Listener.of(handle), messages)
-        desk.begin(0, asyncio.get_running_loop().time() + 0.001)
-        await asyncio.sleep(0.1)
-        for worker in (0, 1, 2):
-            desk.begin(worker, asyncio.get_running_loop().time())
-        await asyncio.sleep(1)
-        looks = desk.looks
-        await asyncio.sleep(10)
-        assert desk.looks == looks
-        later, messages = filled(8)
-        later.listener_time_s = 1e-6
-        service.dispatch(later, Listener.of(handle), messages)
-        desk.begin(1, asyncio.get_running_loop().time() + 0.001)
-        await asyncio.sleep(0.1)
-        assert len(desk.chunks) == 7, "the next work is looked after again"
-        service.stop()
-
-    run(scenario())
+    service, desk = serving()
+    window, messages = filled(4)
+    window.listener_time_s = 1e-6
+    service.dispatch(window, Listener.of(handle), messages)
+    desk.begin(0, asyncio.get_running_loop().time() + 0.001)
+    await asyncio.sleep(0.1)
+    for worker in (0, 1, 2):
+        desk.begin(worker, asyncio.get_running_loop().time())
+    await asyncio.sleep(1)
+    looks = desk.looks
+    await asyncio.sleep(10)
+    assert desk.looks == looks
+    later, messages = filled(8)
+    later.listener_time_s = 1e-6
+    service.dispatch(later, Listener.of(handle), messages)
+    desk.begin(1, asyncio.get_running_loop().time() + 0.001)
+    await asyncio.sleep(0.1)
+    assert len(desk.chunks) == 7, "the next work is looked after again"
+    service.stop()
 
 
-def test_a_call_counts_as_stuck_once_it_was_seen_running_for_the_whole_time():
-    async def scenario():
-        service, desk = serving()
-        window, messages = filled(2)
-        service.dispatch(window, Listener.of(handle), messages[:1])
-        desk.begin(0, 0.0)
-        assert service.stuck(5, 100) == []
-        assert service.stuck(5, 104.9) == []
-        assert service.stuck(5, 105) == [(window, (messages[0],))]
-        assert service.running() == service.running(window) == 1
-        desk.slots[0].chunk = None
-        service.dispatch(window, Listener.of(handle), messages[1:])
-        desk.begin(0, 106)
-        assert service.stuck(5, 106) == []
-        service.stop()
-
-    run(scenario())
+async def test_a_call_counts_as_stuck_once_it_was_seen_running_for_the_whole_time():
+    service, desk = serving()
+    window, messages = filled(2)
+    service.dispatch(window, Listener.of(handle), messages[:1])
+    desk.begin(0, 0.0)
+    assert service.stuck(5, 100) == []
+    assert service.stuck(5, 104.9) == []
+    assert service.stuck(5, 105) == [(window, (messages[0],))]
+    assert service.running() == service.running(window) == 1
+    desk.slots[0].chunk = None
+    service.dispatch(window, Listener.of(handle), messages[1:])
+    desk.begin(0, 106)
+    assert service.stuck(5, 106) == []
+    service.stop()

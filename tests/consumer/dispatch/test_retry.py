@@ -24,7 +24,6 @@ from pyrocket_consumer.errors import (
 )
 from pyrocket_consumer.model import PERM_READ, BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
 from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, decode_properties, encode_message
-from tests.virtual.coroutines import run
 
 QUEUE = MessageQueue("orders", "a", 0)
 RETRY = "%RETRY%app"
@@ -143,77 +142,62 @@ async def settled(retries: Retries) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_message_the_broker_takes_back_is_finished_here():
-    async def scenario():
-        member = Member()
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        assert window.unfinished()[0] == 1, "not before it is there"
-        await settled(retries)
-        assert window.commit_offset() == 1
-        assert member.kinds_of_calls == ["send_back"]
-        assert member.told == [EventKind.MESSAGE_SENT_BACK]
-
-    run(scenario())
+async def test_a_message_the_broker_takes_back_is_finished_here():
+    member = Member()
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    assert window.unfinished()[0] == 1, "not before it is there"
+    await settled(retries)
+    assert window.commit_offset() == 1
+    assert member.kinds_of_calls == ["send_back"]
+    assert member.told == [EventKind.MESSAGE_SENT_BACK]
 
 
-def test_a_busy_broker_is_asked_again_after_a_pause():
-    async def scenario():
-        member = Member(BUSY, BUSY, None)
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        times = [at for at, _, _ in member.calls]
-        assert member.kinds_of_calls == ["send_back"] * 3
-        assert times[1] - times[0] < times[2] - times[1]
-        assert window.commit_offset() == 1
-
-    run(scenario())
+async def test_a_busy_broker_is_asked_again_after_a_pause():
+    member = Member(BUSY, BUSY, None)
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    times = [at for at, _, _ in member.calls]
+    assert member.kinds_of_calls == ["send_back"] * 3
+    assert times[1] - times[0] < times[2] - times[1]
+    assert window.commit_offset() == 1
 
 
 @pytest.mark.parametrize("trouble", [REFUSED, AWAY, BUSY], ids=str)
-def test_a_message_that_cannot_be_taken_back_is_sent_as_a_new_one(trouble):
-    async def scenario():
-        member = Member(trouble)
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        assert window.commit_offset() == 1
-        ((header, body),) = member.sent
-        properties = decode_properties(header.properties)
-        assert (header.topic, header.producer_group, body) == (RETRY, "app", b"paid")
-        assert (header.reconsume_times, header.max_reconsume_times, header.flag) == (3, 16, 7)
-        assert header.born_timestamp == 1234
-        assert (properties["RETRY_TOPIC"], properties["ORIGIN_MESSAGE_ID"]) == ("orders", "id0")
-        assert (properties["DELAY"], properties["TAGS"], properties["own"]) == ("5", "t", "x")
-        assert "TRAN_MSG" not in properties
-
-    run(scenario())
+async def test_a_message_that_cannot_be_taken_back_is_sent_as_a_new_one(trouble):
+    member = Member(trouble)
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    assert window.commit_offset() == 1
+    ((header, body),) = member.sent
+    properties = decode_properties(header.properties)
+    assert (header.topic, header.producer_group, body) == (RETRY, "app", b"paid")
+    assert (header.reconsume_times, header.max_reconsume_times, header.flag) == (3, 16, 7)
+    assert header.born_timestamp == 1234
+    assert (properties["RETRY_TOPIC"], properties["ORIGIN_MESSAGE_ID"]) == ("orders", "id0")
+    assert (properties["DELAY"], properties["TAGS"], properties["own"]) == ("5", "t", "x")
+    assert "TRAN_MSG" not in properties
 
 
 @pytest.mark.parametrize(("delay_level", "delay", "limit"), [(7, "7", 16), (0, "5", 16), (-1, "5", 0)])
-def test_the_level_asked_for_goes_with_it(delay_level, delay, limit):
-    async def scenario():
-        member = Member(REFUSED)
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], delay_level)])
-        await settled(retries)
-        ((header, _),) = member.sent
-        assert (decode_properties(header.properties)["DELAY"], header.max_reconsume_times) == (delay, limit)
-
-    run(scenario())
+async def test_the_level_asked_for_goes_with_it(delay_level, delay, limit):
+    member = Member(REFUSED)
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], delay_level)])
+    await settled(retries)
+    ((header, _),) = member.sent
+    assert (decode_properties(header.properties)["DELAY"], header.max_reconsume_times) == (delay, limit)
 
 
-def test_another_broker_is_tried():
-    async def scenario():
-        member = Member(REFUSED, sends=[BUSY, None])
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        assert {name for _, what, name in member.calls if what == "send"} == {"a", "b"}
-        assert window.commit_offset() == 1
-
-    run(scenario())
+async def test_another_broker_is_tried():
+    member = Member(REFUSED, sends=[BUSY, None])
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    assert {name for _, what, name in member.calls if what == "send"} == {"a", "b"}
+    assert window.commit_offset() == 1
 
 
 @pytest.mark.parametrize(
@@ -221,94 +205,76 @@ def test_another_broker_is_tried():
     [route(masters=False), route(PERM_READ), TopicRoute(RETRY), RouteNotFound(RETRY, "ns:1"), AWAY],
     ids=["no master", "read only", "no queue", "no route", "no name server"],
 )
-def test_a_message_nobody_takes_stays_unfinished_and_is_tried_here_again(found):
-    async def scenario():
-        member = Member(AWAY)
-        member.found = found
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        assert window.commit_offset() == 0
-        assert member.told == [EventKind.SEND_BACK_FAILED]
-        assert member.delivered == []
-        await asyncio.sleep(LOCAL_RETRY_S + 0.1)
-        assert member.delivered == messages
-        assert messages[0].reconsume_times == 3
-        assert window.commit_offset() == 0
-        assert member.surprises == []
-
-    run(scenario())
+async def test_a_message_nobody_takes_stays_unfinished_and_is_tried_here_again(found):
+    member = Member(AWAY)
+    member.found = found
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    assert window.commit_offset() == 0
+    assert member.told == [EventKind.SEND_BACK_FAILED]
+    assert member.delivered == []
+    await asyncio.sleep(LOCAL_RETRY_S + 0.1)
+    assert member.delivered == messages
+    assert messages[0].reconsume_times == 3
+    assert window.commit_offset() == 0
+    assert member.surprises == []
 
 
 @pytest.mark.parametrize("trouble", [REFUSED, SILENT], ids=["refused", "unanswered"])
-def test_a_message_that_fails_here_again_at_once_is_not_forgotten(trouble):
-    async def scenario():
-        member = Member(trouble, trouble, trouble, None, sends=[REFUSED, REFUSED, REFUSED, REFUSED, None])
-        retries, (window, messages) = member.retries(), filled()
-        member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
-        retries.add(window, [(messages[0], 0)])
-        await asyncio.sleep(100)
-        assert window.commit_offset() == 1
-        assert messages[0].reconsume_times - 2 == len(member.delivered) > 1
-
-    run(scenario())
+async def test_a_message_that_fails_here_again_at_once_is_not_forgotten(trouble):
+    member = Member(trouble, trouble, trouble, None, sends=[REFUSED, REFUSED, REFUSED, REFUSED, None])
+    retries, (window, messages) = member.retries(), filled()
+    member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
+    retries.add(window, [(messages[0], 0)])
+    await asyncio.sleep(100)
+    assert window.commit_offset() == 1
+    assert messages[0].reconsume_times - 2 == len(member.delivered) > 1
 
 
 @pytest.mark.parametrize("trouble", [SILENT, LOST], ids=["silent", "lost"])
-def test_what_may_have_been_done_is_not_done_again_in_another_form(trouble):
-    async def scenario():
-        member = Member(trouble)
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        assert member.kinds_of_calls == ["send_back"]
-        assert member.told == [EventKind.SEND_BACK_FAILED]
-        assert window.commit_offset() == 0
-
-    run(scenario())
+async def test_what_may_have_been_done_is_not_done_again_in_another_form(trouble):
+    member = Member(trouble)
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    assert member.kinds_of_calls == ["send_back"]
+    assert member.told == [EventKind.SEND_BACK_FAILED]
+    assert window.commit_offset() == 0
 
 
 @pytest.mark.parametrize("trouble", [SILENT, LOST], ids=["silent", "lost"])
-def test_a_new_message_that_may_be_stored_is_not_sent_to_another_broker(trouble):
-    async def scenario():
-        member = Member(REFUSED, sends=[trouble])
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        assert member.kinds_of_calls == ["send_back", "send"]
-        assert window.commit_offset() == 0
-
-    run(scenario())
+async def test_a_new_message_that_may_be_stored_is_not_sent_to_another_broker(trouble):
+    member = Member(REFUSED, sends=[trouble])
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    assert member.kinds_of_calls == ["send_back", "send"]
+    assert window.commit_offset() == 0
 
 
-def test_each_try_that_is_not_answered_is_followed_by_a_longer_pause():
-    async def scenario():
-        member = Member(SILENT)
-        retries, (window, messages) = member.retries(), filled()
-        member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
-        retries.add(window, [(messages[0], 0)])
-        await asyncio.sleep(2000)
-        times = [at for at, _, _ in member.calls]
-        pauses = [round(after - before) for before, after in pairwise(times)]
-        assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300]
-
-    run(scenario())
+async def test_each_try_that_is_not_answered_is_followed_by_a_longer_pause():
+    member = Member(SILENT)
+    retries, (window, messages) = member.retries(), filled()
+    member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
+    retries.add(window, [(messages[0], 0)])
+    await asyncio.sleep(2000)
+    times = [at for at, _, _ in member.calls]
+    pauses = [round(after - before) for before, after in pairwise(times)]
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300]
 
 
-def test_a_late_answer_counts():
-    async def scenario():
-        member = Member(SILENT)
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        member.late[0]()
-        assert window.commit_offset() == 1
-        assert member.told == [EventKind.SEND_BACK_FAILED, EventKind.MESSAGE_SENT_BACK]
-        member.late[0]()
-        await asyncio.sleep(60)
-        assert (member.delivered, len(member.told), len(member.calls)) == ([], 2, 1)
-
-    run(scenario())
+async def test_a_late_answer_counts():
+    member = Member(SILENT)
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    member.late[0]()
+    assert window.commit_offset() == 1
+    assert member.told == [EventKind.SEND_BACK_FAILED, EventKind.MESSAGE_SENT_BACK]
+    member.late[0]()
+    await asyncio.sleep(60)
+    assert (member.delivered, len(member.told), len(member.calls)) == ([], 2, 1)
 
 
 def copies_of(message: Message, offsets: range, failures: int = 1) -> tuple[ProcessQueue, list[Message]]:
@@ -329,123 +295,100 @@ def copies_of(message: Message, offsets: range, failures: int = 1) -> tuple[Proc
     return window, copies
 
 
-def test_of_several_copies_of_a_message_one_is_sent_back_for_all():
+async def test_of_several_copies_of_a_message_one_is_sent_back_for_all():
     """They show that the send-backs nobody answered were executed: else each would make copies of its own."""
-
-    async def scenario():
-        member = Member(SILENT)
-        retries, (window, messages) = member.retries(), filled(2)
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        other, copies = copies_of(messages[0], range(3))
-        retries.add(other, [(copies[0], 0)])
-        await settled(retries)
-        assert window.commit_offset() == 1, "the copy stands for it"
-        assert len(member.calls) == 1, "and waits as it would have"
-        retries.add(other, [(copies[1], 0), (copies[2], 0)])
-        await settled(retries)
-        assert other.commit_offset() == 2
-        member.answers["send_back"] = [None]
-        await asyncio.sleep(6)
-        assert other.commit_offset() == 3
-        assert len(member.calls) == 2
-        assert (window.commit_offset(), member.delivered) == (1, []), "the other message was not touched"
-
-    run(scenario())
+    member = Member(SILENT)
+    retries, (window, messages) = member.retries(), filled(2)
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    other, copies = copies_of(messages[0], range(3))
+    retries.add(other, [(copies[0], 0)])
+    await settled(retries)
+    assert window.commit_offset() == 1, "the copy stands for it"
+    assert len(member.calls) == 1, "and waits as it would have"
+    retries.add(other, [(copies[1], 0), (copies[2], 0)])
+    await settled(retries)
+    assert other.commit_offset() == 2
+    member.answers["send_back"] = [None]
+    await asyncio.sleep(6)
+    assert other.commit_offset() == 3
+    assert len(member.calls) == 2
+    assert (window.commit_offset(), member.delivered) == (1, []), "the other message was not touched"
 
 
-def test_a_copy_does_not_wait_any_longer_than_for_the_answer():
-    async def scenario():
-        member = Member(SILENT, None)
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        other, copies = copies_of(messages[0], range(1))
-        retries.add(other, [(copies[0], 0)])
-        await asyncio.sleep(1)
-        member.late[0]()
-        await asyncio.sleep(0.1)
-        assert (window.commit_offset(), other.commit_offset()) == (1, 1)
-
-    run(scenario())
+async def test_a_copy_does_not_wait_any_longer_than_for_the_answer():
+    member = Member(SILENT, None)
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    other, copies = copies_of(messages[0], range(1))
+    retries.add(other, [(copies[0], 0)])
+    await asyncio.sleep(1)
+    member.late[0]()
+    await asyncio.sleep(0.1)
+    assert (window.commit_offset(), other.commit_offset()) == (1, 1)
 
 
-def test_an_older_copy_gives_way_to_one_that_is_further():
-    async def scenario():
-        member = Member(SILENT)
-        retries, (window, messages) = member.retries(), filled()
-        other, copies = copies_of(messages[0], range(1))
-        retries.add(other, [(copies[0], 0)])
-        await settled(retries)
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        assert (window.commit_offset(), other.commit_offset()) == (1, 0)
-
-    run(scenario())
+async def test_an_older_copy_gives_way_to_one_that_is_further():
+    member = Member(SILENT)
+    retries, (window, messages) = member.retries(), filled()
+    other, copies = copies_of(messages[0], range(1))
+    retries.add(other, [(copies[0], 0)])
+    await settled(retries)
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    assert (window.commit_offset(), other.commit_offset()) == (1, 0)
 
 
-def test_a_copy_in_a_queue_that_was_given_up_stands_for_nothing():
-    async def scenario():
-        member = Member(SILENT)
-        retries, (window, messages) = member.retries(), filled()
-        other, copies = copies_of(messages[0], range(1))
-        retries.add(other, [(copies[0], 0)])
-        await settled(retries)
-        other.drop()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        assert window.commit_offset() == 0
-
-    run(scenario())
+async def test_a_copy_in_a_queue_that_was_given_up_stands_for_nothing():
+    member = Member(SILENT)
+    retries, (window, messages) = member.retries(), filled()
+    other, copies = copies_of(messages[0], range(1))
+    retries.add(other, [(copies[0], 0)])
+    await settled(retries)
+    other.drop()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    assert window.commit_offset() == 0
 
 
-def test_messages_that_only_look_alike_are_sent_back_each():
+async def test_messages_that_only_look_alike_are_sent_back_each():
     """The items of an inner batch have one place in the commit log, and no checksum of their own."""
-
-    async def scenario():
-        member = Member(SILENT)
-        window = ProcessQueue(QUEUE, 1, Limits(), lambda queue, offset: None)
-        window.start(0)
-        record = {"topic": "orders", "body": b"", "commit_log_offset": 7, "born_at_ms": 1}
-        data = b"".join(encode_message(StoredMessage(queue_offset=offset, **record)) for offset in range(3))
-        messages = decode_messages(data, QUEUE)
-        window.put(messages, 3, len(data))
-        retries = member.retries()
-        retries.add(window, [(message, 0) for message in messages])
-        await settled(retries)
-        assert len(member.calls) == 3
-        assert window.unfinished()[0] == 3
-
-    run(scenario())
+    member = Member(SILENT)
+    window = ProcessQueue(QUEUE, 1, Limits(), lambda queue, offset: None)
+    window.start(0)
+    record = {"topic": "orders", "body": b"", "commit_log_offset": 7, "born_at_ms": 1}
+    data = b"".join(encode_message(StoredMessage(queue_offset=offset, **record)) for offset in range(3))
+    messages = decode_messages(data, QUEUE)
+    window.put(messages, 3, len(data))
+    retries = member.retries()
+    retries.add(window, [(message, 0) for message in messages])
+    await settled(retries)
+    assert len(member.calls) == 3
+    assert window.unfinished()[0] == 3
 
 
-def test_a_message_whose_call_still_runs_is_not_given_to_its_listener_once_more():
-    async def scenario():
-        member = Member(REFUSED, sends=[REFUSED])
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 3)], running=True)
-        await asyncio.sleep(3 * LOCAL_RETRY_S)
-        assert member.kinds_of_calls.count("send_back") == 3
-        assert member.delivered == []
-        retries.add(window, [(messages[0], 0)])  # it has failed at last
-        await asyncio.sleep(LOCAL_RETRY_S)
-        assert member.delivered == messages
-
-    run(scenario())
+async def test_a_message_whose_call_still_runs_is_not_given_to_its_listener_once_more():
+    member = Member(REFUSED, sends=[REFUSED])
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 3)], running=True)
+    await asyncio.sleep(3 * LOCAL_RETRY_S)
+    assert member.kinds_of_calls.count("send_back") == 3
+    assert member.delivered == []
+    retries.add(window, [(messages[0], 0)])  # it has failed at last
+    await asyncio.sleep(LOCAL_RETRY_S)
+    assert member.delivered == messages
 
 
-def test_a_send_back_that_is_answered_after_its_queue_was_dropped_counts_until_the_end():
-    async def scenario():
-        member = Member()
-        member.call_s = 1.0
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await asyncio.sleep(0.5)
-        window.drop()
-        await settled(retries)
-        assert window.fence() == 1
-
-    run(scenario())
+async def test_a_send_back_that_is_answered_after_its_queue_was_dropped_counts_until_the_end():
+    member = Member()
+    member.call_s = 1.0
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await asyncio.sleep(0.5)
+    window.drop()
+    await settled(retries)
+    assert window.fence() == 1
 
 
 @pytest.mark.parametrize(
@@ -460,154 +403,121 @@ def test_a_send_back_that_is_answered_after_its_queue_was_dropped_counts_until_t
     ],
 )
 @pytest.mark.parametrize("refused", [False, True], ids=["send-back", "new message"])
-def test_what_goes_to_the_dead_letters_is_told_as_given_up(delay_level, failures, limit, kind, refused):
-    async def scenario():
-        member = Member(REFUSED if refused else None)
-        member.config.most_attempts = limit
-        retries, (window, messages) = member.retries(), filled()
-        assert messages[0].reconsume_times == failures
-        retries.add(window, [(messages[0], delay_level)])
-        await settled(retries)
-        assert member.told == [kind]
-
-    run(scenario())
+async def test_what_goes_to_the_dead_letters_is_told_as_given_up(delay_level, failures, limit, kind, refused):
+    member = Member(REFUSED if refused else None)
+    member.config.most_attempts = limit
+    retries, (window, messages) = member.retries(), filled()
+    assert messages[0].reconsume_times == failures
+    retries.add(window, [(messages[0], delay_level)])
+    await settled(retries)
+    assert member.told == [kind]
 
 
-def test_attempts_made_here_do_not_count_for_the_broker():
-    async def scenario():
-        member = Member(AWAY, None, sends=[AWAY])
-        member.config.most_attempts = 3
-        retries, (window, messages) = member.retries(), filled()
-        member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
-        retries.add(window, [(messages[0], 0)])
-        await asyncio.sleep(10)
-        assert member.told == [EventKind.SEND_BACK_FAILED, EventKind.MESSAGE_SENT_BACK]
-
-    run(scenario())
+async def test_attempts_made_here_do_not_count_for_the_broker():
+    member = Member(AWAY, None, sends=[AWAY])
+    member.config.most_attempts = 3
+    retries, (window, messages) = member.retries(), filled()
+    member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
+    retries.add(window, [(messages[0], 0)])
+    await asyncio.sleep(10)
+    assert member.told == [EventKind.SEND_BACK_FAILED, EventKind.MESSAGE_SENT_BACK]
 
 
-def test_giving_up_waits_longer_each_time_it_is_not_answered():
-    async def scenario():
-        member = Member(SILENT, SILENT, REFUSED, SILENT, None, sends=[REFUSED])
-        retries, (window, messages) = member.retries(), filled()
-        pauses = [await retries.give_up(window, messages[0]) for _ in range(5)]
-        assert pauses == [1, 2, 1, 4, 0]
-        assert window.commit_offset() == 1
-        assert member.told.count(EventKind.MESSAGE_GIVEN_UP) == 1
-
-    run(scenario())
+async def test_giving_up_waits_longer_each_time_it_is_not_answered():
+    member = Member(SILENT, SILENT, REFUSED, SILENT, None, sends=[REFUSED])
+    retries, (window, messages) = member.retries(), filled()
+    pauses = [await retries.give_up(window, messages[0]) for _ in range(5)]
+    assert pauses == [1, 2, 1, 4, 0]
+    assert window.commit_offset() == 1
+    assert member.told.count(EventKind.MESSAGE_GIVEN_UP) == 1
 
 
-def test_a_late_answer_to_giving_up_counts():
-    async def scenario():
-        member = Member(SILENT)
-        retries, (window, messages) = member.retries(), filled()
-        assert await retries.give_up(window, messages[0]) == 1
-        member.late[0]()
-        assert await retries.give_up(window, messages[0]) == 0
-        assert len(member.calls) == 1
-
-    run(scenario())
+async def test_a_late_answer_to_giving_up_counts():
+    member = Member(SILENT)
+    retries, (window, messages) = member.retries(), filled()
+    assert await retries.give_up(window, messages[0]) == 1
+    member.late[0]()
+    assert await retries.give_up(window, messages[0]) == 0
+    assert len(member.calls) == 1
 
 
-def test_what_ended_meanwhile_is_not_tried_here_again():
-    async def scenario():
-        member = Member(REFUSED, sends=[REFUSED])
-        retries = member.retries()
-        consumed, (one,) = filled()
-        lost, (other,) = filled()
-        retries.add(consumed, [(one, 0)])
-        retries.add(lost, [(other, 0)])
-        await settled(retries)
-        consumed.ack([one])
-        lost.drop()
-        await asyncio.sleep(LOCAL_RETRY_S + 0.1)
-        assert member.delivered == []
-
-    run(scenario())
+async def test_what_ended_meanwhile_is_not_tried_here_again():
+    member = Member(REFUSED, sends=[REFUSED])
+    retries = member.retries()
+    consumed, (one,) = filled()
+    lost, (other,) = filled()
+    retries.add(consumed, [(one, 0)])
+    retries.add(lost, [(other, 0)])
+    await settled(retries)
+    consumed.ack([one])
+    lost.drop()
+    await asyncio.sleep(LOCAL_RETRY_S + 0.1)
+    assert member.delivered == []
 
 
-def test_what_is_finished_or_given_up_already_is_not_sent_back():
-    async def scenario():
-        member = Member()
-        retries = member.retries()
-        window, messages = filled(2)
-        window.ack(messages[:1])
-        retries.add(window, [(messages[0], 0)])
-        window.drop()
-        retries.add(window, [(messages[1], 0)])
-        await settled(retries)
-        assert member.calls == []
-
-    run(scenario())
+async def test_what_is_finished_or_given_up_already_is_not_sent_back():
+    member = Member()
+    retries = member.retries()
+    window, messages = filled(2)
+    window.ack(messages[:1])
+    retries.add(window, [(messages[0], 0)])
+    window.drop()
+    retries.add(window, [(messages[1], 0)])
+    await settled(retries)
+    assert member.calls == []
 
 
-def test_not_all_go_at_once():
-    async def scenario():
-        member = Member()
-        member.call_s = 1.0
-        retries, (window, messages) = member.retries(), filled(3 * AT_ONCE)
-        retries.add(window, [(message, 0) for message in messages])
-        await settled(retries)
-        assert member.most_under_way == AT_ONCE
-        assert window.commit_offset() == 3 * AT_ONCE
-
-    run(scenario())
+async def test_not_all_go_at_once():
+    member = Member()
+    member.call_s = 1.0
+    retries, (window, messages) = member.retries(), filled(3 * AT_ONCE)
+    retries.add(window, [(message, 0) for message in messages])
+    await settled(retries)
+    assert member.most_under_way == AT_ONCE
+    assert window.commit_offset() == 3 * AT_ONCE
 
 
-def test_a_broker_that_does_not_answer_delays_no_other():
-    async def scenario():
-        member = Member()
-        member.call_s = 3600.0
-        retries, (window, messages) = member.retries(), filled(2 * AT_ONCE)
-        retries.add(window, [(message, 0) for message in messages])
-        await asyncio.sleep(1)
-        member.call_s = 0.1
-        other, (message,) = filled(queue=MessageQueue("orders", "b", 0))
-        retries.add(other, [(message, 0)])
-        await asyncio.sleep(1)
-        assert other.commit_offset() == 1
-        assert window.commit_offset() == 0
-        retries.cancel()
-
-    run(scenario())
+async def test_a_broker_that_does_not_answer_delays_no_other():
+    member = Member()
+    member.call_s = 3600.0
+    retries, (window, messages) = member.retries(), filled(2 * AT_ONCE)
+    retries.add(window, [(message, 0) for message in messages])
+    await asyncio.sleep(1)
+    member.call_s = 0.1
+    other, (message,) = filled(queue=MessageQueue("orders", "b", 0))
+    retries.add(other, [(message, 0)])
+    await asyncio.sleep(1)
+    assert other.commit_offset() == 1
+    assert window.commit_offset() == 0
+    retries.cancel()
 
 
-def test_cancelled_they_stay_unfinished():
-    async def scenario():
-        member = Member()
-        member.call_s = 3600.0
-        retries, (window, messages) = member.retries(), filled(3)
-        retries.add(window, [(message, 0) for message in messages])
-        await asyncio.sleep(1)
-        retries.cancel()
-        await settled(retries)
-        assert window.commit_offset() == 0
-        assert member.surprises == []
-
-    run(scenario())
+async def test_cancelled_they_stay_unfinished():
+    member = Member()
+    member.call_s = 3600.0
+    retries, (window, messages) = member.retries(), filled(3)
+    retries.add(window, [(message, 0) for message in messages])
+    await asyncio.sleep(1)
+    retries.cancel()
+    await settled(retries)
+    assert window.commit_offset() == 0
+    assert member.surprises == []
 
 
-def test_a_broadcasting_group_gives_the_message_up_and_says_so():
-    async def scenario():
-        member = Member(broadcasting=True)
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        assert window.commit_offset() == 1
-        assert member.calls == []
-        assert member.told == [EventKind.MESSAGE_GIVEN_UP]
-
-    run(scenario())
+async def test_a_broadcasting_group_gives_the_message_up_and_says_so():
+    member = Member(broadcasting=True)
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    assert window.commit_offset() == 1
+    assert member.calls == []
+    assert member.told == [EventKind.MESSAGE_GIVEN_UP]
 
 
-def test_a_bug_is_a_surprise():
-    async def scenario():
-        member = Member(ZeroDivisionError())
-        retries, (window, messages) = member.retries(), filled()
-        retries.add(window, [(messages[0], 0)])
-        await settled(retries)
-        assert [type(error) for error in member.surprises] == [ZeroDivisionError]
-        assert window.commit_offset() == 0
-
-    run(scenario())
+async def test_a_bug_is_a_surprise():
+    member = Member(ZeroDivisionError())
+    retries, (window, messages) = member.retries(), filled()
+    retries.add(window, [(messages[0], 0)])
+    await settled(retries)
+    assert [type(error) for error in member.surprises] == [ZeroDivisionError]
+    assert window.commit_offset() == 0

@@ -21,7 +21,6 @@ from pyrocket_consumer.consumer.process_queue import (
 )
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, encode_message
-from tests.virtual.coroutines import run
 
 QUEUE = MessageQueue("orders", "broker-a", 0)
 
@@ -252,91 +251,77 @@ def test_what_a_window_holds_is_free_when_it_ends():
     assert sharing.budget.held == 0
 
 
-def test_while_workers_are_idle_one_after_the_other_goes_beyond_what_may_be_held():
-    async def scenario():
-        is_idle = False
-        sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: is_idle))
-        assert sharing.asks(0)
-        stuck = sharing.gets(0, 500)
-        assert [sharing.asks(number) for number in (1, 2, 3)] == [False, False, False]
-        await asyncio.sleep(1)
-        assert sharing.woken == [], "the workers are busy"
-        is_idle = True
-        await asyncio.sleep(BEYOND_EVERY_S / 2)
-        assert sharing.woken == [1], "one at a time"
-        assert sharing.asks(1)
-        assert not sharing.takes(2, 70)
-        assert sharing.takes(1, 70, 100)
-        sharing.gets(1, 70, 0)
-        await asyncio.sleep(BEYOND_EVERY_S / 2)
-        assert sharing.woken == [1, 2]
-        sharing.windows[2].pass_on()
-        await asyncio.sleep(BEYOND_EVERY_S / 2)
-        assert sharing.woken == [1, 2, 3]
-        assert not sharing.asks(0)
-        assert sharing.acks(0, stuck) == [0]
-
-    run(scenario())
+async def test_while_workers_are_idle_one_after_the_other_goes_beyond_what_may_be_held():
+    is_idle = False
+    sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: is_idle))
+    assert sharing.asks(0)
+    stuck = sharing.gets(0, 500)
+    assert [sharing.asks(number) for number in (1, 2, 3)] == [False, False, False]
+    await asyncio.sleep(1)
+    assert sharing.woken == [], "the workers are busy"
+    is_idle = True
+    await asyncio.sleep(BEYOND_EVERY_S / 2)
+    assert sharing.woken == [1], "one at a time"
+    assert sharing.asks(1)
+    assert not sharing.takes(2, 70)
+    assert sharing.takes(1, 70, 100)
+    sharing.gets(1, 70, 0)
+    await asyncio.sleep(BEYOND_EVERY_S / 2)
+    assert sharing.woken == [1, 2]
+    sharing.windows[2].pass_on()
+    await asyncio.sleep(BEYOND_EVERY_S / 2)
+    assert sharing.woken == [1, 2, 3]
+    assert not sharing.asks(0)
+    assert sharing.acks(0, stuck) == [0]
 
 
-def test_a_pull_beyond_what_may_be_held_that_is_not_answered_does_not_hold_up_the_next_for_long():
+async def test_a_pull_beyond_what_may_be_held_that_is_not_answered_does_not_hold_up_the_next_for_long():
     """Its broker is silent, or holds it because its queue is empty."""
-
-    async def scenario():
-        sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: True))
-        assert sharing.asks(0)
-        sharing.gets(0, 500)
-        assert [sharing.asks(number) for number in (1, 2, 3)] == [False, False, False]
-        await asyncio.sleep(LOOK_EVERY_S * 1.5)
-        assert sharing.asks(1)
-        await asyncio.sleep(BEYOND_EVERY_S * 1.5)
-        assert sharing.woken == [1, 2]
-        assert sharing.asks(2)
-        assert sharing.takes(1, 70, 100)
-        assert sharing.takes(2, 70, 100)
-        await asyncio.sleep(1)
-        assert sharing.woken == [1, 2, 3]
-
-    run(scenario())
+    sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: True))
+    assert sharing.asks(0)
+    sharing.gets(0, 500)
+    assert [sharing.asks(number) for number in (1, 2, 3)] == [False, False, False]
+    await asyncio.sleep(LOOK_EVERY_S * 1.5)
+    assert sharing.asks(1)
+    await asyncio.sleep(BEYOND_EVERY_S * 1.5)
+    assert sharing.woken == [1, 2]
+    assert sharing.asks(2)
+    assert sharing.takes(1, 70, 100)
+    assert sharing.takes(2, 70, 100)
+    await asyncio.sleep(1)
+    assert sharing.woken == [1, 2, 3]
 
 
-def test_a_window_that_holds_something_goes_on_when_others_have_made_room():
+async def test_a_window_that_holds_something_goes_on_when_others_have_made_room():
     """Its own message may be stuck: no acknowledgement of its own tells it."""
-
-    async def scenario():
-        sharing = Sharing(1000, 3, Budget(1000, asyncio.get_running_loop()))
-        assert sharing.asks(0)
-        sharing.gets(0, 100)
-        assert sharing.asks(1)
-        message = sharing.gets(1, 850)
-        assert not sharing.asks(0), "50 are left"
-        await asyncio.sleep(1)
-        assert sharing.woken == []
-        assert sharing.acks(1, message) == []
-        await asyncio.sleep(1)
-        assert sharing.woken == [0]
-        assert sharing.asks(0)
-
-    run(scenario())
+    sharing = Sharing(1000, 3, Budget(1000, asyncio.get_running_loop()))
+    assert sharing.asks(0)
+    sharing.gets(0, 100)
+    assert sharing.asks(1)
+    message = sharing.gets(1, 850)
+    assert not sharing.asks(0), "50 are left"
+    await asyncio.sleep(1)
+    assert sharing.woken == []
+    assert sharing.acks(1, message) == []
+    await asyncio.sleep(1)
+    assert sharing.woken == [0]
+    assert sharing.asks(0)
 
 
-def test_room_by_count_that_comes_while_there_are_no_bytes_is_not_forgotten():
-    async def scenario():
-        woken: list[ProcessQueue] = []
-        budget = Budget(1000, asyncio.get_running_loop())
-        window = ProcessQueue(QUEUE, 1, Limits(messages=2), Told(), woken.append, budget=budget)
-        window.start(0)
-        _, second = put(window, 0, 1)
-        assert not window.room_for(1, 100), "two are there"
-        budget.add(900)
-        window.ack([second])
-        assert woken == [window], "it asks, and waits for bytes from now on"
-        assert not window.room_for(1, 100)
-        budget.free(900)
-        await asyncio.sleep(1)
-        assert woken == [window, window]
-
-    run(scenario())
+async def test_room_by_count_that_comes_while_there_are_no_bytes_is_not_forgotten():
+    woken: list[ProcessQueue] = []
+    budget = Budget(1000, asyncio.get_running_loop())
+    window = ProcessQueue(QUEUE, 1, Limits(messages=2), Told(), woken.append, budget=budget)
+    window.start(0)
+    _, second = put(window, 0, 1)
+    assert not window.room_for(1, 100), "two are there"
+    budget.add(900)
+    window.ack([second])
+    assert woken == [window], "it asks, and waits for bytes from now on"
+    assert not window.room_for(1, 100)
+    budget.free(900)
+    await asyncio.sleep(1)
+    assert woken == [window, window]
 
 
 def test_a_window_that_holds_something_does_not_pass_those_that_hold_nothing():

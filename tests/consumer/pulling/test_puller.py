@@ -18,7 +18,6 @@ from pyrocket_consumer.wire.command import PullMessageHeader
 from pyrocket_consumer.wire.frame import RemotingCommand, decode_command
 from pyrocket_consumer.wire.message import Message, StoredMessage, encode_message
 from pyrocket_consumer.wire.subscription import parse_subscription
-from tests.virtual.coroutines import run
 
 QUEUE = MessageQueue("orders", "broker-a", 0)
 FOUND, NO_NEW, NO_MATCHED, MOVED = 0, 19, 20, 21
@@ -90,6 +89,7 @@ class Line:
 
     def send(self, encode, on_answer, timeout_s, what="PULL_MESSAGE", on_late=None) -> int:
         self._host.asked.append(Asked(self._broker_id, decode_command(encode(1)), on_answer, timeout_s, on_late))
+        self._host.has_asked.set()
         return 1
 
 
@@ -100,6 +100,7 @@ class Host:
         self.loop = asyncio.get_running_loop()
         self.group = "app"
         self.asked: deque[Asked] = deque()
+        self.has_asked = asyncio.Event()
         self.delivered: list[Message] = []
         self.moved: list[tuple[int, PullAnswer]] = []
         self.late: list[PullAnswer] = []
@@ -190,7 +191,8 @@ class Pulling:
         """Return the next pull, in due time."""
         async with asyncio.timeout(600):
             while not self.host.asked:
-                await asyncio.sleep(0.001)
+                self.host.has_asked.clear()
+                await self.host.has_asked.wait()
         return self.host.asked.popleft()
 
     @property
@@ -212,98 +214,80 @@ class Pulling:
 
 
 @pytest.mark.parametrize("signs", [False, True])
-def test_what_a_pull_carries(signs):
-    async def scenario():
-        pulling = Pulling(100, host=Host(signs=signs))
-        header = (await pulling.asked()).header
-        assert (header.consumer_group, header.topic, header.queue_id) == ("app", "orders", 0)
-        assert (header.queue_offset, header.max_msg_nums) == (100, BATCH)
-        assert (header.sys_flag, header.suspend_timeout_millis, header.sub_version) == (2, 15000, 7)
-        assert header.commit_offset == 0
-
-    run(scenario())
+async def test_what_a_pull_carries(signs):
+    pulling = Pulling(100, host=Host(signs=signs))
+    header = (await pulling.asked()).header
+    assert (header.consumer_group, header.topic, header.queue_id) == ("app", "orders", 0)
+    assert (header.queue_offset, header.max_msg_nums) == (100, BATCH)
+    assert (header.sys_flag, header.suspend_timeout_millis, header.sub_version) == (2, 15000, 7)
+    assert header.commit_offset == 0
 
 
-def test_the_next_pull_is_asked_before_the_answer_is_decoded_and_delivered():
-    async def scenario():
-        pulling = Pulling()
-        deliver = (await pulling.asked()).answer_later(found(0))
-        assert pulling.host.asked[0].offset == BATCH
-        assert pulling.host.delivered == []
-        deliver()
-        assert pulling.host.offsets == list(range(BATCH))
-
-    run(scenario())
+async def test_the_next_pull_is_asked_before_the_answer_is_decoded_and_delivered():
+    pulling = Pulling()
+    deliver = (await pulling.asked()).answer_later(found(0))
+    assert pulling.host.asked[0].offset == BATCH
+    assert pulling.host.delivered == []
+    deliver()
+    assert pulling.host.offsets == list(range(BATCH))
 
 
-def test_one_pull_is_under_way_until_the_steps_are_known_then_two_then_one_near_the_end():
-    async def scenario():
-        pulling = Pulling()
-        first = await pulling.asked()
-        assert pulling.silent, "nothing is known of the queue yet"
-        first.found(end=40)
-        second = await pulling.asked()
-        assert pulling.silent, "one step is no rule"
-        second.found(end=40)
-        third, fourth = await pulling.asked(), await pulling.asked()
-        assert (third.offset, fourth.offset) == (16, 24)
-        third.found(end=40)
-        assert pulling.silent, "only 8 are left behind the fourth: the broker would give less, and the guess be wrong"
-        fourth.found(end=40)
-        fifth = await pulling.asked()
-        assert fifth.offset == 32
-        assert pulling.silent
-
-    run(scenario())
+async def test_one_pull_is_under_way_until_the_steps_are_known_then_two_then_one_near_the_end():
+    pulling = Pulling()
+    first = await pulling.asked()
+    assert pulling.silent, "nothing is known of the queue yet"
+    first.found(end=40)
+    second = await pulling.asked()
+    assert pulling.silent, "one step is no rule"
+    second.found(end=40)
+    third, fourth = await pulling.asked(), await pulling.asked()
+    assert (third.offset, fourth.offset) == (16, 24)
+    third.found(end=40)
+    assert pulling.silent, "only 8 are left behind the fourth: the broker would give less, and the guess be wrong"
+    fourth.found(end=40)
+    fifth = await pulling.asked()
+    assert fifth.offset == 32
+    assert pulling.silent
 
 
-def test_more_are_under_way_as_far_as_the_queue_goes():
-    async def scenario():
-        pulling = Pulling(read_ahead=4)
-        (await pulling.asked()).found(end=72)
-        (await pulling.asked()).found(end=72)
-        ahead = [await pulling.asked() for _ in range(4)]
-        assert [each.offset for each in ahead] == [16, 24, 32, 40]
-        assert pulling.silent, "four are enough"
-        for each in (ahead[3], ahead[1], ahead[0], ahead[2]):
-            each.found(end=72)
-        assert pulling.host.offsets == list(range(48))
-        assert [(await pulling.asked()).offset for _ in range(2)] == [48, 56]
-        assert pulling.silent, "the last 8 would be a guess"
-
-    run(scenario())
+async def test_more_are_under_way_as_far_as_the_queue_goes():
+    pulling = Pulling(read_ahead=4)
+    (await pulling.asked()).found(end=72)
+    (await pulling.asked()).found(end=72)
+    ahead = [await pulling.asked() for _ in range(4)]
+    assert [each.offset for each in ahead] == [16, 24, 32, 40]
+    assert pulling.silent, "four are enough"
+    for each in (ahead[3], ahead[1], ahead[0], ahead[2]):
+        each.found(end=72)
+    assert pulling.host.offsets == list(range(48))
+    assert [(await pulling.asked()).offset for _ in range(2)] == [48, 56]
+    assert pulling.silent, "the last 8 would be a guess"
 
 
-def test_a_wrong_guess_ends_all_that_follow_it():
-    async def scenario():
-        pulling = Pulling(read_ahead=4)
-        (await pulling.asked()).found()
-        (await pulling.asked()).found()
-        first, second, third, fourth = [await pulling.asked() for _ in range(4)]
-        third.found()
-        first.answer(found(first.offset, 3))
-        again = await pulling.asked()
-        assert again.offset == 19
-        second.found()
-        fourth.found()
-        again.found()
-        assert pulling.host.offsets == list(range(27))
-
-    run(scenario())
+async def test_a_wrong_guess_ends_all_that_follow_it():
+    pulling = Pulling(read_ahead=4)
+    (await pulling.asked()).found()
+    (await pulling.asked()).found()
+    first, second, third, fourth = [await pulling.asked() for _ in range(4)]
+    third.found()
+    first.answer(found(first.offset, 3))
+    again = await pulling.asked()
+    assert again.offset == 19
+    second.found()
+    fourth.found()
+    again.found()
+    assert pulling.host.offsets == list(range(27))
 
 
-def test_answers_in_the_wrong_order_are_delivered_in_the_right_one():
-    async def scenario():
-        pulling = Pulling()
-        third, fourth = await pulling.reading_ahead()
-        fourth.found()
-        assert pulling.host.offsets == list(range(16)), "what comes after must wait for what comes before"
-        third.found()
-        assert pulling.host.offsets == list(range(32))
-        pulling.ack()
-        assert pulling.edges[-1] == 32
-
-    run(scenario())
+async def test_answers_in_the_wrong_order_are_delivered_in_the_right_one():
+    pulling = Pulling()
+    third, fourth = await pulling.reading_ahead()
+    fourth.found()
+    assert pulling.host.offsets == list(range(16)), "what comes after must wait for what comes before"
+    third.found()
+    assert pulling.host.offsets == list(range(32))
+    pulling.ack()
+    assert pulling.edges[-1] == 32
 
 
 WRONG_GUESS = {
@@ -315,23 +299,20 @@ WRONG_GUESS = {
 
 @pytest.mark.parametrize("early", [False, True], ids=["answered late", "answered early"])
 @pytest.mark.parametrize("how", WRONG_GUESS)
-def test_a_wrong_guess_is_thrown_away_and_nothing_is_passed_over(how, early):
-    async def scenario():
-        pulling = Pulling()
-        third, fourth = await pulling.reading_ahead()
-        if early:
-            fourth.found()
-        third.answer(right := WRONG_GUESS[how](third))
-        if not early:
-            fourth.found()
-        again = await pulling.asked()
-        assert again.offset == int(right.fields["nextBeginOffset"])
-        again.found()
-        assert len(set(pulling.host.offsets)) == len(pulling.host.offsets)
-        assert pulling.host.offsets == sorted(pulling.host.offsets)
-        assert set(range(16, int(right.fields["nextBeginOffset"]))) <= set(pulling.host.offsets) or how.startswith("no")
-
-    run(scenario())
+async def test_a_wrong_guess_is_thrown_away_and_nothing_is_passed_over(how, early):
+    pulling = Pulling()
+    third, fourth = await pulling.reading_ahead()
+    if early:
+        fourth.found()
+    third.answer(right := WRONG_GUESS[how](third))
+    if not early:
+        fourth.found()
+    again = await pulling.asked()
+    assert again.offset == int(right.fields["nextBeginOffset"])
+    again.found()
+    assert len(set(pulling.host.offsets)) == len(pulling.host.offsets)
+    assert pulling.host.offsets == sorted(pulling.host.offsets)
+    assert set(range(16, int(right.fields["nextBeginOffset"]))) <= set(pulling.host.offsets) or how.startswith("no")
 
 
 # --- abandoned pulls
@@ -351,90 +332,75 @@ LATE = {
 
 @pytest.mark.parametrize("what", LATE)
 @pytest.mark.parametrize("stopped", [False, True])
-def test_the_answer_of_an_abandoned_pull_changes_nothing(what, stopped):
-    async def scenario():
-        pulling = Pulling()
-        third, fourth = await pulling.reading_ahead()
-        if stopped:
-            pulling.puller.stop()
-            pulling.window.drop()
-        else:
-            third.answer(answer(1, 0))
-        seen, edges, next_offset = list(pulling.host.offsets), list(pulling.edges), pulling.puller.next_offset
-        fourth.answer(LATE[what])
-        assert (pulling.host.offsets, pulling.edges, pulling.puller.next_offset) == (seen, edges, next_offset)
-        assert pulling.host.moved == pulling.host.late == []
-        if stopped:
-            third.found()
-            await asyncio.sleep(100)
-            assert pulling.silent
-            assert pulling.host.offsets == seen
-        else:
-            assert (await pulling.asked()).offset == 16
-
-    run(scenario())
+async def test_the_answer_of_an_abandoned_pull_changes_nothing(what, stopped):
+    pulling = Pulling()
+    third, fourth = await pulling.reading_ahead()
+    if stopped:
+        pulling.puller.stop()
+        pulling.window.drop()
+    else:
+        third.answer(answer(1, 0))
+    seen, edges, next_offset = list(pulling.host.offsets), list(pulling.edges), pulling.puller.next_offset
+    fourth.answer(LATE[what])
+    assert (pulling.host.offsets, pulling.edges, pulling.puller.next_offset) == (seen, edges, next_offset)
+    assert pulling.host.moved == pulling.host.late == []
+    if stopped:
+        third.found()
+        await asyncio.sleep(100)
+        assert pulling.silent
+        assert pulling.host.offsets == seen
+    else:
+        assert (await pulling.asked()).offset == 16
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_reset_told_to_an_abandoned_pull_is_passed_on(early):
-    async def scenario():
-        pulling = Pulling()
-        third, fourth = await pulling.reading_ahead()
-        reset = answer(MOVED, 5, remark="OFFSET_RESET")
-        if early:
-            fourth.answer(reset)
-            assert pulling.host.late == []
-            third.answer(answer(1, 0))
-        else:
-            third.answer(answer(1, 0))
-            fourth.answer(reset)
-        assert [each.next_offset for each in pulling.host.late] == [5]
-        assert pulling.host.moved == []
-
-    run(scenario())
+async def test_a_reset_told_to_an_abandoned_pull_is_passed_on(early):
+    pulling = Pulling()
+    third, fourth = await pulling.reading_ahead()
+    reset = answer(MOVED, 5, remark="OFFSET_RESET")
+    if early:
+        fourth.answer(reset)
+        assert pulling.host.late == []
+        third.answer(answer(1, 0))
+    else:
+        third.answer(answer(1, 0))
+        fourth.answer(reset)
+    assert [each.next_offset for each in pulling.host.late] == [5]
+    assert pulling.host.moved == []
 
 
 @pytest.mark.parametrize("signs", [False, True])
-def test_a_reset_told_to_a_pull_that_has_timed_out_is_passed_on_and_nothing_else_is(signs):
-    async def scenario():
-        pulling = Pulling(host=Host(signs=signs))
-        first = await pulling.asked()
-        first.answer(RequestTimeout("PULL_MESSAGE", "broker-a", 30))
-        second = await pulling.asked()
-        for harmless in (found(0), answer(MOVED, 5, remark="OFFSET_TOO_SMALL"), answer(1, 0)):
-            first.answer_too_late(harmless)
-        assert pulling.host.late == []
-        first.answer_too_late(answer(MOVED, 5, remark="OFFSET_RESET"))
-        assert [each.next_offset for each in pulling.host.late] == [5]
-        second.found()
-        assert pulling.host.offsets == list(range(BATCH))
-
-    run(scenario())
+async def test_a_reset_told_to_a_pull_that_has_timed_out_is_passed_on_and_nothing_else_is(signs):
+    pulling = Pulling(host=Host(signs=signs))
+    first = await pulling.asked()
+    first.answer(RequestTimeout("PULL_MESSAGE", "broker-a", 30))
+    second = await pulling.asked()
+    for harmless in (found(0), answer(MOVED, 5, remark="OFFSET_TOO_SMALL"), answer(1, 0)):
+        first.answer_too_late(harmless)
+    assert pulling.host.late == []
+    first.answer_too_late(answer(MOVED, 5, remark="OFFSET_RESET"))
+    assert [each.next_offset for each in pulling.host.late] == [5]
+    second.found()
+    assert pulling.host.offsets == list(range(BATCH))
 
 
-def test_a_reset_with_fields_missing_that_came_early_does_not_stop_the_puller():
-    async def scenario():
-        pulling = Pulling()
-        third, fourth = await pulling.reading_ahead()
-        fourth.answer(LATE["fields missing"])
-        third.answer(answer(1, 0))
-        assert (await pulling.asked()).offset == 16
-        assert pulling.host.late == []
-
-    run(scenario())
+async def test_a_reset_with_fields_missing_that_came_early_does_not_stop_the_puller():
+    pulling = Pulling()
+    third, fourth = await pulling.reading_ahead()
+    fourth.answer(LATE["fields missing"])
+    third.answer(answer(1, 0))
+    assert (await pulling.asked()).offset == 16
+    assert pulling.host.late == []
 
 
-def test_after_a_correction_the_puller_waits_for_the_consumers_decision():
-    async def scenario():
-        pulling = Pulling(500)
-        (await pulling.asked()).answer(answer(MOVED, 10, remark="OFFSET_OVERFLOW_BADLY", end=10))
-        ((asked, told),) = pulling.host.moved
-        assert (asked, told.next_offset, told.max_offset, told.offset_reset) == (500, 10, 10, False)
-        pulling.puller.pull()
-        await asyncio.sleep(100)
-        assert pulling.silent
-
-    run(scenario())
+async def test_after_a_correction_the_puller_waits_for_the_consumers_decision():
+    pulling = Pulling(500)
+    (await pulling.asked()).answer(answer(MOVED, 10, remark="OFFSET_OVERFLOW_BADLY", end=10))
+    ((asked, told),) = pulling.host.moved
+    assert (asked, told.next_offset, told.max_offset, told.offset_reset) == (500, 10, 10, False)
+    pulling.puller.pull()
+    await asyncio.sleep(100)
+    assert pulling.silent
 
 
 # --- answers that are no good
@@ -473,99 +439,80 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("ahead", ["alone", "before a good one", "after a good one came early"])
 @pytest.mark.parametrize("what", UNUSABLE)
-def test_an_answer_that_is_no_good_is_told_and_the_same_offset_asked_for_again(what, ahead):
-    async def scenario():
-        pulling = Pulling()
-        third, fourth = await pulling.reading_ahead()
-        if ahead == "after a good one came early":
-            fourth.found()
-        third.answer(UNUSABLE[what])
-        if ahead == "before a good one":
-            fourth.found()
-        assert pulling.host.offsets == list(range(16))
-        assert pulling.host.moved == []
-        assert len(pulling.host.failures) == 1
-        assert pulling.puller.last_error
-        while (again := await pulling.asked()).offset != 16:
-            again.found()  # asked for before the trouble was known
-        again.found()
-        assert pulling.host.offsets == list(range(24))
-        assert pulling.puller.last_error == ""
-        pulling.ack()
-        assert pulling.edges[-1] == 24
-
-    run(scenario())
+async def test_an_answer_that_is_no_good_is_told_and_the_same_offset_asked_for_again(what, ahead):
+    pulling = Pulling()
+    third, fourth = await pulling.reading_ahead()
+    if ahead == "after a good one came early":
+        fourth.found()
+    third.answer(UNUSABLE[what])
+    if ahead == "before a good one":
+        fourth.found()
+    assert pulling.host.offsets == list(range(16))
+    assert pulling.host.moved == []
+    assert len(pulling.host.failures) == 1
+    assert pulling.puller.last_error
+    while (again := await pulling.asked()).offset != 16:
+        again.found()  # asked for before the trouble was known
+    again.found()
+    assert pulling.host.offsets == list(range(24))
+    assert pulling.puller.last_error == ""
+    pulling.ack()
+    assert pulling.edges[-1] == 24
 
 
-def test_messages_beyond_the_next_offset_come_once_with_the_next_answer():
-    async def scenario():
-        pulling = Pulling()
-        (await pulling.asked()).found(next_offset=5)
-        assert pulling.host.offsets == list(range(5))
-        second = await pulling.asked()
-        assert second.offset == 5
-        second.found()
-        assert pulling.host.offsets == list(range(13))
-
-    run(scenario())
+async def test_messages_beyond_the_next_offset_come_once_with_the_next_answer():
+    pulling = Pulling()
+    (await pulling.asked()).found(next_offset=5)
+    assert pulling.host.offsets == list(range(5))
+    second = await pulling.asked()
+    assert second.offset == 5
+    second.found()
+    assert pulling.host.offsets == list(range(13))
 
 
-def test_messages_before_the_offset_are_left_out():
+async def test_messages_before_the_offset_are_left_out():
     """A batch stored as one record comes whole, even if its first messages were not asked for."""
-
-    async def scenario():
-        pulling = Pulling(3)
-        (await pulling.asked()).found(start=0)
-        assert pulling.host.offsets == [3, 4, 5, 6, 7]
-
-    run(scenario())
+    pulling = Pulling(3)
+    (await pulling.asked()).found(start=0)
+    assert pulling.host.offsets == [3, 4, 5, 6, 7]
 
 
-def test_good_answers_behind_one_that_cannot_be_decoded_are_asked_for_again():
+async def test_good_answers_behind_one_that_cannot_be_decoded_are_asked_for_again():
     """Both answers are taken before the first is decoded: the second must not be put behind the hole."""
-
-    async def scenario():
-        pulling = Pulling()
-        third, fourth = await pulling.reading_ahead()
-        deliver_third = third.answer_later(answer(FOUND, 24, body=b"\xff" * 200))
-        deliver_fourth = fourth.answer_later(found(24))
-        deliver_third()
-        deliver_fourth()
-        assert pulling.host.offsets == list(range(16))
-        while (again := await pulling.asked()).offset != 16:
-            again.found()  # asked for before the trouble was known
-        again.found()
-        assert pulling.host.offsets == list(range(24))
-
-    run(scenario())
+    pulling = Pulling()
+    third, fourth = await pulling.reading_ahead()
+    deliver_third = third.answer_later(answer(FOUND, 24, body=b"\xff" * 200))
+    deliver_fourth = fourth.answer_later(found(24))
+    deliver_third()
+    deliver_fourth()
+    assert pulling.host.offsets == list(range(16))
+    while (again := await pulling.asked()).offset != 16:
+        again.found()  # asked for before the trouble was known
+    again.found()
+    assert pulling.host.offsets == list(range(24))
 
 
 @pytest.mark.parametrize(
     ("code", "remedy"),
     [(24, "heartbeat"), (25, "heartbeat"), (26, "heartbeat"), (17, "route"), (501, "route"), (1, "")],
 )
-def test_what_a_refusal_asks_for_is_done_first(code, remedy):
-    async def scenario():
-        pulling = Pulling()
-        (await pulling.asked()).answer(answer(code, 0))
-        assert (await pulling.asked()).offset == 0
-        assert pulling.host.refreshed == ([remedy] if remedy else [])
-
-    run(scenario())
+async def test_what_a_refusal_asks_for_is_done_first(code, remedy):
+    pulling = Pulling()
+    (await pulling.asked()).answer(answer(code, 0))
+    assert (await pulling.asked()).offset == 0
+    assert pulling.host.refreshed == ([remedy] if remedy else [])
 
 
 @pytest.mark.parametrize("code", [24, 17])
-def test_a_member_that_ends_at_a_refusal_leaves_no_work_that_nobody_awaits(code, recwarn):
-    async def scenario():
-        pulling = Pulling()
-        (await pulling.asked()).answer(answer(code, 0))
-        pulling.puller.stop()
-        for task in pulling.host.tasks:
-            task.cancel()
-        await asyncio.gather(*pulling.host.tasks, return_exceptions=True)
-        assert pulling.host.refreshed == []
-
-    run(scenario())
+async def test_a_member_that_ends_at_a_refusal_leaves_no_work(code, recwarn):
+    pulling = Pulling()
+    (await pulling.asked()).answer(answer(code, 0))
+    pulling.puller.stop()
+    for task in pulling.host.tasks:
+        task.cancel()
+    await asyncio.gather(*pulling.host.tasks, return_exceptions=True)
+    assert pulling.host.refreshed == []
+    pulling.host.tasks.clear()
     gc.collect()
     assert [str(each.message) for each in recwarn] == []
 
@@ -574,295 +521,233 @@ def test_a_member_that_ends_at_a_refusal_leaves_no_work_that_nobody_awaits(code,
     ("trouble", "least_s", "most_s"),
     [(answer(215, 0), 0.01, 0.1), (ConnectionLost("a:1", "x"), 0.05, 0.5), (answer(1, 0), 0.9, 2)],
 )
-def test_a_pause_precedes_the_next_attempt(trouble, least_s, most_s):
-    async def scenario():
-        pulling = Pulling()
-        (await pulling.asked()).answer(trouble)
-        before = pulling.host.loop.time()
-        assert pulling.silent
-        await pulling.asked()
-        assert least_s <= pulling.host.loop.time() - before <= most_s
-
-    run(scenario())
+async def test_a_pause_precedes_the_next_attempt(trouble, least_s, most_s):
+    pulling = Pulling()
+    (await pulling.asked()).answer(trouble)
+    before = pulling.host.loop.time()
+    assert pulling.silent
+    await pulling.asked()
+    assert least_s <= pulling.host.loop.time() - before <= most_s
 
 
-def test_a_broker_that_cannot_be_reached_is_tried_again():
-    async def scenario():
-        host = Host()
-        host.known_at.clear()
-        host.connect_error = ConnectError("broker-a", "refused")
-        pulling = Pulling(host=host)
-        await asyncio.sleep(5)
-        assert pulling.silent
-        assert len(host.connected) > 5
-        host.connect_error = None
-        assert (await pulling.asked()).offset == 0
-
-    run(scenario())
+async def test_a_broker_that_cannot_be_reached_is_tried_again():
+    host = Host()
+    host.known_at.clear()
+    host.connect_error = ConnectError("broker-a", "refused")
+    pulling = Pulling(host=host)
+    await asyncio.sleep(5)
+    assert pulling.silent
+    assert len(host.connected) > 5
+    host.connect_error = None
+    assert (await pulling.asked()).offset == 0
 
 
 # --- answers without messages
 
 
-def test_an_empty_answer_moves_on_and_the_edge_only_while_nothing_is_unfinished():
-    async def scenario():
-        pulling = Pulling()
-        (await pulling.asked()).answer(answer(NO_MATCHED, 50))
-        assert pulling.edges == [50]
-        (await pulling.asked()).found()
-        (await pulling.asked()).answer(answer(NO_MATCHED, 90))
-        assert pulling.edges == [50], "58 messages are unfinished, or fewer"
-        assert (await pulling.asked()).offset == 90
-        pulling.ack()
-        assert pulling.edges[-1] == 90
-
-    run(scenario())
+async def test_an_empty_answer_moves_on_and_the_edge_only_while_nothing_is_unfinished():
+    pulling = Pulling()
+    (await pulling.asked()).answer(answer(NO_MATCHED, 50))
+    assert pulling.edges == [50]
+    (await pulling.asked()).found()
+    (await pulling.asked()).answer(answer(NO_MATCHED, 90))
+    assert pulling.edges == [50], "58 messages are unfinished, or fewer"
+    assert (await pulling.asked()).offset == 90
+    pulling.ack()
+    assert pulling.edges[-1] == 90
 
 
-def test_messages_with_another_tag_of_the_same_hash_are_left_out_and_count_as_passed():
-    async def scenario():
-        pulling = Pulling(host=Host("Aa"))
-        (await pulling.asked()).found(4, tags="BB")  # "Aa" and "BB" have the same hash code
-        assert pulling.host.offsets == []
-        assert pulling.edges == [4]
-        (await pulling.asked()).found(4, tags="Aa")
-        assert pulling.host.offsets == [4, 5, 6, 7]
-
-    run(scenario())
+async def test_messages_with_another_tag_of_the_same_hash_are_left_out_and_count_as_passed():
+    pulling = Pulling(host=Host("Aa"))
+    (await pulling.asked()).found(4, tags="BB")  # "Aa" and "BB" have the same hash code
+    assert pulling.host.offsets == []
+    assert pulling.edges == [4]
+    (await pulling.asked()).found(4, tags="Aa")
+    assert pulling.host.offsets == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("end", [0, 500])
-def test_a_broker_that_does_not_move_on_is_not_asked_without_a_pause(end):
-    async def scenario():
-        pulling = Pulling(500)
-        asked = 0
-        while pulling.host.loop.time() < 30:
-            (await pulling.asked()).answer(answer(NO_MATCHED, 500, end=end))
-            asked += 1
-        assert 10 < asked < 300
-
-    run(scenario())
+async def test_a_broker_that_does_not_move_on_is_not_asked_without_a_pause(end):
+    pulling = Pulling(500)
+    asked = 0
+    while pulling.host.loop.time() < 30:
+        (await pulling.asked()).answer(answer(NO_MATCHED, 500, end=end))
+        asked += 1
+    assert 10 < asked < 300
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_queue_of_which_nothing_is_wanted_though_messages_come_takes_no_time_from_others(step):
-    async def scenario():
-        pulling = Pulling(host=Host("Aa"))
-        asked = 0
-        while pulling.host.loop.time() < 30 and asked < 10_000:
-            (await pulling.asked()).found(step, tags="BB", end=2**40)
-            asked += 1
-        assert 100 < asked < 600
-        before = pulling.host.loop.time()
+async def test_a_queue_of_which_nothing_is_wanted_though_messages_come_takes_no_time_from_others(step):
+    pulling = Pulling(host=Host("Aa"))
+    asked = 0
+    while pulling.host.loop.time() < 30 and asked < 10_000:
+        (await pulling.asked()).found(step, tags="BB", end=2**40)
+        asked += 1
+    assert 100 < asked < 600
+    before = pulling.host.loop.time()
+    (await pulling.asked()).found(step, tags="Aa", end=2**40)
+    for _ in range(6):
         (await pulling.asked()).found(step, tags="Aa", end=2**40)
-        for _ in range(6):
-            (await pulling.asked()).found(step, tags="Aa", end=2**40)
-        assert pulling.host.loop.time() - before < 0.5, "it goes on at once"
-
-    run(scenario())
+    assert pulling.host.loop.time() - before < 0.5, "it goes on at once"
 
 
-def test_single_messages_that_come_quickly_are_not_slowed():
-    async def scenario():
-        pulling = Pulling(read_ahead=4)
-        while pulling.puller.pulled < 500:
-            (await pulling.asked()).found(1)
-            pulling.ack(*pulling.host.offsets[-1:])
-        assert pulling.host.loop.time() < 1
-
-    run(scenario())
+async def test_single_messages_that_come_quickly_are_not_slowed():
+    pulling = Pulling(read_ahead=4)
+    while pulling.puller.pulled < 500:
+        (await pulling.asked()).found(1)
+        pulling.ack(*pulling.host.offsets[-1:])
+    assert pulling.host.loop.time() < 1
 
 
-def test_an_answer_that_comes_during_a_pause_is_taken_after_it():
-    async def scenario():
-        pulling = Pulling(host=Host("Aa"), read_ahead=4)
-        answered = 0
-        while not pulling.silent:  # until it rests, with pulls under way whose answers wait
-            one = pulling.host.asked.popleft()
-            one.found(1, tags="BB")
-            answered += 1
-        assert pulling.puller.next_offset < answered
-        await asyncio.sleep(5)  # meanwhile the broker holds what is asked
-        assert pulling.puller.next_offset == answered
-
-    run(scenario())
+async def test_an_answer_that_comes_during_a_pause_is_taken_after_it():
+    pulling = Pulling(host=Host("Aa"), read_ahead=4)
+    answered = 0
+    while not pulling.silent:  # until it rests, with pulls under way whose answers wait
+        one = pulling.host.asked.popleft()
+        one.found(1, tags="BB")
+        answered += 1
+    assert pulling.puller.next_offset < answered
+    await asyncio.sleep(5)  # meanwhile the broker holds what is asked
+    assert pulling.puller.next_offset == answered
 
 
-def test_a_broker_that_is_busy_for_long_is_asked_less_and_less():
-    async def scenario():
-        pulling = Pulling()
-        asked = 0
-        while pulling.host.loop.time() < 30:
-            (await pulling.asked()).answer(answer(215, 0))
-            asked += 1
-        assert 20 < asked < 60
-
-    run(scenario())
+async def test_a_broker_that_is_busy_for_long_is_asked_less_and_less():
+    pulling = Pulling()
+    asked = 0
+    while pulling.host.loop.time() < 30:
+        (await pulling.asked()).answer(answer(215, 0))
+        asked += 1
+    assert 20 < asked < 60
 
 
 # --- slaves
 
 
-def test_the_broker_an_answer_suggests_is_asked_next_and_the_master_after_trouble():
-    async def scenario():
-        pulling = Pulling()
-        (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
-        second = await pulling.asked()
-        assert (second.broker_id, second.offset) == (1, 5)
-        second.answer(answer(NO_MATCHED, 5, broker_id=0))
-        third = await pulling.asked()
-        assert (third.broker_id, third.offset) == (0, 5)
-        third.answer(answer(NO_MATCHED, 9, broker_id=1))
-        (await pulling.asked()).answer(ConnectionLost("b:1", "gone"))
-        assert (await pulling.asked()).broker_id == 0
-
-    run(scenario())
+async def test_the_broker_an_answer_suggests_is_asked_next_and_the_master_after_trouble():
+    pulling = Pulling()
+    (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
+    second = await pulling.asked()
+    assert (second.broker_id, second.offset) == (1, 5)
+    second.answer(answer(NO_MATCHED, 5, broker_id=0))
+    third = await pulling.asked()
+    assert (third.broker_id, third.offset) == (0, 5)
+    third.answer(answer(NO_MATCHED, 9, broker_id=1))
+    (await pulling.asked()).answer(ConnectionLost("b:1", "gone"))
+    assert (await pulling.asked()).broker_id == 0
 
 
-def test_a_master_that_has_a_reset_is_asked_once_whatever_is_suggested():
-    async def scenario():
-        pulling = Pulling()
-        (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
-        second = await pulling.asked()
-        pulling.puller.ask_master()
-        second.answer(answer(NO_MATCHED, 6, broker_id=1))
-        third = await pulling.asked()
-        assert (third.broker_id, third.offset) == (0, 6)
-        third.answer(answer(NO_MATCHED, 7, broker_id=1))
-        assert (await pulling.asked()).broker_id == 1
-
-    run(scenario())
+async def test_a_master_that_has_a_reset_is_asked_once_whatever_is_suggested():
+    pulling = Pulling()
+    (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
+    second = await pulling.asked()
+    pulling.puller.ask_master()
+    second.answer(answer(NO_MATCHED, 6, broker_id=1))
+    third = await pulling.asked()
+    assert (third.broker_id, third.offset) == (0, 6)
+    third.answer(answer(NO_MATCHED, 7, broker_id=1))
+    assert (await pulling.asked()).broker_id == 1
 
 
-def test_a_slave_without_a_connection_is_connected_to_first():
-    async def scenario():
-        host = Host()
-        host.known_at = {0}
-        pulling = Pulling(host=host)
-        (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
-        assert (await pulling.asked()).broker_id == 1
-        assert host.connected == [1]
-
-    run(scenario())
+async def test_a_slave_without_a_connection_is_connected_to_first():
+    host = Host()
+    host.known_at = {0}
+    pulling = Pulling(host=host)
+    (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
+    assert (await pulling.asked()).broker_id == 1
+    assert host.connected == [1]
 
 
-def test_an_answer_that_comes_while_a_slave_is_connected_to_is_taken():
+async def test_an_answer_that_comes_while_a_slave_is_connected_to_is_taken():
     """The slave was suggested while a second pull was under way at the master; its answer comes meanwhile."""
-
-    async def scenario():
-        host = Host()
-        host.known_at, host.gate = {0}, asyncio.Event()
-        pulling = Pulling(host=host)
-        third, fourth = await pulling.reading_ahead()
-        right = found(16)
-        right.fields["suggestWhichBrokerId"] = "1"
-        third.answer(right)
-        await asyncio.sleep(0)
-        assert host.connected == [1]
-        fourth.found()
-        host.is_paused = True  # so that no further pull brings it along
-        host.gate.set()
-        await asyncio.sleep(1)
-        assert pulling.host.offsets == list(range(32))
-
-    run(scenario())
+    host = Host()
+    host.known_at, host.gate = {0}, asyncio.Event()
+    pulling = Pulling(host=host)
+    third, fourth = await pulling.reading_ahead()
+    right = found(16)
+    right.fields["suggestWhichBrokerId"] = "1"
+    third.answer(right)
+    await asyncio.sleep(0)
+    assert host.connected == [1]
+    fourth.found()
+    host.is_paused = True  # so that no further pull brings it along
+    host.gate.set()
+    await asyncio.sleep(1)
+    assert pulling.host.offsets == list(range(32))
 
 
 # --- flow control
 
 
-def test_no_more_is_asked_for_than_there_is_room_and_room_wakes():
-    async def scenario():
-        pulling = Pulling(messages=3 * BATCH)
-        while not pulling.silent:
-            (await pulling.asked()).found()
-        assert len(pulling.host.delivered) <= 3 * BATCH
-        await asyncio.sleep(100)
-        assert pulling.silent
-        pulling.ack(*range(BATCH))
+async def test_no_more_is_asked_for_than_there_is_room_and_room_wakes():
+    pulling = Pulling(messages=3 * BATCH)
+    while not pulling.silent:
         (await pulling.asked()).found()
-        assert len(pulling.host.delivered) - BATCH <= 3 * BATCH
-
-    run(scenario())
+    assert len(pulling.host.delivered) <= 3 * BATCH
+    await asyncio.sleep(100)
+    assert pulling.silent
+    pulling.ack(*range(BATCH))
+    (await pulling.asked()).found()
+    assert len(pulling.host.delivered) - BATCH <= 3 * BATCH
 
 
 @pytest.mark.parametrize("limit", [1, BATCH - 3, BATCH, BATCH + 1, 2 * BATCH - 1, 100])
-def test_the_limit_holds_and_a_stuck_message_does_not_stop_what_there_is_room_for(limit):
-    async def scenario():
-        batch = min(BATCH, limit)
-        pulling = Pulling(messages=limit, batch=batch)
-        stuck, rounds = 0, 0
-        while rounds < 20 and (limit > batch or not rounds):
-            asked = await pulling.asked()
-            asked.found(asked.header.max_msg_nums)
-            held = sum(not message._done for message in pulling.host.delivered)
-            assert held <= limit
-            pulling.ack(*(offset for offset in pulling.host.offsets if offset != stuck))
-            await asyncio.sleep(0)
-            rounds += 1
-        if limit > batch:
-            assert len(pulling.host.delivered) > 2 * limit or limit == 100
-
-    run(scenario())
+async def test_the_limit_holds_and_a_stuck_message_does_not_stop_what_there_is_room_for(limit):
+    batch = min(BATCH, limit)
+    pulling = Pulling(messages=limit, batch=batch)
+    stuck, rounds = 0, 0
+    while rounds < 20 and (limit > batch or not rounds):
+        asked = await pulling.asked()
+        asked.found(asked.header.max_msg_nums)
+        held = sum(not message._done for message in pulling.host.delivered)
+        assert held <= limit
+        pulling.ack(*(offset for offset in pulling.host.offsets if offset != stuck))
+        await asyncio.sleep(0)
+        rounds += 1
+    if limit > batch:
+        assert len(pulling.host.delivered) > 2 * limit or limit == 100
 
 
-def test_a_stuck_message_does_not_stop_a_queue_of_which_few_messages_match():
+async def test_a_stuck_message_does_not_stop_a_queue_of_which_few_messages_match():
     """An answer with few messages may move far ahead; the distance is no room that is taken."""
-
-    async def scenario():
-        pulling = Pulling(host=Host("paid"), messages=100, span=1_000_000)
-        (await pulling.asked()).found(1, next_offset=1000, tags="paid")
-        (await pulling.asked()).found(1, next_offset=3000, tags="paid")
-        assert pulling.window.unfinished()[0] == 2
-        assert (await pulling.asked()).offset == 3000
-
-    run(scenario())
+    pulling = Pulling(host=Host("paid"), messages=100, span=1_000_000)
+    (await pulling.asked()).found(1, next_offset=1000, tags="paid")
+    (await pulling.asked()).found(1, next_offset=3000, tags="paid")
+    assert pulling.window.unfinished()[0] == 2
+    assert (await pulling.asked()).offset == 3000
 
 
-def test_a_full_window_whose_answer_was_left_out_goes_on():
-    async def scenario():
-        pulling = Pulling(host=Host("Aa"), messages=2 * BATCH)
-        (await pulling.asked()).found(tags="Aa")
-        while not pulling.silent or pulling.window.unfinished()[0] < 2 * BATCH:
-            (await pulling.asked()).found(tags="BB" if pulling.window.unfinished()[0] == BATCH else "Aa")
-            if pulling.puller.next_offset > 20 * BATCH:
-                break
-        assert pulling.puller.next_offset > 20 * BATCH
-
-    run(scenario())
+async def test_a_full_window_whose_answer_was_left_out_goes_on():
+    pulling = Pulling(host=Host("Aa"), messages=2 * BATCH)
+    (await pulling.asked()).found(tags="Aa")
+    while not pulling.silent or pulling.window.unfinished()[0] < 2 * BATCH:
+        (await pulling.asked()).found(tags="BB" if pulling.window.unfinished()[0] == BATCH else "Aa")
+        if pulling.puller.next_offset > 20 * BATCH:
+            break
+    assert pulling.puller.next_offset > 20 * BATCH
 
 
-def test_paused_queues_are_not_asked_for_and_go_on_where_they_were():
-    async def scenario():
-        pulling = Pulling()
-        asked = await pulling.asked()
-        pulling.host.is_paused = True
-        asked.found()
-        assert pulling.host.offsets == list(range(BATCH))
-        await asyncio.sleep(100)
-        assert pulling.silent
-        pulling.host.is_paused = False
-        pulling.puller.pull()
-        assert (await pulling.asked()).offset == BATCH
-
-    run(scenario())
+async def test_paused_queues_are_not_asked_for_and_go_on_where_they_were():
+    pulling = Pulling()
+    asked = await pulling.asked()
+    pulling.host.is_paused = True
+    asked.found()
+    assert pulling.host.offsets == list(range(BATCH))
+    await asyncio.sleep(100)
+    assert pulling.silent
+    pulling.host.is_paused = False
+    pulling.puller.pull()
+    assert (await pulling.asked()).offset == BATCH
 
 
-def test_nothing_is_asked_for_a_topic_that_is_no_longer_subscribed():
-    async def scenario():
-        pulling = Pulling()
-        asked = await pulling.asked()
-        pulling.host.subscribed = None
-        asked.found()
-        await asyncio.sleep(100)
-        assert pulling.silent
-
-    run(scenario())
+async def test_nothing_is_asked_for_a_topic_that_is_no_longer_subscribed():
+    pulling = Pulling()
+    asked = await pulling.asked()
+    pulling.host.subscribed = None
+    asked.found()
+    await asyncio.sleep(100)
+    assert pulling.silent
 
 
-def test_a_pull_may_take_as_long_as_the_broker_may_hold_it():
-    async def scenario():
-        assert (await Pulling().asked()).timeout_s == 30, "twice the hold, as Java"
-        assert (await Pulling(hold_s=1).asked()).timeout_s == 1 + 5 + 3, "the hold, the broker's tick, and any call's"
-
-    run(scenario())
+async def test_a_pull_may_take_as_long_as_the_broker_may_hold_it():
+    assert (await Pulling().asked()).timeout_s == 30, "twice the hold, as Java"
+    assert (await Pulling(hold_s=1).asked()).timeout_s == 1 + 5 + 3, "the hold, the broker's tick, and any call's"
