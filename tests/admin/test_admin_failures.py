@@ -23,6 +23,7 @@ from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.for_each import for_each
 from tests.interrupting import a_signal_once_held, a_start_that_waits, child_that, exit_code
 
 
@@ -39,8 +40,8 @@ def admin(embedded):
         yield admin
 
 
-@pytest.mark.parametrize(
-    ("call", "reason"),
+@for_each(
+    "call, reason",
     [
         (lambda admin: admin.create_topic(""), "topic is empty"),
         (lambda admin: admin.create_topic("a.b"), "not allowed"),

@@ -12,6 +12,7 @@ import pytest
 from pyrocket_consumer import ConfigError, MessageQueue, RocketError
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.for_each import for_each
 from tests.resetting import fill, queue
 
 NAN = float("nan")
@@ -65,7 +66,7 @@ def admin(cluster):
         yield admin
 
 
-@pytest.mark.parametrize(("method", "name", "values"), TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
+@for_each("method, name, values", TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
 def test_a_wrong_argument_is_named_and_nothing_is_sent(cluster, admin, method, name, values):
     before = len(cluster.broker("broker-a").requests())
     for value in values:
@@ -87,7 +88,7 @@ def called(admin, method, name, value):
     getattr(admin, method)(*arguments, **options)
 
 
-@pytest.mark.parametrize(("method", "name", "values"), TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
+@for_each("method, name, values", TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
 def test_a_wrong_argument_is_told_before_anything_is_connected(method, name, values):
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # who connects waits for an answer that never comes
         nobody.settimeout(0)
@@ -99,7 +100,7 @@ def test_a_wrong_argument_is_told_before_anything_is_connected(method, name, val
             nobody.accept()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrong", [{"partial": "no"}, {"unsubscribed": 1}, {"wait_s": NAN}, {"wait_s": True}, {"progress": 5}], ids=str
 )
 def test_a_plan_is_not_executed_with_wrong_arguments(admin, wrong):
@@ -109,7 +110,7 @@ def test_a_plan_is_not_executed_with_wrong_arguments(admin, wrong):
     assert {row.committed for row in admin.offsets("G", "T").rows} == {1}
 
 
-@pytest.mark.parametrize("options", [{"name_server": 5}, {"name_server": [5]}, {"config": 5}, {"timeout_s": NAN},
+@for_each("options", [{"name_server": 5}, {"name_server": [5]}, {"config": 5}, {"timeout_s": NAN},
                                      {"timeout_s": True}, {"namespace": 5}, {"client_ip": 5}, {"tls": "yes"},
                                      {"access_key": 5, "secret_key": "s"}, {"unit_name": True}], ids=str)  # fmt: skip
 def test_an_admin_is_not_made_with_wrong_options(options):

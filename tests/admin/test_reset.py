@@ -16,6 +16,7 @@ from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.reset_plan import RecordArea, name_of, record_areas
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
+from tests.for_each import for_each
 from tests.resetting import fill, queue, reset, wait_until_seen, wait_until_stored
 
 RETRY = "%RETRY%G"
@@ -56,8 +57,8 @@ def record(cluster, epoch: int, targets: dict[int, int], broker: str = "broker-a
 # --- what is asked for
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
+@for_each(
+    "arguments, reason",
     [
         (("G", "T", "begin"), "to='begin' is not allowed; use 'first' or 'earliest'"),
         (("G", "T", datetime(2026, 1, 1)), "no time zone"),

@@ -20,6 +20,7 @@ from pyrocket_consumer.producer import callbacks as source
 from pyrocket_consumer.producer.callbacks import CallbackThread, Promise, SendFuture
 from pyrocket_consumer.testing import Gate, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from tests.for_each import for_each
 
 SEND = RequestCode.SEND_MESSAGE_V2
 
@@ -196,7 +197,7 @@ def test_however_threads_meet_nobody_waits_in_vain(callbacks):
 # --- what a user does wrong, or the system does not give, harms no other message
 
 
-@pytest.mark.parametrize("wrong", [None, 1, "print"])
+@for_each("wrong", [None, 1, "print"])
 def test_what_is_not_callable_is_refused_where_it_is_added(embedded, producing, gate, wrong):
     producer = producing(embedded)
     future = producer.send_async("orders", b"x")

@@ -33,6 +33,7 @@ from pyrocket_consumer.testing import (
 )
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.for_each import for_each
 from tests.real_brokers import wait_until
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -50,8 +51,8 @@ def known(producer):
     return producer
 
 
-@pytest.mark.parametrize(
-    ("code", "remark", "meant", "new_route"),
+@for_each(
+    "code, remark, meant, new_route",
     [
         (17, "topic[orders] not exist, apply first please!", Verdict.AGAIN, True),
         (14, "service not available now.", Verdict.AGAIN, True),  # a slave of 4.9

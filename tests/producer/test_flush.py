@@ -12,6 +12,7 @@ from pyrocket_consumer.errors import RequestTimeout, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
 from pyrocket_consumer.testing import Gate, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from tests.for_each import for_each
 
 SEND = RequestCode.SEND_MESSAGE_V2
 
@@ -124,7 +125,7 @@ def test_two_threads_may_flush_at_once(embedded, producing, gate):
     assert all(future.done() for future in futures)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, "3", True])
+@for_each("wrong", [0, -1, "3", True])
 def test_a_wrong_timeout_is_refused(embedded, producing, wrong):
     with pytest.raises(ValueError, match="timeout_s"):
         producing(embedded).flush(timeout_s=wrong)

@@ -20,6 +20,7 @@ from pyrocket_consumer import ConfigError, ConnectError, ConsumerClosed, Message
 from pyrocket_consumer.producer import Producer, ProducerState
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, drop
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.for_each import for_each
 from tests.interrupting import a_signal_once_held, a_start_that_waits, child_that, exit_code
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -191,7 +192,7 @@ def test_whoever_closes_a_second_time_waits_for_the_same_end(embedded, gate):
     assert producer_threads() == []
 
 
-@pytest.mark.parametrize("timeout_s", [-1, 3601, float("nan"), "soon", True])
+@for_each("timeout_s", [-1, 3601, float("nan"), "soon", True])
 def test_a_close_with_a_wrong_time_is_refused_and_the_producer_goes_on(embedded, timeout_s):
     with Producer(name_server=embedded.name_server) as producer:
         with pytest.raises(ConfigError, match="timeout_s=.* is not allowed; it must be a number from 0 to 3600"):

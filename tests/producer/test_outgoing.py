@@ -9,15 +9,16 @@ import pytest
 from pyrocket_consumer import ConfigError
 from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage, Producer
 from pyrocket_consumer.wire.message import PropertyName
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize("body", [b"x", bytearray(b"x"), memoryview(b"x"), memoryview(b"xyx")[::2][:1]])
+@for_each("body", [b"x", bytearray(b"x"), memoryview(b"x"), memoryview(b"xyx")[::2][:1]])
 def test_anything_like_bytes_is_a_body(body):
     assert OutgoingMessage(body).body == b"x"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
+@for_each(
+    "arguments, reason",
     [
         ({"body": "text"}, r"body\.encode\(\)"),
         ({"body": None}, "not NoneType"),
@@ -78,8 +79,8 @@ def producer():
     return Producer(name_server="127.0.0.1:1", max_message_bytes=1000)  # nobody listens there: nothing may be sent
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
+@for_each(
+    "arguments, reason",
     [
         ({"topic": ""}, "topic is empty"),
         ({"topic": None}, "must be text, not NoneType"),
@@ -102,7 +103,7 @@ def producer():
         ({"timeout_s": "1"}, "timeout_s='1'"),
     ],
 )
-@pytest.mark.parametrize("how", ["send", "send_async", "send_oneway"])
+@for_each("how", ["send", "send_async", "send_oneway"])
 def test_a_wrong_argument_of_a_send_is_told_before_anything_is_sent(producer, how, arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         getattr(producer, how)(**{"topic": "orders", "body": b"x", **arguments})
@@ -118,8 +119,8 @@ def test_a_queue_belongs_to_the_topic_and_excludes_a_sharding_key(producer):
         producer.send("other", b"x", queue=queue, sharding_key="k")
 
 
-@pytest.mark.parametrize(
-    ("messages", "reason"),
+@for_each(
+    "messages, reason",
     [
         (b"abc", "list of messages, not bytes"),
         (OutgoingMessage(b"x"), "list of messages, not OutgoingMessage"),
@@ -139,8 +140,8 @@ def test_a_retry_topic_takes_no_batches(producer):
         producer.send_batch("%RETRY%app", [b"x"])
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
+@for_each(
+    "options, reason",
     [
         ({"send_timeot_s": 3}, "did you mean 'send_timeout_s'"),
         ({"group": "a b"}, "character that is not allowed"),

@@ -9,6 +9,7 @@ import pytest
 
 from pyrocket_consumer.model import BrokerData, MessageQueue, QueueData, TopicRoute
 from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
+from tests.for_each import for_each
 
 
 def queues_of(*brokers, count=2, perm=6):
@@ -55,11 +56,11 @@ def test_the_name_server_may_fix_the_queues_of_an_ordered_topic():
 
 
 # What String.hashCode gives in Java; the last is Integer.MIN_VALUE, whose absolute value Java cannot hold.
-@pytest.mark.parametrize(
-    ("key", "java_hash"),
+@for_each(
+    "key, java_hash",
     [("hello", 99162322), ("o-1", 108115), ("键", 38190), ("TagA", 2598919), ("polygenelubricants", -2147483648)],
 )
-@pytest.mark.parametrize("count", [1, 3, 4, 7])
+@for_each("count", [1, 3, 4, 7])
 def test_a_sharding_key_goes_to_the_queue_that_java_chooses(key, java_hash, count):
     queues = queues_of("a", count=count)
     remainder = java_hash - int(java_hash / count) * count  # Java's %: it has the sign of the hash

@@ -15,6 +15,7 @@ from pyrocket_consumer import MessageQueue, RouteNotFound, SendError
 from pyrocket_consumer.producer import OutgoingMessage, Producer, TransactionProducer, TransactionState
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop, drop_answer, handle_and_close
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.for_each import for_each
 from tests.real_brokers import wait_until
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -300,8 +301,8 @@ def test_an_account_that_may_not_is_told_at_once():
             assert len(raised.value.attempts) == 1
 
 
-@pytest.mark.parametrize(
-    ("names", "perm"),
+@for_each(
+    "names, perm",
     [([f"broker-{number}" for number in range(9_000)], 4), ([f"{number}" + "n" * 60_000 for number in range(50)], 4),
      ([f"{number}" + "n" * 60_000 for number in range(50)], 6)],
     ids=["many", "long", "nobody there"],
