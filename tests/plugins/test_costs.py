@@ -1,0 +1,71 @@
+"""What the suite does with marks, limits and tests that leave virtual time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.live, pytest.mark.slow("starts pytest")]
+
+ROOT = Path(__file__).parents[2]
+CONFTEST = """
+from tests.virtual import install
+install()
+pytest_plugins = ("tests.plugins.costs",)
+"""
+TESTS = """
+import os, pytest, subprocess, sys, threading, time
+
+def test_pure(): pass
+def test_virtual(): time.sleep(1000)
+def test_caught():
+    try: subprocess.run([sys.executable, "-c", ""])
+    except Exception: pass
+@pytest.mark.live
+def test_live(): subprocess.run([sys.executable, "-c", ""])
+def work():
+    until = time.process_time() + 2.1
+    while time.process_time() < until: pass
+@pytest.mark.live
+def test_long(): work()
+@pytest.mark.live
+@pytest.mark.slow("works")
+def test_long_with_reason(): work()
+@pytest.mark.search
+def test_search(): pass
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n")
+
+    def pytest_(*arguments):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+        ).stdout
+
+    return pytest_
+
+
+def test_marks_choose_and_limits_hold(run):
+    everything, units = run(), run("-m", "unit")
+    passed = ("pure", "virtual", "live", "long_with_reason", "search")
+    assert [name for name in passed if f"PASSED test_it.py::test_{name}\n" not in everything] == []
+    assert "mark this test live; it left virtual time: subprocess.Popen" in everything
+    assert "2.1 s, more than 2 s: make it quicker, or mark it slow(reason)" in everything
+    assert "2 failed, 5 passed" in everything
+    assert "1 failed, 2 passed, 4 deselected" in units
+
+
+def test_unit_and_another_cost_exclude_each_other(run, tmp_path):
+    (tmp_path / "test_both.py").write_text(
+        "import pytest\n@pytest.mark.unit\n@pytest.mark.live\ndef test_both(): pass\n"
+    )
+    assert "marked unit and live; keep one" in run()
