@@ -74,9 +74,12 @@ class Routes:
         try:
             route = in_order(await self._ask(topic))
         finally:
-            del self._asking[topic]
-            if topic not in self._known:
-                self._asked_at.pop(topic, None)
+            if is_wanted := self._asking.get(topic) is asyncio.current_task():
+                del self._asking[topic]
+                if topic not in self._known:
+                    self._asked_at.pop(topic, None)
+        if not is_wanted:  # the topic was forgotten meanwhile
+            return route
         previous = self._known.get(topic)
         if route == previous:
             return previous
@@ -110,6 +113,7 @@ class Routes:
 
     def forget(self, topic: str) -> None:
         """Keep the route of `topic` fresh no longer; brokers that only it names are forgotten, too."""
+        self._asking.pop(topic, None)
         if topic in self._known:
             self._known = {other: known for other, known in self._known.items() if other != topic}
             self._asked_at.pop(topic, None)
