@@ -11,7 +11,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def test_the_targets_exist():
-    targets = set(re.findall(r"make ([a-z-]+)", PAGE.read_text()))
+    targets = set(re.findall(r"(?:`|^)make ([a-z-]+)", PAGE.read_text(), re.MULTILINE))
     assert {target for target in targets if not re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)} == set()
 
 
