@@ -31,7 +31,7 @@ locked: | .venv/bin/python
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick test proof pure system-packages java check audit lock oldest wheel demo spark-demo bench soak fuzz hostile spark-soak spark-versions spark-connect clean
+.PHONY: help quick test proof pure system-packages java check audit lock oldest wheel demo spark-demo bench compare soak fuzz hostile spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -98,6 +98,9 @@ spark-demo: java .venv/.spark  ## windowed counts with PySpark, from a topic to 
 
 bench: .venv/.test  ## a benchmark, ratios as a table: make bench BENCH=consume|order_by_key|exactly_once|offset_persist|start_close|decode|cores|produce|drop_in|spark_read|spark_pushdown|spark_write ARGS=--quick
 	$(RUN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+compare: .venv/.test  ## is this commit slower than an earlier one? A quarter of an hour: make compare BASE=main~10 ARGS='--only consume,latency'
+	@$(RUN)/python -m benchmarks.compare $(BASE) $(ARGS)
 
 soak: .venv/.test  ## hours of faults: 20 000 simulated worlds, calls interfered with at every step, 100 000 crash points of the offset store
 	$(RUN)/python -m tests.simulation --seeds 0-999

@@ -1,6 +1,7 @@
 """One Python side of benchmarks/consume.py, in a process of its own: python -m benchmarks.consume_side TASK.
 
-TASK is a JSON object with the fields of `Task`; the answer is one JSON object on standard output.
+TASK is a JSON object with the fields of `Task`; the answer is one JSON object on standard output. What needs more than
+public names of the package is imported where it is used: other commits may lack it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.broker_load import FLOW_BODY
 from benchmarks.environment import accelerated
-from benchmarks.raw_pull import raw_pull
 from benchmarks.watch import LOOK_EVERY_S, Answer, Look, Watch, memory_mb
 
 
@@ -65,6 +64,8 @@ class Task:
 
 def raw(task: Task) -> Answer:
     """Answer for the bare loop."""
+    from benchmarks.raw_pull import raw_pull
+
     watch = Watch(task.total)
     where = task.broker_address, task.broker_name, task.group, task.topic, task.queues
     raw_pull(*where, task.pull_batch, task.total, watch.look)
@@ -214,6 +215,8 @@ def share(task: Task) -> Answer:
 
 def latency(task: Task) -> Answer:
     """Answer for the steady flow."""
+    from benchmarks.broker_load import FLOW_BODY
+
     came = threading.Event()
     times: list[tuple[int, int]] = []  # nanoseconds since the epoch: sent, listener called
 
