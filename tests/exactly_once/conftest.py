@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from pyrocket_consumer.cli import main
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import Events
 from tests.databases import Database
-from tests.exactly_once.ledgers import Ledger, ledger_in
+from tests.exactly_once.ledgers import GROUP, TOPIC, Ledger, ledger_in
 
 
 @pytest.fixture
-def embedded() -> Iterator[Any]:
-    with EmbeddedCluster() as cluster:
+def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
+    marker = request.node.get_closest_marker("cluster")
+    with EmbeddedCluster(**(marker.kwargs if marker else {})) as cluster:
         yield cluster
 
 
@@ -22,3 +26,22 @@ def embedded() -> Iterator[Any]:
 def ledger(database: Database) -> Iterator[Ledger]:
     with ledger_in(database) as made:
         yield made
+
+
+@pytest.fixture
+def events() -> Events:
+    """Return what a test passes as `on_event`."""
+    return Events()
+
+
+@pytest.fixture
+def reset(embedded: EmbeddedCluster, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    """`reset("--to", "earliest")` runs a command about the group; returns its code, and what it tells."""
+    monkeypatch.setenv("LEDGER_URL", ledger.database.url)
+
+    def run(*words: str, what: str = "reset") -> tuple[int, Any]:
+        store = ["--store", "env:LEDGER_URL"]
+        code = main(["offsets", what, GROUP, TOPIC, "-n", embedded.name_server, *store, "-o", "json", *words])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run

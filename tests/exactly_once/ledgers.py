@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from sqlalchemy import Connection, Engine, text
 
 from pyrocket_consumer import Message
 from pyrocket_consumer.offsets import DatabaseOffsets
-from tests.databases import Database
+from tests.consuming import consuming
+from tests.databases import KINDS, Database
 
 INSERT = text("INSERT INTO ledger(body, queue_id, queue_offset) VALUES (:body, :queue_id, :queue_offset)")
 
+every_database = pytest.mark.databases(*KINDS)
+
 EXACTLY_ONCE = {"orderly": True, "listener_batch_size": 8}
+
+TOPIC, GROUP = "orders", "billing"
+BODIES = [str(number) for number in range(100)]
 
 
 class Ledger:
@@ -51,7 +58,7 @@ class Ledger:
         with self.engine.begin() as connection:
             connection.execute(text(statement), values)
 
-    def offset(self, group: str, queue_id: int, topic: str) -> int | None:
+    def offset(self, group: str = GROUP, queue_id: int = 0, topic: str = TOPIC) -> int | None:
         """Return where a queue stands."""
         found = [each for each in self.offsets.offsets(group, topic) if each.queue.queue_id == queue_id]
         return found[0].next_offset if found else None
@@ -75,3 +82,56 @@ def ledger_in(database: Database, **options: Any) -> Iterator[Ledger]:
 def once(bodies: list[str]) -> Counter[str]:
     """Return what a ledger is to hold."""
     return Counter(dict.fromkeys(bodies, 1))
+
+
+def send(cluster: Any, bodies: list[str] = BODIES, queues: int = 4, topic: str = TOPIC, **options: Any) -> None:
+    """Create the topic, and send a message for each body."""
+    cluster.create_topic(topic, queues=queues)
+    for body in bodies:
+        cluster.send(topic, body.encode(), **options)
+
+
+def billing(cluster: Any, ledger: Ledger, listener: Any = None, offsets: Any = None, **options: Any) -> Any:
+    """A consumer whose listener books exactly once: in the ledger's database, or as other `offsets` have it."""
+    wrapped = (offsets or ledger.offsets).exactly_once(listener or ledger.book)
+    return consuming_own(cluster, ledger, wrapped, offsets, **options)
+
+
+def consuming_own(cluster: Any, ledger: Ledger, listener: Any, offsets: Any = None, **options: Any) -> Any:
+    """A consumer whose listener has transactions of its own, or wraps by itself."""
+    given = {**EXACTLY_ONCE, "offset_store": offsets or ledger.offsets, **options}
+    return consuming(cluster, TOPIC, GROUP, listener, **given)
+
+
+def until_all(cluster: Any, ledger: Ledger, bodies: list[str] = BODIES) -> None:
+    """Wait until as many bodies are booked."""
+    cluster.wait_until(lambda: len(ledger.bodies()) >= len(set(bodies)))
+
+
+def until_at(cluster: Any, ledger: Ledger, next_offset: int, queues: int = 1) -> None:
+    """Wait until each queue stands there in the database."""
+    cluster.wait_until(lambda: all(ledger.offset(queue_id=each) == next_offset for each in range(queues)))
+
+
+def consumed(cluster: Any, ledger: Ledger, bodies: list[str] = BODIES, queues: int = 4, **options: Any) -> None:
+    """Send messages, and have a consumer book them, which ends then."""
+    send(cluster, bodies, queues)
+    with billing(cluster, ledger, **options):
+        until_all(cluster, ledger, bodies)
+
+
+def failing(ledger: Ledger, *outcomes: Any, when: Callable[[list[Message]], bool] = lambda messages: True) -> Any:
+    """Return a listener that books; its first calls end with `outcomes`, and are in its `failed`."""
+    left = list(outcomes)
+
+    def book(messages: list[Message], connection: Connection) -> Any:
+        ledger.book(messages, connection)
+        if not (left and when(messages)):
+            return None
+        book.failed.append(messages)
+        if isinstance(outcome := left.pop(0), Exception):
+            raise outcome
+        return outcome
+
+    book.failed = []
+    return book

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.live
+@pytest.mark.slow("members are killed and come again, until 3000 messages are consumed")
 @pytest.mark.versions("4.9.7", "5.5.0")
 @pytest.mark.databases("sqlite", "postgresql")
 def test_the_ledger_has_each_message_once(cluster, database, names):

@@ -1,29 +1,406 @@
-"""Whatever a listener does with what it is given, each effect is there once, and what cannot be is told."""
+"""Whatever a listener does with its transaction and its messages: no effect is lost, and none comes twice."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
 import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
 
-from tests.exactly_once.ledgers import INSERT, once, row
-from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
+from pyrocket_consumer import Retry
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.offsets import DatabaseOffsets
+from tests.consuming import consuming
+from tests.exactly_once.ledgers import (
+    BODIES,
+    EXACTLY_ONCE,
+    GROUP,
+    TOPIC,
+    billing,
+    consumed,
+    consuming_own,
+    every_database,
+    failing,
+    ledger_in,
+    once,
+    send,
+    until_all,
+    until_at,
+)
+
+SOME = BODIES[:12]
+LAST = len(SOME)
+
+pytestmark = pytest.mark.databases("sqlite")
 
 
-@pytest.mark.databases("sqlite")
+@contextmanager
+def asynchronous(ledger) -> Iterator[Any]:
+    """The same database by an asynchronous engine."""
+    engine = create_async_engine(ledger.database.async_url)
+    try:
+        yield DatabaseOffsets(engine)
+    finally:
+        asyncio.run(engine.dispose())
+
+
 @pytest.mark.parametrize("change", ["pop", "clear", "reverse"])
 def test_a_listener_may_change_its_list(embedded, ledger, change):
     """What is committed with an effect is where the call ends, and not what is left of the list."""
     behind = []
 
     def book(messages, connection):
-        behind.append(messages[0].queue_offset - (ledger.offset(GROUP, 0, TOPIC) or 0))
-        connection.execute(INSERT, [row(message) for message in messages])
+        behind.append(messages[0].queue_offset - (ledger.offset() or 0))
+        ledger.book(messages, connection)
         while change == "pop" and messages:
             messages.pop()
         if change != "pop":
             getattr(messages, change)()
 
-    send(embedded, queues=1)
-    with billing(embedded, ledger, book, commit_interval_s=60):  # nothing but the listener's commits
-        until_all(embedded, ledger)
+    consumed(embedded, ledger, queues=1, listener=book, commit_interval_s=60)  # nothing but the listener's commits
     assert ledger.bodies() == once(BODIES)
     assert set(behind) == {0}
+
+
+@pytest.mark.parametrize("outcome", [Retry(), ValueError("not now")], ids=["returned", "raised"])
+def test_a_wrapper_that_drops_the_outcome_loses_nothing(embedded, ledger, outcome):
+    booked = ledger.offsets.exactly_once(failing(ledger, outcome))
+
+    def handle(messages):
+        with suppress(ValueError):
+            booked(messages)
+
+    send(embedded, SOME, queues=1)
+    with consuming_own(embedded, ledger, handle):
+        until_at(embedded, ledger, LAST)
+    assert ledger.bodies() == once(SOME)
+
+
+def test_a_wrapper_that_tries_again_does(embedded, ledger):
+    booked = ledger.offsets.exactly_once(failing(ledger, Retry()))
+    tries = []
+
+    def handle(messages):
+        for _ in range(2):
+            tries.append(result := booked(messages))
+            if result is None:
+                return None
+        return result
+
+    send(embedded, SOME[:8], queues=1)
+    with consuming_own(embedded, ledger, handle, max_reconsume_times=0):
+        until_at(embedded, ledger, 8)
+    assert ledger.bodies() == once(SOME[:8])
+    assert [result is None for result in tries[:2]] == [False, True]
+
+
+def test_a_wrapper_that_tries_again_what_was_raised(embedded, ledger):
+    book = failing(ledger, ValueError("not now"), when=lambda messages: messages[0].body == b"2")
+    booked = ledger.offsets.exactly_once(book)
+
+    def handle(messages):
+        again = []
+        for message in messages:
+            try:
+                booked([message])
+            except ValueError:
+                again.append(message)
+        for message in again:
+            booked([message])
+
+    send(embedded, SOME, queues=1)
+    with consuming_own(embedded, ledger, handle):
+        until_at(embedded, ledger, LAST)
+    assert ledger.bodies() == once(SOME)
+
+
+def test_what_was_refused_in_a_part_is_owed_as_a_whole(embedded, ledger):
+    booked = ledger.offsets.exactly_once(failing(ledger, ValueError("not now")))
+
+    def handle(messages):
+        first, rest = messages[:1], messages[1:]
+        try:
+            booked(first)
+        except ValueError:
+            booked(rest)  # which is refused
+            booked(first)
+            booked(rest[:1])
+        else:
+            if rest:
+                booked(rest)
+
+    send(embedded, SOME[:4], queues=1)
+    with consuming_own(embedded, ledger, handle):
+        until_at(embedded, ledger, 4)
+    assert ledger.bodies() == once(SOME[:4])
+
+
+def test_a_transaction_for_each_message_of_a_list(embedded, ledger):
+    booked = ledger.offsets.exactly_once(failing(ledger, Retry(), when=lambda messages: messages[0].body == b"3"))
+
+    def handle(messages):
+        for message in messages:
+            booked([message])
+
+    send(embedded, SOME, queues=1)
+    with consuming_own(embedded, ledger, handle):
+        until_at(embedded, ledger, LAST)
+    assert ledger.rows() == [(body, 0, offset) for offset, body in enumerate(SOME)]
+
+
+@pytest.mark.parametrize("choose", [lambda messages: messages[1:], lambda messages: messages[::-1]])
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_messages_that_are_not_the_next_ones_are_refused(embedded, ledger, choose, is_wrapped):
+    booked = ledger.offsets.exactly_once(ledger.book)
+    errors = []
+
+    def handle(messages):
+        try:
+            if len(messages) == 1 or errors:
+                booked(messages)
+            elif is_wrapped:
+                booked(choose(messages))
+            else:
+                with ledger.engine.begin() as connection:
+                    ledger.book(choose(messages), connection)
+                    ledger.offsets.advance(connection, choose(messages))
+        except ConfigError as error:
+            errors.append(str(error))
+            raise
+
+    send(embedded, SOME, queues=1)
+    with consuming_own(embedded, ledger, handle):
+        until_at(embedded, ledger, LAST)
+    assert ledger.bodies() == once(SOME)
+    assert errors and "from offset 0 of orders" in errors[0] and "in order" in errors[0]
+
+
+def test_messages_of_another_queue_are_refused(embedded, ledger):
+    kept, errors = [], []
+    booked = ledger.offsets.exactly_once(ledger.book)
+
+    def handle(messages):
+        kept.extend(messages)
+        others = [each for each in kept if each.queue != messages[0].queue]
+        if others and not errors:
+            try:
+                with ledger.engine.begin() as connection:
+                    ledger.book(others, connection)
+                    ledger.offsets.advance(connection, others)
+            except ConfigError as error:
+                errors.append(str(error))
+                raise
+        booked(messages)
+
+    send(embedded, queues=2)
+    with consuming_own(embedded, ledger, handle):
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
+    assert "those of the listener call" in errors[0]
+
+
+@pytest.mark.parametrize("what", ["advance", "exactly_once"])
+def test_a_transaction_within_a_transaction_is_refused(embedded, ledger, events, what):
+    errors = []
+    inner = ledger.offsets.exactly_once(ledger.book)
+
+    def book(messages, connection):
+        ledger.book(messages, connection)
+        if not errors:
+            try:
+                ledger.offsets.advance(connection, messages) if what == "advance" else inner(messages)
+            except ConfigError as error:
+                errors.append(str(error))
+                raise
+
+    send(embedded, SOME, queues=1)
+    with billing(embedded, ledger, book, on_event=events):
+        until_at(embedded, ledger, LAST)
+    assert ledger.bodies() == once(SOME)
+    assert "within a listener of exactly_once" in errors[0]
+    assert not events.of("store-unreachable")
+
+
+@every_database
+def test_an_advance_that_is_not_committed_comes_again(embedded, ledger, events):
+    calls = []
+
+    def handle(messages):
+        calls.append(messages)
+        connection = ledger.engine.connect()
+        ledger.book(messages, connection)
+        ledger.offsets.advance(connection, messages)
+        if len(calls) > 1:
+            connection.commit()
+        connection.close()  # which rolls back what is not committed
+
+    send(embedded, SOME[:8], queues=1)
+    with consuming_own(embedded, ledger, handle, on_event=events, commit_interval_s=0.2):
+        told = events.wait_for("offset-apart")
+        until_at(embedded, ledger, 8)
+    assert "was not committed" in told.text
+    assert ledger.bodies() == once(SOME[:8])
+
+
+def test_a_later_call_does_not_pass_over_an_earlier_one(embedded, ledger, events):
+    forgotten = []
+
+    def handle(message):
+        with ledger.engine.connect() as connection:
+            ledger.book([message], connection)
+            ledger.offsets.advance(connection, message)
+            if message.body == b"3" and not forgotten:
+                forgotten.append(message)
+            else:
+                connection.commit()
+
+    send(embedded, SOME, queues=1)
+    with consuming_own(embedded, ledger, handle, on_event=events, listener_batch_size=1, commit_interval_s=60.0):
+        events.wait_for("offset-apart")
+        until_at(embedded, ledger, LAST)
+    assert ledger.bodies() == once(SOME)
+
+
+def test_a_listener_that_is_not_wrapped_is_told_once(embedded, ledger, events):
+    def handle(messages):
+        with ledger.engine.begin() as connection:
+            ledger.book(messages, connection)
+
+    send(embedded)
+    with consuming_own(embedded, ledger, handle, on_event=events):
+        until_all(embedded, ledger)
+        until_at(embedded, ledger, 25, queues=4)
+    assert len(events.of("offset-apart")) == 1
+    assert "subscribe with exactly_once(listener)" in events.of("offset-apart")[0].text
+
+
+@every_database
+def test_what_is_committed_by_advance_is_not_given_up(embedded, ledger, events):
+    def handle(messages):
+        with ledger.engine.begin() as connection:
+            ledger.book(messages, connection)
+            ledger.offsets.advance(connection, messages)
+        raise ValueError("after the commit")
+
+    send(embedded, SOME[:8], queues=1)
+    with consuming_own(embedded, ledger, handle, on_event=events, max_reconsume_times=0):
+        until_at(embedded, ledger, 8)
+        events.wait_for("listener-failed")
+        events.wait_for("queue-assigned")
+    assert ledger.bodies() == once(SOME[:8])
+    assert not events.of("message-given-up")
+
+
+@pytest.mark.databases("sqlite", "mariadb")
+@pytest.mark.parametrize("end", ["ROLLBACK", "COMMIT"])
+def test_a_transaction_that_is_ended_by_text_is_noticed(embedded, ledger, events, end):
+    ended = []
+
+    def book(messages, connection):
+        if not ended:
+            connection.execute(text("UPDATE pyrocket_offsets SET owner = 'me' WHERE 1 = 0"))
+            connection.execute(text(end))
+            ended.append(end)
+        ledger.book(messages, connection)
+
+    send(embedded, SOME[:8], queues=1)
+    with billing(embedded, ledger, book, on_event=events):
+        until_at(embedded, ledger, 8)
+    assert ledger.bodies() == once(SOME[:8])
+    assert "has ended the transaction" in events.of("listener-failed")[0].facts["error"]
+
+
+@pytest.mark.databases("postgresql")
+def test_an_error_that_a_listener_catches_is_its_failure(embedded, ledger, events):
+    caught = []
+
+    def book(messages, connection):
+        ledger.book(messages, connection)
+        if len(caught) < 2:
+            try:
+                connection.execute(text("SELECT 1 / 0"))
+            except Exception as error:
+                caught.append(error)
+
+    send(embedded, SOME[:8], queues=1)
+    with billing(embedded, ledger, book, on_event=events):
+        until_at(embedded, ledger, 8)
+    assert ledger.bodies() == once(SOME[:8])
+    assert len(events.of("listener-failed")) == 2
+    assert not events.of("store-unreachable")
+
+
+def test_what_a_listener_reads_is_of_its_transaction(embedded, ledger):
+    ledger.execute("CREATE TABLE total(n INTEGER)")
+    ledger.execute("INSERT INTO total VALUES (0)")
+
+    def book(messages, connection):
+        before = connection.execute(text("SELECT n FROM total")).scalar_one()
+        ledger.book(messages, connection)
+        connection.execute(text("UPDATE total SET n = :n"), {"n": before + len(messages)})
+
+    send(embedded)
+    with billing(embedded, ledger, book):
+        until_all(embedded, ledger)
+    assert ledger.query("SELECT n FROM total") == [(100,)]
+
+
+def test_the_inbox_is_not_passed_by(embedded, database, events):
+    with ledger_in(database, inbox_days=1) as ledger:
+        errors = []
+
+        def handle(messages):
+            try:
+                with ledger.engine.begin() as connection:
+                    ledger.offsets.advance(connection, messages)
+            except ConfigError as error:
+                errors.append(str(error))
+                raise
+
+        send(embedded, SOME[:1], queues=1)
+        with consuming_own(embedded, ledger, handle, on_event=events):
+            events.wait_for("listener-failed")
+    assert "without inbox_days" in errors[0]
+
+
+def test_an_async_listener_that_fails_by_the_network_has_failed(embedded, ledger, events):
+    """What it could not connect to is not the database."""
+
+    async def book(messages, connection):
+        raise ConnectionRefusedError("a mail server, say")
+
+    send(embedded, SOME[:2], queues=1)
+    with asynchronous(ledger) as offsets:
+        wrapped = offsets.exactly_once(book)
+        options = {**EXACTLY_ONCE, "max_reconsume_times": 1}
+        with consuming(embedded, TOPIC, GROUP, wrapped, **options, offset_store=offsets, on_event=events):
+            events.wait_for("message-given-up", 2)
+    assert not events.of("store-unreachable")
+
+
+def test_a_cancelled_call_of_a_wrapper_loses_nothing(embedded, ledger):
+    cancelled = []
+
+    async def book(messages, connection):
+        await connection.execute(text("INSERT INTO ledger VALUES (:b, 0, :o)"), [
+            {"b": message.body.decode(), "o": message.queue_offset} for message in messages
+        ])  # fmt: skip
+        if not cancelled:
+            cancelled.append(messages)
+            await asyncio.sleep(60)
+
+    send(embedded, SOME, queues=1)
+    with asynchronous(ledger) as offsets:
+        booked = offsets.exactly_once(book)
+
+        async def handle(messages):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(booked(messages), 0.2)
+
+        with consuming_own(embedded, ledger, handle, offsets):
+            until_at(embedded, ledger, LAST)
+    assert ledger.bodies() == once(SOME)

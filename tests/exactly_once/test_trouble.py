@@ -15,13 +15,22 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from pyrocket_consumer import MessageQueue, PushConsumer
-from pyrocket_consumer.errors import ConfigError, DatabaseError, OffsetStoreError
+from pyrocket_consumer.errors import DatabaseError, OffsetStoreError
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.offsets.database import ddl
 from pyrocket_consumer.testing import Gate, RequestCode
-from tests.consuming import Events, consuming
-from tests.exactly_once.ledgers import EXACTLY_ONCE, ledger_in, once
-from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
+from tests.consuming import consuming
+from tests.exactly_once.ledgers import (
+    BODIES,
+    EXACTLY_ONCE,
+    GROUP,
+    TOPIC,
+    billing,
+    consumed,
+    ledger_in,
+    once,
+    send,
+    until_all,
+)
 
 SOME, MORE = BODIES[:10], BODIES[10:20]
 
@@ -60,14 +69,10 @@ def impatient(database):
 
 
 @pytest.mark.databases("mariadb")
-def test_a_row_that_is_locked_for_long_is_no_failure(embedded, ledger):
+def test_a_row_that_is_locked_for_long_is_no_failure(embedded, ledger, events):
     offsets = DatabaseOffsets(engine := impatient(ledger.database))
     send(embedded, SOME, queues=1)
-    events = Events()
-    with consuming(
-        embedded, TOPIC, GROUP, offsets.exactly_once(ledger.book), **EXACTLY_ONCE, offset_store=offsets,
-        max_reconsume_times=0, on_event=events,
-    ):  # fmt: skip
+    with billing(embedded, ledger, None, offsets, max_reconsume_times=0, on_event=events):
         until_all(embedded, ledger, SOME)
         with locked(ledger, 0):
             send(embedded, MORE, queues=1)
@@ -79,9 +84,8 @@ def test_a_row_that_is_locked_for_long_is_no_failure(embedded, ledger):
 
 
 @pytest.mark.databases("sqlite", "postgresql", "mariadb")
-def test_a_table_that_is_away_for_a_while_is_no_failure(embedded, ledger):
+def test_a_table_that_is_away_for_a_while_is_no_failure(embedded, ledger, events):
     send(embedded, SOME, queues=1)
-    events = Events()
     with billing(embedded, ledger, max_reconsume_times=0, on_event=events):
         until_all(embedded, ledger, SOME)
         with renamed(ledger):
@@ -94,7 +98,7 @@ def test_a_table_that_is_away_for_a_while_is_no_failure(embedded, ledger):
 
 
 @pytest.mark.databases("mariadb")
-def test_an_account_that_is_refused_for_a_while_is_no_failure(embedded, ledger):
+def test_an_account_that_is_refused_for_a_while_is_no_failure(embedded, ledger, events):
     """Its password was changed, and then changed back."""
     url, account = ledger.engine.url.set(username="teller", password="one"), "teller@'127.0.0.1'"
     ledger.execute(f"CREATE USER {account} IDENTIFIED BY 'one'")
@@ -102,12 +106,8 @@ def test_an_account_that_is_refused_for_a_while_is_no_failure(embedded, ledger):
     engine = create_engine(url, poolclass=NullPool)
     offsets = DatabaseOffsets(engine)
     send(embedded, SOME, queues=1)
-    events = Events()
     try:
-        with consuming(
-            embedded, TOPIC, GROUP, offsets.exactly_once(ledger.book), **EXACTLY_ONCE, offset_store=offsets,
-            max_reconsume_times=0, on_event=events,
-        ):  # fmt: skip
+        with billing(embedded, ledger, None, offsets, max_reconsume_times=0, on_event=events):
             until_all(embedded, ledger, SOME)
             ledger.execute(f"SET PASSWORD FOR {account} = PASSWORD('two')")
             send(embedded, MORE, queues=1)
@@ -121,13 +121,10 @@ def test_an_account_that_is_refused_for_a_while_is_no_failure(embedded, ledger):
 
 
 @pytest.mark.databases("postgresql", "mariadb")
-def test_rows_that_are_locked_hold_up_no_other_queue(embedded, ledger):
-    send(embedded, BODIES, queues=20)
-    with billing(embedded, ledger):
-        until_all(embedded, ledger)
+def test_rows_that_are_locked_hold_up_no_other_queue(embedded, ledger, events):
+    consumed(embedded, ledger, BODIES, queues=20)
     others = [f"more {number}" for number in range(20)]
     with locked(ledger, *range(8)):
-        events = Events()
         send(embedded, others, queues=20)
         with billing(embedded, ledger, on_event=events, start_wait_s=0.1):
             embedded.wait_until(lambda: len(ledger.bodies()) >= 112, 25)
@@ -139,7 +136,7 @@ def test_rows_that_are_locked_hold_up_no_other_queue(embedded, ledger):
 
 
 @pytest.mark.databases("postgresql")
-def test_listeners_that_have_all_connections_leave_one_for_the_rest(embedded, ledger):
+def test_listeners_leave_a_connection_for_the_rest(embedded, ledger, events):
     engine = create_engine(ledger.database.url, pool_size=1, max_overflow=0)
     offsets = DatabaseOffsets(engine)
 
@@ -147,11 +144,8 @@ def test_listeners_that_have_all_connections_leave_one_for_the_rest(embedded, le
         time.sleep(0.02)
         ledger.book(messages, connection)
 
-    events = Events()
     embedded.create_topic(TOPIC, queues=16)
-    with consuming(
-        embedded, TOPIC, GROUP, offsets.exactly_once(book), **EXACTLY_ONCE, offset_store=offsets, on_event=events
-    ):
+    with billing(embedded, ledger, book, offsets, on_event=events):
         send(embedded, queues=16)
         until_all(embedded, ledger)
     engine.dispose()
@@ -216,7 +210,7 @@ def test_a_start_waits_for_a_writer(embedded, database):
 
 
 @pytest.mark.databases("sqlite")
-def test_what_is_sent_after_the_start_is_consumed_although_the_database_was_away(embedded, database):
+def test_a_group_begins_with_what_comes_after_its_start(embedded, database):
     """A new group begins with what comes after the start, also where its queues begin later."""
     with ledger_in(database) as ledger:
         engine = create_engine(database.url, connect_args={"timeout": 0.1})
@@ -245,9 +239,7 @@ def test_what_is_sent_after_the_start_is_consumed_although_the_database_was_away
 @pytest.mark.live
 @pytest.mark.databases("sqlite", "postgresql")
 def test_many_queues_begin_in_few_transactions(embedded, ledger):
-    send(embedded, BODIES, queues=100)
-    with billing(embedded, ledger):
-        until_all(embedded, ledger)
+    consumed(embedded, ledger, BODIES, queues=100)
     begun = []
     event.listen(ledger.engine, "begin", begun.append)
     with billing(embedded, ledger) as (consumer, _):
@@ -271,9 +263,7 @@ def test_an_engine_that_begins_by_events_of_its_own(embedded, database):
 
         offsets = DatabaseOffsets(engine)
         send(embedded)
-        with consuming(
-            embedded, TOPIC, GROUP, offsets.exactly_once(ledger.book), **EXACTLY_ONCE, offset_store=offsets
-        ):
+        with billing(embedded, ledger, None, offsets):
             until_all(embedded, ledger)
         engine.dispose()
         assert ledger.bodies() == once(BODIES)
@@ -285,14 +275,11 @@ def test_an_engine_that_begins_by_events_of_its_own(embedded, database):
 @pytest.mark.databases("sqlite")
 @pytest.mark.parametrize("column", ["next_offset", "epoch", "reset_epoch", "queue_id"])
 @pytest.mark.parametrize("value", ["'abc'", "-3", "9223372036854775807", "1.5"])
-def test_a_row_that_means_nothing_is_named_and_stops_nobody(embedded, ledger, column, value):
-    send(embedded, SOME, queues=2)
-    with billing(embedded, ledger):
-        until_all(embedded, ledger, SOME)
+def test_a_row_that_means_nothing_is_named_and_stops_nobody(embedded, ledger, events, column, value):
+    consumed(embedded, ledger, SOME, queues=2)
     ledger.execute(f"UPDATE pyrocket_offsets SET {column} = {value} WHERE topic = :t AND queue_id = 0", t=TOPIC)
     with pytest.raises(DatabaseError, match=f"{column}=.*delete it if it is nobody's"):
         ledger.offsets.offsets(GROUP)
-    events = Events()
     with billing(embedded, ledger, on_event=events, commit_interval_s=0.1) as (consumer, _):
         for body in MORE:
             embedded.send(TOPIC, body.encode(), queue_id=1)
@@ -304,63 +291,8 @@ def test_a_row_that_means_nothing_is_named_and_stops_nobody(embedded, ledger, co
     assert not events.of("consumer-failed")
 
 
-@pytest.mark.parametrize("make", [DatabaseOffsets.at, lambda url: DatabaseOffsets(create_engine(url))])
-def test_a_password_with_an_at_in_it_is_not_shown(make):
-    with pytest.raises(ConfigError, match="written %40") as caught:
-        make("postgresql+psycopg://app:p@fishy@127.0.0.1:1/app")
-    assert "fishy" not in str(caught.value)
-
-
-def test_what_is_not_known_to_be_no_secret_is_not_shown():
-    url = "postgresql+psycopg://app@127.0.0.1:1/app?options=-cx%3Dswordfish&credential=swordfish&sslmode=disable"
-    offsets = DatabaseOffsets.at(url)
-    assert "swordfish" not in repr(offsets) and "sslmode=disable" in repr(offsets)
-
-
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        ("postgres://app@db/app", "it must be SQLite, PostgreSQL"),
-        ("mssql://app@db/app", "it must be SQLite, PostgreSQL"),
-        ("mysql://app@db/app", "pip install PyMySQL"),
-        ("sqlite:////tmp/there/is/none.db", "there is no such file"),
-    ],
-)
-def test_the_remedy_for_an_address_is_named(url, said):
-    with pytest.raises(ConfigError, match=said):
-        DatabaseOffsets.at(url)
-
-
-def test_an_asynchronous_driver_needs_an_asynchronous_engine(tmp_path):
-    with pytest.raises(ConfigError, match="create_async_engine"):
-        DatabaseOffsets(create_engine(f"sqlite+aiosqlite:///{tmp_path}/app.db"))
-
-
 @pytest.mark.databases("sqlite")
-def test_a_tool_takes_an_asynchronous_address(ledger):
-    assert DatabaseOffsets.at(ledger.database.async_url).offsets(GROUP) == []
-
-
-def test_names_that_are_too_long_and_dialects_that_are_none_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="up to 54 characters"):
-        DatabaseOffsets(create_engine(f"sqlite:///{tmp_path}/app.db"), "t" * 55)
-    with pytest.raises(ConfigError, match="oracle"):
-        ddl("oracle")
-
-
-@pytest.mark.databases("sqlite", "postgresql", "mariadb")
-def test_what_ddl_prints_can_be_executed_twice(database):
-    engine = database.engine()
-    dialect = {"mariadb": "mysql"}.get(database.kind, database.kind)
-    for _ in range(2):
-        with engine.begin() as connection:
-            for statement in ddl(dialect, "t" * 54, with_inbox=True):
-                connection.exec_driver_sql(statement)
-    engine.dispose()
-
-
-@pytest.mark.databases("sqlite")
-def test_an_asynchronous_engine_that_commits_each_statement_is_refused(embedded, ledger):
+def test_an_async_engine_that_commits_at_once_is_refused(embedded, ledger):
     engine = create_async_engine(ledger.database.async_url, execution_options={"isolation_level": "AUTOCOMMIT"})
     consumer = PushConsumer(GROUP, name_server=embedded.name_server, orderly=True, offset_store=DatabaseOffsets(engine))
     consumer.subscribe(TOPIC, lambda message: None)

@@ -14,9 +14,20 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 from pyrocket_consumer import AsyncPushConsumer
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.offsets import DatabaseOffsets
-from tests.consuming import QUICK, Events, consuming
-from tests.exactly_once.ledgers import EXACTLY_ONCE, INSERT, once, row
-from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, send, until_all
+from tests.consuming import QUICK, consuming
+from tests.exactly_once.ledgers import (
+    BODIES,
+    EXACTLY_ONCE,
+    GROUP,
+    INSERT,
+    TOPIC,
+    billing,
+    consuming_own,
+    once,
+    row,
+    send,
+    until_all,
+)
 
 
 class Base(DeclarativeBase):
@@ -41,14 +52,14 @@ def test_a_session_is_flushed_and_committed(embedded, ledger):
             raise ValueError("not now")
 
     send(embedded)
-    with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **EXACTLY_ONCE, offset_store=offsets):
+    with billing(embedded, ledger, book, offsets):
         embedded.wait_until(lambda: ledger.query("SELECT COUNT(*) FROM entries")[0][0] >= 100)
     assert sorted(int(body) for (body,) in ledger.query("SELECT body FROM entries")) == list(range(100))
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback", "close"])
 @pytest.mark.databases("sqlite", "postgresql")
-def test_a_session_is_not_the_listeners_to_end(embedded, ledger, end):
+def test_a_session_is_not_the_listeners_to_end(embedded, ledger, events, end):
     offsets = DatabaseOffsets(sessionmaker(ledger.engine))
     ended = []
 
@@ -59,25 +70,17 @@ def test_a_session_is_not_the_listeners_to_end(embedded, ledger, end):
             getattr(session, end)()
 
     send(embedded)
-    events = Events()
-    options = {**EXACTLY_ONCE, "offset_store": offsets, "on_event": events}
-    with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **options):
+    with billing(embedded, ledger, book, offsets, on_event=events):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
     assert len(events.of("listener-failed")) == 1
-
-
-@pytest.mark.databases("sqlite")
-def test_a_maker_of_sessions_without_an_engine_is_refused():
-    with pytest.raises(ConfigError, match=r"sessionmaker\(engine\)"):
-        DatabaseOffsets(sessionmaker())
 
 
 @pytest.mark.live
 @pytest.mark.databases("sqlite", "postgresql")
 @pytest.mark.parametrize("kind", ["connection", "session"])
 @pytest.mark.parametrize("face", ["blocking", "asyncio"])
-def test_an_asynchronous_engine(embedded, ledger, kind, face):
+def test_an_asynchronous_engine(embedded, ledger, events, kind, face):
     engine = create_async_engine(ledger.database.async_url)
     offsets = DatabaseOffsets(engine if kind == "connection" else async_sessionmaker(engine))
     offsets.create_tables()
@@ -94,7 +97,6 @@ def test_an_asynchronous_engine(embedded, ledger, kind, face):
 
     raised: list[object] = []
     send(embedded)
-    events = Events()
     options = {**EXACTLY_ONCE, "offset_store": offsets, "on_event": events}
     if face == "blocking":
         with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **options):
@@ -125,7 +127,7 @@ def test_an_asynchronous_transaction_of_ones_own(embedded, ledger):
             await offsets.advance(connection, messages)
 
     send(embedded)
-    with consuming(embedded, TOPIC, GROUP, book, **EXACTLY_ONCE, offset_store=offsets):
+    with consuming_own(embedded, ledger, book, offsets):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
     asyncio.run(engine.dispose())
@@ -133,7 +135,7 @@ def test_an_asynchronous_transaction_of_ones_own(embedded, ledger):
 
 @pytest.mark.live
 @pytest.mark.databases("sqlite", "postgresql")
-def test_an_asynchronous_listener_that_is_cancelled_is_rolled_back(embedded, ledger):
+def test_a_listener_that_is_cancelled_is_rolled_back(embedded, ledger):
     engine = create_async_engine(ledger.database.async_url)
     offsets = DatabaseOffsets(engine)
     cancelled = []
@@ -148,7 +150,7 @@ def test_an_asynchronous_listener_that_is_cancelled_is_rolled_back(embedded, led
         await asyncio.sleep(0.001)
 
     send(embedded)
-    with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **EXACTLY_ONCE, offset_store=offsets):
+    with billing(embedded, ledger, book, offsets):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
     asyncio.run(engine.dispose())
@@ -184,7 +186,7 @@ def alias(ledger) -> Iterator[str]:
 
 
 @pytest.mark.databases("sqlite", "postgresql")
-def test_django(embedded, ledger, alias):
+def test_django(embedded, ledger, events, alias):
     from django.db import connections, transaction
 
     offsets = DatabaseOffsets.django(alias)
@@ -203,16 +205,14 @@ def test_django(embedded, ledger, alias):
                 transaction.set_rollback(True, using=alias)
 
     send(embedded)
-    events = Events()
-    options = {**EXACTLY_ONCE, "offset_store": offsets, "on_event": events}
-    with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **options):
+    with billing(embedded, ledger, book, offsets, on_event=events):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
     assert len(events.of("listener-failed")) == 3
 
 
 @pytest.mark.databases("postgresql")
-def test_django_goes_on_when_its_database_was_away(embedded, ledger, alias):
+def test_django_goes_on_when_its_database_was_away(embedded, ledger, events, alias):
     from django.db import connections
 
     offsets = DatabaseOffsets.django(alias)
@@ -224,9 +224,7 @@ def test_django_goes_on_when_its_database_was_away(embedded, ledger, alias):
             )
 
     send(embedded, BODIES[:50])
-    events = Events()
-    options = {**EXACTLY_ONCE, "offset_store": offsets, "on_event": events}
-    with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **options):
+    with billing(embedded, ledger, book, offsets, on_event=events):
         until_all(embedded, ledger, BODIES[:50])
         ledger.database.server.kill()
         try:
@@ -255,7 +253,7 @@ def test_django_transactions_of_ones_own(embedded, ledger, alias):
             offsets.advance(None, messages)
 
     send(embedded)
-    with consuming(embedded, TOPIC, GROUP, book, **EXACTLY_ONCE, offset_store=offsets):
+    with consuming_own(embedded, ledger, book, offsets):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
 

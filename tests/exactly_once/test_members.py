@@ -12,11 +12,10 @@ from sqlalchemy import create_engine
 from pyrocket_consumer import PushConsumer
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
+from pyrocket_consumer.testing import answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consuming import Events, consuming
-from tests.exactly_once.ledgers import EXACTLY_ONCE, ledger_in, once
-from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
+from tests.consuming import consuming
+from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, billing, ledger_in, once, send, until_all
 from tests.hazards.naive import NaiveMember
 
 pytestmark = pytest.mark.databases("sqlite")
@@ -39,6 +38,12 @@ def telling(count, language, name="m{}"):
     return answer(0, "", {}, json.dumps(said).encode())
 
 
+def until_looked(cluster, times):
+    """Wait until the members have been asked for more often."""
+    looks = asked(cluster, WHO)
+    cluster.wait_until(lambda: asked(cluster, WHO) > looks + times)
+
+
 def asked(cluster, code, broker_name="broker-a"):
     return len(cluster.broker(broker_name).requests(code))
 
@@ -52,15 +57,13 @@ def foreigner(embedded):
     member.close()
 
 
-@pytest.mark.live
 def test_a_group_with_a_member_of_another_client_is_refused(embedded, ledger, foreigner):
     with pytest.raises(ConfigError, match=f"members of another client.*allow_foreign_members.*{foreigner.client_id}"):
         billing(embedded, ledger).__enter__()
     assert ledger.offsets.offsets(GROUP) == []
 
 
-@pytest.mark.live
-def test_it_is_not_if_it_shall_not_be_and_then_brokers_lock_queues(embedded, database, foreigner):
+def test_foreign_members_may_be_allowed_and_brokers_lock(embedded, database, foreigner):
     with ledger_in(database, allow_foreign_members=True) as ledger, billing(embedded, ledger) as (consumer, _):
         embedded.wait_until(lambda: len([each for each in consumer.progress() if each.topic == TOPIC]) == 2)
         locks = embedded.broker("broker-a").locks(GROUP)
@@ -79,29 +82,21 @@ def test_a_group_with_a_member_that_has_no_database_is_refused(embedded, ledger)
         until_all(embedded, ledger)
 
 
-@pytest.mark.live
-@pytest.mark.parametrize("kind", ["another client", "no database"])
-def test_one_that_comes_later_is_told_once(embedded, ledger, kind):
+def test_a_later_one_of_another_client_is_told_once(embedded, ledger, events):
     send(embedded)
-    events = Events()
-    with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2) as (consumer, _), ExitStack() as stack:
+    with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2), ExitStack() as stack:
         until_all(embedded, ledger)
-        if kind == "another client":
-            member = NaiveMember(embedded, TOPIC, GROUP, client_ip="127.0.0.9", orderly=True)
-            member.start()
-            stack.callback(member.close)
-        else:
-            member, _ = stack.enter_context(consuming(embedded, TOPIC, GROUP, orderly=True, instance_name="late"))
+        member = NaiveMember(embedded, TOPIC, GROUP, client_ip="127.0.0.9", orderly=True)
+        member.start()
+        stack.callback(member.close)
         event = events.wait_for("foreign-member")
-        assert member.client_id in event.text
-        assert "stop" in event.text
-        looks = asked(embedded, WHO)
-        embedded.wait_until(lambda: asked(embedded, WHO) > looks + 3)
+        assert member.client_id in event.text and "stop" in event.text
+        until_looked(embedded, 3)
     assert len(events.of("foreign-member")) == 1
 
 
 @pytest.mark.parametrize("fault", [drop, answer(1, "busy")], ids=["lost", "busy"])
-def test_one_whose_first_answer_is_not_heard_is_refused_at_a_start_all_the_same(embedded, ledger, fault):
+def test_one_whose_first_answer_is_not_heard_is_refused_too(embedded, ledger, fault):
     send(embedded)
     with consuming(embedded, TOPIC, GROUP, orderly=True) as (former, _):
         embedded.broker("broker-a").on(HOW, fault)
@@ -110,14 +105,13 @@ def test_one_whose_first_answer_is_not_heard_is_refused_at_a_start_all_the_same(
     assert ledger.offsets.offsets(GROUP) == []
 
 
-@pytest.mark.live
-def test_one_is_refused_at_a_start_though_its_broker_did_not_tell_at_once(embedded, ledger, foreigner):
+def test_one_is_refused_though_its_broker_told_late(embedded, ledger, foreigner):
     embedded.broker("broker-a").on(WHO, answer(1, "busy"))
     with pytest.raises(ConfigError, match=foreigner.client_id):
         billing(embedded, ledger).__enter__()
 
 
-def test_a_broker_that_does_not_tell_its_members_holds_up_no_start_and_is_told(embedded, ledger, caplog):
+def test_a_broker_that_tells_no_members_holds_up_no_start(embedded, ledger, caplog):
     caplog.set_level(logging.WARNING)
     send(embedded)
     embedded.broker("broker-a").on(WHO, answer(1, "busy"), times=None)
@@ -127,11 +121,10 @@ def test_a_broker_that_does_not_tell_its_members_holds_up_no_start_and_is_told(e
     assert "broker-a" in line and "busy" in line
 
 
-def test_one_that_is_not_heard_at_a_start_is_told_when_it_is(embedded, ledger, caplog):
+def test_one_that_is_not_heard_at_a_start_is_told_when_it_is(embedded, ledger, events, caplog):
     """A start does not wait for those that are silent: a member of ours that hangs would end the group."""
     caplog.set_level(logging.WARNING)
     send(embedded)
-    events = Events()
     broker = embedded.broker("broker-a")
     broker.on(HOW, answer(1, "busy"), times=None)
     with (
@@ -140,8 +133,7 @@ def test_one_that_is_not_heard_at_a_start_is_told_when_it_is(embedded, ledger, c
     ):
         (line,) = [record.getMessage() for record in caplog.records if "not known" in record.getMessage()]
         assert former.client_id in line and "busy" in line
-        looks = asked(embedded, WHO)
-        embedded.wait_until(lambda: asked(embedded, WHO) > looks + 20)
+        until_looked(embedded, 20)
         assert events.of("foreign-member") == []
         assert asked(embedded, HOW) < asked(embedded, WHO) / 2, "less and less often"
         broker.clear_faults()
@@ -153,45 +145,41 @@ def test_one_that_is_not_heard_at_a_start_is_told_when_it_is(embedded, ledger, c
     assert len(events.of("foreign-member")) == 1
 
 
-@pytest.mark.parametrize("fault", [drop, answer(1, "busy")], ids=["lost", "busy"])
-def test_one_that_comes_later_and_is_not_heard_at_once_is_told_once(embedded, ledger, fault):
+@pytest.mark.parametrize("fault", [None, drop, answer(1, "busy")], ids=["heard", "lost", "busy"])
+def test_a_later_one_of_ours_is_told_once(embedded, ledger, events, fault):
     send(embedded)
-    events = Events()
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
-        embedded.broker("broker-a").on(HOW, fault)
+        if fault is not None:
+            embedded.broker("broker-a").on(HOW, fault)
         with consuming(embedded, TOPIC, GROUP, orderly=True, instance_name="late") as (member, _):
-            assert member.client_id in events.wait_for("foreign-member").text
-            looks = asked(embedded, WHO)
-            embedded.wait_until(lambda: asked(embedded, WHO) > looks + 5)
+            event = events.wait_for("foreign-member")
+            assert member.client_id in event.text and "stop" in event.text
+            until_looked(embedded, 5)
     assert len(events.of("foreign-member")) == 1
 
 
-def test_one_is_told_though_another_broker_says_nothing(database):
-    with EmbeddedCluster(brokers=2) as cluster, ledger_in(database) as ledger:
-        send(cluster)
-        events = Events()
-        with billing(cluster, ledger, on_event=events, rebalance_interval_s=0.2):
-            cluster.broker("broker-b").on(WHO, drop, times=None)
-            with consuming(cluster, TOPIC, GROUP, orderly=True, instance_name="late") as (member, _):
-                assert member.client_id in events.wait_for("foreign-member").text
+@pytest.mark.cluster(brokers=2)
+def test_one_is_told_though_another_broker_says_nothing(embedded, ledger, events):
+    send(embedded)
+    with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
+        embedded.broker("broker-b").on(WHO, drop, times=None)
+        with consuming(embedded, TOPIC, GROUP, orderly=True, instance_name="late") as (member, _):
+            assert member.client_id in events.wait_for("foreign-member").text
 
 
-def test_one_that_was_told_is_not_told_again_after_its_broker_said_nothing(database):
-    with EmbeddedCluster() as cluster, ledger_in(database) as ledger:
-        send(cluster)
-        events = Events()
-        with (
-            billing(cluster, ledger, on_event=events, rebalance_interval_s=0.2),
-            consuming(cluster, TOPIC, GROUP, orderly=True, instance_name="late"),
-        ):
-            events.wait_for("foreign-member")
-            cluster.broker("broker-a").on(WHO, answer(1, "busy"), times=3)
-            looks = asked(cluster, WHO)
-            cluster.wait_until(lambda: asked(cluster, WHO) > looks + 6)
-        assert len(events.of("foreign-member")) == 1
+def test_one_is_not_told_again_after_a_silence(embedded, ledger, events):
+    send(embedded)
+    with (
+        billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2),
+        consuming(embedded, TOPIC, GROUP, orderly=True, instance_name="late"),
+    ):
+        events.wait_for("foreign-member")
+        embedded.broker("broker-a").on(WHO, answer(1, "busy"), times=3)
+        until_looked(embedded, 6)
+    assert len(events.of("foreign-member")) == 1
 
 
-def test_a_start_that_is_refused_says_the_remedy_however_many_there_are(embedded, ledger):
+def test_a_refused_start_is_short_and_says_the_remedy(embedded, ledger):
     send(embedded, [])
     embedded.broker("broker-a").on(WHO, telling(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
     with pytest.raises(ConfigError, match="5000 members of another client.*stop them.*: .*and 4990 more$") as refused:
@@ -200,9 +188,8 @@ def test_a_start_that_is_refused_says_the_remedy_however_many_there_are(embedded
     assert len(str(refused.value)) < 3000
 
 
-def test_an_event_of_many_is_short_and_says_the_remedy(embedded, ledger):
+def test_an_event_of_many_is_short_and_says_the_remedy(embedded, ledger, events):
     send(embedded, [])
-    events = Events()
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
         embedded.broker("broker-a").on(WHO, telling(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
         event = events.wait_for("foreign-member")
@@ -223,17 +210,11 @@ def test_so_many_members_are_asked_in_a_look(embedded, ledger):
         assert len({request.command.fields["clientId"] for request in requests}) == 1000, "each has its turn"
 
 
-def test_without_others_no_broker_locks_anything(embedded, ledger):
-    send(embedded)
-    with billing(embedded, ledger):
-        until_all(embedded, ledger)
-        assert embedded.broker("broker-a").locks(GROUP) == {}
-
-
-def test_members_of_ours_are_welcome(embedded, ledger):
+def test_members_of_ours_are_welcome_and_no_broker_locks(embedded, ledger):
     send(embedded)
     with billing(embedded, ledger, instance_name="one"), billing(embedded, ledger, instance_name="two"):
         until_all(embedded, ledger)
+        assert embedded.broker("broker-a").locks(GROUP) == {}
     assert ledger.bodies() == once(BODIES)
 
 

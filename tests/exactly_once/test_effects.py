@@ -7,46 +7,38 @@ import threading
 import pytest
 from sqlalchemy import create_engine, event, text
 
-from pyrocket_consumer import ConsumeResult, MessageQueue, PushConsumer, Retry, Suspend
+from pyrocket_consumer import ConsumeResult, Retry, Suspend
 from pyrocket_consumer.errors import ConfigError, Fenced, OffsetStoreError
 from pyrocket_consumer.offsets import DatabaseOffsets
-from tests.consuming import WAIT_S, Events, consuming
-from tests.exactly_once.ledgers import EXACTLY_ONCE, INSERT, ledger_in, once, row
-
-TOPIC, GROUP = "orders", "billing"
-BODIES = [str(number) for number in range(100)]
-
-
-def send(cluster, bodies=BODIES, queues=4, **options):
-    cluster.create_topic(TOPIC, queues=queues)
-    for body in bodies:
-        cluster.send(TOPIC, body.encode(), **options)
-
-
-def billing(cluster, ledger, listener=None, **options):
-    wrapped = ledger.offsets.exactly_once(listener or ledger.book)
-    return consuming(
-        cluster, TOPIC, GROUP, wrapped, **{**EXACTLY_ONCE, "offset_store": ledger.offsets, **options}
-    )
-
-
-def until_all(cluster, ledger, bodies=BODIES):
-    cluster.wait_until(lambda: len(ledger.bodies()) >= len(set(bodies)))
+from tests.consuming import WAIT_S, consuming
+from tests.exactly_once.ledgers import (
+    BODIES,
+    EXACTLY_ONCE,
+    GROUP,
+    INSERT,
+    TOPIC,
+    billing,
+    consumed,
+    consuming_own,
+    failing,
+    ledger_in,
+    once,
+    row,
+    send,
+    until_all,
+    until_at,
+)
 
 
 def test_each_message_has_its_effect_once_and_in_order(embedded, ledger):
-    send(embedded)
-    with billing(embedded, ledger):
-        until_all(embedded, ledger)
+    consumed(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
     assert [offset for _, _, offset in ledger.rows()] == [offset for _ in range(4) for offset in range(25)]
-    assert [ledger.offset(GROUP, queue, TOPIC) for queue in range(4)] == [25] * 4
+    assert [ledger.offset(queue_id=queue) for queue in range(4)] == [25] * 4
 
 
 def test_a_consumer_goes_on_where_the_last_one_committed(embedded, ledger):
-    send(embedded)
-    with billing(embedded, ledger):
-        until_all(embedded, ledger)
+    consumed(embedded, ledger)
     send(embedded, ["100", "101"])
     with billing(embedded, ledger):
         until_all(embedded, ledger, [*BODIES, "100", "101"])
@@ -66,21 +58,12 @@ def test_the_broker_is_told_and_never_asked(embedded, ledger):
     assert {offset for _, _, offset in ledger.rows()} == {20, 21, 22, 23, 24}
 
 
-def test_what_a_listener_raises_rolls_everything_back(embedded, ledger):
-    failures = []
-
-    def book(messages, connection):
-        ledger.book(messages, connection)
-        if len(failures) < 3:
-            failures.append([message.body for message in messages])
-            raise ValueError("not now")
-
-    send(embedded, queues=1)
-    events = Events()
-    with billing(embedded, ledger, book, on_event=events):
-        until_all(embedded, ledger)
+def test_what_a_listener_raises_rolls_everything_back(embedded, ledger, events):
+    book = failing(ledger, *[ValueError("not now")] * 3)
+    consumed(embedded, ledger, queues=1, listener=book, on_event=events)
     assert ledger.bodies() == once(BODIES)
-    assert failures[0] == failures[1] == failures[2]
+    first, second, third = [[message.body for message in messages] for messages in book.failed]
+    assert first == second == third
     assert len(events.of("listener-failed")) == 3
 
 
@@ -95,9 +78,7 @@ def test_what_a_listener_returns_rolls_everything_back(embedded, ledger, answer)
         if len(seen) < 3:
             return Retry(messages[2:]) if answer == "some" else answer
 
-    send(embedded, queues=1)
-    with billing(embedded, ledger, book):
-        until_all(embedded, ledger)
+    consumed(embedded, ledger, queues=1, listener=book)
     assert ledger.bodies() == once(BODIES)
     assert seen[0] == seen[1] == seen[2] == list(range(8))
 
@@ -109,9 +90,7 @@ def test_what_means_success_commits(embedded, ledger, answer):
         ledger.book(messages, connection)
         return answer
 
-    send(embedded, queues=1)
-    with billing(embedded, ledger, book):
-        until_all(embedded, ledger)
+    consumed(embedded, ledger, queues=1, listener=book)
     assert ledger.bodies() == once(BODIES)
 
 
@@ -120,13 +99,11 @@ def test_one_message_at_a_time(embedded, ledger):
     def book(message, connection):
         connection.execute(INSERT, row(message))
 
-    send(embedded)
-    with billing(embedded, ledger, book, listener_batch_size=1):
-        until_all(embedded, ledger)
+    consumed(embedded, ledger, listener=book, listener_batch_size=1)
     assert ledger.bodies() == once(BODIES)
 
 
-def test_who_lost_its_claim_changes_nothing(embedded, ledger):
+def test_who_lost_its_claim_changes_nothing(embedded, ledger, events):
     """As after a freeze: another member has the queue, and what this one still does is undone."""
     once_only, taken = threading.Event(), threading.Event()
 
@@ -137,7 +114,6 @@ def test_who_lost_its_claim_changes_nothing(embedded, ledger):
         ledger.book(messages, connection)
 
     send(embedded, queues=1)
-    events = Events()
     with billing(embedded, ledger, book, on_event=events):
         assert once_only.wait(WAIT_S)
         ledger.execute("UPDATE pyrocket_offsets SET epoch = epoch + 1, owner = 'another', next_offset = 50")
@@ -164,10 +140,9 @@ def test_two_members_share_queues_and_hand_them_over(embedded, ledger):
 
 
 @pytest.mark.databases("postgresql", "mariadb")
-def test_a_database_that_dies_holds_queues_up_and_passes_nothing_over(embedded, ledger):
+def test_a_database_that_dies_holds_up_queues(embedded, ledger, events):
     server = ledger.database.server
     send(embedded, BODIES[:50])
-    events = Events()
     with billing(embedded, ledger, on_event=events, max_reconsume_times=1):
         until_all(embedded, ledger, BODIES[:50])
         server.kill()
@@ -248,7 +223,7 @@ def test_a_table_that_undoes_nothing_is_refused(embedded, ledger):
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback", "close", "transaction"])
-def test_a_listener_that_ends_its_transaction_has_failed(embedded, ledger, end):
+def test_a_listener_that_ends_its_transaction_has_failed(embedded, ledger, events, end):
     calls = []
 
     def book(messages, connection):
@@ -261,7 +236,6 @@ def test_a_listener_that_ends_its_transaction_has_failed(embedded, ledger, end):
         ledger.book(messages, connection)
 
     send(embedded)
-    events = Events()
     with billing(embedded, ledger, book, on_event=events):
         events.wait_for("listener-failed")
         until_all(embedded, ledger)
@@ -269,13 +243,12 @@ def test_a_listener_that_ends_its_transaction_has_failed(embedded, ledger, end):
 
 
 @pytest.mark.databases("sqlite")
-def test_a_transaction_that_is_committed_behind_our_back_is_told(embedded, ledger):
+def test_a_transaction_that_is_committed_behind_our_back_is_told(embedded, ledger, events):
     def book(messages, connection):
         ledger.book(messages, connection)
         connection.get_transaction().commit()
 
     send(embedded, ["1"])
-    events = Events()
     with billing(embedded, ledger, book, on_event=events):
         assert "ended the transaction" in str(events.wait_for("listener-failed").facts["error"])
     assert ledger.offset(GROUP, 0, TOPIC) in (0, None)
@@ -306,7 +279,7 @@ def test_a_commit_whose_answer_is_lost_is_not_done_again(embedded, ledger):
 
 
 @pytest.mark.databases("postgresql")
-def test_transactions_that_meet_are_tried_again(embedded, database):
+def test_transactions_that_meet_are_tried_again(embedded, database, events):
     engine = create_engine(database.url, isolation_level="SERIALIZABLE")
     with ledger_in(database) as ledger:
         ledger.execute("CREATE TABLE total(n INTEGER)")
@@ -319,9 +292,7 @@ def test_transactions_that_meet_are_tried_again(embedded, database):
             connection.execute(text("UPDATE total SET n = :n"), {"n": n + len(messages)})
 
         send(embedded, queues=8)
-        events = Events()
-        options = {**EXACTLY_ONCE, "offset_store": offsets, "on_event": events}
-        with consuming(embedded, TOPIC, GROUP, offsets.exactly_once(book), **options):
+        with billing(embedded, ledger, book, offsets, on_event=events):
             until_all(embedded, ledger)
         assert ledger.bodies() == once(BODIES)
         assert ledger.query("SELECT n FROM total") == [(100,)]
@@ -330,7 +301,7 @@ def test_transactions_that_meet_are_tried_again(embedded, database):
 
 
 @pytest.mark.databases("postgresql", "mariadb")
-def test_deadlocks_are_tried_again(embedded, ledger):
+def test_deadlocks_are_tried_again(embedded, ledger, events):
     ledger.execute("CREATE TABLE total(id INTEGER PRIMARY KEY, n INTEGER)")
     ledger.execute("INSERT INTO total VALUES (0, 0), (1, 0)")
 
@@ -343,7 +314,6 @@ def test_deadlocks_are_tried_again(embedded, ledger):
         ledger.book(messages, connection)
 
     send(embedded, BODIES[:32], queues=2)
-    events = Events()
     with billing(embedded, ledger, book, on_event=events):
         until_all(embedded, ledger, BODIES[:32])
     assert ledger.bodies() == once(BODIES[:32])
@@ -357,30 +327,21 @@ def test_what_a_filter_leaves_out_is_passed(embedded, ledger):
         embedded.send(TOPIC, str(number).encode(), tags="odd" if number % 2 else "even")
     wrapped = ledger.offsets.exactly_once(ledger.book)
     with consuming(embedded, TOPIC, GROUP, wrapped, "even", **EXACTLY_ONCE, offset_store=ledger.offsets):
-        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 40)
+        until_at(embedded, ledger, 40)
     assert ledger.bodies() == once([str(number) for number in range(0, 40, 2)])
 
 
-def test_a_message_that_is_given_up_is_passed(embedded, ledger):
+def test_a_message_that_is_given_up_is_passed(embedded, ledger, events):
     def book(messages, connection):
         ledger.book(messages, connection)
         if any(message.body == b"3" for message in messages):
             raise ValueError("three is odd")
 
     send(embedded, BODIES[:10], queues=1)
-    events = Events()
     with billing(embedded, ledger, book, listener_batch_size=1 + 1, max_reconsume_times=1, on_event=events):
         events.wait_for("message-given-up", 2)
-        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 10)
+        until_at(embedded, ledger, 10)
     assert ledger.bodies() == once([body for body in BODIES[:10] if body not in ("2", "3")])
-
-
-@pytest.mark.databases("sqlite")
-def test_a_listener_with_no_transaction_is_at_least_once(embedded, ledger):
-    send(embedded)
-    with consuming(embedded, TOPIC, GROUP, orderly=True, offset_store=ledger.offsets) as (_, seen):
-        seen.wait_for(100)
-        embedded.wait_until(lambda: [ledger.offset(GROUP, queue, TOPIC) for queue in range(4)] == [25] * 4)
 
 
 def test_a_transaction_of_ones_own(embedded, ledger):
@@ -395,12 +356,12 @@ def test_a_transaction_of_ones_own(embedded, ledger):
                 raise ValueError("rolled back")
 
     send(embedded)
-    with consuming(embedded, TOPIC, GROUP, book, **EXACTLY_ONCE, offset_store=ledger.offsets):
+    with consuming_own(embedded, ledger, book):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
 
 
-def test_a_transaction_of_ones_own_is_fenced(embedded, ledger):
+def test_a_transaction_of_ones_own_is_fenced(embedded, ledger, events):
     raised = []
 
     def book(messages):
@@ -416,28 +377,10 @@ def test_a_transaction_of_ones_own_is_fenced(embedded, ledger):
                 raise
 
     send(embedded, queues=1)
-    events = Events()
-    with consuming(embedded, TOPIC, GROUP, book, **EXACTLY_ONCE, offset_store=ledger.offsets, on_event=events):
+    with consuming_own(embedded, ledger, book, on_event=events):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
     assert raised
-
-
-def test_a_transaction_of_ones_own_whose_commit_was_not_answered(embedded, ledger):
-    calls = []
-
-    def book(messages):
-        calls.append(messages)
-        with ledger.engine.begin() as connection:
-            ledger.book(messages, connection)
-            ledger.offsets.advance(connection, messages)
-        if len(calls) == 2:
-            raise ValueError("after the commit")
-
-    send(embedded, queues=1)
-    with consuming(embedded, TOPIC, GROUP, book, **EXACTLY_ONCE, offset_store=ledger.offsets):
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
 
 
 @pytest.mark.databases("sqlite")
@@ -446,91 +389,3 @@ def test_advance_is_for_listeners(ledger):
         ledger.offsets.advance(connection, [])
 
 
-@pytest.mark.databases("sqlite")
-@pytest.mark.parametrize(
-    ("options", "text_of_it"),
-    [
-        ({"orderly": False}, "needs orderly=True"),
-        ({"auto_commit": False}, "needs orderly=True, with auto_commit"),
-        ({"message_model": "broadcasting"}, "clustering group only"),
-    ],
-)
-def test_a_consumer_that_cannot_be_exact_is_refused(ledger, options, text_of_it):
-    with pytest.raises(ConfigError, match=text_of_it):
-        PushConsumer(GROUP, name_server="x:1", offset_store=ledger.offsets, **{"orderly": True, **options})
-
-
-@pytest.mark.databases("sqlite")
-def test_bad_arguments_are_named(ledger, tmp_path):
-    engine = ledger.engine
-    for arguments, message in [
-        ({"table": "a b"}, "table='a b' is not allowed"),
-        ({"table": 3}, "table=3"),
-        ({"inbox_days": 0}, "inbox_days=0"),
-        ({"on_divergence": "go"}, "on_divergence='go'"),
-        ({"allow_foreign_members": 1}, "allow_foreign_members=1"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            DatabaseOffsets(engine, **arguments)
-    with pytest.raises(ConfigError, match="must be a SQLAlchemy Engine"):
-        DatabaseOffsets(f"sqlite:///{tmp_path}/x.db")
-    with pytest.raises(ConfigError, match="in memory"):
-        DatabaseOffsets(create_engine("sqlite://"))
-    with pytest.raises(ConfigError, match=r"cannot be called with \(messages, connection\)"):
-        ledger.offsets.exactly_once(lambda messages: None)
-    with pytest.raises(ConfigError, match="must be a function"):
-        ledger.offsets.exactly_once("book")
-
-    async def book(messages, connection):
-        pass
-
-    with pytest.raises(ConfigError, match="async def"):
-        ledger.offsets.exactly_once(book)
-
-
-def test_secrets_do_not_show():
-    offsets = DatabaseOffsets(create_engine("postgresql+psycopg://app:geheim@db/app"))
-    assert "geheim" not in repr(offsets) and "***@db/app" in repr(offsets)
-
-
-def test_a_reset_in_the_database_moves_a_group_that_runs(embedded, ledger):
-    send(embedded)
-    events = Events()
-    with billing(embedded, ledger, on_event=events):
-        until_all(embedded, ledger)
-        ledger.execute("DELETE FROM ledger")
-        queues = [MessageQueue(TOPIC, "broker-a", number) for number in range(4)]
-        ledger.offsets.reset(GROUP, dict.fromkeys(queues, 20), reset_epoch=7)
-        for number in range(4):  # who has nothing to do hears of it when it has
-            embedded.send(TOPIC, f"new {number}".encode(), queue_id=number)
-        embedded.wait_until(lambda: len(ledger.rows()) >= 24)
-        events.wait_for("queue-fenced", 4)
-    assert {offset for _, _, offset in ledger.rows()} == set(range(20, 26))
-    assert set(ledger.bodies().values()) == {1}
-    assert {each.reset_epoch for each in ledger.offsets.offsets(GROUP, TOPIC)} == {7}
-
-
-def test_a_reset_of_a_member_moves_the_row_and_fences_what_runs(embedded, ledger):
-    send(embedded, queues=1)
-    running, go_on = threading.Event(), threading.Event()
-
-    def book(messages, connection):
-        ledger.book(messages, connection)
-        if messages[-1].queue_offset == 99 and not running.is_set():
-            running.set()
-            assert go_on.wait(WAIT_S)
-
-    with billing(embedded, ledger, book) as (consumer, _):
-        assert running.wait(WAIT_S)
-        epoch = ledger.offsets.offsets(GROUP, TOPIC)[0].epoch if ledger.database.kind != "sqlite" else 1
-        target = {MessageQueue(TOPIC, "broker-a", 0): 90}
-        mover = threading.Thread(target=lambda: consumer.reset_offsets(TOPIC, to=target))
-        mover.start()
-        if ledger.database.kind != "sqlite":  # there the call that runs holds the whole database
-            embedded.wait_until(lambda: ledger.offsets.offsets(GROUP, TOPIC)[0].epoch == epoch + 1)
-        go_on.set()
-        mover.join(WAIT_S)
-        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 100 and len(ledger.bodies()) == 100)
-    counts = ledger.bodies()
-    assert all(counts[body] == 1 for body in BODIES[:90])
-    assert all(counts[body] in (1, 2) for body in BODIES[90:])

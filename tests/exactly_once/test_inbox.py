@@ -10,9 +10,23 @@ from sqlalchemy import text
 from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import RequestCode, drop
-from tests.consuming import Events, consuming
-from tests.exactly_once.ledgers import EXACTLY_ONCE, ledger_in, once
-from tests.exactly_once.test_exactly_once import BODIES, GROUP, TOPIC, billing, send, until_all
+from tests.consuming import consuming
+from tests.exactly_once.ledgers import (
+    BODIES,
+    EXACTLY_ONCE,
+    GROUP,
+    TOPIC,
+    billing,
+    consumed,
+    every_database,
+    ledger_in,
+    once,
+    send,
+    until_all,
+    until_at,
+)
+
+pytestmark = pytest.mark.databases("sqlite")
 
 
 @pytest.fixture
@@ -27,11 +41,11 @@ def send_twice(cluster, bodies):
             cluster.send(TOPIC, body.encode(), properties={"UNIQ_KEY": f"id-{body}"})
 
 
+@every_database
 @pytest.mark.parametrize("queues", [1, 4])
-def test_a_message_that_was_stored_twice_has_its_effect_once(embedded, with_inbox, queues):
+def test_a_message_that_was_stored_twice_has_its_effect_once(embedded, with_inbox, events, queues):
     embedded.create_topic(TOPIC, queues=queues)
     send_twice(embedded, BODIES)
-    events = Events()
     with billing(embedded, with_inbox, on_event=events):
         until_all(embedded, with_inbox)
         count = 200 // queues
@@ -43,6 +57,7 @@ def test_a_message_that_was_stored_twice_has_its_effect_once(embedded, with_inbo
     assert not events.of("listener-failed")
 
 
+@every_database
 def test_ids_of_all_kinds_have_a_place(embedded, with_inbox):
     ids = ["a", "A", "a ", "ä", "a\x00b", "x" * 300, "x" * 301, "emoji 🚀", "'; DROP TABLE ledger; --", "%s", ":id"]
     embedded.create_topic(TOPIC, queues=1)
@@ -50,11 +65,10 @@ def test_ids_of_all_kinds_have_a_place(embedded, with_inbox):
         for _ in range(2):
             embedded.send(TOPIC, str(number).encode(), properties={"UNIQ_KEY": name})
     with billing(embedded, with_inbox):
-        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 2 * len(ids))
+        until_at(embedded, with_inbox, 2 * len(ids))
     assert with_inbox.bodies() == once([str(number) for number in range(len(ids))])
 
 
-@pytest.mark.databases("sqlite")
 def test_what_failed_is_in_no_inbox(embedded, with_inbox):
     calls = []
 
@@ -71,7 +85,6 @@ def test_what_failed_is_in_no_inbox(embedded, with_inbox):
     assert with_inbox.bodies() == once(BODIES[:20])
 
 
-@pytest.mark.databases("sqlite")
 def test_groups_have_inboxes_of_their_own(embedded, with_inbox):
     embedded.create_topic(TOPIC, queues=1)
     send_twice(embedded, BODIES[:20])
@@ -82,6 +95,7 @@ def test_groups_have_inboxes_of_their_own(embedded, with_inbox):
     assert set(with_inbox.bodies().values()) == {2}
 
 
+@every_database
 def test_old_ids_are_forgotten(embedded, with_inbox):
     old = int((time.time() - 8 * 86400) * 1000)
     with with_inbox.engine.begin() as connection:
@@ -95,6 +109,7 @@ def test_old_ids_are_forgotten(embedded, with_inbox):
         embedded.wait_until(lambda: with_inbox.query("SELECT COUNT(*) FROM pyrocket_inbox") == [(100,)])
 
 
+@every_database
 def test_old_ids_are_forgotten_sooner_than_new_ones_come(embedded, with_inbox):
     old = int((time.time() - 8 * 86400) * 1000)
     with with_inbox.engine.begin() as connection:
@@ -110,8 +125,7 @@ def test_old_ids_are_forgotten_sooner_than_new_ones_come(embedded, with_inbox):
         assert with_inbox.query(in_group, g="another") == [(3000,)]  # it may have an inbox_days of its own
 
 
-@pytest.mark.databases("sqlite")
-def test_messages_that_share_an_id_and_are_no_copies_are_consumed(embedded, with_inbox):
+def test_others_that_share_an_id_are_consumed(embedded, with_inbox):
     """Items of a batch at some brokers; a message that was sent on to another topic of the group."""
     embedded.create_topic(TOPIC, queues=1)
     embedded.create_topic("enriched", queues=1)
@@ -120,28 +134,29 @@ def test_messages_that_share_an_id_and_are_no_copies_are_consumed(embedded, with
     embedded.send("enriched", b"0", properties={"UNIQ_KEY": "one"})
     with billing(embedded, with_inbox) as (consumer, _):
         consumer.subscribe("enriched", with_inbox.offsets.exactly_once(with_inbox.book))
-        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 5)
+        until_at(embedded, with_inbox, 5)
         embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, "enriched") == 1)
     assert with_inbox.bodies() == once(BODIES[:5]) + once(["0"])
 
 
-def test_what_is_left_out_is_told(embedded, with_inbox):
+@every_database
+def test_what_is_left_out_is_told(embedded, with_inbox, events):
     send_twice(embedded, [])
     embedded.create_topic(TOPIC, queues=1)
     send_twice(embedded, BODIES[:4])
-    events = Events()
     with billing(embedded, with_inbox, on_event=events):
-        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 8)
+        until_at(embedded, with_inbox, 8)
         told = events.wait_for("message-left-out")
     assert "stored them twice" in told.text and told.facts["message_id"].startswith("id-")
 
 
+@every_database
 @pytest.mark.parametrize("how", ["member", "store"])
 def test_a_reset_consumes_again_what_is_in_the_inbox(embedded, with_inbox, how):
     embedded.create_topic(TOPIC, queues=1)
     send_twice(embedded, BODIES[:5])
     with billing(embedded, with_inbox) as (consumer, _):
-        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 10)
+        until_at(embedded, with_inbox, 10)
         with_inbox.execute("DELETE FROM ledger")  # to be built anew
         if how == "member":
             consumer.reset_offsets(TOPIC, "earliest")
@@ -149,7 +164,7 @@ def test_a_reset_consumes_again_what_is_in_the_inbox(embedded, with_inbox, how):
             now_ms = int(time.time() * 1000)
             with_inbox.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", 0): 0}, now_ms)
         embedded.wait_until(lambda: len(with_inbox.bodies()) == 5)
-        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 10)
+        until_at(embedded, with_inbox, 10)
     assert with_inbox.bodies() == once(BODIES[:5])
 
 
@@ -158,7 +173,7 @@ def test_ids_are_written_in_a_form_that_every_encoding_has(embedded, with_inbox)
     embedded.create_topic(TOPIC, queues=1)
     embedded.send(TOPIC, b"0", properties={"UNIQ_KEY": "\u03a9 \U0001f680"})
     with billing(embedded, with_inbox):
-        embedded.wait_until(lambda: with_inbox.offset(GROUP, 0, TOPIC) == 1)
+        until_at(embedded, with_inbox, 1)
     found = with_inbox.query("SELECT message_id FROM pyrocket_inbox") + with_inbox.query(
         "SELECT last_message_id FROM pyrocket_offsets WHERE topic = :t", t=TOPIC
     )
@@ -174,14 +189,12 @@ def remade(cluster, bodies, queues=1):
     send(cluster, bodies, queues=queues)
 
 
-def test_a_topic_that_was_made_anew_is_not_consumed(embedded, ledger):
-    send(embedded, BODIES[:20], queues=1)
-    with billing(embedded, ledger):
-        until_all(embedded, ledger, BODIES[:20])
+@every_database
+def test_a_topic_that_was_made_anew_is_not_consumed(embedded, ledger, events):
+    consumed(embedded, ledger, BODIES[:20], queues=1)
     remade(embedded, [f"new {number}" for number in range(40)])
     embedded.create_topic("others", queues=1)
     embedded.send("others", b"other")
-    events = Events()
     with billing(embedded, ledger, on_event=events, start_wait_s=0.1) as (consumer, _):
         consumer.subscribe("others", ledger.offsets.exactly_once(ledger.book))
         event = events.wait_for("log-diverged")
@@ -194,52 +207,39 @@ def test_a_topic_that_was_made_anew_is_not_consumed(embedded, ledger):
     assert ledger.bodies() == once([*BODIES[:20], "other", *(f"new {number}" for number in range(40))])
 
 
-@pytest.mark.databases("sqlite")
-def test_a_log_that_was_cut_is_not_consumed(embedded, ledger):
-    send(embedded, BODIES[:20], queues=1)
-    with billing(embedded, ledger):
-        until_all(embedded, ledger, BODIES[:20])
+def test_a_log_that_was_cut_is_not_consumed(embedded, ledger, events):
+    consumed(embedded, ledger, BODIES[:20], queues=1)
     remade(embedded, [f"new {number}" for number in range(10)])
-    events = Events()
     with billing(embedded, ledger, on_event=events, start_wait_s=0.1):
         assert "it ends at 10, and 19 was the last consumed" in events.wait_for("log-diverged").text
     assert ledger.bodies() == once(BODIES[:20])
 
 
-@pytest.mark.databases("sqlite")
-def test_a_log_that_has_changed_is_consumed_if_it_shall_be(embedded, database):
+def test_a_log_that_has_changed_is_consumed_if_it_shall_be(embedded, database, events):
     with ledger_in(database, on_divergence="continue") as ledger:
-        send(embedded, BODIES[:20], queues=1)
-        with billing(embedded, ledger):
-            until_all(embedded, ledger, BODIES[:20])
+        consumed(embedded, ledger, BODIES[:20], queues=1)
         remade(embedded, [f"new {number}" for number in range(40)])
-        events = Events()
         with billing(embedded, ledger, on_event=events):
             events.wait_for("log-diverged")
             until_all(embedded, ledger, [*BODIES[:20], *(f"new {number}" for number in range(20, 40))])
     assert ledger.bodies() == once([*BODIES[:20], *(f"new {number}" for number in range(20, 40))])
 
 
-@pytest.mark.databases("sqlite")
-def test_what_has_expired_is_no_other_log(embedded, ledger):
-    send(embedded, BODIES[:20], queues=1)
-    with billing(embedded, ledger):
-        until_all(embedded, ledger, BODIES[:20])
+def test_what_has_expired_is_no_other_log(embedded, ledger, events):
+    consumed(embedded, ledger, BODIES[:20], queues=1)
     for number in range(20):
         embedded.send(TOPIC, f"later {number}".encode())
     embedded.broker("broker-a").delete_before(TOPIC, 0, 30)
-    events = Events()
     with billing(embedded, ledger, on_event=events):
-        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 40)
+        until_at(embedded, ledger, 40)
     assert not events.of("log-diverged")
     assert ledger.bodies() == once([*BODIES[:20], *(f"later {number}" for number in range(10, 20))])
 
 
+@every_database
 def test_the_table_may_have_a_name_of_its_own(embedded, database):
     with ledger_in(database, table="billing_offsets", inbox_days=1) as ledger:
-        send(embedded, BODIES[:20])
-        with billing(embedded, ledger):
-            until_all(embedded, ledger, BODIES[:20])
+        consumed(embedded, ledger, BODIES[:20])
         assert ledger.query("SELECT COUNT(*) FROM billing_offsets_inbox") == [(20,)]
         assert isinstance(ledger.offsets, DatabaseOffsets)
 
@@ -249,11 +249,10 @@ def _consumed_and_running(embedded, ledger, **options):
     return billing(embedded, ledger, **{"call_timeout_s": 3.0, "rebalance_interval_s": 1.0, **options})
 
 
-@pytest.mark.databases("sqlite")
 @pytest.mark.parametrize("new", [3, 10])
-def test_a_fail_over_while_it_runs_passes_nothing_over(embedded, ledger, new):
+def test_a_fail_over_while_it_runs_passes_nothing_over(embedded, ledger, events, new):
     """The new master lacks the last five; others have stored something there before we ask."""
-    broker, events = embedded.broker("broker-a"), Events()
+    broker = embedded.broker("broker-a")
     with _consumed_and_running(embedded, ledger, on_event=events):
         until_all(embedded, ledger, BODIES[:20])
         broker.kill()
@@ -268,9 +267,7 @@ def test_a_fail_over_while_it_runs_passes_nothing_over(embedded, ledger, new):
     assert ledger.bodies() == once(BODIES[:20])
 
 
-@pytest.mark.databases("sqlite")
-def test_a_topic_that_is_made_anew_while_it_runs_is_not_consumed(embedded, ledger):
-    events = Events()
+def test_a_topic_that_is_made_anew_while_it_runs_is_not_consumed(embedded, ledger, events):
     with _consumed_and_running(embedded, ledger, on_event=events):
         until_all(embedded, ledger, BODIES[:20])
         remade(embedded, ["new"])
@@ -278,9 +275,7 @@ def test_a_topic_that_is_made_anew_while_it_runs_is_not_consumed(embedded, ledge
     assert ledger.bodies() == once(BODIES[:20])
 
 
-@pytest.mark.databases("sqlite")
-def test_a_broker_that_was_away_and_lost_nothing_goes_on(embedded, ledger):
-    events = Events()
+def test_a_broker_that_was_away_and_lost_nothing_goes_on(embedded, ledger, events):
     with _consumed_and_running(embedded, ledger, on_event=events):
         until_all(embedded, ledger, BODIES[:20])
         embedded.broker("broker-a").kill()
@@ -291,17 +286,16 @@ def test_a_broker_that_was_away_and_lost_nothing_goes_on(embedded, ledger):
     assert not events.of("log-diverged") and not events.of("queue-fenced")
 
 
-@pytest.mark.databases("sqlite")
-def test_a_log_that_only_ends_sooner_is_followed(embedded, ledger):
+def test_a_log_that_only_ends_sooner_is_followed(embedded, ledger, events):
     """What was lost had nothing for us: the last message that was consumed is still there."""
-    broker, events = embedded.broker("broker-a"), Events()
+    broker = embedded.broker("broker-a")
     embedded.create_topic(TOPIC, queues=1)
     for number in range(20):
         embedded.send(TOPIC, str(number).encode(), tags="ours" if number < 10 else "others")
     wrapped = ledger.offsets.exactly_once(ledger.book)
     options = {**EXACTLY_ONCE, "call_timeout_s": 3.0, "rebalance_interval_s": 1.0}
     with consuming(embedded, TOPIC, GROUP, wrapped, "ours", **options, offset_store=ledger.offsets, on_event=events):
-        embedded.wait_until(lambda: ledger.offset(GROUP, 0, TOPIC) == 20)
+        until_at(embedded, ledger, 20)
         broker.kill()
         broker.truncate(TOPIC, 0, 15)
         broker.start()
