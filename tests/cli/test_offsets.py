@@ -19,6 +19,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.admin.foreign import ForeignMember
 from tests.consuming import Events, consuming, until
+from tests.for_each import for_each
 from tests.resetting import fill, wait_until_seen, wait_until_stored
 
 
@@ -199,8 +200,8 @@ def test_what_is_recorded_can_be_removed(embedded, offsets, stores):
     assert sorted(recorded.values())[:-1] == [0] * (len(recorded) - 1), "only the name of the place is left"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
+@for_each(
+    "arguments, reason",
     [
         (["reset", "G", "T"], "say where to"),
         (["reset", "G", "T", "--to", "begin"], "PLACE='begin' is not allowed; use 'first' or 'earliest'"),
@@ -227,7 +228,7 @@ def test_errors_are_one_sentence_and_an_exit_code(offsets):
     assert (code, "no broker knows group 'nobody'" in beside) == (2, True)
 
 
-@pytest.mark.parametrize("command", [[], ["show"], ["lag"], ["reset"], ["forget-reset"], ["adopt"]])
+@for_each("command", [[], ["show"], ["lag"], ["reset"], ["forget-reset"], ["adopt"]])
 def test_every_command_has_help_with_examples(capsys, command):
     with pytest.raises(SystemExit) as ended:
         parser().parse_args(["offsets", *command, "--help"])

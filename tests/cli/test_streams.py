@@ -17,6 +17,7 @@ import pytest
 
 from pyrocket_consumer.cli import parser
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.for_each import for_each
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,20 +37,20 @@ def pyrocket(encoding, *arguments):
     )
 
 
-@pytest.mark.parametrize("command", [*every_command(parser())], ids=lambda each: each.prog)
+@for_each("command", [*every_command(parser())], ids=lambda each: each.prog)
 def test_help_is_written_in_characters_that_every_console_has(command):
     assert command.format_help().isascii()
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp437"])
-@pytest.mark.parametrize("command", [[], ["consume"], ["offsets", "reset"]], ids=" ".join)
+@for_each("encoding", ["ascii", "cp437"])
+@for_each("command", [[], ["consume"], ["offsets", "reset"]], ids=" ".join)
 def test_help_comes_out_on_a_poor_console(command, encoding):
     done = pyrocket(encoding, *command, "--help")
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.startswith(b"usage: pyrocket")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp437"])
+@for_each("encoding", ["ascii", "cp437"])
 def test_what_a_console_lacks_is_written_as_an_escape(encoding):
     with EmbeddedCluster() as cluster:
         cluster.create_topic("T", queues=1)
@@ -133,7 +134,7 @@ def test_what_belongs_to_errors_does_not_go_to_the_output(orders):
     assert (done.returncode, done.stdout) == (2, b"")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp437", "latin-1", "utf-8"])
+@for_each("encoding", ["ascii", "cp437", "latin-1", "utf-8"])
 def test_json_is_json_on_any_console(orders, encoding):
     done = run(orders, [*CONSUME, "-o", "json"], PYTHONIOENCODING=encoding)
     assert json.loads(done.stdout.decode(encoding))["body"] == "gr\u00fcn \u20ac \U0001f600"

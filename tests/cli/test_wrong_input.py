@@ -16,11 +16,12 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.offsets_json import encode_offsets
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.for_each import for_each
 
 TABLE = {MessageQueue("T", "broker-a", 0): 5}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def address():
     with EmbeddedCluster() as cluster:
         cluster.create_topic("T", queues=2)
@@ -71,7 +72,7 @@ NAME_SERVED = [
 ]
 
 
-@pytest.mark.parametrize("command", NAME_SERVED, ids=" ".join)
+@for_each("command", NAME_SERVED, ids=" ".join)
 def test_a_name_server_that_is_missing_wrong_or_away(told, command):
     code, sentence = told(*command)
     assert (code, "no name server" in sentence) == (2, True)
@@ -127,8 +128,8 @@ def test_groups_that_are_known_are_shown_nearest_first_and_counted(told, address
     assert re.search(r" and 1\d more\)$", sentence), sentence
 
 
-@pytest.mark.parametrize(
-    ("command", "value", "remedy"),
+@for_each(
+    "command, value, remedy",
     [
         (["produce", "nowhere", "x"], "'nowhere'", "create the topic, or check its name"),
         (["produce", "a b", "x"], "'a b'", "use a-z A-Z 0-9 _ - % |"),
@@ -159,8 +160,8 @@ def test_what_the_cluster_or_the_protocol_does_not_allow(told, address, command,
     assert remedy in sentence
 
 
-@pytest.mark.parametrize(
-    ("command", "value", "allowed"),
+@for_each(
+    "command, value, allowed",
     [
         (["explode"], "'explode'", "choose from"),
         (["produce", "T"], "BODY", "are required"),
@@ -204,13 +205,13 @@ def test_a_body_that_is_not_text_is_sent_as_it_is(address, capsys):
     assert r"\xff\xfe" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("orphan", "value"),
+@for_each(
+    "orphan, value",
     [("/nowhere", "/nowhere"), ("a-file", "a-file"), ("empty", "empty")],
 )
 def test_what_is_adopted_must_be_a_store(told, tmp_path, orphan, value):
     (tmp_path / "a-file").write_text("")
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty").mkdir(exist_ok=True)
     code, sentence = told("offsets", "adopt", str(tmp_path / orphan), str(tmp_path / "new"))
     assert code == 1
     assert f"{value} is no offset store" in sentence
@@ -218,9 +219,9 @@ def test_what_is_adopted_must_be_a_store(told, tmp_path, orphan, value):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("text", [b"", b"{not json", b"[]", b'{"offsetTable":5}'], ids=str)
+@for_each("text", [b"", b"{not json", b"[]", b'{"offsetTable":5}'], ids=str)
 def test_a_store_that_is_damaged_is_not_adopted(told, tmp_path, store, text):
-    damaged = store("damaged", text)
+    damaged = store(f"damaged-{len(text)}", text)
     code, sentence = told("offsets", "adopt", str(damaged), str(tmp_path / "new"))
     assert code == 1
     assert f"offset store {damaged}: offsets.json" in sentence
