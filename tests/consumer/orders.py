@@ -9,7 +9,7 @@ from typing import Any
 from pyrocket_consumer import MessageQueue, PushConsumer
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
 from pyrocket_consumer.wire.frame import RemotingCommand
-from tests.consuming import QUICK, Events, consuming, until
+from tests.consuming import Events, consuming, until
 
 TOPIC, GROUP = "orders", "app"
 RETRY, DEAD = "%RETRY%app", "%DLQ%app"
@@ -60,6 +60,11 @@ class Orders:
         """What the broker has for each queue."""
         return self.cluster.committed(GROUP, TOPIC)
 
+    @property
+    def dead(self) -> list[Any]:
+        """The messages that were given up."""
+        return self.cluster.messages(DEAD)
+
     def wait_committed(self, *offsets: int) -> None:
         """Wait until the broker has these for the queues 0, 1 and so on."""
         until(lambda: self.committed == dict(enumerate(offsets)), f"committed {offsets}, not {self.committed}")
@@ -73,6 +78,3 @@ def of(topic: str = TOPIC, **fields: object) -> Callable[[RemotingCommand], bool
     """Return what tells requests about a topic, and with these fields, from others."""
     wanted = {"topic": topic, **{name: str(value) for name, value in fields.items()}}
     return lambda command: all(command.fields.get(name) == value for name, value in wanted.items())
-
-
-__all__ = ["DEAD", "GROUP", "QUEUE", "QUICK", "RETRY", "TOPIC", "Orders", "of"]

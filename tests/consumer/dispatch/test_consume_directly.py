@@ -11,6 +11,7 @@ import pytest
 from pyrocket_consumer import AsyncPushConsumer, ConsumerState, Retry
 from pyrocket_consumer.wire import fastjson
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.consumer.orders import GROUP, TOPIC
 from tests.consuming import QUICK, Seen, consuming, until
 from tests.real_brokers.remoting import Peer
 
@@ -29,37 +30,35 @@ def consume_directly(cluster, group, topic, client_id):
 
 
 @pytest.mark.parametrize("orderly", [False, True])
-def test_an_async_listener_runs_on_its_own_loop(embedded, topic, group, orderly):
+def test_an_async_listener_runs_on_its_own_loop(orders, orderly):
     """What it shares with its other calls (connections, locks) belongs to that loop."""
-    embedded.create_topic(topic, queues=1)
     loops, seen = [], Seen()
 
     async def listen(message):
         loops.append((asyncio.get_running_loop(), threading.current_thread().name))
         seen(message)
 
-    with consuming(embedded, topic, group, listen, orderly=orderly) as (consumer, _):
-        embedded.send(topic, b"x")
+    with orders.consuming(listen, orderly=orderly) as (consumer, _):
+        orders.send(b"x")
         seen.wait(lambda _: len(seen.messages) == 1)
-        assert consume_directly(embedded, group, topic, consumer.client_id)["consumeResult"] == "CR_SUCCESS"
+        assert consume_directly(orders.cluster, GROUP, TOPIC, consumer.client_id)["consumeResult"] == "CR_SUCCESS"
         assert len(seen.messages) == 2
         assert loops[0] == loops[1]
 
 
-def test_an_async_consumer_s_listener_runs_on_the_loop_of_its_user(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
+def test_an_async_consumer_s_listener_runs_on_the_loop_of_its_user(orders):
     loops = []
 
     async def main():
         async def listen(message):
             loops.append(asyncio.get_running_loop())
 
-        consumer = AsyncPushConsumer(group, name_server=embedded.name_server, **QUICK)
-        await consumer.subscribe(topic, listen)
+        consumer = Asyncorders.consumer(**QUICK)
+        await consumer.subscribe(TOPIC, listen)
         async with consumer:
-            embedded.send(topic, b"x")
+            orders.send(b"x")
             await asyncio.to_thread(until, lambda: loops, "it came")
-            await asyncio.to_thread(consume_directly, embedded, group, topic, consumer.client_id)
+            await asyncio.to_thread(consume_directly, orders.cluster, GROUP, TOPIC, consumer.client_id)
         assert loops == 2 * [asyncio.get_running_loop()]
 
     asyncio.run(main())
@@ -78,8 +77,7 @@ def test_an_async_consumer_s_listener_runs_on_the_loop_of_its_user(embedded, top
     ],
     ids=repr,
 )
-def test_whatever_the_listener_does_it_is_told_and_the_consumer_goes_on(embedded, topic, group, kind, deed, outcome):
-    embedded.create_topic(topic, queues=1)
+def test_whatever_the_listener_does_it_is_told_and_the_consumer_goes_on(orders, kind, deed, outcome):
     direct = threading.Event()
 
     def handle(message):
@@ -92,15 +90,15 @@ def test_whatever_the_listener_does_it_is_told_and_the_consumer_goes_on(embedded
         return handle(message)
 
     seen = Seen()
-    with consuming(embedded, topic, group, handle if kind == "plain" else listen) as (consumer, _):
-        embedded.send(topic, b"x")
+    with orders.consuming(handle if kind == "plain" else listen) as (consumer, _):
+        orders.send(b"x")
         seen.wait_for(1)
         direct.set()
-        said = consume_directly(embedded, group, topic, consumer.client_id)
+        said = consume_directly(orders.cluster, GROUP, TOPIC, consumer.client_id)
         direct.clear()
         assert said["consumeResult"] == outcome
         if isinstance(deed, BaseException):
             assert type(deed).__name__ in said["remark"]
-        embedded.send(topic, b"y")
+        orders.send(b"y")
         seen.wait(lambda _: b"y" in seen.bodies)
         assert consumer.state is ConsumerState.RUNNING

@@ -1,22 +1,21 @@
-"""Events reach `on_event` in order, however slow it is, and do not fill the memory meanwhile."""
+"""Events reach `on_event` in order, whatever it does and however slow it is, and do not fill the memory meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 
 import pytest
 
-from pyrocket_consumer import ConsumeResult
-from pyrocket_consumer.consumer.events import MOST_WAITING, Events
+from pyrocket_consumer import ConsumeResult, ConsumerState, MessageQueue, RocketError
+from pyrocket_consumer.consumer.events import AT_ONCE, MOST_WAITING, Events, Floods
 from pyrocket_consumer.model import ConsumerEvent, EventKind
-from pyrocket_consumer.testing import EmbeddedCluster
-from tests.consuming import Events as Told
-from tests.consuming import consuming
-
-WAIT_S = 30.0
+from tests.consumer.orders import QUEUE, TOPIC
+from tests.consuming import WAIT_S, Seen, until
 
 
-def test_what_waits_for_a_slow_on_event_is_bounded_and_what_was_left_out_is_told():
+def test_what_waits_for_a_slow_on_event_is_bounded():
     passed: list[ConsumerEvent] = []
     begun, goes_on, told = threading.Event(), threading.Event(), threading.Event()
 
@@ -62,28 +61,95 @@ def test_an_on_event_that_raises_shows_its_traceback_once(caplog):
 
 
 @pytest.mark.parametrize("result", [ConsumeResult.COMMIT, ConsumeResult.ROLLBACK])
-def test_a_result_that_is_for_other_consumers_is_told_as_such(names, result):
-    told = Told()
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic("T", queues=1)
-        cluster.send("T", b"m")
-        with consuming(cluster, "T", names.group(), lambda message: result, on_event=told):
-            event = told.wait_for("listener-result-unknown")
+def test_a_result_that_is_for_other_consumers_is_told_as_such(orders, result):
+    orders.send(b"m")
+    with orders.consuming(lambda message: result):
+        event = orders.events.wait_for("listener-result-unknown")
     assert "COMMIT and ROLLBACK are for orderly=True, auto_commit=False" in event.text
 
 
-def test_each_message_that_fails_is_an_event_and_not_each_a_traceback_in_the_log(names, tmp_path, caplog):
+def test_each_failure_is_an_event_and_few_a_traceback_in_the_log(orders, tmp_path, caplog):
     def fails(message):
         raise ValueError("no")
 
-    told, options = Told(), {"offset_store_dir": tmp_path, "message_model": "broadcasting", "consume_from": "first"}
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic("T", queues=1)
-        for _ in range(500):
-            cluster.send("T", b"m")
-        with consuming(cluster, "T", names.group(), fails, on_event=told, **options):
-            told.wait_for("message-given-up", count=500)
+    orders.send(b"m", count=500)
+    with orders.consuming(fails, offset_store_dir=tmp_path, message_model="broadcasting"):
+        orders.events.wait_for("message-given-up", count=500)
     for kind in ("listener-failed", "message-given-up"):
         logged = [record.getMessage() for record in caplog.records if f"event={kind}" in record.getMessage()]
-        assert len(told.of(kind)) == 500
+        assert len(orders.events.of(kind)) == 500
         assert 20 <= len(logged) < 40
+
+
+# --- what `on_event` does
+
+
+def test_an_on_event_that_raises_is_called_again(orders):
+    told = []
+
+    def on_event(event):
+        told.append(event)
+        raise (SystemExit, ValueError)[len(told) % 2]
+
+    orders.fill(3)
+    with orders.consuming(on_event=on_event) as (consumer, seen):
+        seen.wait_for(3)
+        consumer.reset_offsets(TOPIC, "earliest")
+        until(lambda: {str(event.kind) for event in told} >= {"queue-assigned", "offset-reset"}, "both were told")
+        assert consumer.state is ConsumerState.RUNNING
+
+
+def test_an_on_event_that_never_returns_stops_nothing(orders):
+    release = threading.Event()
+    orders.fill(3)
+    with orders.consuming(on_event=lambda event: release.wait(60)) as (consumer, seen):
+        seen.wait_for(3)
+        began = time.monotonic()
+        consumer.close()
+        assert time.monotonic() - began < 20
+    assert orders.committed == {0: 3}
+    release.set()
+
+
+def test_on_event_may_close_the_consumer(orders):
+    closed, seen = threading.Event(), Seen()
+
+    def on_event(event):
+        if event.kind == "offset-reset":
+            consumer.close()
+            closed.set()
+
+    orders.fill(1)
+    consumer = orders.consumer(seen, consume_from="first", on_event=on_event)
+    with consumer:
+        seen.wait_for(1)
+        with contextlib.suppress(RocketError):  # the end may cut the call short
+            consumer.reset_offsets(TOPIC, "earliest")
+        assert closed.wait(WAIT_S)
+        consumer.join(WAIT_S)
+    assert consumer.state is ConsumerState.CLOSED
+
+
+# --- floods
+
+
+def test_of_a_flood_of_events_some_are_told_the_others_counted():
+    now = [0.0]
+    floods, told = Floods(lambda: now[0]), []
+    for _ in range(10_000):
+        now[0] += 0.01
+        left_out = floods.admit(EventKind.OFFSET_CORRECTED, QUEUE)
+        if left_out is not None:
+            told.append(left_out)
+    assert AT_ONCE < len(told) < AT_ONCE + 12
+    assert told[:AT_ONCE] == [0] * AT_ONCE
+    assert 5_000 < sum(told) + len(told) <= 10_000
+    assert floods.admit(EventKind.OFFSET_CORRECTED, MessageQueue(TOPIC, "broker-a", 1)) == 0  # another queue
+    now[0] += 300
+    assert floods.admit(EventKind.OFFSET_CORRECTED, QUEUE) == 10_000 - sum(told) - len(told)
+    assert [floods.admit(EventKind.OFFSET_CORRECTED, QUEUE) for _ in range(5)] == [0] * 5
+
+
+def test_what_users_cause_is_told_each_time():
+    floods = Floods(lambda: 0.0)
+    assert {floods.admit(EventKind.MESSAGE_STUCK, None) for _ in range(10_000)} == {0}

@@ -1,39 +1,52 @@
-"""H34, H35, H37, H41, H43: messages that fail, take too long, never end, or are not wanted."""
+"""H34, H35, H37, H43: messages that fail come again, at the right time, and none is committed past or forgotten."""
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from pyrocket_consumer import Message, QueueProgress
-from pyrocket_consumer.testing import Gate, answer, close_connection, drop
-from pyrocket_consumer.testing.faults import Fault
+from pyrocket_consumer import ConsumeResult, Message, Retry
+from pyrocket_consumer.testing import Gate, answer, close_connection, delay, drop, drop_answer, handle_and_close
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.members import Kind, broadcasting, faulty, filled, give_time_to, ours, patience_s, settle
+from tests.consumer.orders import DEAD, GROUP, QUEUE, RETRY, TOPIC, Orders
+from tests.consuming import WAIT_S, Seen, consuming, numbered, until
+from tests.hazards.members import broadcasting, faulty, ours, settle
 from tests.hazards.naive import NaiveMember, Window
-from tests.resetting import queue
 
 SEND_BACK = RequestCode.CONSUMER_SEND_MSG_BACK
 SENDS = (RequestCode.SEND_MESSAGE, RequestCode.SEND_MESSAGE_V2)
 
 
-def fails_at_first(body: bytes, error: Callable[[], BaseException] = ValueError) -> Callable[[Message], None]:
+def take_nothing(broker: Any, trouble: Any = answer(1, "no")) -> None:  # noqa: B008
+    """Have the broker take no message: neither back nor as a new one."""
+    broker.on(SEND_BACK, trouble, times=None)
+    for code in SENDS:
+        broker.on(code, answer(1, "no"), times=None)
+
+
+def fails_at_first(body: bytes, error: Callable[[], BaseException] = ValueError) -> Seen:
     """Return a listener that raises for one message, the first time."""
     failed = []
 
-    def listener(message: Message) -> None:
+    def judge(message: Message) -> None:
         if message.body == body and not failed:
             failed.append(message)
             raise error()
 
-    return listener
+    return Seen(judge)
 
 
-# --- H34
+def attempts(cluster: Any) -> Counter[int]:
+    """How many messages the retry topic has of each attempt."""
+    return Counter(message.reconsume_times for message in cluster.messages(RETRY))
+
+
+# --- what cannot be sent back
 
 
 class SendsBackBlindly(NaiveMember):
@@ -44,49 +57,34 @@ class SendsBackBlindly(NaiveMember):
         self.acked(window, message)
 
 
-def a_failed_message_is_not_passed(
-    cluster: Any,
-    names: Any,
-    member: Kind,
-    trouble: Fault = answer(1, "no"),  # noqa: B008
-) -> None:
-    """Neither send-back nor the retry topic takes the message; then the process ends."""
-    topic, group = filled(cluster, names, queues=1, messages=20)
-    broker = cluster.broker("broker-a")
-
-    def listener(message: Message) -> None:
-        if message.body == b"m7":
-            raise ValueError("not this one")
-
-    broker.on(SEND_BACK, trouble, times=None, when=lambda command: command.fields["group"] == group)
-    for code in SENDS:
-        broker.on(code, answer(1, "no"), times=None)
-    try:
-        with member(cluster, topic, group, Seen(listener), call_timeout_s=0.2) as consumer:
-            consumer.seen.wait_for(20)
-            broker.wait_for(SEND_BACK, 1, WAIT_S, when=lambda command: command.fields["group"] == group)
-            until(lambda: consumer.stored().get(queue(topic, 0), 0) >= 7, "committed up to it")
-            settle()
-            assert consumer.stored() == {queue(topic, 0): 7}, "committed past a message that failed"
-    finally:
-        broker.clear_faults()
-    assert cluster.committed(group, topic) == {0: 7}, "committed past a message that failed"
-    with ours(cluster, topic, group) as again:
-        again.seen.wait_for(13)
-        assert b"m7" in again.seen.bodies
-
-
 @pytest.mark.hazard("H34")
+@pytest.mark.parametrize("trouble", [answer(1, "no"), drop, close_connection], ids=["refused", "lost", "disconnected"])
 @pytest.mark.parametrize(
-    "trouble", [answer(1, "no"), drop, close_connection], ids=["refused", "unanswered", "disconnected"]
+    "member", [ours, NaiveMember, faulty(SendsBackBlindly, "committed past a message that failed")]
 )
-@pytest.mark.parametrize("member", [ours, faulty(SendsBackBlindly, "committed past a message that failed")])
-def test_a_message_that_cannot_be_sent_back_is_not_committed_past(embedded, names, trouble, member):
+def test_what_cannot_be_sent_back_is_not_committed_past(embedded, broker, trouble, member):
     """A failed message stays unfinished until the broker has acknowledged that it takes it; the next member gets it.
 
     Faulty: Go up to 2.1.2 and old C++ clients count it as consumed whatever the broker says.
     """
-    a_failed_message_is_not_passed(embedded, names, member, trouble)
+    orders = Orders(embedded, messages=20)
+
+    def judge(message: Message) -> None:
+        if message.body == b"m7":
+            raise ValueError("not this one")
+
+    take_nothing(broker, trouble)
+    with member(embedded, TOPIC, GROUP, Seen(judge), call_timeout_s=0.2) as consumer:
+        consumer.seen.wait_for(20)
+        broker.wait_for(SEND_BACK, 1, WAIT_S)
+        until(lambda: consumer.stored().get(QUEUE, 0) >= 7, "committed up to it")
+        settle()
+        assert consumer.stored() == {QUEUE: 7}, "committed past a message that failed"
+    assert orders.committed == {0: 7}, "committed past a message that failed"
+    broker.clear_faults()
+    with ours(embedded, TOPIC, GROUP) as again:
+        again.seen.wait_for(13)
+        assert b"m7" in again.seen.bodies
 
 
 class ForgetsWhatItCouldNotSendBack(NaiveMember):
@@ -97,45 +95,56 @@ class ForgetsWhatItCouldNotSendBack(NaiveMember):
             super().failed(window, message, error)
 
 
-def it_is_tried_again_here(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = filled(cluster, names, queues=1, messages=3)
-    broker = cluster.broker("broker-a")
-    for code in (SEND_BACK, *SENDS):
-        broker.on(code, answer(1, "no"), times=None)
-    attempts = []
-    listener = fails_at_first(b"m1")
-
-    def count(message: Message) -> None:
-        if message.body == b"m1":
-            attempts.append(message.reconsume_times)
-        listener(message)
-
-    try:
-        with member(cluster, topic, group, Seen(count)) as consumer:
-            consumer.seen.wait_for(3)
-            until(
-                lambda: consumer.seen.bodies.count(b"m1") == 2,
-                "tried again where it is",
-                WAIT_S if member is ours else 1.0,
-            )
-            until(lambda: consumer.stored() == {queue(topic, 0): 3}, "all is committed")
-            if member is ours:
-                assert attempts == [0, 1]
-    finally:
-        broker.clear_faults()
-
-
 @pytest.mark.hazard("H34")
-@pytest.mark.parametrize("member", [ours, faulty(ForgetsWhatItCouldNotSendBack, "tried again where it is")])
-def test_a_message_that_cannot_be_sent_back_is_tried_again_here(embedded, names, member):
+@pytest.mark.parametrize(
+    "member", [ours, NaiveMember, faulty(ForgetsWhatItCouldNotSendBack, "tried again where it is")]
+)
+def test_what_cannot_be_sent_back_is_tried_again_here(embedded, broker, member):
     """After 5 s it is given to the listener again, as its second attempt, until it succeeds or can be sent back.
 
     Faulty: a client whose local retry is lost, so that the message holds the offset for ever.
     """
-    it_is_tried_again_here(embedded, names, member)
+    Orders(embedded, messages=3)
+    take_nothing(broker)
+    fails, tries = fails_at_first(b"m1"), []
+
+    def judge(message: Message) -> None:
+        if message.body == b"m1":
+            tries.append(message.reconsume_times)
+        fails(message)
+
+    with member(embedded, TOPIC, GROUP, Seen(judge)) as consumer:
+        until(lambda: consumer.seen.bodies.count(b"m1") == 2, "tried again where it is")
+        until(lambda: consumer.stored() == {QUEUE: 3}, "all is committed")
+        assert tries == [0, 1] or member is not ours
 
 
-# --- H35
+def test_what_fails_again_at_once_is_tried_again(orders, broker):
+    """No broker takes it, and its second attempt fails as soon as it begins."""
+    orders.fill(100)
+    take_nothing(broker)
+    seen = Seen(lambda message: ConsumeResult.RETRY if message.reconsume_times < 2 else None)
+    with orders.consuming(seen):
+        seen.wait(lambda seen: len(seen.messages) == 300)
+        orders.wait_committed(100)
+    assert set(Counter(seen.bodies).values()) == {3}
+
+
+def test_a_stuck_message_that_cannot_be_sent_back_has_one_call(orders, broker):
+    orders.fill(1)
+    take_nothing(broker)
+    release = threading.Event()
+    seen = Seen(lambda message: release.wait(60) and None)
+    with orders.consuming(seen, consume_timeout_s=0.1):
+        until(lambda: len(broker.requests(SEND_BACK)) == 2, "the second try, after five seconds")
+        assert len(seen.messages) == 1
+        release.set()
+        orders.wait_committed(1)
+    assert len(seen.messages) == 1, "what the listener says at last counts"
+    assert len(orders.events.of("message-stuck")) == 1
+
+
+# --- copies
 
 
 class CleansUpWhatTakesTooLong(NaiveMember):
@@ -170,100 +179,104 @@ class CleansUpTwice(CleansUpWhatTakesTooLong):
     failed = NaiveMember.failed
 
 
-def what_takes_too_long_is_sent_back_once(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = filled(cluster, names, queues=1, messages=3)
-    broker, release, answers = cluster.broker("broker-a"), threading.Event(), Gate(answers=True)
-
-    def is_ours(command: Any) -> bool:
-        return bool(command.fields["group"] == group)
-
-    def listener(message: Message) -> None:
-        if message.body == b"m1" and message.reconsume_times == 0:
-            release.wait(WAIT_S)
-            raise ValueError("after all")
-
-    broker.on(SEND_BACK, answers, times=None, when=is_ours)
-    options = {"consume_timeout_s": 0.2, "call_timeout_s": WAIT_S}
-    with member(cluster, topic, group, Seen(listener), **options) as consumer:
-        try:
-            answers.wait_held(1, WAIT_S)
-            release.set()
-            settle()  # the listener fails while the broker's answer is on its way
-            answers.open()
-            consumer.seen.wait(lambda seen: seen.bodies.count(b"m1") >= 2)
-            settle()
-            stuck = next(message for message in consumer.seen.messages if message.body == b"m1")
-            places = [each.command.fields["offset"] for each in broker.requests(SEND_BACK) if is_ours(each.command)]
-            sent_back = places.count(str(stuck.commit_log_offset))  # a busy machine may be too slow with others, too
-            assert sent_back == 1, f"sent back {sent_back} times"
-            assert consumer.seen.bodies.count(b"m1") == 2
-            until(lambda: consumer.stored() == {queue(topic, 0): 3}, "all is committed")
-        finally:
-            release.set()
-            answers.open()
-
-
 @pytest.mark.hazard("H35")
-@pytest.mark.parametrize("member", [ours, faulty(CleansUpTwice, "sent back 2 times")])
-def test_a_message_that_takes_too_long_and_then_fails_is_sent_back_once(embedded, names, member):
+@pytest.mark.parametrize("member", [ours, CleansUpWhatTakesTooLong, faulty(CleansUpTwice, "sent back 2 times")])
+def test_what_takes_too_long_and_then_fails_is_sent_back_once(embedded, broker, member):
     """After consume_timeout_s a message is sent back and told as stuck; what its listener returns later counts no more.
 
     Faulty: Java before 5.1 and Go send it back again when the listener fails.
     """
-    what_takes_too_long_is_sent_back_once(embedded, names, member)
+    Orders(embedded, messages=3)
+    release, answers = threading.Event(), Gate(answers=True)
 
-
-# --- H37
-
-
-class LooksAtTheBufferOnly(NaiveMember):
-    """Pulls on while few messages are unfinished, however far the commit offset stays behind."""
-
-
-def a_stuck_message_bounds_what_is_pulled(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    cluster.send(topic, count=1000)
-    release = threading.Event()
-
-    def listener(message: Message) -> None:
-        if message.queue_offset == 3:
+    def judge(message: Message) -> None:
+        if message.body == b"m1" and message.reconsume_times == 0:
             release.wait(WAIT_S)
+            raise ValueError("after all")
 
-    with member(cluster, topic, group, Seen(listener), max_span=100, pull_batch_size=8) as consumer:
-        try:
-            consumer.seen.wait(lambda seen: len(seen.messages) >= 100)
-
-            def ahead() -> int:
-                return max(message.queue_offset for message in consumer.seen.messages) - 3
-
-            give_time_to(lambda: ahead() >= 200, member)
-            assert ahead() < 200, f"{ahead()} messages behind the stuck one would all come again"
-            until(lambda: consumer.stored() == {queue(topic, 0): 3}, "committed up to the stuck one")
-            if member is ours:
-
-                def progress() -> QueueProgress:
-                    (found,) = [each for mq, each in consumer.consumer.progress().items() if mq.topic == topic]
-                    return found
-
-                until(lambda: progress().unfinished == 1, "all others are finished")
-                stuck = next(message for message in consumer.seen.messages if message.queue_offset == 3)
-                assert progress().oldest_unfinished == stuck.message_id
-            release.set()
-            consumer.seen.wait(lambda seen: len(seen.messages) >= 1000)
-            until(lambda: consumer.stored() == {queue(topic, 0): 1000}, "all is committed")
-        finally:
-            release.set()
+    broker.on(SEND_BACK, answers, times=None)
+    with member(embedded, TOPIC, GROUP, Seen(judge), consume_timeout_s=0.2, call_timeout_s=WAIT_S) as consumer:
+        answers.wait_held(1, WAIT_S)
+        release.set()
+        settle()  # the listener fails while the broker's answer is on its way
+        answers.open()
+        consumer.seen.wait(lambda seen: seen.bodies.count(b"m1") >= 2)
+        settle()
+        sent_back = len(broker.requests(SEND_BACK))
+        assert sent_back == 1, f"sent back {sent_back} times"
+        assert consumer.seen.bodies.count(b"m1") == 2
+        until(lambda: consumer.stored() == {QUEUE: 3}, "all is committed")
 
 
-@pytest.mark.hazard("H37")
-@pytest.mark.parametrize("member", [ours, faulty(LooksAtTheBufferOnly, "behind the stuck one would all come again")])
-def test_behind_a_stuck_message_only_so_much_is_pulled(embedded, names, member):
-    """At most max_span offsets are pulled past the oldest unfinished message, which progress() names.
+def test_a_broker_that_answers_late_makes_one_copy_an_attempt(orders, broker):
+    """The answer comes after the deadline, and says that it was done."""
+    orders.fill(3)
+    broker.on(SEND_BACK, delay(1.0), times=None)
+    seen = Seen(lambda message: ConsumeResult.RETRY)
+    with orders.consuming(seen, call_timeout_s=0.3, max_reconsume_times=4):
+        seen.wait(lambda seen: sum(message.reconsume_times == 4 for message in seen.messages) >= 3)
+        until(lambda: len(orders.dead) == 3, "given up")
+        orders.wait_committed(3)
+    assert attempts(orders.cluster) == {1: 3, 2: 3, 3: 3, 4: 3}
+    assert len(orders.dead) == 3
 
-    Faulty: Java and Go measure what is in the buffer: one stuck message, and everything after it comes again.
-    """
-    a_stuck_message_bounds_what_is_pulled(embedded, names, member)
+
+@pytest.mark.parametrize("fault", [drop_answer, handle_and_close])
+def test_send_backs_without_an_answer_make_a_copy_a_try(orders, broker, fault):
+    orders.fill(1)
+    broker.on(SEND_BACK, fault, times=None)
+    seen = Seen(lambda message: ConsumeResult.RETRY)
+    with orders.consuming(seen, call_timeout_s=0.3):
+        seen.wait(lambda seen: any(message.reconsume_times == 3 for message in seen.messages), 60)
+        copies, asked = attempts(orders.cluster), len(broker.requests(SEND_BACK))
+        assert sum(copies.values()) == asked
+        assert max(copies.values()) <= 3, "each attempt makes as many copies as it has tries, not four for each"
+        assert orders.events.of("send-back-failed")
+
+
+def test_what_was_stored_less_safely_is_not_sent_again(orders, broker):
+    """Brokers say this of a send-back as if it had failed."""
+    orders.fill(1)
+
+    def late_disk(exchange):
+        exchange.handle(lambda stored: exchange.answer(exchange.request.answer(1, "FLUSH_DISK_TIMEOUT")))
+
+    broker.on(SEND_BACK, late_disk, times=None)
+    seen = Seen(lambda message: ConsumeResult.RETRY if message.reconsume_times == 0 else None)
+    with orders.consuming(seen):
+        seen.wait(lambda seen: len(seen.messages) == 2)
+        orders.wait_committed(1)
+    assert attempts(orders.cluster) == {1: 1}
+
+
+# --- beside calls that hang
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["messages", "lists"])
+def test_what_failed_comes_again_while_a_later_call_hangs(orders, size):
+    """Quick listeners get many messages at once; one that hangs must keep nothing but its own."""
+    release, hanging, seen = threading.Event(), set(), Seen()
+
+    def handle(unit):
+        messages = unit if size > 1 else [unit]
+        for message in messages:
+            seen(message)
+        if b"m463" in [message.body for message in messages]:
+            hanging.update(message.body for message in messages)
+            release.wait(60)
+        elif messages[0].reconsume_times == 0 and int(messages[0].body[1:]) >= 100:
+            return Retry(delay_level=1)
+
+    with orders.consuming(handle, listener_batch_size=size):
+        orders.fill(100)
+        seen.wait_for(100)
+        orders.fill(600, 100)
+        seen.wait(lambda seen: len(seen.messages) == 1300 - len(hanging))
+        until(lambda: orders.committed == {0: min(int(body[1:]) for body in hanging)}, "the stuck one holds the offset")
+        release.set()
+        orders.wait_committed(700)
+    again = [body for body in numbered(600, 100) if body not in hanging]
+    assert Counter(seen.bodies) == Counter([*numbered(700), *again])
 
 
 class LosesTheWorkersMessage(NaiveMember):
@@ -276,14 +289,6 @@ class LosesTheWorkersMessage(NaiveMember):
             pass
 
 
-def no_exception_loses_a_message(cluster: Any, names: Any, member: Kind, error: type[BaseException]) -> None:
-    topic, group = filled(cluster, names, queues=1, messages=5)
-    with member(cluster, topic, group, Seen(fails_at_first(b"m1", error))) as consumer:
-        consumer.seen.wait_for(5)
-        until(lambda: consumer.stored() == {queue(topic, 0): 5}, "nothing holds the offset", patience_s(member))
-        consumer.seen.wait(lambda seen: seen.bodies.count(b"m1") == 2)
-
-
 @pytest.mark.hazard("H37")
 @pytest.mark.parametrize(
     ("member", "error"),
@@ -293,63 +298,70 @@ def no_exception_loses_a_message(cluster: Any, names: Any, member: Kind, error: 
         faulty(LosesTheWorkersMessage, "nothing holds the offset", SystemExit),
     ],
 )
-def test_a_listener_that_ends_its_thread_costs_no_message(embedded, names, member, error):
+def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member, error):
     """Whatever a listener raises, SystemExit and KeyboardInterrupt too, its message comes again and the rest goes on.
 
     Faulty: a worker that dies with its message, which then holds the offset for ever.
     """
-    no_exception_loses_a_message(embedded, names, member, error)
+    Orders(embedded, messages=5)
+    with member(embedded, TOPIC, GROUP, fails_at_first(b"m1", error)) as consumer:
+        consumer.seen.wait_for(5)
+        until(lambda: consumer.stored() == {QUEUE: 5}, "nothing holds the offset")
+        consumer.seen.wait(lambda seen: seen.bodies.count(b"m1") == 2)
 
 
-# --- H41
-
-WANTED, UNWANTED = "AaAa", "BBBB"
-"""Two tags with one hash: brokers take them for the same."""
+# --- giving up
 
 
-class FiltersWithoutMoving(NaiveMember):
-    """Passes over what the subscription does not want, and commits only what a listener had."""
-
-    def on_found(self, window: Window, messages: list[Message], next_offset: int) -> None:
-        wanted = [message for message in messages if message.tags in (None, WANTED)]
-        if wanted:
-            super().on_found(window, wanted, next_offset)
-        else:
-            window.next_offset = next_offset
-
-
-def filtered_messages_move_the_offset(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    cluster.send(topic, tags=UNWANTED, count=100)
-    with member(cluster, topic, group, selector=WANTED, pull_hold_s=WAIT_S) as consumer:
-        try:
-            until(
-                lambda: consumer.stored() == {queue(topic, 0): 100},
-                "what nobody wants is committed past",
-                patience_s(member),
-            )
-        except AssertionError as error:
-            progress = consumer.consumer.progress() if member is ours else consumer.held()
-            told = list(map(str, consumer.events.all))
-            raise AssertionError(f"{error}: {consumer.stored()} {progress} {told}") from None
-        cluster.send(topic, b"wanted", tags=WANTED)
-        consumer.seen.wait_for(1)
-        assert consumer.seen.bodies == [b"wanted"]
-        until(lambda: consumer.stored() == {queue(topic, 0): 101}, "committed")
+def test_the_last_failure_is_told_as_such(orders, caplog):
+    orders.fill(2)
+    seen = Seen(lambda message: ConsumeResult.RETRY if message.body == b"m1" else None)
+    caplog.set_level(logging.WARNING, "pyrocket_consumer.consumer")
+    with orders.consuming(seen, max_reconsume_times=2):
+        event = orders.events.wait_for("message-given-up")
+        (dead,) = until(lambda: orders.dead, "it is there")
+    assert seen.bodies.count(b"m1") == 3
+    assert len(orders.events.of("message-given-up")) == 1
+    assert len(orders.events.of("message-sent-back")) == 2
+    assert event.facts["failures"] == 3
+    assert event.facts["message_id"] == dead.message_id
+    assert DEAD in event.text
+    assert [record.levelname for record in caplog.records if "message-given-up" in record.message] == ["WARNING"]
 
 
-@pytest.mark.hazard("H41")
-@pytest.mark.parametrize("member", [ours, faulty(FiltersWithoutMoving, "what nobody wants is committed past")])
-def test_messages_that_only_the_client_can_filter_out_are_committed_past(cluster, names, member):
-    """What the broker sends because of its tag's hash, and the subscription does not want, moves the commit offset.
+@pytest.mark.parametrize("refused", [False, True], ids=["send-back", "new message"])
+def test_what_the_listener_gives_up_is_told_as_given_up(orders, broker, refused):
+    orders.fill(1)
+    if refused:
+        broker.on(SEND_BACK, answer(1, "no"), times=None)
+    with orders.consuming(Seen(lambda message: Retry(delay_level=-1))):
+        assert orders.events.wait_for("message-given-up").facts["failures"] == 1
+        orders.wait_committed(1)
+    assert not orders.events.of("message-sent-back")
+    assert len(orders.dead) == 1
 
-    Faulty: Java moves only where it pulls next; after a restart the same messages are scanned again.
-    """
-    filtered_messages_move_the_offset(cluster, names, member)
 
+def test_retries_of_a_topic_nobody_reads_go_to_no_other(orders):
+    """They are sent back again until they have had their attempts: nothing is lost, nothing waits for them."""
+    other = orders.make(1, "other")
+    orders.fill(20, 100, topic=other)
+    with consuming(orders.cluster, other, GROUP, Seen(lambda message: Retry(delay_level=3))) as (_, seen):
+        seen.wait_for(20)
+        until(lambda: orders.cluster.committed(GROUP, other) == {0: 20}, "sent back")
+    orders.fill(5)
+    seen = Seen(lambda message: ConsumeResult.RETRY if message.reconsume_times == 0 else None)
 
-# --- H43
+    def ends():
+        return {each: orders.broker.max_offset(RETRY, each) for each in orders.cluster.committed(GROUP, RETRY)}
+
+    with orders.consuming(seen, max_reconsume_times=3):
+        seen.wait(lambda seen: len(seen.messages) == 10)
+        until(lambda: len(orders.dead) == 20, "those are kept where somebody may look")
+        until(lambda: orders.cluster.committed(GROUP, RETRY) == ends(), "and the retry topic goes on")
+    assert Counter(seen.bodies) == Counter(2 * numbered(5))
+    told = [event for event in orders.events.all if other in event.text]
+    assert len(told) == 1, "once, not for each"
+    assert "subscribe" in told[0].text
 
 
 class KeepsFailedMessages(NaiveMember):
@@ -359,43 +371,18 @@ class KeepsFailedMessages(NaiveMember):
         pass
 
 
-def a_failed_broadcast_is_told_and_passed(cluster: Any, names: Any, member: Kind, directory: Any) -> None:
-    topic, group = filled(cluster, names, queues=1, messages=10)
-    with member(cluster, topic, group, Seen(fails_at_first(b"m5")), **broadcasting(directory)) as consumer:
-        consumer.seen.wait_for(10)
-        until(
-            lambda: consumer.stored() == {queue(topic, 0): 10},
-            "the failed message does not hold the offset",
-            patience_s(member),
-        )
-        assert [each.queue for each in consumer.events.of("message-given-up")] == [queue(topic, 0)]
-    assert consumer.seen.bodies.count(b"m5") == 1
-    assert sorted(consumer.seen.bodies) == numbered(10)
-
-
 @pytest.mark.hazard("H43")
-@pytest.mark.parametrize("member", [ours, faulty(KeepsFailedMessages, "the failed message does not hold the offset")])
-def test_a_message_that_fails_in_a_broadcasting_group_is_told_and_passed(embedded, names, tmp_path, member):
+@pytest.mark.parametrize(
+    "member", [ours, NaiveMember, faulty(KeepsFailedMessages, "the failed message does not hold the offset")]
+)
+def test_what_fails_in_a_broadcasting_group_is_told_and_passed(embedded, tmp_path, member):
     """A broadcasting group has no retry: a failed message is told as given up, and the offset goes on.
 
     Faulty: Go keeps it in its window for ever, which pins the offset and, in the end, stops the queue.
     """
-    a_failed_broadcast_is_told_and_passed(embedded, names, member, tmp_path)
-
-
-@pytest.mark.hazard("H34")
-@pytest.mark.parametrize("check", [a_failed_message_is_not_passed, it_is_tried_again_here])
-def test_the_naive_member_is_right_to_send_back(embedded, names, check):
-    """What the faulty ones are made of passes: it is the fault that the check finds."""
-    check(embedded, names, NaiveMember)
-
-
-@pytest.mark.hazard("H35")
-def test_the_naive_member_is_right_about_time(embedded, names):
-    """It needs to know a time limit first."""
-    what_takes_too_long_is_sent_back_once(embedded, names, CleansUpWhatTakesTooLong)
-
-
-@pytest.mark.hazard("H43")
-def test_the_naive_member_is_right_to_go_on(embedded, names, tmp_path):
-    a_failed_broadcast_is_told_and_passed(embedded, names, NaiveMember, tmp_path)
+    Orders(embedded, messages=10)
+    with member(embedded, TOPIC, GROUP, fails_at_first(b"m5"), **broadcasting(tmp_path)) as consumer:
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.stored() == {QUEUE: 10}, "the failed message does not hold the offset")
+        assert [each.queue for each in consumer.events.of("message-given-up")] == [QUEUE]
+    assert sorted(consumer.seen.bodies) == numbered(10)

@@ -1,13 +1,19 @@
-"""What listeners may be, and what they may return."""
+"""What listeners may be, return and do: a consumer goes on, tells of it, and can be closed."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import threading
+import time
+from collections import Counter
 
 import pytest
 
+from pyrocket_consumer import AsyncPushConsumer, BrokerError, ConfigError, ConsumerState, sql
 from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry, failed_messages
-from pyrocket_consumer.errors import ConfigError
+from tests.consumer.orders import GROUP, QUEUE, TOPIC
+from tests.consuming import WAIT_S, Seen, numbered, until
 
 
 def plain(message):
@@ -85,3 +91,226 @@ def test_results():
 def test_a_wrong_delay_level_is_refused(level):
     with pytest.raises(ConfigError, match="delay_level"):
         Retry(delay_level=level)
+
+
+# --- what whole consumers make of it
+
+
+class Unspeakable(Exception):
+    def __repr__(self):
+        raise ZeroDivisionError
+
+    __str__ = __repr__
+
+
+def test_what_a_listener_raises_for_comes_again(orders):
+    orders.make(queues=2)
+    errors = {b"m1": KeyboardInterrupt(), b"m4": SystemExit(1), b"m7": Unspeakable(), b"m9": ValueError("x" * 100_000)}
+
+    def judge(message):
+        if message.reconsume_times == 0 and message.body in errors:
+            raise errors[message.body]
+
+    orders.fill(20)
+    with orders.consuming(Seen(judge)) as (consumer, seen):
+        seen.wait(lambda seen: len(seen.bodies) == 24)
+        orders.wait_committed(10, 10)
+        assert consumer.state is ConsumerState.RUNNING
+    assert Counter(seen.bodies) == Counter(numbered(20) + list(errors))
+    assert len(orders.events.of("listener-failed")) == len(orders.events.of("message-sent-back")) == 4
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("result", [Unspeakable(), True, [], 0], ids=lambda result: type(result).__name__)
+def test_a_result_that_means_nothing_is_told_once(orders, kind, result, caplog):
+    """Listeners that return True, or how many rows they wrote, do so each time."""
+    orders.make(queues=2)
+    orders.fill(50)
+    seen = Seen(lambda message: result if message.reconsume_times == 0 else None)
+
+    async def listen(message):
+        return seen(message)
+
+    with orders.consuming(seen if kind == "plain" else listen):
+        seen.wait(lambda seen: len(seen.bodies) == 100)
+        orders.wait_committed(25, 25)
+    (event,) = orders.events.of("listener-result-unknown")
+    assert "None" in event.text, "what to return instead"
+    assert result is not True or "True" in event.text
+    assert event.facts["offset"] in range(25)
+    assert caplog.text.count("listener-result-unknown") == 1
+    assert Counter(seen.bodies) == Counter(2 * numbered(50))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_a_plain_listener_that_returns_a_coroutine_learns_why(orders):
+    orders.fill(3)
+
+    async def listen(message):
+        pass
+
+    with orders.consuming(lambda message: listen(message)):
+        assert "async def" in orders.events.wait_for("listener-result-unknown").text
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_listener_that_never_returns_holds_up_nothing(orders, kind):
+    orders.make(queues=2)
+    orders.fill(1, queue_id=0)
+    release, seen = threading.Event(), Seen()
+
+    def handle(message):
+        seen(message)
+        if message.body == b"m0":
+            release.wait(60)
+            raise RuntimeError("nobody hears this any more")
+
+    async def listen(message):
+        seen(message)
+        if message.body == b"m0":
+            await asyncio.sleep(3600)
+
+    with orders.consuming(handle if kind == "plain" else listen) as (consumer, _):
+        seen.wait_for(1)
+        orders.fill(20, 1, queue_id=0)
+        orders.fill(20, 21, queue_id=1)
+        seen.wait_for(41)
+        until(lambda: orders.committed.get(1) == 20, "the other queue is committed")
+        began = time.monotonic()
+        consumer.close(timeout_s=0.3)
+        assert 0.2 < time.monotonic() - began < 20
+    assert consumer.state is ConsumerState.CLOSED
+    assert orders.committed.get(0, 0) == 0
+    until(lambda: orders.cluster.members(GROUP) == [], "it has left the group")
+    with orders.consuming() as (_, again):
+        again.wait_for(21)
+    release.set()  # now it raises, with nobody there to hear it; the thread ends quietly all the same
+    assert Counter(again.bodies) == Counter(numbered(21))
+
+
+@pytest.mark.parametrize("when", ["while it runs", "afterwards"])
+def test_async_listeners_that_cancel_themselves_leave_workers(orders, when):
+    orders.fill(20)
+    seen = Seen()
+
+    async def listen(message):
+        task = asyncio.current_task()
+        seen(message)
+        if message.reconsume_times == 0 and message.body != b"last":
+            if when == "while it runs":
+                task.cancel()
+            else:
+                asyncio.get_running_loop().call_later(0.01, task.cancel)
+            await asyncio.sleep(0)
+
+    with orders.consuming(listen, consume_threads=2) as (consumer, _):
+        seen.wait_for(20)
+        orders.wait_committed(20)
+        orders.send(b"last")
+        seen.wait(lambda _: b"last" in seen.bodies)
+        assert consumer.state is ConsumerState.RUNNING
+    if when == "while it runs":
+        assert len(orders.events.of("listener-failed")) == 20
+
+
+CHANGES = {
+    "emptied": lambda messages: messages.clear(),
+    "cut": lambda messages: messages.__delitem__(slice(1, None)),
+    "turned round": lambda messages: messages.reverse(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize(
+    "options", [{}, {"orderly": True}, {"orderly": True, "order_by": "sharding_key"}], ids=["any", "queue", "key"]
+)
+def test_a_list_is_its_listener_s_own(orders, options, is_async, change):
+    """What a listener does to it changes nothing of what was consumed."""
+    orders.fill(20)
+    seen = []
+
+    def consume(messages):
+        seen.extend(message.queue_offset for message in messages)
+        change(messages)
+
+    async def consume_async(messages):
+        consume(messages)
+
+    with orders.consuming(consume_async if is_async else consume, listener_batch_size=8, **options):
+        orders.wait_committed(20)
+    assert sorted(seen) == list(range(20))
+
+
+# --- subscribing while running
+
+
+WRONG = [
+    (None, print, "*"), (5, print, "*"), (b"orders", print, "*"), ("", print, "*"), ("a b", print, "*"),
+    ("orders", None, "*"), ("orders", "print", "*"), ("orders", lambda: None, "*"), ("orders", dict, "*"),
+    ("orders", print, None), ("orders", print, 7), ("orders", print, b"*"), ("orders", print, "||"),
+    ("orders", print, sql(" ")),
+]  # fmt: skip
+
+
+def test_what_cannot_be_subscribed_to_changes_nothing(orders, subtests):
+    with orders.consuming() as (consumer, seen):
+        for count, wrong in enumerate(WRONG, 1):
+            with subtests.test(repr(wrong)):
+                with pytest.raises(ConfigError):
+                    consumer.subscribe(*wrong)
+                orders.send(b"x")
+                seen.wait(lambda seen, count=count: len(seen.messages) == count)
+                assert consumer.state is ConsumerState.RUNNING
+
+
+def test_an_expression_that_is_refused_changes_no_subscription(orders, broker):
+    new, other = orders.make(1, "new"), orders.make(1, "other")
+    with orders.consuming() as (consumer, seen):
+        for each in (TOPIC, new):
+            with pytest.raises(BrokerError, match="SQL92"):
+                consumer.subscribe(each, Seen(), sql("price > 5"))
+        orders.fill(3)
+        seen.wait_for(3)
+        orders.send(b"not for us", topic=new)
+        consumer.subscribe(other, Seen())  # after which the group is looked at
+        until(lambda: other in broker.subscriptions(GROUP), "the brokers know of the last one")
+        subscriptions = broker.subscriptions(GROUP)
+        assert subscriptions[TOPIC].expression_type == "TAG"
+        assert new not in subscriptions
+        assert new not in {queue.topic for queue in consumer.progress()}
+
+
+@pytest.mark.parametrize("orderly", [False, True], ids=["any order", "orderly"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["thread", "asyncio"])
+def test_a_listener_that_unsubscribes_its_topic_waits_for_nothing(orders, orderly, is_async):
+    """It would wait for itself; its message counts when it returns."""
+    orders.send(b"m")
+    took_s = []
+    options = {"consume_from": "first", "orderly": orderly}
+
+    def blocking():
+        def handle(message):
+            began = time.monotonic()
+            consumer.unsubscribe(TOPIC)
+            took_s.append(time.monotonic() - began)
+
+        consumer = orders.consumer(handle, **options)
+        with consumer:
+            until(lambda: took_s and QUEUE not in consumer.progress(), "given up")
+
+    async def asynchronous():
+        async def handle(message):
+            began = time.monotonic()
+            await consumer.unsubscribe(TOPIC)
+            took_s.append(time.monotonic() - began)
+
+        consumer = AsyncPushConsumer(GROUP, name_server=orders.cluster.name_server, **options)
+        await consumer.subscribe(TOPIC, handle)
+        async with consumer, asyncio.timeout(WAIT_S):
+            while not took_s or QUEUE in await consumer.progress():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asynchronous()) if is_async else blocking()
+    assert max(took_s) < 0.8, took_s
+    assert orders.committed == {0: 1}

@@ -64,6 +64,7 @@ class Member:
         self.surprises: list[Exception] = []
         self.under_way = self.most_under_way = 0
         self.call_s = 0.0
+        self.retries = Retries(self, self, Counts())  # type: ignore[arg-type]
 
     def broker(self, name: str) -> Any:
         async def send_back(group, message, delay_level, limit, *, on_late):
@@ -107,9 +108,6 @@ class Member:
     def surprised(self, what, error):
         self.surprises.append(error)
 
-    def retries(self) -> Retries:
-        return Retries(self, self, Counts())  # type: ignore[arg-type]
-
     @property
     def kinds_of_calls(self) -> list[str]:
         return [what for _, what, _ in self.calls]
@@ -142,9 +140,17 @@ async def settled(retries: Retries) -> None:
         await asyncio.sleep(0.01)
 
 
+async def sent_back(member: Member, delay_level: int = 0) -> tuple[ProcessQueue, list[Message]]:
+    """Have a message fail, and wait until its way back has ended; returns its window and it."""
+    window, messages = filled()
+    member.retries.add(window, [(messages[0], delay_level)])
+    await settled(member.retries)
+    return window, messages
+
+
 async def test_a_message_the_broker_takes_back_is_finished_here():
     member = Member()
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     retries.add(window, [(messages[0], 0)])
     assert window.unfinished()[0] == 1, "not before it is there"
     await settled(retries)
@@ -155,9 +161,7 @@ async def test_a_message_the_broker_takes_back_is_finished_here():
 
 async def test_a_busy_broker_is_asked_again_after_a_pause():
     member = Member(BUSY, BUSY, None)
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    window, messages = await sent_back(member)
     times = [at for at, _, _ in member.calls]
     assert member.kinds_of_calls == ["send_back"] * 3
     assert times[1] - times[0] < times[2] - times[1]
@@ -167,9 +171,7 @@ async def test_a_busy_broker_is_asked_again_after_a_pause():
 @pytest.mark.parametrize("trouble", [REFUSED, AWAY, BUSY], ids=str)
 async def test_a_message_that_cannot_be_taken_back_is_sent_as_a_new_one(trouble):
     member = Member(trouble)
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    window, messages = await sent_back(member)
     assert window.commit_offset() == 1
     ((header, body),) = member.sent
     properties = decode_properties(header.properties)
@@ -184,18 +186,14 @@ async def test_a_message_that_cannot_be_taken_back_is_sent_as_a_new_one(trouble)
 @pytest.mark.parametrize(("delay_level", "delay", "limit"), [(7, "7", 16), (0, "5", 16), (-1, "5", 0)])
 async def test_the_level_asked_for_goes_with_it(delay_level, delay, limit):
     member = Member(REFUSED)
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], delay_level)])
-    await settled(retries)
+    window, messages = await sent_back(member, delay_level)
     ((header, _),) = member.sent
     assert (decode_properties(header.properties)["DELAY"], header.max_reconsume_times) == (delay, limit)
 
 
 async def test_another_broker_is_tried():
     member = Member(REFUSED, sends=[BUSY, None])
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    window, messages = await sent_back(member)
     assert {name for _, what, name in member.calls if what == "send"} == {"a", "b"}
     assert window.commit_offset() == 1
 
@@ -208,9 +206,7 @@ async def test_another_broker_is_tried():
 async def test_a_message_nobody_takes_stays_unfinished_and_is_tried_here_again(found):
     member = Member(AWAY)
     member.found = found
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    window, messages = await sent_back(member)
     assert window.commit_offset() == 0
     assert member.told == [EventKind.SEND_BACK_FAILED]
     assert member.delivered == []
@@ -224,7 +220,7 @@ async def test_a_message_nobody_takes_stays_unfinished_and_is_tried_here_again(f
 @pytest.mark.parametrize("trouble", [REFUSED, SILENT], ids=["refused", "unanswered"])
 async def test_a_message_that_fails_here_again_at_once_is_not_forgotten(trouble):
     member = Member(trouble, trouble, trouble, None, sends=[REFUSED, REFUSED, REFUSED, REFUSED, None])
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
     retries.add(window, [(messages[0], 0)])
     await asyncio.sleep(100)
@@ -235,9 +231,7 @@ async def test_a_message_that_fails_here_again_at_once_is_not_forgotten(trouble)
 @pytest.mark.parametrize("trouble", [SILENT, LOST], ids=["silent", "lost"])
 async def test_what_may_have_been_done_is_not_done_again_in_another_form(trouble):
     member = Member(trouble)
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    window, messages = await sent_back(member)
     assert member.kinds_of_calls == ["send_back"]
     assert member.told == [EventKind.SEND_BACK_FAILED]
     assert window.commit_offset() == 0
@@ -246,16 +240,14 @@ async def test_what_may_have_been_done_is_not_done_again_in_another_form(trouble
 @pytest.mark.parametrize("trouble", [SILENT, LOST], ids=["silent", "lost"])
 async def test_a_new_message_that_may_be_stored_is_not_sent_to_another_broker(trouble):
     member = Member(REFUSED, sends=[trouble])
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    window, messages = await sent_back(member)
     assert member.kinds_of_calls == ["send_back", "send"]
     assert window.commit_offset() == 0
 
 
 async def test_each_try_that_is_not_answered_is_followed_by_a_longer_pause():
     member = Member(SILENT)
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
     retries.add(window, [(messages[0], 0)])
     await asyncio.sleep(2000)
@@ -266,9 +258,7 @@ async def test_each_try_that_is_not_answered_is_followed_by_a_longer_pause():
 
 async def test_a_late_answer_counts():
     member = Member(SILENT)
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    window, messages = await sent_back(member)
     member.late[0]()
     assert window.commit_offset() == 1
     assert member.told == [EventKind.SEND_BACK_FAILED, EventKind.MESSAGE_SENT_BACK]
@@ -298,7 +288,7 @@ def copies_of(message: Message, offsets: range, failures: int = 1) -> tuple[Proc
 async def test_of_several_copies_of_a_message_one_is_sent_back_for_all():
     """They show that the send-backs nobody answered were executed: else each would make copies of its own."""
     member = Member(SILENT)
-    retries, (window, messages) = member.retries(), filled(2)
+    retries, (window, messages) = member.retries, filled(2)
     retries.add(window, [(messages[0], 0)])
     await settled(retries)
     other, copies = copies_of(messages[0], range(3))
@@ -318,11 +308,9 @@ async def test_of_several_copies_of_a_message_one_is_sent_back_for_all():
 
 async def test_a_copy_does_not_wait_any_longer_than_for_the_answer():
     member = Member(SILENT, None)
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    window, messages = await sent_back(member)
     other, copies = copies_of(messages[0], range(1))
-    retries.add(other, [(copies[0], 0)])
+    member.retries.add(other, [(copies[0], 0)])
     await asyncio.sleep(1)
     member.late[0]()
     await asyncio.sleep(0.1)
@@ -331,7 +319,7 @@ async def test_a_copy_does_not_wait_any_longer_than_for_the_answer():
 
 async def test_an_older_copy_gives_way_to_one_that_is_further():
     member = Member(SILENT)
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     other, copies = copies_of(messages[0], range(1))
     retries.add(other, [(copies[0], 0)])
     await settled(retries)
@@ -342,7 +330,7 @@ async def test_an_older_copy_gives_way_to_one_that_is_further():
 
 async def test_a_copy_in_a_queue_that_was_given_up_stands_for_nothing():
     member = Member(SILENT)
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     other, copies = copies_of(messages[0], range(1))
     retries.add(other, [(copies[0], 0)])
     await settled(retries)
@@ -361,7 +349,7 @@ async def test_messages_that_only_look_alike_are_sent_back_each():
     data = b"".join(encode_message(StoredMessage(queue_offset=offset, **record)) for offset in range(3))
     messages = decode_messages(data, QUEUE)
     window.put(messages, 3, len(data))
-    retries = member.retries()
+    retries = member.retries
     retries.add(window, [(message, 0) for message in messages])
     await settled(retries)
     assert len(member.calls) == 3
@@ -370,7 +358,7 @@ async def test_messages_that_only_look_alike_are_sent_back_each():
 
 async def test_a_message_whose_call_still_runs_is_not_given_to_its_listener_once_more():
     member = Member(REFUSED, sends=[REFUSED])
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     retries.add(window, [(messages[0], 3)], running=True)
     await asyncio.sleep(3 * LOCAL_RETRY_S)
     assert member.kinds_of_calls.count("send_back") == 3
@@ -383,7 +371,7 @@ async def test_a_message_whose_call_still_runs_is_not_given_to_its_listener_once
 async def test_a_send_back_that_is_answered_after_its_queue_was_dropped_counts_until_the_end():
     member = Member()
     member.call_s = 1.0
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     retries.add(window, [(messages[0], 0)])
     await asyncio.sleep(0.5)
     window.drop()
@@ -406,7 +394,7 @@ async def test_a_send_back_that_is_answered_after_its_queue_was_dropped_counts_u
 async def test_what_goes_to_the_dead_letters_is_told_as_given_up(delay_level, failures, limit, kind, refused):
     member = Member(REFUSED if refused else None)
     member.config.most_attempts = limit
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     assert messages[0].reconsume_times == failures
     retries.add(window, [(messages[0], delay_level)])
     await settled(retries)
@@ -416,7 +404,7 @@ async def test_what_goes_to_the_dead_letters_is_told_as_given_up(delay_level, fa
 async def test_attempts_made_here_do_not_count_for_the_broker():
     member = Member(AWAY, None, sends=[AWAY])
     member.config.most_attempts = 3
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
     retries.add(window, [(messages[0], 0)])
     await asyncio.sleep(10)
@@ -425,7 +413,7 @@ async def test_attempts_made_here_do_not_count_for_the_broker():
 
 async def test_giving_up_waits_longer_each_time_it_is_not_answered():
     member = Member(SILENT, SILENT, REFUSED, SILENT, None, sends=[REFUSED])
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     pauses = [await retries.give_up(window, messages[0]) for _ in range(5)]
     assert pauses == [1, 2, 1, 4, 0]
     assert window.commit_offset() == 1
@@ -434,7 +422,7 @@ async def test_giving_up_waits_longer_each_time_it_is_not_answered():
 
 async def test_a_late_answer_to_giving_up_counts():
     member = Member(SILENT)
-    retries, (window, messages) = member.retries(), filled()
+    retries, (window, messages) = member.retries, filled()
     assert await retries.give_up(window, messages[0]) == 1
     member.late[0]()
     assert await retries.give_up(window, messages[0]) == 0
@@ -443,7 +431,7 @@ async def test_a_late_answer_to_giving_up_counts():
 
 async def test_what_ended_meanwhile_is_not_tried_here_again():
     member = Member(REFUSED, sends=[REFUSED])
-    retries = member.retries()
+    retries = member.retries
     consumed, (one,) = filled()
     lost, (other,) = filled()
     retries.add(consumed, [(one, 0)])
@@ -457,7 +445,7 @@ async def test_what_ended_meanwhile_is_not_tried_here_again():
 
 async def test_what_is_finished_or_given_up_already_is_not_sent_back():
     member = Member()
-    retries = member.retries()
+    retries = member.retries
     window, messages = filled(2)
     window.ack(messages[:1])
     retries.add(window, [(messages[0], 0)])
@@ -470,7 +458,7 @@ async def test_what_is_finished_or_given_up_already_is_not_sent_back():
 async def test_not_all_go_at_once():
     member = Member()
     member.call_s = 1.0
-    retries, (window, messages) = member.retries(), filled(3 * AT_ONCE)
+    retries, (window, messages) = member.retries, filled(3 * AT_ONCE)
     retries.add(window, [(message, 0) for message in messages])
     await settled(retries)
     assert member.most_under_way == AT_ONCE
@@ -480,7 +468,7 @@ async def test_not_all_go_at_once():
 async def test_a_broker_that_does_not_answer_delays_no_other():
     member = Member()
     member.call_s = 3600.0
-    retries, (window, messages) = member.retries(), filled(2 * AT_ONCE)
+    retries, (window, messages) = member.retries, filled(2 * AT_ONCE)
     retries.add(window, [(message, 0) for message in messages])
     await asyncio.sleep(1)
     member.call_s = 0.1
@@ -495,7 +483,7 @@ async def test_a_broker_that_does_not_answer_delays_no_other():
 async def test_cancelled_they_stay_unfinished():
     member = Member()
     member.call_s = 3600.0
-    retries, (window, messages) = member.retries(), filled(3)
+    retries, (window, messages) = member.retries, filled(3)
     retries.add(window, [(message, 0) for message in messages])
     await asyncio.sleep(1)
     retries.cancel()
@@ -506,9 +494,7 @@ async def test_cancelled_they_stay_unfinished():
 
 async def test_a_broadcasting_group_gives_the_message_up_and_says_so():
     member = Member(broadcasting=True)
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    window, messages = await sent_back(member)
     assert window.commit_offset() == 1
     assert member.calls == []
     assert member.told == [EventKind.MESSAGE_GIVEN_UP]
@@ -516,8 +502,6 @@ async def test_a_broadcasting_group_gives_the_message_up_and_says_so():
 
 async def test_a_bug_is_a_surprise():
     member = Member(ZeroDivisionError())
-    retries, (window, messages) = member.retries(), filled()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    window, messages = await sent_back(member)
     assert [type(error) for error in member.surprises] == [ZeroDivisionError]
     assert window.commit_offset() == 0
