@@ -10,6 +10,7 @@ from pyrocket_consumer.cluster.answers import LARGE_BODY_BYTES, check_answer, re
 from pyrocket_consumer.errors import BrokerError, FlowControl, PermissionDenied, ProtocolError
 from pyrocket_consumer.wire.bodies import decode_lock_answer
 from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.for_each import for_each
 
 ACL_1_REMARK = "org.apache.rocketmq.acl.common.AclException: No accessKey is configured, AclClientRPCHook.java:42"
 
@@ -19,8 +20,8 @@ def test_an_accepted_code_is_no_error():
     assert check_answer(answer, "10.0.0.1:10911", accept=(0, 22)) is answer
 
 
-@pytest.mark.parametrize(
-    ("code", "remark", "kind", "retryable"),
+@for_each(
+    "code, remark, kind, retryable",
     [
         (16, "User:u has no permission to access Topic:T", PermissionDenied, False),
         (1, ACL_1_REMARK, PermissionDenied, False),
@@ -41,7 +42,7 @@ def test_other_codes_say_what_went_wrong_and_where(code, remark, kind, retryable
     assert remark in str(error)
 
 
-@pytest.mark.parametrize("size", [0, 1, LARGE_BODY_BYTES, LARGE_BODY_BYTES + 1])
+@for_each("size", [0, 1, LARGE_BODY_BYTES, LARGE_BODY_BYTES + 1])
 def test_only_a_large_body_is_read_by_another_thread(size):
     async def reader():
         return await read_body(lambda body: (len(body), threading.get_ident()), b"x" * size)
@@ -51,7 +52,7 @@ def test_only_a_large_body_is_read_by_another_thread(size):
     assert (thread != threading.get_ident()) == (size > LARGE_BODY_BYTES)
 
 
-@pytest.mark.parametrize("size", [1, LARGE_BODY_BYTES + 1])
+@for_each("size", [1, LARGE_BODY_BYTES + 1])
 def test_what_is_no_such_body_is_an_error_for_whoever_asked(size):
     with pytest.raises(ProtocolError, match="lock answer"):
         asyncio.run(read_body(decode_lock_answer, b"[%b]" % (b" " * size)))

@@ -3,10 +3,9 @@
 import os
 import re
 
-import pytest
-
 from pyrocket_consumer.cluster.client_id import choose_ip, local_ip, make_client_id
 from pyrocket_consumer.config import ClientConfig
+from tests.for_each import for_each
 
 
 def config(**options):
@@ -23,7 +22,7 @@ def test_a_broadcasting_consumer_has_the_same_id_after_a_restart():
     assert make_client_id(config(), broadcasting=True) == "10.0.0.9@DEFAULT"
 
 
-@pytest.mark.parametrize("broadcasting", [True, False])
+@for_each("broadcasting", [True, False])
 def test_an_instance_name_is_kept(broadcasting):
     assert make_client_id(config(instance_name="worker-3"), broadcasting) == "10.0.0.9@worker-3"
 
@@ -32,8 +31,8 @@ def test_a_unit_name_comes_last():
     assert make_client_id(config(instance_name="i", unit_name="unit-1")) == "10.0.0.9@i@unit-1"
 
 
-@pytest.mark.parametrize(
-    ("addresses", "chosen"),
+@for_each(
+    "addresses, chosen",
     [
         (["127.0.0.1", "10.1.2.3"], "10.1.2.3"),
         (["192.168.1.2", "10.1.2.3"], "10.1.2.3"),

@@ -1,8 +1,7 @@
 """Names as the brokers of a namespace know them."""
 
-import pytest
-
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from tests.for_each import for_each
 
 WRAPPED = [
     ("T", "ns%T"),
@@ -12,20 +11,18 @@ WRAPPED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "wrapped"), WRAPPED)
+@for_each("name, wrapped", WRAPPED)
 def test_a_name_gets_the_namespace_in_front_and_loses_it_again(name, wrapped):
     assert wrap("ns", name) == wrapped
     assert unwrap("ns", wrapped) == name
 
 
-@pytest.mark.parametrize(
-    "name", ["ns%T", "%RETRY%ns%G", "TBW102", "RMQ_SYS_TRACE_TOPIC", "rmq_sys_wheel", "CID_RMQ_SYS_X"]
-)
+@for_each("name", ["ns%T", "%RETRY%ns%G", "TBW102", "RMQ_SYS_TRACE_TOPIC", "rmq_sys_wheel", "CID_RMQ_SYS_X"])
 def test_wrapped_names_and_the_systems_own_are_unchanged(name):
     assert wrap("ns", name) == name
 
 
-@pytest.mark.parametrize("namespace", [None, ""])
+@for_each("namespace", [None, ""])
 def test_without_a_namespace_nothing_changes(namespace):
     assert wrap(namespace, "T") == unwrap(namespace, "T") == "T"
     assert unwrap(namespace, "other%T") == "other%T"

@@ -12,6 +12,7 @@ from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.for_each import for_each
 
 AT = datetime(2026, 11, 21, 8, tzinfo=UTC)
 QUEUE = MessageQueue("T", "broker-a", 0)
@@ -34,8 +35,8 @@ def ask(client, place, queues=QUEUES):
     return client.run(offsets_at(client, place, queues, groups=(TOOLS_GROUP,)), 30)
 
 
-@pytest.mark.parametrize(
-    ("to", "means"),
+@for_each(
+    "to, means",
     [
         ("first", "first"),
         ("earliest", "first"),
@@ -51,8 +52,8 @@ def test_what_is_taken_for_a_place(to, means):
     assert check_to(to) == means
 
 
-@pytest.mark.parametrize(
-    ("to", "reason"),
+@for_each(
+    "to, reason",
     [
         ("yesterday", "to='yesterday' is not allowed; use 'first' or 'earliest', 'last' or 'latest', a time with its"),
         ("", "or {queue: offset}"),

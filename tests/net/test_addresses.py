@@ -17,6 +17,7 @@ from pyrocket_consumer.text import MOST_OF_A_LINE
 from pyrocket_consumer.wire.bodies import decode_cluster_info, decode_route, encode_cluster_info, encode_route
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, consuming
+from tests.for_each import for_each
 
 
 @pytest.fixture
@@ -84,6 +85,7 @@ def addresses_of(cluster) -> list[str]:
     return [broker.address for broker in cluster.brokers]
 
 
+@pytest.mark.live
 def test_a_consumer_goes_only_where_it_may_and_says_so_once(cluster, elsewhere):
     for number in range(20):
         cluster.send("orders", b"%d" % number)
@@ -101,6 +103,7 @@ def test_a_consumer_goes_only_where_it_may_and_says_so_once(cluster, elsewhere):
         assert consumer.state.value == "running"
 
 
+@pytest.mark.live
 def test_a_consumer_goes_on_when_the_route_is_right_again(cluster, elsewhere):
     cluster.send("orders", b"one", broker_name="broker-a", queue_id=0)
     events = Events()
@@ -128,7 +131,7 @@ REAL = {"[::1]:1", "a..b:10911"}  # addresses, at which nobody is
 
 
 @pytest.mark.parametrize("address", ABSURD.values(), ids=ABSURD)
-def test_an_address_that_is_none_is_trouble_with_that_broker_alone(cluster, address, caplog):
+def test_an_invalid_address_affects_that_broker_alone(cluster, address, caplog):
     caplog.set_level(logging.DEBUG)
     for number in range(20):
         cluster.send("orders", b"%d" % number)
@@ -143,7 +146,8 @@ def test_an_address_that_is_none_is_trouble_with_that_broker_alone(cluster, addr
         assert record.name.startswith("asyncio") or len(record.getMessage()) < 2 * MOST_OF_A_LINE
 
 
-def test_a_producer_and_an_admin_say_which_address_which_option_and_what_to_do(cluster, elsewhere):
+@pytest.mark.live
+def test_producer_and_admin_name_address_option_and_remedy(cluster, elsewhere):
     allowed = {"allowed_addresses": ["10.0.0.0/8", "broker-a:10911"]}
     with Producer(name_server=cluster.name_server, **allowed) as producer, pytest.raises(SendError) as raised:
         producer.send("orders", b"one")
@@ -173,8 +177,8 @@ def test_a_producer_of_a_loop_does_so_too(cluster):
         asyncio.run(send())
 
 
-@pytest.mark.parametrize(
-    ("allowed", "address", "may"),
+@for_each(
+    "allowed, address, may",
     [
         (["10.0.0.0/8"], "10.1.2.3:10911", True),
         (["10.0.0.0/8"], "11.1.2.3:10911", False),
