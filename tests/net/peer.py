@@ -5,38 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from pyrocket_consumer.net.connection import Connection
 from pyrocket_consumer.net.connections import Connections
 from pyrocket_consumer.wire.frame import RemotingCommand, decode_command, encode_command
-
-PATIENCE_S = 60.0
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    """Run a scenario on a loop of its own; what the loop could not hand to anybody fails the test."""
-
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
-        async with asyncio.timeout(PATIENCE_S):
-            await scenario
-
-    unhandled: list[dict[str, Any]] = []
-    asyncio.run(main())
-    assert unhandled == []
-
-
-def run_on_time(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a scenario that looks at the time it takes: a busy machine may delay it, but not three times in a row."""
-    for _ in range(2):
-        try:
-            return run(scenario())
-        except AssertionError:
-            pass
-    run(scenario())
 
 
 class Peer:

@@ -10,169 +10,134 @@ import pytest
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
 from pyrocket_consumer.net.connection import MOST_OVERDUE
 from pyrocket_consumer.wire.frame import MAX_FRAME_BYTES, RemotingCommand, encode_command
-from tests.net.peer import Lost, connected, run, until
+from tests.net.peer import Lost, connected, until
 
 
 def command(code: int = 11, **fields: str) -> RemotingCommand:
     return RemotingCommand(code, fields)
 
 
-def test_a_call_gets_its_answer_whatever_the_code():
-    async def scenario():
-        async with connected() as (connection, peer):
-            for code in (0, 1, 21, 999):
-                answer = connection.call(command(), 30)
-                peer.answer(await peer.next(), code, b"body")
-                assert ((await answer).code, (await answer).body) == (code, b"body")
-
-    run(scenario())
+async def test_a_call_gets_its_answer_whatever_the_code(connection, peer):
+    for code in (0, 1, 21, 999):
+        answer = connection.call(command(), 30)
+        peer.answer(await peer.next(), code, b"body")
+        assert ((await answer).code, (await answer).body) == (code, b"body")
 
 
-def test_many_calls_at_once_are_answered_in_any_order():
-    async def scenario():
-        async with connected() as (connection, peer):
-            answers = [connection.call(command(n=str(number)), 5) for number in range(500)]
-            asked = [await peer.next() for _ in answers]
-            for each in reversed(asked):
-                peer.answer(each, body=each.fields["n"].encode())
-            bodies = [(await answer).body for answer in answers]
-            assert bodies == [b"%d" % number for number in range(500)]
-            assert connection.waiting == 0
-
-    run(scenario())
+async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
+    answers = [connection.call(command(n=str(number)), 5) for number in range(500)]
+    asked = [await peer.next() for _ in answers]
+    for each in reversed(asked):
+        peer.answer(each, body=each.fields["n"].encode())
+    bodies = [(await answer).body for answer in answers]
+    assert bodies == [b"%d" % number for number in range(500)]
+    assert connection.waiting == 0
 
 
-def test_requests_sent_together_get_each_its_answer_or_the_error_in_its_place():
-    async def scenario():
-        async with connected() as (connection, peer):
-            answers = connection.call_each([command(n=str(number)) for number in range(3)], 5)
-            asked = [await peer.next() for _ in range(3)]
-            peer.answer(asked[2], body=b"third")
-            peer.answer(asked[0], 21, body=b"first")
-            await until(lambda: connection.waiting == 1)
-            peer.reset()
-            first, second, third = await answers
-            assert (first.code, first.body, third.body) == (21, b"first", b"third")
-            assert isinstance(second, ConnectionLost)
-            assert all(isinstance(each, ConnectionLost) for each in await connection.call_each([command()] * 2, 5))
-            assert await connection.call_each([], 5) == []
-
-    run(scenario())
+@pytest.mark.live
+async def test_requests_sent_together_get_an_answer_or_error_each(connection, peer):
+    answers = connection.call_each([command(n=str(number)) for number in range(3)], 5)
+    asked = [await peer.next() for _ in range(3)]
+    peer.answer(asked[2], body=b"third")
+    peer.answer(asked[0], 21, body=b"first")
+    await until(lambda: connection.waiting == 1)
+    peer.reset()
+    first, second, third = await answers
+    assert (first.code, first.body, third.body) == (21, b"first", b"third")
+    assert isinstance(second, ConnectionLost)
+    assert all(isinstance(each, ConnectionLost) for each in await connection.call_each([command()] * 2, 5))
+    assert await connection.call_each([], 5) == []
 
 
-def test_requests_sent_together_end_at_their_deadline():
-    async def scenario():
-        async with connected() as (connection, peer):
-            answers = connection.call_each([command(11), command(12)], 0.05)
-            peer.answer(await peer.next(), body=b"in time")
-            first, second = await answers
-            assert (first.body, type(second)) == (b"in time", RequestTimeout)
-            given_up = connection.call_each([command(), command()], 5)
-            given_up.cancel()
-            await peer.next()
-            for _ in range(2):
-                peer.answer(await peer.next())
-            await until(lambda: connection.waiting == 0)
-
-    run(scenario())
+async def test_requests_sent_together_end_at_their_deadline(connection, peer):
+    answers = connection.call_each([command(11), command(12)], 0.05)
+    peer.answer(await peer.next(), body=b"in time")
+    first, second = await answers
+    assert (first.body, type(second)) == (b"in time", RequestTimeout)
+    given_up = connection.call_each([command(), command()], 5)
+    given_up.cancel()
+    await peer.next()
+    for _ in range(2):
+        peer.answer(await peer.next())
+    await until(lambda: connection.waiting == 0)
 
 
-def test_answers_nobody_waits_for_are_ignored():
-    async def scenario():
-        async with connected() as (connection, peer):
-            for stray in (0, -1, 12345, 2**31 - 1):
-                peer.send(encode_command(RemotingCommand(0, flag=1, opaque=stray, body=b"stray")))
-            first = connection.call(command(), 30)
-            asked = await peer.next()
-            peer.answer(asked, body=b"first")
-            peer.answer(asked, body=b"again")
-            second = connection.call(command(), 30)
-            peer.answer(await peer.next(), body=b"second")
-            assert ((await first).body, (await second).body) == (b"first", b"second")
-
-    run(scenario())
+async def test_answers_nobody_waits_for_are_ignored(connection, peer):
+    for stray in (0, -1, 12345, 2**31 - 1):
+        peer.send(encode_command(RemotingCommand(0, flag=1, opaque=stray, body=b"stray")))
+    first = connection.call(command(), 30)
+    asked = await peer.next()
+    peer.answer(asked, body=b"first")
+    peer.answer(asked, body=b"again")
+    second = connection.call(command(), 30)
+    peer.answer(await peer.next(), body=b"second")
+    assert ((await first).body, (await second).body) == (b"first", b"second")
 
 
-def test_a_late_answer_is_ignored_and_the_connection_goes_on():
-    async def scenario():
-        async with connected() as (connection, peer):
-            with pytest.raises(RequestTimeout, match="PULL_MESSAGE was not answered by 127.0.0.1:.* within 0.05 s"):
-                await connection.call(command(11), 0.05)
-            peer.answer(await peer.next(), body=b"late")
-            answer = connection.call(command(), 30)
-            peer.answer(await peer.next(), body=b"new")
-            assert (await answer).body == b"new"
-
-    run(scenario())
+async def test_a_late_answer_is_ignored_and_the_connection_goes_on(connection, peer):
+    with pytest.raises(RequestTimeout, match="PULL_MESSAGE was not answered by 127.0.0.1:.* within 0.05 s"):
+        await connection.call(command(11), 0.05)
+    peer.answer(await peer.next(), body=b"late")
+    answer = connection.call(command(), 30)
+    peer.answer(await peer.next(), body=b"new")
+    assert (await answer).body == b"new"
 
 
-def test_a_late_answer_reaches_whoever_asked_for_it_once():
-    async def scenario():
-        async with connected() as (connection, peer):
-            told: list[object] = []
-            late: list[bytes] = []
+async def test_a_late_answer_reaches_whoever_asked_for_it_once(connection, peer):
+    told: list[object] = []
+    late: list[bytes] = []
 
-            def send(on_late=None) -> None:
-                connection.send(
-                    lambda opaque: connection.encode(command(), opaque), told.append, 0.02,
-                    on_late=on_late and (lambda answer: late.append(answer.body)),
-                )
+    def send(on_late=None) -> None:
+        connection.send(
+            lambda opaque: connection.encode(command(), opaque), told.append, 0.02,
+            on_late=on_late and (lambda answer: late.append(answer.body)),
+        )
 
-            send(on_late=True)
-            send()
-            send(on_late=True)
-            asked = [await peer.next() for _ in range(3)]
-            await until(lambda: len(told) == 3)
-            assert {type(each) for each in told} == {RequestTimeout}
-            for each in (asked[0], asked[0], asked[1]):
-                peer.answer(each, body=b"late")
-            await until(lambda: late)
-            answer = connection.call(command(), 30)
-            peer.answer(await peer.next(), body=b"new")
-            assert (await answer).body == b"new"
-            assert (late, len(told)) == ([b"late"], 3)
-
-    run(scenario())
+    send(on_late=True)
+    send()
+    send(on_late=True)
+    asked = [await peer.next() for _ in range(3)]
+    await until(lambda: len(told) == 3)
+    assert {type(each) for each in told} == {RequestTimeout}
+    for each in (asked[0], asked[0], asked[1]):
+        peer.answer(each, body=b"late")
+    await until(lambda: late)
+    answer = connection.call(command(), 30)
+    peer.answer(await peer.next(), body=b"new")
+    assert (await answer).body == b"new"
+    assert (late, len(told)) == ([b"late"], 3)
 
 
-def test_answers_that_never_come_are_not_remembered_without_end():
-    async def scenario():
-        async with connected() as (connection, peer):
-            late: list[bytes] = []
-            for _ in range(MOST_OVERDUE + 1):
-                connection.send(
-                    lambda opaque: connection.encode(command(), opaque), lambda answer: None, 0.001,
-                    on_late=lambda answer: late.append(answer.body),
-                )
-            asked = [await peer.next() for _ in range(MOST_OVERDUE + 1)]
-            await until(lambda: connection.waiting == 0)
-            peer.answer(asked[0], body=b"oldest")
-            peer.answer(asked[1], body=b"next")
-            await until(lambda: late)
-            assert late == [b"next"]
-
-    run(scenario())
+async def test_answers_that_never_come_are_not_remembered_without_end(connection, peer):
+    late: list[bytes] = []
+    for _ in range(MOST_OVERDUE + 1):
+        connection.send(
+            lambda opaque: connection.encode(command(), opaque), lambda answer: None, 0.001,
+            on_late=lambda answer: late.append(answer.body),
+        )
+    asked = [await peer.next() for _ in range(MOST_OVERDUE + 1)]
+    await until(lambda: connection.waiting == 0)
+    peer.answer(asked[0], body=b"oldest")
+    peer.answer(asked[1], body=b"next")
+    await until(lambda: late)
+    assert late == [b"next"]
 
 
-def test_a_server_that_is_silent_for_ever_ends_each_call_at_its_own_deadline():
-    async def scenario():
-        async with connected() as (connection, _):
-            began = asyncio.get_running_loop().time()
-            ended: list[float] = []
+async def test_without_answers_each_call_ends_at_its_own_deadline(connection):
+    began = asyncio.get_running_loop().time()
+    ended: list[float] = []
 
-            async def call(timeout_s: float) -> None:
-                with pytest.raises(RequestTimeout):
-                    await connection.call(command(), timeout_s)
-                ended.append(timeout_s)
-                late = asyncio.get_running_loop().time() - began - timeout_s
-                assert -0.001 <= late < 0.5
+    async def call(timeout_s: float) -> None:
+        with pytest.raises(RequestTimeout):
+            await connection.call(command(), timeout_s)
+        ended.append(timeout_s)
+        late = asyncio.get_running_loop().time() - began - timeout_s
+        assert -0.001 <= late < 0.5
 
-            await asyncio.gather(*(call(timeout_s) for timeout_s in (0.4, 0.1, 0.3, 0.2, 0.001)))
-            assert ended == sorted(ended)
-            assert connection.waiting == 0
-            assert not connection.closed, "whether that means anything is for others to judge"
-
-    run(scenario())
+    await asyncio.gather(*(call(timeout_s) for timeout_s in (0.4, 0.1, 0.3, 0.2, 0.001)))
+    assert ended == sorted(ended)
+    assert connection.waiting == 0
+    assert not connection.closed, "whether that means anything is for others to judge"
 
 
 def frame(length: int, word: int, rest: bytes = b"") -> bytes:
@@ -183,21 +148,17 @@ def headed(header: bytes, header_type: int = 0) -> bytes:
     return frame(4 + len(header), header_type << 24 | len(header), header)
 
 
-def test_what_is_sent_when_a_call_has_ended_does_not_put_off_the_deadlines_of_others():
-    async def scenario():
-        async with connected() as (connection, _):
-            loop, ended = asyncio.get_running_loop(), []
+async def test_a_request_from_a_callback_delays_no_other_deadline(connection):
+    loop, ended = asyncio.get_running_loop(), []
 
-            def send(timeout_s: float, on_answer) -> None:
-                connection.send(lambda opaque: connection.encode(command(), opaque), on_answer, timeout_s)
+    def send(timeout_s: float, on_answer) -> None:
+        connection.send(lambda opaque: connection.encode(command(), opaque), on_answer, timeout_s)
 
-            began = loop.time()
-            send(0.05, lambda answer: send(20, lambda answer: None))
-            send(0.5, lambda answer: ended.append(loop.time() - began))
-            await until(lambda: ended)
-            assert 0.5 <= ended[0] < 10
-
-    run(scenario())
+    began = loop.time()
+    send(0.05, lambda answer: send(20, lambda answer: None))
+    send(0.5, lambda answer: ended.append(loop.time() - began))
+    await until(lambda: ended)
+    assert 0.5 <= ended[0] < 10
 
 
 BAD_FRAMES = {
@@ -222,478 +183,395 @@ BAD_FRAMES = {
 
 
 @pytest.mark.parametrize("what", BAD_FRAMES)
-def test_bytes_that_are_no_frame_end_the_connection_and_every_call_with_the_same_error(what):
-    async def scenario():
-        lost = Lost()
-        async with connected(on_lost=lost) as (connection, peer):
-            calls = [connection.call(command(), 30) for _ in range(3)]
-            await peer.next()
-            peer.send(BAD_FRAMES[what])
-            errors = await asyncio.gather(*calls, return_exceptions=True)
-            assert isinstance(errors[0], ProtocolError)
-            assert errors == [errors[0]] * 3
-            assert connection.closed
-            assert len(lost.reasons) == 1
-            assert "bad frame" in lost.reasons[0]
-            await peer.rest()
-            with pytest.raises(ConnectionLost, match="bad frame"):
-                await connection.call(command(), 30)
-
-    run(scenario())
+async def test_bytes_that_are_no_frame_end_connection_and_calls(what):
+    lost = Lost()
+    async with connected(on_lost=lost) as (connection, peer):
+        calls = [connection.call(command(), 30) for _ in range(3)]
+        await peer.next()
+        peer.send(BAD_FRAMES[what])
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(errors[0], ProtocolError)
+        assert errors == [errors[0]] * 3
+        assert connection.closed
+        assert len(lost.reasons) == 1
+        assert "bad frame" in lost.reasons[0]
+        await peer.rest()
+        with pytest.raises(ConnectionLost, match="bad frame"):
+            await connection.call(command(), 30)
 
 
 @pytest.mark.parametrize("max_frame_bytes", [64 * 1024, 20 << 20])
-def test_frames_are_as_large_as_they_may_be(max_frame_bytes):
-    async def scenario():
-        async with connected(max_frame_bytes=max_frame_bytes) as (connection, peer):
-            body = b"x" * (max_frame_bytes - 1000)
-            call = connection.call(command(), 30)
-            asked = await peer.next()
-            peer.send(encode_command(asked.answer(body=body), max_frame_bytes=max_frame_bytes))
-            assert (await call).body == body
-            with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
-                connection.call(RemotingCommand(10, body=b"x" * max_frame_bytes), 30)
-            call = connection.call(command(), 30)
-            await peer.next()
-            peer.send(frame(max_frame_bytes, 10))
-            with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
-                await call
-            assert connection.closed
-
-    run(scenario())
-
-
-def test_an_answer_cut_anywhere_is_a_lost_connection():
-    async def scenario():
-        async with connected() as (_, peer):
-            whole = len(encode_command(RemotingCommand(0, {"offset": "5"}, b"body", 1, 1)))
-        for cut in range(whole):
-            lost = Lost()
-            async with connected(on_lost=lost) as (connection, peer):
-                call = connection.call(command(), 30)
-                asked = await peer.next()
-                peer.send(encode_command(asked.answer(0, None, {"offset": "5"}, b"body"))[:cut])
-                peer.close()
-                with pytest.raises(ConnectionLost, match="closed by the server"):
-                    await call
-                assert len(lost.reasons) == 1
-
-    run(scenario())
-
-
-def test_a_reset_connection_says_so():
-    async def scenario():
-        async with connected() as (connection, peer):
-            call = connection.call(command(), 30)
-            await peer.next()
-            peer.reset()
-            with pytest.raises(ConnectionLost, match="(?i)reset"):
-                await call
-
-    run(scenario())
-
-
-def test_answers_may_come_byte_by_byte():
-    async def scenario():
-        async with connected() as (connection, peer):
-            calls = [connection.call(command(), 30) for _ in range(3)]
-            asked = [await peer.next() for _ in calls]
-            await peer.send_slowly(b"".join(encode_command(each.answer(body=b"x" * 40)) for each in asked))
-            assert [(await call).body for call in calls] == [b"x" * 40] * 3
-
-    run(scenario())
-
-
-def test_large_answers_and_small_ones():
-    async def scenario():
-        async with connected() as (connection, peer):
-            for size in (5 * 1024 * 1024, 1, 0, 300_000, MAX_FRAME_BYTES - 1000, 7):
-                call = connection.call(command(), 10)
-                peer.answer(await peer.next(), body=b"z" * size)
-                assert (await call).body == b"z" * size
-
-    run(scenario())
-
-
-def test_a_request_no_server_would_take_is_refused_and_nothing_of_it_is_sent():
-    async def scenario():
-        async with connected() as (connection, peer):
-            with pytest.raises(ProtocolError, match="at most max_frame_bytes="):
-                await connection.call(RemotingCommand(10, body=b"x" * MAX_FRAME_BYTES), 5)
-            assert connection.waiting == 0
-            call = connection.call(command(77), 30)
-            asked = await peer.next()
-            assert asked.code == 77
-            peer.answer(asked)
+async def test_frames_are_as_large_as_they_may_be(max_frame_bytes):
+    async with connected(max_frame_bytes=max_frame_bytes) as (connection, peer):
+        body = b"x" * (max_frame_bytes - 1000)
+        call = connection.call(command(), 30)
+        asked = await peer.next()
+        peer.send(encode_command(asked.answer(body=body), max_frame_bytes=max_frame_bytes))
+        assert (await call).body == body
+        with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
+            connection.call(RemotingCommand(10, body=b"x" * max_frame_bytes), 30)
+        call = connection.call(command(), 30)
+        await peer.next()
+        peer.send(frame(max_frame_bytes, 10))
+        with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
             await call
-
-    run(scenario())
-
-
-def test_a_oneway_request_waits_for_nothing():
-    async def scenario():
-        async with connected() as (connection, peer):
-            connection.oneway(command(15))
-            asked = await peer.next()
-            assert (asked.code, asked.is_oneway, asked.is_response) == (15, True, False)
-            assert connection.waiting == 0
-            connection.close("over")
-            with pytest.raises(ConnectionLost, match="over"):
-                connection.oneway(command(15))
-
-    run(scenario())
+        assert connection.closed
 
 
-def test_what_was_said_before_closing_still_goes_out():
-    async def scenario():
+async def test_an_answer_cut_anywhere_is_a_lost_connection():
+    async with connected() as (_, peer):
+        whole = len(encode_command(RemotingCommand(0, {"offset": "5"}, b"body", 1, 1)))
+    for cut in range(whole):
         lost = Lost()
         async with connected(on_lost=lost) as (connection, peer):
-            call = connection.call(command(34), 30)
-            connection.oneway(command(35))
-            connection.close("over")
-            connection.close("again")
-            with pytest.raises(ConnectionLost, match="over"):
+            call = connection.call(command(), 30)
+            asked = await peer.next()
+            peer.send(encode_command(asked.answer(0, None, {"offset": "5"}, b"body"))[:cut])
+            peer.close()
+            with pytest.raises(ConnectionLost, match="closed by the server"):
                 await call
-            assert [(await peer.next()).code, (await peer.next()).code] == [34, 35]
-            assert await peer.rest() == b""
-            assert lost.reasons == ["over"]
-            with pytest.raises(ConnectionLost, match="over"):
-                await connection.call(command(), 30)
-
-    run(scenario())
+            assert len(lost.reasons) == 1
 
 
-def test_a_forgotten_call_is_never_told():
-    async def scenario():
-        async with connected() as (connection, peer):
-            told: list[object] = []
-            frame = command()
-            opaque = connection.send(lambda opaque: connection.encode(frame, opaque), told.append, 0.05)
-            connection.forget(opaque)
-            peer.answer(await peer.next())
-            await asyncio.sleep(0.1)
-            assert told == []
+@pytest.mark.live
+async def test_a_reset_connection_says_so(connection, peer):
+    call = connection.call(command(), 30)
+    await peer.next()
+    peer.reset()
+    with pytest.raises(ConnectionLost, match="(?i)reset"):
+        await call
 
-    run(scenario())
+
+async def test_answers_may_come_byte_by_byte(connection, peer):
+    calls = [connection.call(command(), 30) for _ in range(3)]
+    asked = [await peer.next() for _ in calls]
+    await peer.send_slowly(b"".join(encode_command(each.answer(body=b"x" * 40)) for each in asked))
+    assert [(await call).body for call in calls] == [b"x" * 40] * 3
+
+
+async def test_large_answers_and_small_ones(connection, peer):
+    for size in (5 * 1024 * 1024, 1, 0, 300_000, MAX_FRAME_BYTES - 1000, 7):
+        call = connection.call(command(), 10)
+        peer.answer(await peer.next(), body=b"z" * size)
+        assert (await call).body == b"z" * size
+
+
+async def test_a_request_that_is_too_large_is_not_sent(connection, peer):
+    with pytest.raises(ProtocolError, match="at most max_frame_bytes="):
+        await connection.call(RemotingCommand(10, body=b"x" * MAX_FRAME_BYTES), 5)
+    assert connection.waiting == 0
+    call = connection.call(command(77), 30)
+    asked = await peer.next()
+    assert asked.code == 77
+    peer.answer(asked)
+    await call
+
+
+async def test_a_oneway_request_waits_for_nothing(connection, peer):
+    connection.oneway(command(15))
+    asked = await peer.next()
+    assert (asked.code, asked.is_oneway, asked.is_response) == (15, True, False)
+    assert connection.waiting == 0
+    connection.close("over")
+    with pytest.raises(ConnectionLost, match="over"):
+        connection.oneway(command(15))
+
+
+async def test_what_was_said_before_closing_still_goes_out():
+    lost = Lost()
+    async with connected(on_lost=lost) as (connection, peer):
+        call = connection.call(command(34), 30)
+        connection.oneway(command(35))
+        connection.close("over")
+        connection.close("again")
+        with pytest.raises(ConnectionLost, match="over"):
+            await call
+        assert [(await peer.next()).code, (await peer.next()).code] == [34, 35]
+        assert await peer.rest() == b""
+        assert lost.reasons == ["over"]
+        with pytest.raises(ConnectionLost, match="over"):
+            await connection.call(command(), 30)
+
+
+async def test_a_forgotten_call_is_never_told(connection, peer):
+    told: list[object] = []
+    frame = command()
+    opaque = connection.send(lambda opaque: connection.encode(frame, opaque), told.append, 0.05)
+    connection.forget(opaque)
+    peer.answer(await peer.next())
+    await asyncio.sleep(0.1)
+    assert told == []
 
 
 # --- the quick form
 
 
 @pytest.mark.parametrize("end", ["answer", "timeout", "lost", "closed", "garbage", "closed before"])
-def test_a_callback_is_called_exactly_once_however_the_call_ends(end):
-    async def scenario():
-        async with connected() as (connection, peer):
-            told: list[RemotingCommand | Exception] = []
+async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, connection, peer):
+    told: list[RemotingCommand | Exception] = []
 
-            def ask(timeout_s: float) -> None:
-                pull = command()
-                connection.send(lambda opaque: connection.encode(pull, opaque), told.append, timeout_s)
+    def ask(timeout_s: float) -> None:
+        pull = command()
+        connection.send(lambda opaque: connection.encode(pull, opaque), told.append, timeout_s)
 
-            if end == "closed before":
-                connection.close("over")
-                ask(0.05)
-                assert told == [], "a caller is never called back before its call has returned"
-            else:
-                ask(0.05 if end == "timeout" else 30)
-                asked = await peer.next()
-                if end == "answer":
-                    peer.answer(asked)
-                elif end == "lost":
-                    peer.close()
-                elif end == "closed":
-                    connection.close("over")
-                elif end == "garbage":
-                    peer.send(b"\xff" * 8)
-            await until(lambda: told)
+    if end == "closed before":
+        connection.close("over")
+        ask(0.05)
+        assert told == [], "a caller is never called back before its call has returned"
+    else:
+        ask(0.05 if end == "timeout" else 30)
+        asked = await peer.next()
+        if end == "answer":
+            peer.answer(asked)
+        elif end == "lost":
+            peer.close()
+        elif end == "closed":
             connection.close("over")
-            await asyncio.sleep(0.1)
-            assert len(told) == 1
-            expected = {"answer": RemotingCommand, "timeout": RequestTimeout, "garbage": ProtocolError}
-            assert type(told[0]) is expected.get(end, ConnectionLost)
-
-    run(scenario())
-
-
-def test_what_callbacks_leave_to_do_comes_after_all_requests_they_cause():
-    async def scenario():
-        async with connected() as (connection, peer):
-            order: list[str] = []
-
-            def asking(name: str):
-                def on_answer(answer):
-                    order.append(f"{name} answered")
-                    connection.oneway(command(100))
-                    return lambda: order.append(f"{name} delivered")
-
-                return on_answer
-
-            for name in ("a", "b"):
-                pull = command()
-                connection.send(lambda opaque, pull=pull: connection.encode(pull, opaque), asking(name), 5)
-            asked = [await peer.next(), await peer.next()]
-            peer.send(b"".join(encode_command(each.answer()) for each in asked))
-            await until(lambda: len(order) == 4)
-            assert order == ["a answered", "b answered", "a delivered", "b delivered"]
-            assert [(await peer.next()).code, (await peer.next()).code] == [100, 100]
-
-    run(scenario())
+        elif end == "garbage":
+            peer.send(b"\xff" * 8)
+    await until(lambda: told)
+    connection.close("over")
+    await asyncio.sleep(0.1)
+    assert len(told) == 1
+    expected = {"answer": RemotingCommand, "timeout": RequestTimeout, "garbage": ProtocolError}
+    assert type(told[0]) is expected.get(end, ConnectionLost)
 
 
-def test_a_callback_that_raises_is_told_to_the_loop_and_harms_no_other():
-    async def scenario():
-        told: list[dict] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
-        async with connected() as (connection, peer):
+async def test_what_callbacks_return_runs_after_their_requests(connection, peer):
+    order: list[str] = []
 
-            def bad(answer):
-                raise ZeroDivisionError("in a callback")
+    def asking(name: str):
+        def on_answer(answer):
+            order.append(f"{name} answered")
+            connection.oneway(command(100))
+            return lambda: order.append(f"{name} delivered")
 
-            def bad_rest(answer):
-                return lambda: bad(answer)
+        return on_answer
 
-            for on_answer in (bad, bad_rest):
-                pull = command()
-                connection.send(lambda opaque, pull=pull: connection.encode(pull, opaque), on_answer, 5)
-            good = connection.call(command(), 30)
-            asked = [await peer.next() for _ in range(3)]
-            peer.send(b"".join(encode_command(each.answer()) for each in asked))
-            assert (await good).code == 0
-            await until(lambda: len(told) == 2)
-            assert {type(context["exception"]) for context in told} == {ZeroDivisionError}
-            assert not connection.closed
+    for name in ("a", "b"):
+        pull = command()
+        connection.send(lambda opaque, pull=pull: connection.encode(pull, opaque), asking(name), 5)
+    asked = [await peer.next(), await peer.next()]
+    peer.send(b"".join(encode_command(each.answer()) for each in asked))
+    await until(lambda: len(order) == 4)
+    assert order == ["a answered", "b answered", "a delivered", "b delivered"]
+    assert [(await peer.next()).code, (await peer.next()).code] == [100, 100]
 
+
+async def test_a_callback_that_raises_harms_no_other():
+    told: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    async with connected() as (connection, peer):
+
+        def bad(answer):
+            raise ZeroDivisionError("in a callback")
+
+        def bad_rest(answer):
+            return lambda: bad(answer)
+
+        for on_answer in (bad, bad_rest):
             pull = command()
-            connection.send(lambda opaque: connection.encode(pull, opaque), bad, 0.05)
-            await until(lambda: len(told) == 3)
+            connection.send(lambda opaque, pull=pull: connection.encode(pull, opaque), on_answer, 5)
+        good = connection.call(command(), 30)
+        asked = [await peer.next() for _ in range(3)]
+        peer.send(b"".join(encode_command(each.answer()) for each in asked))
+        assert (await good).code == 0
+        await until(lambda: len(told) == 2)
+        assert {type(context["exception"]) for context in told} == {ZeroDivisionError}
+        assert not connection.closed
 
-    run(scenario())
+        pull = command()
+        connection.send(lambda opaque: connection.encode(pull, opaque), bad, 0.05)
+        await until(lambda: len(told) == 3)
 
 
 # --- requests of the server
 
 
-def test_requests_of_the_server_are_answered_while_a_call_waits():
-    async def scenario():
-        async def on_request(asked, connection):
-            return asked.answer(3, f" request type {asked.code} not supported")
+async def test_requests_of_the_server_are_answered_while_a_call_waits():
+    async def on_request(asked, connection):
+        return asked.answer(3, f" request type {asked.code} not supported")
 
-        async with connected(on_request=on_request) as (connection, peer):
-            call = connection.call(command(), 30)
-            ours = await peer.next()
-            peer.send(encode_command(RemotingCommand(65000, opaque=ours.opaque)))
-            answer = await peer.next()
-            assert (answer.code, answer.opaque, answer.is_response) == (3, ours.opaque, True)
-            assert answer.remark == " request type 65000 not supported"
-            peer.answer(ours, body=b"mine")
-            assert (await call).body == b"mine", "an equal opaque of the server's own request is no answer"
-
-    run(scenario())
+    async with connected(on_request=on_request) as (connection, peer):
+        call = connection.call(command(), 30)
+        ours = await peer.next()
+        peer.send(encode_command(RemotingCommand(65000, opaque=ours.opaque)))
+        answer = await peer.next()
+        assert (answer.code, answer.opaque, answer.is_response) == (3, ours.opaque, True)
+        assert answer.remark == " request type 65000 not supported"
+        peer.answer(ours, body=b"mine")
+        assert (await call).body == b"mine", "an equal opaque of the server's own request is no answer"
 
 
-def test_a_oneway_request_of_the_server_gets_no_answer():
-    async def scenario():
-        handled: list[int] = []
+async def test_a_oneway_request_of_the_server_gets_no_answer():
+    handled: list[int] = []
 
-        async def on_request(asked, connection):
-            handled.append(asked.code)
-            return asked.answer()
+    async def on_request(asked, connection):
+        handled.append(asked.code)
+        return asked.answer()
 
-        async with connected(on_request=on_request) as (connection, peer):
-            peer.send(encode_command(RemotingCommand(40, flag=2, opaque=1)))
-            peer.send(encode_command(RemotingCommand(307, opaque=2)))
-            assert (await peer.next()).opaque == 2
-            assert handled == [40, 307]
-
-    run(scenario())
+    async with connected(on_request=on_request) as (connection, peer):
+        peer.send(encode_command(RemotingCommand(40, flag=2, opaque=1)))
+        peer.send(encode_command(RemotingCommand(307, opaque=2)))
+        assert (await peer.next()).opaque == 2
+        assert handled == [40, 307]
 
 
-def test_a_request_that_cannot_be_handled_is_answered_with_the_error():
-    async def scenario():
-        async def on_request(asked, connection):
-            raise RocketError("not today")
+async def test_a_request_that_fails_is_answered_with_the_error():
+    async def on_request(asked, connection):
+        raise RocketError("not today")
 
-        async with connected(on_request=on_request) as (_, peer):
-            peer.send(encode_command(RemotingCommand(307, opaque=2)))
-            answer = await peer.next()
-            assert (answer.code, answer.remark) == (1, "not today")
-
-    run(scenario())
+    async with connected(on_request=on_request) as (_, peer):
+        peer.send(encode_command(RemotingCommand(307, opaque=2)))
+        answer = await peer.next()
+        assert (answer.code, answer.remark) == (1, "not today")
 
 
-def test_a_bug_in_handling_a_request_is_answered_and_told():
-    async def scenario():
-        told: list[dict] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+async def test_a_bug_in_handling_a_request_is_answered_and_told():
+    told: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
 
-        async def on_request(asked, connection):
-            return 1 / 0
+    async def on_request(asked, connection):
+        return 1 / 0
 
-        async with connected(on_request=on_request) as (_, peer):
-            peer.send(encode_command(RemotingCommand(307, opaque=2)))
-            answer = await peer.next()
-            assert (answer.code, answer.remark) == (1, "ZeroDivisionError: division by zero")
-            assert "GET_CONSUMER_RUNNING_INFO" in told[0]["message"]
-
-    run(scenario())
+    async with connected(on_request=on_request) as (_, peer):
+        peer.send(encode_command(RemotingCommand(307, opaque=2)))
+        answer = await peer.next()
+        assert (answer.code, answer.remark) == (1, "ZeroDivisionError: division by zero")
+        assert "GET_CONSUMER_RUNNING_INFO" in told[0]["message"]
 
 
-def test_an_answer_too_large_to_send_is_replaced_by_one_that_says_so():
-    async def scenario():
-        async def on_request(asked, connection):
-            return asked.answer(body=b"x" * MAX_FRAME_BYTES)
+async def test_an_answer_that_is_too_large_is_replaced_by_an_error():
+    async def on_request(asked, connection):
+        return asked.answer(body=b"x" * MAX_FRAME_BYTES)
 
-        async with connected(on_request=on_request) as (_, peer):
-            peer.send(encode_command(RemotingCommand(307, opaque=2)))
-            answer = await peer.next()
-            assert (answer.code, answer.opaque) == (1, 2)
-            assert "at most" in answer.remark
-
-    run(scenario())
+    async with connected(on_request=on_request) as (_, peer):
+        peer.send(encode_command(RemotingCommand(307, opaque=2)))
+        answer = await peer.next()
+        assert (answer.code, answer.opaque) == (1, 2)
+        assert "at most" in answer.remark
 
 
-def test_a_flood_of_requests_leaves_others_their_turn():
+@pytest.mark.live
+async def test_a_flood_of_requests_leaves_others_their_turn():
     """However many come together, only some are taken in a row."""
+    handled = 0
 
-    async def scenario():
-        handled = 0
+    def on_request(asked, connection):
+        nonlocal handled
+        handled += 1
 
-        def on_request(asked, connection):
-            nonlocal handled
-            handled += 1
-
-        async with connected(on_request=on_request) as (connection, peer):
-            call = connection.call(command(), 30)
-            ours = await peer.next()
-            peer.send(20_000 * encode_command(RemotingCommand(40, flag=2)))
-            peer.answer(ours, body=b"behind them")
-            most = 0
-            while not call.done():
-                before = handled
-                await asyncio.sleep(0)
-                most = max(most, handled - before)
-            assert (await call).body == b"behind them"
-            assert handled == 20_000
-            assert most <= 256
-
-    run(scenario())
+    async with connected(on_request=on_request) as (connection, peer):
+        call = connection.call(command(), 30)
+        ours = await peer.next()
+        peer.send(20_000 * encode_command(RemotingCommand(40, flag=2)))
+        peer.answer(ours, body=b"behind them")
+        most = 0
+        while not call.done():
+            before = handled
+            await asyncio.sleep(0)
+            most = max(most, handled - before)
+        assert (await call).body == b"behind them"
+        assert handled == 20_000
+        assert most <= 256
 
 
-def test_a_flood_of_answers_that_nobody_waits_for_ends_no_call():
-    async def scenario():
-        async with connected() as (connection, peer):
-            call = connection.call(command(), 30)
-            ours = await peer.next()
-            peer.send(20_000 * encode_command(RemotingCommand(0, opaque=ours.opaque + 1, flag=1)))
-            peer.answer(ours, body=b"behind them")
-            assert (await call).body == b"behind them"
-            assert connection.waiting == 0
-
-    run(scenario())
+async def test_a_flood_of_answers_that_nobody_waits_for_ends_no_call(connection, peer):
+    call = connection.call(command(), 30)
+    ours = await peer.next()
+    peer.send(20_000 * encode_command(RemotingCommand(0, opaque=ours.opaque + 1, flag=1)))
+    peer.answer(ours, body=b"behind them")
+    assert (await call).body == b"behind them"
+    assert connection.waiting == 0
 
 
-def test_many_answers_that_come_together_before_the_end_reach_their_calls():
-    async def scenario():
-        async with connected() as (connection, peer):
-            answers = connection.call_each([command(n=str(number)) for number in range(2000)], 30)
-            asked = [await peer.next() for _ in range(2000)]
-            peer.send(b"".join(encode_command(each.answer(body=each.fields["n"].encode())) for each in asked))
-            peer.close()
-            assert [each.body for each in await answers] == [b"%d" % number for number in range(2000)]
-
-    run(scenario())
+async def test_many_answers_before_the_end_reach_their_calls(connection, peer):
+    answers = connection.call_each([command(n=str(number)) for number in range(2000)], 30)
+    asked = [await peer.next() for _ in range(2000)]
+    peer.send(b"".join(encode_command(each.answer(body=each.fields["n"].encode())) for each in asked))
+    peer.close()
+    assert [each.body for each in await answers] == [b"%d" % number for number in range(2000)]
 
 
-def test_answers_that_the_server_does_not_read_do_not_pile_up():
-    async def scenario():
-        handled = 0
+@pytest.mark.live
+async def test_answers_that_the_server_does_not_read_do_not_pile_up():
+    handled = 0
 
-        def on_request(asked, connection):
-            nonlocal handled
-            handled += 1
-            connection.answer(asked, asked.answer(body=b"x" * 50_000))
+    def on_request(asked, connection):
+        nonlocal handled
+        handled += 1
+        connection.answer(asked, asked.answer(body=b"x" * 50_000))
 
-        async with connected(on_request=on_request) as (connection, peer):
-            peer.stop_reading()
-            for number in range(2000):
-                peer.send(encode_command(RemotingCommand(307, opaque=number)))
-            await until(lambda: handled == 2000)
-            assert connection.is_unread
-            peer.go_on_reading()
-            answered = 0
-            while connection.is_unread:
-                await peer.next()
-                answered += 1
-            peer.send(encode_command(RemotingCommand(307, opaque=2000)))
-            while (await peer.next()).opaque < 2000:
-                answered += 1
-            assert 0 < answered * 50_000 < 30 * 1024 * 1024, "what sockets hold, and a little more"
-
-    run(scenario())
+    async with connected(on_request=on_request) as (connection, peer):
+        peer.stop_reading()
+        for number in range(2000):
+            peer.send(encode_command(RemotingCommand(307, opaque=number)))
+        await until(lambda: handled == 2000)
+        assert connection.is_unread
+        peer.go_on_reading()
+        answered = 0
+        while connection.is_unread:
+            await peer.next()
+            answered += 1
+        peer.send(encode_command(RemotingCommand(307, opaque=2000)))
+        while (await peer.next()).opaque < 2000:
+            answered += 1
+        assert 0 < answered * 50_000 < 30 * 1024 * 1024, "what sockets hold, and a little more"
 
 
 # --- signing
 
 
-def test_every_request_is_signed_once_as_the_last_step_and_no_answer_is():
-    async def scenario():
-        signed: list[int] = []
+async def test_requests_are_signed_once_and_last_and_answers_never():
+    signed: list[int] = []
 
-        def sign(request: RemotingCommand) -> None:
-            signed.append(request.code)
-            request.fields = {**request.fields, "Signature": f"of {sorted(request.fields)}"}
+    def sign(request: RemotingCommand) -> None:
+        signed.append(request.code)
+        request.fields = {**request.fields, "Signature": f"of {sorted(request.fields)}"}
 
-        async def on_request(asked, connection):
-            return asked.answer()
+    async def on_request(asked, connection):
+        return asked.answer()
 
-        async with connected(sign=sign, on_request=on_request) as (connection, peer):
-            assert connection.signs
-            call = connection.call(command(11, a="1"), 30)
-            connection.oneway(command(15, b="2"))
-            first, second = await peer.next(), await peer.next()
-            assert first.fields == {"a": "1", "Signature": "of ['a']"}
-            assert second.fields == {"b": "2", "Signature": "of ['b']"}
-            peer.answer(first)
-            await call
-            peer.send(encode_command(RemotingCommand(307, opaque=9)))
-            assert (await peer.next()).fields == {}
-            assert signed == [11, 15]
-
-    run(scenario())
+    async with connected(sign=sign, on_request=on_request) as (connection, peer):
+        assert connection.signs
+        call = connection.call(command(11, a="1"), 30)
+        connection.oneway(command(15, b="2"))
+        first, second = await peer.next(), await peer.next()
+        assert first.fields == {"a": "1", "Signature": "of ['a']"}
+        assert second.fields == {"b": "2", "Signature": "of ['b']"}
+        peer.answer(first)
+        await call
+        peer.send(encode_command(RemotingCommand(307, opaque=9)))
+        assert (await peer.next()).fields == {}
+        assert signed == [11, 15]
 
 
 # --- a server that reads slowly
 
 
-def test_a_full_socket_is_waited_for():
-    async def scenario():
-        async with connected() as (connection, peer):
-            peer.stop_reading()
-            for _ in range(8):
-                connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))
-            await asyncio.sleep(0)
-            waiting = asyncio.ensure_future(connection.drained())
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
-            peer.go_on_reading()
-            for _ in range(8):
-                await peer.next()
-            await waiting
-
-    run(scenario())
+@pytest.mark.live
+async def test_a_full_socket_is_waited_for(connection, peer):
+    peer.stop_reading()
+    for _ in range(8):
+        connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))
+    await asyncio.sleep(0)
+    waiting = asyncio.ensure_future(connection.drained())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    peer.go_on_reading()
+    for _ in range(8):
+        await peer.next()
+    await waiting
 
 
-def test_a_wait_for_a_full_socket_ends_with_the_connection():
-    async def scenario():
-        async with connected() as (connection, peer):
-            peer.stop_reading()
-            for _ in range(8):
-                connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))
-            await asyncio.sleep(0)
-            waiting = asyncio.ensure_future(connection.drained())
-            await asyncio.sleep(0)
-            peer.reset()
-            await waiting
-            assert connection.closed
-
-    run(scenario())
+@pytest.mark.live
+async def test_a_wait_for_a_full_socket_ends_with_the_connection(connection, peer):
+    peer.stop_reading()
+    for _ in range(8):
+        connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))
+    await asyncio.sleep(0)
+    waiting = asyncio.ensure_future(connection.drained())
+    await asyncio.sleep(0)
+    peer.reset()
+    await waiting
+    assert connection.closed

@@ -16,6 +16,8 @@ from pyrocket_consumer.errors import ConnectError, ConnectionLost, ProtocolError
 from pyrocket_consumer.net.direct import DirectConnection, IdleConnections, open_direct
 from pyrocket_consumer.wire.frame import RemotingCommand, decode_command, encode_command
 
+pytestmark = pytest.mark.live
+
 WAIT_S = 30.0
 TIMEOUT_S = 5.0
 
@@ -162,7 +164,7 @@ def test_what_is_no_frame_ends_the_connection():
         assert connection.closed
 
 
-def test_requests_that_the_system_does_not_take_at_once_are_sent_later():
+def test_requests_that_do_not_fit_the_socket_are_sent_later():
     with connected() as (connection, server):
         asked = [Asked(connection) for _ in range(20_000)]
         connection.flush()

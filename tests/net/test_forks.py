@@ -10,6 +10,7 @@ import pytest
 from pyrocket_consumer.net.forks import close_in_children
 
 pytestmark = [
+    pytest.mark.live,
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
@@ -56,7 +57,7 @@ def test_the_child_has_no_copy_and_the_parent_goes_on():
         assert holder.fileno() >= 0
 
 
-def test_the_number_stays_taken_so_that_the_child_closes_nothing_of_its_own():
+def test_the_childs_own_files_never_get_the_number():
     ours, peer = socket.socketpair()
     with ours, peer:
         close_in_children(holder := Holder(ours))

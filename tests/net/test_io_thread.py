@@ -12,6 +12,7 @@ import pytest
 
 from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
 from pyrocket_consumer.net.io_thread import IoThread
+from pyrocket_consumer.net.outcome import Outcome
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_call_that_waits_while_the_thread_ends_is_told(io):
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_work_that_wants_to_exit_ends_neither_the_thread_nor_other_work(io, error):
+def test_work_that_exits_ends_no_thread_and_no_other_work(io, error):
     surprises = []
     io.loop.set_exception_handler(lambda loop, context: surprises.append(context["exception"]))
 
@@ -165,6 +166,7 @@ def test_one_that_never_started_can_be_stopped():
         thread.run(give(5), 30)
 
 
+@pytest.mark.live
 def test_threads_started_and_stopped_leave_nothing_behind():
     before, threads = open_files(), threading.active_count()
     for _ in range(50):
@@ -180,7 +182,7 @@ def open_files() -> int:
 
 
 @pytest.mark.parametrize("way", ["run", "submit"])
-def test_work_that_comes_while_it_ends_is_refused_and_nobody_waits_for_it(io, way):
+def test_work_that_comes_while_it_ends_is_refused(io, way):
     """Without a deadline, too: it is handed over in the last moment, when work under way is being cancelled."""
     begun, ending, handed_over, told = (threading.Event() for _ in range(4))
 
@@ -215,3 +217,29 @@ def test_work_that_comes_while_it_ends_is_refused_and_nobody_waits_for_it(io, wa
         thread.join(30)
     with pytest.raises(ConsumerClosed):
         io.submit(asyncio.sleep(0))
+
+
+# --- outcomes that one thread waits for and another one tells
+
+
+def test_a_result_is_waited_for():
+    outcome = Outcome[int]()
+    assert not outcome.wait(0)
+    threading.Timer(0.01, outcome.set_result, (7,)).start()
+    assert outcome.wait(30)
+    assert outcome.result() == 7
+
+
+def test_an_error_is_raised():
+    outcome = Outcome[int]()
+    outcome.set_exception(KeyError("no"))
+    assert outcome.wait()
+    with pytest.raises(KeyError, match="no"):
+        outcome.result()
+
+
+def test_no_timeout_is_too_long_or_too_short():
+    outcome = Outcome[None]()
+    assert not outcome.wait(-1)
+    outcome.set_result(None)
+    assert outcome.wait(1e12)
