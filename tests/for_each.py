@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import pytest
 
-Test = Callable[..., None]
+Test = Callable[..., Any]
 Case = tuple[dict[str, Any], tuple[Callable[[], object], ...]]
 """The arguments of a case, and what says their names."""
 
@@ -32,13 +33,16 @@ def for_each(
         body, inner = getattr(test, "cases", (test, lambda: [({}, ())]))  # several decorators: all combinations
 
         def combined() -> Iterator[Case]:
-            made = list(cases if isinstance(cases, Iterable) else cases())
-            assert made, f"there is no case of {names}"
-            for case, name in zip(made, repeat(None, len(made)) if callable(ids) else ids, strict=True):
+            given = list(cases if isinstance(cases, Iterable) else cases())
+            assert given, f"there is no case of {names}"
+            for case, name in zip(given, repeat(None, len(given)) if callable(ids) else ids, strict=True):
                 values = case if len(keys) > 1 else (case,)
                 said = [partial(ids, value) for value in values] if callable(ids) else [partial(str, name)]
                 for arguments, more in inner():
                     yield dict(zip(keys, values, strict=True)) | arguments, (*said, *more)
+
+        def failed(subtests: pytest.Subtests, said: Iterable[Callable[[], object]]) -> AbstractContextManager[None]:
+            return subtests.test(", ".join(str(say())[:100] for say in said))
 
         @functools.wraps(test)
         def loop(subtests: pytest.Subtests, **fixtures: Any) -> None:
@@ -47,14 +51,25 @@ def for_each(
                 try:
                     body(**fixtures, **arguments)
                 except BaseException:  # each subtest that passes would cost what an item costs
-                    with subtests.test(", ".join(str(say())[:100] for say in said)):
+                    with failed(subtests, said):
                         raise
 
+        @functools.wraps(test)
+        async def loop_of_coroutines(subtests: pytest.Subtests, **fixtures: Any) -> None:
+            __tracebackhide__ = True
+            for arguments, said in combined():
+                try:
+                    await body(**fixtures, **arguments)
+                except BaseException:
+                    with failed(subtests, said):
+                        raise
+
+        made: Any = loop_of_coroutines if inspect.iscoroutinefunction(body) else loop
         every = inspect.signature(test).parameters.values()
         left = [parameter for parameter in every if parameter.name not in (*keys, "subtests")]
         subtests = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
-        loop.__signature__ = inspect.Signature([*left, subtests])  # type: ignore[attr-defined]
-        loop.cases = body, combined  # type: ignore[attr-defined]
-        return loop
+        made.__signature__ = inspect.Signature([*left, subtests])
+        made.cases = body, combined
+        return made
 
     return decorate

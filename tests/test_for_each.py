@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from contextlib import contextmanager
 
 import pytest
@@ -33,6 +34,17 @@ def test_each_case_runs_and_what_fails_is_named():
     test(subtests=subtests, tmp_path="/")
     assert ran == [(1, "one", "/"), (1, "two", "/"), (2, "one", "/"), (2, "two", "/")]
     assert subtests.failed == [("1, wrong", "two"), ("2, wrong", "two")]
+
+
+def test_coroutines_are_awaited():
+    subtests = Subtests()
+
+    @for_each("text", ["one", "three"])
+    async def test(text):
+        assert len(text) == 3, text
+
+    asyncio.run(test(subtests=subtests))
+    assert subtests.failed == [("'three'", "three")]
 
 
 def test_no_case_is_a_mistake():
