@@ -12,18 +12,17 @@ from pyrocket_consumer import AsyncPushConsumer, ConsumerState, Retry
 from pyrocket_consumer.wire import fastjson
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.orders import GROUP, TOPIC
-from tests.consuming import QUICK, Seen, consuming, until
+from tests.consuming import QUICK, Seen, until
 from tests.real_brokers.remoting import Peer
 
 
-def consume_directly(cluster, group, topic, client_id):
-    """Ask the broker to have a member consume the last message of a topic; returns what it said of it."""
-    message = cluster.messages(topic)[-1]
+def consume_directly(orders, consumer):
+    """Ask the broker to have a member consume the last message; returns what it said of it."""
     fields = {
-        "consumerGroup": group, "clientId": client_id, "msgId": message.offset_message_id, "topic": topic,
-        "brokerName": "broker-a",
-    }
-    with closing(Peer(cluster.broker("broker-a").address)) as peer:
+        "consumerGroup": GROUP, "clientId": consumer.client_id, "topic": TOPIC, "brokerName": "broker-a",
+        "msgId": orders.cluster.messages(TOPIC)[-1].offset_message_id,
+    }  # fmt: skip
+    with closing(Peer(orders.broker.address)) as peer:
         answer = peer.call(RequestCode.CONSUME_MESSAGE_DIRECTLY, fields)
     assert answer.code == 0, answer.remark
     return fastjson.loads(answer.body)
@@ -41,24 +40,24 @@ def test_an_async_listener_runs_on_its_own_loop(orders, orderly):
     with orders.consuming(listen, orderly=orderly) as (consumer, _):
         orders.send(b"x")
         seen.wait(lambda _: len(seen.messages) == 1)
-        assert consume_directly(orders.cluster, GROUP, TOPIC, consumer.client_id)["consumeResult"] == "CR_SUCCESS"
+        assert consume_directly(orders, consumer)["consumeResult"] == "CR_SUCCESS"
         assert len(seen.messages) == 2
         assert loops[0] == loops[1]
 
 
-def test_an_async_consumer_s_listener_runs_on_the_loop_of_its_user(orders):
+def test_an_async_consumer_runs_it_on_the_loop_of_its_user(orders):
     loops = []
 
     async def main():
         async def listen(message):
             loops.append(asyncio.get_running_loop())
 
-        consumer = Asyncorders.consumer(**QUICK)
+        consumer = AsyncPushConsumer(GROUP, name_server=orders.cluster.name_server, **QUICK)
         await consumer.subscribe(TOPIC, listen)
         async with consumer:
             orders.send(b"x")
             await asyncio.to_thread(until, lambda: loops, "it came")
-            await asyncio.to_thread(consume_directly, orders.cluster, GROUP, TOPIC, consumer.client_id)
+            await asyncio.to_thread(consume_directly, orders, consumer)
         assert loops == 2 * [asyncio.get_running_loop()]
 
     asyncio.run(main())
@@ -68,16 +67,13 @@ def test_an_async_consumer_s_listener_runs_on_the_loop_of_its_user(orders):
 @pytest.mark.parametrize(
     ("deed", "outcome"),
     [
-        (ValueError("broken"), "CR_THROW_EXCEPTION"),
-        (SystemExit(3), "CR_THROW_EXCEPTION"),
-        (KeyboardInterrupt(), "CR_THROW_EXCEPTION"),
+        *((error, "CR_THROW_EXCEPTION") for error in (ValueError("broken"), SystemExit(3), KeyboardInterrupt())),
         (asyncio.CancelledError(), "CR_THROW_EXCEPTION"),
-        (Retry(), "CR_LATER"),
-        (True, "CR_LATER"),
+        *((result, "CR_LATER") for result in (Retry(), True)),
     ],
     ids=repr,
 )
-def test_whatever_the_listener_does_it_is_told_and_the_consumer_goes_on(orders, kind, deed, outcome):
+def test_whatever_the_listener_does_is_told(orders, kind, deed, outcome):
     direct = threading.Event()
 
     def handle(message):
@@ -94,7 +90,7 @@ def test_whatever_the_listener_does_it_is_told_and_the_consumer_goes_on(orders, 
         orders.send(b"x")
         seen.wait_for(1)
         direct.set()
-        said = consume_directly(orders.cluster, GROUP, TOPIC, consumer.client_id)
+        said = consume_directly(orders, consumer)
         direct.clear()
         assert said["consumeResult"] == outcome
         if isinstance(deed, BaseException):

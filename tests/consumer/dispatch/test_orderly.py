@@ -1,20 +1,24 @@
-"""Lines of orderly queues: what waits, what comes again first, and who gets it."""
+"""Orderly queues: what waits, what comes again first, who gets it, and that one call runs at a time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import threading
+import time
+from collections import Counter, defaultdict, deque
 
 import pytest
 
+from pyrocket_consumer import Suspend
 from pyrocket_consumer.consumer.consume import Chunk, Slot
 from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry
 from pyrocket_consumer.consumer.orderly import HELD_UP_AFTER_S, OrderlyService
 from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
-from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.testing import answer, drop, drop_answer
+from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
-
-QUEUE = MessageQueue("orders", "a", 0)
+from tests.consumer.orders import GROUP, QUEUE, RETRY, TOPIC, of
+from tests.consuming import QUICK, Seen, consuming, numbered, until
 
 
 class Desk:
@@ -229,3 +233,228 @@ async def test_a_surprise_in_giving_up_does_not_stop_the_line():
     await asyncio.sleep(2)
     assert serving.desk.begin() == [0]
     assert isinstance(serving.tasks[0].exception(), ZeroDivisionError)
+
+
+# --- whole consumers
+
+
+class Held(Seen):
+    """A listener that keeps its first call until it is released, and counts the calls that run at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.released = threading.Event(), threading.Event()
+        self.running = self.most_running = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, message):
+        with self._lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        super().__call__(message)
+        if not self.begun.is_set():
+            self.begun.set()
+            self.released.wait(60)
+        with self._lock:
+            self.running -= 1
+
+
+@pytest.fixture
+def held():
+    listener = Held()
+    yield listener
+    listener.released.set()
+
+
+@pytest.fixture(params=["clustering", "broadcasting"])
+def model(request, tmp_path):
+    """The options of orderly consumers of each model."""
+    return {"message_model": request.param, "offset_store_dir": tmp_path, "orderly": True}
+
+
+def locked(broker):
+    """Return the ids of the topic's queues that the group has locked."""
+    return [queue.queue_id for queue in broker.locks(GROUP) if queue.topic == TOPIC]
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_after_a_reset_no_call_begins_beside_one_that_runs(orders, held, kind, model):
+    orders.fill(5)
+
+    async def listen(message):
+        await asyncio.to_thread(held, message)
+
+    with orders.consuming(held if kind == "plain" else listen, **model) as (consumer, _):
+        assert held.begun.wait(30)
+        consumer.reset_offsets(TOPIC, "earliest")
+        until(lambda: any(each.unfinished == 5 for each in consumer.progress().values()), "the new period has them")
+        assert "returns" in orders.events.wait_for("message-stuck").text, "that the queue waits is told"
+        assert len(held.messages) == 1
+        held.released.set()
+        held.wait(lambda seen: len(seen.messages) == 6)
+    assert held.bodies == [b"m0", *numbered(5)]
+    assert held.most_running == 1
+
+
+def test_a_short_call_that_outlives_its_period_is_not_told(orders, held):
+    orders.fill(2)
+    with orders.consuming(held, orderly=True) as (consumer, _):
+        assert held.begun.wait(30)
+        consumer.reset_offsets(TOPIC, "earliest")
+        held.released.set()
+        held.wait(lambda seen: len(seen.messages) == 3)
+    assert not orders.events.of("message-stuck")
+    assert held.most_running == 1
+
+
+def test_a_call_that_takes_too_long_is_told_and_goes_on(orders, held, model):
+    orders.fill(2)
+    with orders.consuming(held, consume_timeout_s=0.1, **model):
+        assert orders.events.wait_for("message-stuck").facts["offset"] == 0
+        held.released.set()
+        held.wait_for(2)
+    assert held.bodies == numbered(2)
+    assert len(orders.events.of("message-stuck")) == 1
+    assert not orders.cluster.messages(RETRY)
+
+
+def test_a_queue_whose_call_outlives_the_close_stays_locked(orders, broker, held):
+    """The next member gets it when the lock expires: it must not begin beside the call."""
+    orders.make(queues=2)
+    orders.fill(1, queue_id=0)
+    with orders.consuming(held, orderly=True) as (consumer, _):
+        assert held.begun.wait(30)
+        consumer.close(timeout_s=0.2)
+    assert locked(broker) == [0]
+    with orders.consuming(orderly=True, rebalance_interval_s=0.2) as (other, seen):
+        until(lambda: [queue.queue_id for queue in other.progress() if queue.topic == TOPIC] == [1], "the other queue")
+        assert not seen.messages
+        held.released.set()
+        broker.expire_locks()
+        seen.wait_for(1)
+
+
+def test_a_lock_that_another_member_keeps_is_told(orders, broker):
+    orders.fill(1)
+    broker.on(RequestCode.LOCK_BATCH_MQ, answer(0, body=b'{"lockOKMQSet":[]}'), times=None)
+    with orders.consuming(orderly=True, start_wait_s=0.1) as (consumer, seen):
+        assert "another member has its lock" in orders.events.wait_for("lock-lost").text
+        assert not consumer.progress()
+        broker.clear_faults()
+        seen.wait_for(1)
+
+
+def test_a_queue_whose_last_commit_is_unanswered_stays_locked(orders, broker):
+    """The broker may execute it yet: over what the next owner has committed, if there were one by then."""
+    orders.fill(3)
+    with orders.consuming(orderly=True, call_timeout_s=1.0, commit_interval_s=60) as (_, seen):
+        seen.wait_for(3)
+        orders.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop, times=None)
+    assert locked(broker) == [0]
+    assert len(broker.locks(GROUP)) == 1, "the others are free"
+
+
+def test_a_lock_is_given_back_when_the_queue_cannot_begin(orders, broker):
+    """Or its next member would wait for a minute."""
+    orders.fill(1)
+    orders.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(1, "no"), times=None)
+    with orders.consuming(orderly=True) as (consumer, seen):
+        broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, when=of())
+        until(lambda: not locked(broker), "given back")
+        broker.clear_faults()
+        seen.wait_for(1)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_retried_messages_of_several_topics_go_each_to_its_own(orders, batch):
+    """They share the queues of the retry topic; orderly consumers get them from members that are not."""
+    topics = [orders.make(1, f"orders-{number}") for number in range(3)]
+    orders.make(1, RETRY)
+    for number in range(60):
+        orders.send(b"m%d" % number, topic=RETRY, properties={"RETRY_TOPIC": topics[number % 3]})
+    got, changed, failed = defaultdict(list), threading.Condition(), set()
+
+    def listener(name):
+        def handle(messages):
+            messages = messages if isinstance(messages, list) else [messages]
+            assert len({message.topic for message in messages}) == 1, "a call is of one topic"
+            first = messages[0]
+            if int(first.body[1:]) % 7 == 0 and first.body not in failed:
+                failed.add(first.body)
+                return Suspend(for_s=0.01)
+            with changed:
+                got[name] += messages
+                changed.notify_all()
+
+        return handle
+
+    consumer = orders.consumer(**{**QUICK, "orderly": True, "listener_batch_size": batch})
+    for each in topics:
+        consumer.subscribe(each, listener(each))
+    with consumer, changed:
+        assert changed.wait_for(lambda: sum(map(len, got.values())) >= 60, 30)
+    for number, each in enumerate(topics):
+        assert [message.topic for message in got[each]] == 20 * [each]
+        assert [message.body for message in got[each]] == numbered(60)[number::3]
+
+
+def test_dead_letters_of_an_orderly_queue_have_growing_pauses(orders, broker):
+    orders.fill(2)
+    broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, drop_answer, times=3)
+    seen = Seen(lambda message: Suspend(for_s=0.01) if message.body == b"m0" else None)
+    began = time.monotonic()
+    with orders.consuming(seen, orderly=True, max_reconsume_times=1, call_timeout_s=0.3):
+        seen.wait_for(2)
+    assert time.monotonic() - began > 6, "a second, two, four"
+    assert Counter(message.body for message in orders.dead) == {b"m0": 4}
+
+
+def test_a_listener_that_commits_too_late_is_told(orders):
+    """With `auto_commit=False` and as many messages as there is room for, nothing more can come until COMMIT."""
+    orders.fill(300)
+    commits = threading.Event()
+
+    def judge(message):
+        if commits.is_set() and message.queue_offset % 10 == 9:
+            return ConsumeResult.COMMIT
+
+    options = {"orderly": True, "auto_commit": False, "max_cached_messages": 64}
+    with orders.consuming(Seen(judge), **options) as (consumer, seen):
+        event = orders.events.wait_for("message-stuck")
+        assert event.queue == QUEUE
+        assert "COMMIT" in event.text
+        assert "max_cached_messages" in event.text
+        assert len(seen.messages) < 100
+        commits.set()
+        consumer.reset_offsets(TOPIC, "earliest")
+        seen.wait(lambda seen: b"m299" in seen.bodies)
+        orders.wait_committed(300)
+    assert len(orders.events.of("message-stuck")) == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_lists_are_full_whatever_a_pull_brings(cluster, topic, group, kind):
+    """Brokers answer a pull with 32 messages unless told otherwise."""
+    cluster.create_topic(topic, queues=1)
+    for body in numbered(200):
+        cluster.send(topic, body)
+    sizes, begun, released, seen = [], threading.Event(), threading.Event(), []
+
+    def take(messages):
+        begun.set()
+        assert released.wait(60)
+        sizes.append(len(messages))
+        seen.extend(message.queue_offset for message in messages)
+
+    async def take_async(messages):
+        await asyncio.to_thread(take, messages)
+
+    listener = take if kind == "plain" else take_async
+    with consuming(cluster, topic, group, listener, orderly=True, listener_batch_size=64) as (consumer, _):
+        assert begun.wait(30)
+        until(lambda: sum(each.unfinished for each in consumer.progress().values()) == 200, "all wait")
+        released.set()
+        until(lambda: len(seen) == 200, "all consumed")
+    assert seen == list(range(200))
+    assert sizes[1:-1] == [64] * len(sizes[1:-1]), sizes
+    assert len(sizes) <= 5
