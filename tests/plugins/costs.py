@@ -6,13 +6,13 @@ A test without a mark is a unit test: it runs in virtual time, and anything that
 from __future__ import annotations
 
 import os
+import sys
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 from tests.trials import trials
@@ -42,8 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in COSTS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.addinivalue_line("markers", f"slow(reason): takes more than {LIMIT_S:g} s, and why it must")
-    hypothesis.settings.register_profile("trials", max_examples=trials(hypothesis.settings.default.max_examples))
-    hypothesis.settings.load_profile("trials")
 
 
 def cost_of(item: pytest.Item) -> str:
@@ -59,6 +57,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("unit")
         elif item.get_closest_marker("unit") is not None:
             raise pytest.UsageError(f"{item.nodeid}: marked unit and {cost}; keep one")
+    if (hypothesis := sys.modules.get("hypothesis")) is not None:  # its import takes longer than most files of tests
+        settings = hypothesis.settings
+        settings.register_profile("trials", max_examples=trials(settings.default.max_examples))
+        settings.load_profile("trials")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
