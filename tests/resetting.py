@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pyrocket_consumer import Admin, MessageQueue, PushConsumer
-from tests.consuming import Seen, numbered, until
+from pyrocket_consumer.testing import EmbeddedBroker
+from pyrocket_consumer.wire.codes import CLIENT_VERSION, RequestCode
+from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
+from tests.consuming import Seen, consuming, numbered, until
 
 
-def fill(cluster: Any, topic: str, count: int, start: int = 0) -> None:
-    for body in numbered(count, start):
-        cluster.send(topic, body)
+def fill(cluster: Any, topic: str, count: int, start: int = 0, *, queues: int = 0, **where: Any) -> list[bytes]:
+    """Send numbered messages, and return their bodies; with `queues`, make the topic first."""
+    if queues:
+        cluster.create_topic(topic, queues=queues)
+    bodies = numbered(count, start)
+    for body in bodies:
+        cluster.send(topic, body, **where)
+    return bodies
+
+
+@contextmanager
+def caught_up(
+    cluster: Any, topic: str, group: str, count: int, *, queues: int = 0, **options: Any
+) -> Iterator[tuple[PushConsumer, Seen]]:
+    """Fill a topic, and run a consumer that has seen each message once."""
+    fill(cluster, topic, count, queues=queues)
+    with consuming(cluster, topic, group, **options) as (consumer, seen):
+        wait_until_seen(seen, 1, count)
+        yield consumer, seen
 
 
 def queue(topic: str, queue_id: int, broker_name: str = "broker-a") -> MessageQueue:
@@ -26,6 +47,24 @@ def wait_until_seen(seen: Seen, times: int, count: int) -> None:
     """Wait until each of `count` places was seen exactly `times` times."""
     seen.wait(lambda seen: len(seen.messages) >= times * count)
     assert seen_times(seen, times, count), seen.places
+
+
+def held(consumer: PushConsumer, topic: str) -> list[MessageQueue]:
+    """Return the queues of `topic` that a consumer holds."""
+    return [each for each in consumer.progress() if each.topic == topic]
+
+
+def tell_members(broker: EmbeddedBroker, group: str, topic: str, body: bytes) -> None:
+    """Have an embedded broker send RESET_CONSUMER_CLIENT_OFFSET to every member, with any body."""
+    fields = {"topic": topic, "group": group, "timestamp": "0", "isForce": "true"}
+    code = RequestCode.RESET_CONSUMER_CLIENT_OFFSET
+    order = RemotingCommand(code, fields, body, flag=ONEWAY_FLAG, language="JAVA", version=CLIENT_VERSION)
+
+    def send() -> None:
+        for member in broker.core.state.members.group(group).members.values():
+            member.connection.oneway(order)
+
+    broker.cluster.call(send)
 
 
 def wait_until_stored(consumer: PushConsumer, topic: str, total: int) -> None:

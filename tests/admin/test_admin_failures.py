@@ -21,23 +21,10 @@ from pyrocket_consumer import (
 )
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.config import ClientConfig
-from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
+from pyrocket_consumer.testing import answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.for_each import for_each
 from tests.interrupting import a_signal_once_held, a_start_that_waits, child_that, exit_code
-
-
-@pytest.fixture
-def embedded(request):
-    marker = request.node.get_closest_marker("cluster")
-    with EmbeddedCluster(**(marker.kwargs if marker else {})) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def admin(embedded):
-    with Admin(name_server=embedded.name_server, call_timeout_s=15, connect_timeout_s=15) as admin:
-        yield admin
 
 
 @for_each(

@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer import ConfigError, MessageQueue, RocketError
 from pyrocket_consumer.admin import Admin
-from pyrocket_consumer.testing import EmbeddedCluster
+from tests.admin.conftest import administered
 from tests.for_each import for_each
 from tests.resetting import fill, queue
 
@@ -51,29 +51,21 @@ TABLE = [(method, name, values) for method, (_, wrong) in METHODS.items() for na
 
 
 @pytest.fixture
-def cluster():
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic("T", queues=2)
-        fill(cluster, "T", 4)
-        cluster.broker("broker-a").create_group("G")
-        cluster.broker("broker-a").commit("G", "T", {0: 1, 1: 1})
-        yield cluster
-
-
-@pytest.fixture
-def admin(cluster):
-    with Admin(name_server=cluster.name_server) as admin:
-        yield admin
+def embedded(embedded):
+    fill(embedded, "T", 4, queues=2)
+    embedded.broker("broker-a").create_group("G")
+    embedded.broker("broker-a").commit("G", "T", {0: 1, 1: 1})
+    return embedded
 
 
 @for_each("method, name, values", TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
-def test_a_wrong_argument_is_named_and_nothing_is_sent(cluster, admin, method, name, values):
-    before = len(cluster.broker("broker-a").requests())
+def test_a_wrong_argument_is_named_and_nothing_is_sent(embedded, admin, method, name, values):
+    before = len(embedded.broker("broker-a").requests())
     for value in values:
         with pytest.raises(ConfigError) as raised:
             called(admin, method, name, value)
         assert len(str(raised.value)) > 20, value
-    assert len(cluster.broker("broker-a").requests()) == before
+    assert len(embedded.broker("broker-a").requests()) == before
 
 
 def called(admin, method, name, value):
@@ -120,7 +112,7 @@ def test_an_admin_is_not_made_with_wrong_options(options):
 
 
 def test_who_changes_a_topic_at_the_same_time_is_told_what_there_is():
-    with EmbeddedCluster() as cluster, Admin(name_server=cluster.name_server) as admin:
+    with administered() as (_, admin):
         together = threading.Barrier(4)
         outcomes = {}
 

@@ -15,6 +15,7 @@ from pyrocket_consumer.cli import main
 from pyrocket_consumer.errors import BrokerError, ConnectError
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, delay, drop, rewrite
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from tests.admin.conftest import administered
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
 from tests.for_each import for_each
@@ -26,15 +27,8 @@ VERSIONS = ["4.9.7", "5.5.0"]
 @pytest.fixture(params=VERSIONS)
 def embedded(request):
     with EmbeddedCluster(version=request.param) as cluster:
-        cluster.create_topic("T", queues=2)
-        fill(cluster, "T", 10)
+        fill(cluster, "T", 10, queues=2)
         yield cluster
-
-
-@pytest.fixture
-def admin(embedded):
-    with Admin(name_server=embedded.name_server) as admin:
-        yield admin
 
 
 @pytest.fixture
@@ -59,9 +53,8 @@ def topics(found) -> set[str]:
 
 def test_a_broker_tells_nothing_of_the_queues_of_another():
     """Who says where a group is at other brokers, could hide that it is behind there."""
-    with EmbeddedCluster(["broker-a", "broker-b"]) as cluster, Admin(name_server=cluster.name_server) as admin:
-        cluster.create_topic("T", queues=1)
-        fill(cluster, "T", 4)
+    with administered(brokers=2) as (cluster, admin):
+        fill(cluster, "T", 4, queues=1)
         for name in ("broker-a", "broker-b"):
             cluster.broker(name).create_group("G")
             cluster.broker(name).commit("G", "T", {0: 1})
@@ -99,9 +92,8 @@ def test_failed_messages_that_nobody_has_consumed_again_count(embedded, admin, e
 
 
 def test_a_broker_at_which_nothing_was_committed_counts():
-    with EmbeddedCluster(brokers=2) as cluster, Admin(name_server=cluster.name_server) as admin:
-        cluster.create_topic("T", queues=1)
-        fill(cluster, "T", 10)
+    with administered(brokers=2) as (cluster, admin):
+        fill(cluster, "T", 10, queues=1)
         cluster.broker("broker-a").create_group("G")
         cluster.broker("broker-b").create_group("G")
         cluster.broker("broker-a").commit("G", "T", {0: 5})
@@ -176,8 +168,7 @@ def test_json_has_no_number_for_what_is_not_known(embedded, capsys):
 def pair():
     """Two brokers, five messages in each of their queues of T, of which G has consumed those of broker-a."""
     with EmbeddedCluster(brokers=2) as cluster:
-        cluster.create_topic("T", queues=1)
-        fill(cluster, "T", 10)
+        fill(cluster, "T", 10, queues=1)
         for name, committed in (("broker-a", 5), ("broker-b", 2)):
             cluster.broker(name).create_group("G")
             cluster.broker(name).commit("G", "T", {0: committed})
@@ -318,7 +309,7 @@ def test_the_shell_tells_of_missing_brokers_and_ends_with_3(pair, capsys, what):
 
 
 def test_a_thousand_queues_of_slow_brokers_are_asked_together():
-    with EmbeddedCluster() as cluster, Admin(name_server=cluster.name_server) as admin:
+    with administered() as (cluster, admin):
         cluster.create_topic("T", queues=1000)
         cluster.send("T", b"one")
         cluster.broker("broker-a").create_group("G")

@@ -14,32 +14,20 @@ from pyrocket_consumer.admin import Admin, ResetState
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.reset_plan import RecordArea, name_of, record_areas
+from tests.admin.conftest import administered
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
 from tests.for_each import for_each
-from tests.resetting import fill, queue, reset, wait_until_seen, wait_until_stored
+from tests.resetting import caught_up, fill, held, queue, reset, wait_until_seen, wait_until_stored
 
 RETRY = "%RETRY%G"
 CLIENT_SIDE = [("4.9.7", False), ("5.5.0", False)]
 
 
 @pytest.fixture
-def embedded(request):
-    marker = request.node.get_closest_marker("cluster")
-    with EmbeddedCluster(**(marker.kwargs if marker else {})) as cluster:
-        cluster.create_topic("T", queues=2)
-        yield cluster
-
-
-@pytest.fixture
-def admin(embedded):
-    with Admin(name_server=embedded.name_server, call_timeout_s=15, connect_timeout_s=15) as admin:
-        yield admin
-
-
-@pytest.fixture
-def stores(tmp_path):
-    return {"message_model": "broadcasting", "offset_store_dir": tmp_path}
+def embedded(embedded):
+    embedded.create_topic("T", queues=2)
+    return embedded
 
 
 def area() -> RecordArea:
@@ -99,10 +87,8 @@ def test_a_group_that_left_nothing_behind_must_be_named_for_what_it_is(embedded,
 
 
 def test_a_clock_that_is_behind_does_not_matter(embedded, admin, stores):
-    fill(embedded, "T", 10)
     ahead = int(time.time() * 1000) + 10_000_000
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
         record(embedded, ahead, {0: 5})
         result = reset(admin, "G", "T", "earliest")
         assert (result.verified, result.epoch) == (True, ahead + 1)
@@ -110,11 +96,9 @@ def test_a_clock_that_is_behind_does_not_matter(embedded, admin, stores):
 
 
 def test_the_epochs_of_members_count_when_the_record_was_lost(embedded, admin, stores):
-    fill(embedded, "T", 10)
     ahead = int(time.time() * 1000) + 10_000_000
     record(embedded, ahead, {0: 0, 1: 0})
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         wait_until_stored(consumer, "T", 10)
     embedded.broker("broker-a").lose_data(messages=False)
     with consuming(embedded, "T", "G", instance_name="DEFAULT", **stores) as (_, seen):
@@ -124,9 +108,7 @@ def test_the_epochs_of_members_count_when_the_record_was_lost(embedded, admin, s
 
 @pytest.mark.parametrize("interval_s", [0.1])
 def test_what_is_recorded_is_followed_without_a_word(embedded, stores, interval_s):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", reset_record_interval_s=interval_s, **stores) as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, reset_record_interval_s=interval_s, **stores) as (_, seen):
         record(embedded, 1000, {1: 2})
         seen.wait(lambda seen: len(seen.messages) == 13)
         embedded.broker("broker-a").forget_requests()
@@ -139,9 +121,7 @@ def test_what_is_recorded_is_followed_without_a_word(embedded, stores, interval_
 
 
 def test_a_record_is_read_after_the_broker_was_away(embedded, stores):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
         record(embedded, 1000, {0: 0, 1: 0})
         embedded.broker("broker-a").close_connections()
         wait_until_seen(seen, 2, 10)
@@ -151,9 +131,7 @@ def test_two_topics_that_meet_in_one_area_both_have_room(embedded, admin, stores
     first, second, *_ = record_areas("T")
     embedded.broker("broker-a").create_group("G")
     embedded.broker("broker-a").commit("G", RETRY, {first.name: 12345, first.head: 99, first.target(0): 77})
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
         assert reset(admin, "G", "T", "earliest").verified
         wait_until_seen(seen, 2, 10)
     slots = embedded.committed("G", RETRY)
@@ -161,9 +139,7 @@ def test_two_topics_that_meet_in_one_area_both_have_room(embedded, admin, stores
 
 
 def test_another_admin_who_was_faster_is_reported(embedded, admin, stores):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
         plan = admin.plan_reset("G", "T", "earliest")
         offsets = embedded.broker("broker-a").core.state.offsets
 
@@ -184,9 +160,7 @@ def test_another_admin_who_was_faster_is_reported(embedded, admin, stores):
 
 def test_another_admin_who_chose_the_same_epoch_does_not_divide_the_members(embedded, admin, stores):
     """Members follow an epoch once: with the same for both, each would be where who reached it first wanted it."""
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         plan = admin.plan_reset("G", "T", "earliest")
         offsets = embedded.broker("broker-a").core.state.offsets
 
@@ -209,10 +183,7 @@ def test_another_admin_who_chose_the_same_epoch_does_not_divide_the_members(embe
 
 @pytest.mark.parametrize(("version", "code"), [("5.1.4", 17), ("5.5.0", 26)])
 def test_a_broker_nobody_was_on_has_nobody_to_record_for(tmp_path, version, code):
-    with (
-        EmbeddedCluster(["broker-a", "broker-b"], version=version) as cluster,
-        Admin(name_server=cluster.name_server) as admin,
-    ):
+    with administered(brokers=2, version=version) as (cluster, admin):
         cluster.create_topic("T", queues=1, brokers=["broker-a"])
         stores = {"message_model": "broadcasting", "offset_store_dir": tmp_path}
         with consuming(cluster, "T", "G", **stores) as (_, seen):
@@ -232,9 +203,7 @@ def test_a_broker_nobody_was_on_has_nobody_to_record_for(tmp_path, version, code
 
 @pytest.mark.cluster(brokers=2)
 def test_a_broker_that_is_down_stops_it_all_and_partial_goes_on(embedded, admin, stores):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **stores) as (_, seen):
         plan = admin.plan_reset("G", "T", "earliest")
         embedded.broker("broker-b").stop()
         with pytest.raises(RocketError) as stopped:
@@ -249,9 +218,7 @@ def test_a_broker_that_is_down_stops_it_all_and_partial_goes_on(embedded, admin,
 
 @pytest.mark.cluster(brokers=2)
 def test_a_broker_that_refuses_to_record_stops_it_before_anything_moves(embedded, admin, stores):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **stores) as (_, seen):
         plan = admin.plan_reset("G", "T", "earliest")
         embedded.broker("broker-b").on(RequestCode.UPDATE_CONSUMER_OFFSET, answer(1, "disk full"))
         with pytest.raises(BrokerError, match="disk full"):
@@ -263,9 +230,7 @@ def test_a_broker_that_refuses_to_record_stops_it_before_anything_moves(embedded
 
 @pytest.mark.cluster(brokers=2)
 def test_a_broker_known_to_be_away_is_in_the_plan(embedded, admin, stores):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **stores) as (_, seen):
         embedded.broker("broker-b").on(RequestCode.GET_BROKER_CONFIG, answer(1, "not well"), times=None)
         plan = admin.plan_reset("G", "T", "earliest")
         assert "not well" in plan.problems[0]
@@ -345,9 +310,7 @@ def test_a_frozen_member_is_waited_for_as_long_as_was_said(embedded, admin, stor
 
 
 def test_a_plan_says_what_will_be_and_what_it_speaks_to(embedded, admin, stores):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         text = str(admin.plan_reset("G", "T", "earliest"))
         assert f"{consumer.client_id} (pyrocket_consumer): will be told, and verified" in text
         assert "will be recorded" in text
@@ -355,9 +318,7 @@ def test_a_plan_says_what_will_be_and_what_it_speaks_to(embedded, admin, stores)
 
 
 def test_when_members_may_not_be_spoken_to_the_record_reaches_them(embedded, admin, stores):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", reset_record_interval_s=0.3, **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, reset_record_interval_s=0.3, **stores) as (consumer, seen):
         for code in (RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_CONNECTION_LIST):
             embedded.broker("broker-a").on(code, answer(16, "no permission"), times=None)
         plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
@@ -418,11 +379,11 @@ def test_who_cannot_be_moved_alone_is_told(embedded, admin, stores):
 
 
 def test_members_of_a_clustering_group_have_no_offsets_of_their_own(embedded, admin):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G") as (consumer, seen):
-        wait_until_seen(seen, 1, 10)
-        with pytest.raises(ConfigError, match="share its offsets; leave it out"):
-            admin.plan_reset("G", "T", "earliest", member=consumer.client_id)
+    with (
+        caught_up(embedded, "T", "G", 10) as (consumer, _),
+        pytest.raises(ConfigError, match="share its offsets; leave it out"),
+    ):
+        admin.plan_reset("G", "T", "earliest", member=consumer.client_id)
 
 
 # --- clustering members that do not answer, and groups that are not what they are taken for
@@ -432,34 +393,30 @@ def test_members_of_a_clustering_group_have_no_offsets_of_their_own(embedded, ad
 @pytest.mark.parametrize("all_queues", [True, False], ids=["all-queues", "one-of-each"])
 def test_who_answers_is_moved_and_verified_though_another_member_is_frozen(version, all_queues):
     with (
-        EmbeddedCluster(version=version, relay_timeout_s=0.5) as cluster,
-        Admin(name_server=cluster.name_server) as admin,
+        administered(version=version, relay_timeout_s=0.5) as (cluster, admin),
+        caught_up(cluster, "T", "G", 40, queues=4, instance_name="ours") as (consumer, seen),
     ):
-        cluster.create_topic("T", queues=4)
-        fill(cluster, "T", 40)
-        with consuming(cluster, "T", "G", instance_name="ours") as (consumer, seen):
-            wait_until_seen(seen, 1, 40)
-            until(lambda: cluster.committed("G", "T") == dict.fromkeys(range(4), 10), "committed")
-            with ForeignMember(
-                cluster, "G", "T", {}, model="CLUSTERING", client_id="zzz@frozen", language="PYTHON", silent=True
-            ):
-                until(lambda: len([each for each in consumer.progress() if each.topic == "T"]) == 2, "shared")
-                held = {each.queue_id for each in consumer.progress() if each.topic == "T"}
-                frozen = set(range(4)) - held
-                chosen = range(4) if all_queues else (min(held), min(frozen))
-                plan = admin.plan_reset("G", "T", {queue("T", number): 7 for number in chosen})
-                assert "told to the members that hold the queues" in str(plan)
-                assert "other client" not in str(plan)
-                assert "zzz@frozen: it did not answer" in plan.problems[0]
-                result = plan.execute(wait_s=2)
-                states = {outcome.subject: outcome.state for outcome in result.outcomes}
-                assert states == {
-                    f"broker-a/{number}": ResetState.MOVED if number in held else ResetState.UNCONFIRMED
-                    for number in chosen
-                }
-                assert "zzz@frozen: it did not answer" in result.unmoved[0].text
-            seen.wait(lambda seen: len(seen.messages) == 40 + 3 * len(chosen))  # it is gone: its queues are ours
-            assert {place[1] for place, times in seen.places.items() if times > 1} == {7, 8, 9}
+        until(lambda: cluster.committed("G", "T") == dict.fromkeys(range(4), 10), "committed")
+        with ForeignMember(
+            cluster, "G", "T", {}, model="CLUSTERING", client_id="zzz@frozen", language="PYTHON", silent=True
+        ):
+            until(lambda: len(held(consumer, "T")) == 2, "shared")
+            ours = {each.queue_id for each in held(consumer, "T")}
+            frozen = set(range(4)) - ours
+            chosen = range(4) if all_queues else (min(ours), min(frozen))
+            plan = admin.plan_reset("G", "T", {queue("T", number): 7 for number in chosen})
+            assert "told to the members that hold the queues" in str(plan)
+            assert "other client" not in str(plan)
+            assert "zzz@frozen: it did not answer" in plan.problems[0]
+            result = plan.execute(wait_s=2)
+            states = {outcome.subject: outcome.state for outcome in result.outcomes}
+            assert states == {
+                f"broker-a/{number}": ResetState.MOVED if number in ours else ResetState.UNCONFIRMED
+                for number in chosen
+            }
+            assert "zzz@frozen: it did not answer" in result.unmoved[0].text
+        seen.wait(lambda seen: len(seen.messages) == 40 + 3 * len(chosen))  # it is gone: its queues are ours
+        assert {place[1] for place, times in seen.places.items() if times > 1} == {7, 8, 9}
 
 
 def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin, stores):
@@ -471,9 +428,8 @@ def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin, s
 
 
 def test_no_commit_for_members_that_are_away_and_follow_a_record(embedded, admin, stores):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores):
+        pass
     until(lambda: embedded.members("G") == [], "it has left")
     recorded = reset(admin, "G", "T", "earliest", model="broadcasting")
     assert "recorded; nobody is online to verify it" in str(recorded)
@@ -485,9 +441,8 @@ def test_no_commit_for_members_that_are_away_and_follow_a_record(embedded, admin
 
 
 def test_what_is_not_known_is_not_shown_as_nothing(embedded, admin, stores):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores):
+        pass
     until(lambda: embedded.members("G") == [], "it has left")
     plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
     assert {(move.current, move.replayed, move.skipped) for move in plan.moves} == {(None, None, None)}
@@ -496,8 +451,7 @@ def test_what_is_not_known_is_not_shown_as_nothing(embedded, admin, stores):
 
 @pytest.mark.parametrize("model", ["broadcasting", "clustering"])
 def test_a_topic_that_no_member_subscribes_to_is_reset_only_on_an_explicit_word(embedded, admin, stores, model):
-    embedded.create_topic("U", queues=2)
-    fill(embedded, "U", 10)
+    fill(embedded, "U", 10, queues=2)
     with consuming(embedded, "T", "G", **{**stores, "message_model": model}):
         plan = admin.plan_reset("G", "U", "latest")
         assert plan.unsubscribed == "no member of G that is online subscribes to U (they subscribe to T)"
@@ -515,12 +469,8 @@ def test_a_topic_that_no_member_subscribes_to_is_reset_only_on_an_explicit_word(
 
 @pytest.mark.parametrize(("version", "server_side"), CLIENT_SIDE)
 def test_a_java_member_that_obeys_is_reset_in_broadcasting(version, server_side, stores):
-    with (
-        EmbeddedCluster(version=version, server_side_reset=server_side) as cluster,
-        Admin(name_server=cluster.name_server) as admin,
-    ):
-        cluster.create_topic("T", queues=2)
-        fill(cluster, "T", 20)
+    with administered(version=version, server_side_reset=server_side) as (cluster, admin):
+        fill(cluster, "T", 20, queues=2)
         ends = {queue("T", 0): 10, queue("T", 1): 10}
         with (
             ForeignMember(cluster, "G", "T", ends) as java,
@@ -541,9 +491,8 @@ def test_a_java_member_that_obeys_is_reset_in_broadcasting(version, server_side,
 
 
 def test_a_java_member_that_cannot_be_reset_is_told_of(stores):
-    with EmbeddedCluster(version="4.9.7") as cluster, Admin(name_server=cluster.name_server) as admin:
-        cluster.create_topic("T", queues=2)
-        fill(cluster, "T", 20)
+    with administered(version="4.9.7") as (cluster, admin):
+        fill(cluster, "T", 20, queues=2)
         with (
             ForeignMember(cluster, "G", "T", {}, version=(4, 9, 7)) as java,
             consuming(cluster, "T", "G", **stores) as (_, seen),
@@ -560,7 +509,7 @@ def test_a_java_member_that_cannot_be_reset_is_told_of(stores):
 
 
 def test_a_java_member_needs_all_queues_or_another_broker(stores):
-    with EmbeddedCluster(version="5.5.0") as cluster, Admin(name_server=cluster.name_server) as admin:
+    with administered(version="5.5.0") as (cluster, admin):
         cluster.create_topic("T", queues=2)
         with ForeignMember(cluster, "G", "T", {}):
             assert "useServerSideResetOffset=true" in admin.plan_reset("G", "T", "earliest").problems[0]
@@ -573,31 +522,27 @@ def test_a_java_member_needs_all_queues_or_another_broker(stores):
 @pytest.mark.parametrize(("version", "server_side"), [("4.9.7", None), ("5.5.0", False), ("5.5.0", True)])
 def test_a_clustering_group_with_a_java_member_is_reset_by_its_broker(version, server_side):
     with (
-        EmbeddedCluster(version=version, server_side_reset=server_side, long_poll_tick_s=0.2) as cluster,
-        Admin(name_server=cluster.name_server) as admin,
+        administered(version=version, server_side_reset=server_side, long_poll_tick_s=0.2) as (cluster, admin),
+        caught_up(cluster, "T", "G", 20, queues=2, instance_name="ours", pull_hold_s=0.3) as (consumer, seen),
     ):
-        cluster.create_topic("T", queues=2)
-        fill(cluster, "T", 20)
-        with consuming(cluster, "T", "G", instance_name="ours", pull_hold_s=0.3) as (consumer, seen):
-            wait_until_seen(seen, 1, 20)
-            until(lambda: cluster.committed("G", "T") == {0: 10, 1: 10}, "committed")
-            with ForeignMember(cluster, "G", "T", {}, model="CLUSTERING", client_id="zzz@java", obeys=False):
-                # it holds a queue by everybody's reckoning, but consumes nothing
-                until(lambda: len([each for each in consumer.progress() if each.topic == "T"]) == 1, "shared")
-                (ours,) = (each for each in consumer.progress() if each.topic == "T")
-                plan = admin.plan_reset("G", "T", {queue("T", 0): 4, queue("T", 1): 4})
-                assert "by the brokers" in str(plan)
-                result = plan.execute(wait_s=2)
-                assert not result.verified, "the other one's queue was not seen to move"
-                assert len(result.unmoved) == 1
-                assert ours.queue_id != int(result.unmoved[0].subject[-1])
-                assert result.unmoved[0].state is ResetState.UNCONFIRMED
-                seen.wait(lambda seen: len(seen.messages) == 26)
-                assert {message.queue for message in seen.messages[20:]} == {ours}
+        until(lambda: cluster.committed("G", "T") == {0: 10, 1: 10}, "committed")
+        with ForeignMember(cluster, "G", "T", {}, model="CLUSTERING", client_id="zzz@java", obeys=False):
+            # it holds a queue by everybody's reckoning, but consumes nothing
+            until(lambda: len(held(consumer, "T")) == 1, "shared")
+            (ours,) = held(consumer, "T")
+            plan = admin.plan_reset("G", "T", {queue("T", 0): 4, queue("T", 1): 4})
+            assert "by the brokers" in str(plan)
+            result = plan.execute(wait_s=2)
+            assert not result.verified, "the other one's queue was not seen to move"
+            assert len(result.unmoved) == 1
+            assert ours.queue_id != int(result.unmoved[0].subject[-1])
+            assert result.unmoved[0].state is ResetState.UNCONFIRMED
+            seen.wait(lambda seen: len(seen.messages) == 26)
+            assert {message.queue for message in seen.messages[20:]} == {ours}
 
 
 def test_single_queues_cannot_be_named_to_an_old_broker_with_a_java_member():
-    with EmbeddedCluster(version="4.9.7") as cluster, Admin(name_server=cluster.name_server) as admin:
+    with administered(version="4.9.7") as (cluster, admin):
         cluster.create_topic("T", queues=2)
         with (
             ForeignMember(cluster, "G", "T", {}, model="CLUSTERING"),
@@ -607,9 +552,8 @@ def test_single_queues_cannot_be_named_to_an_old_broker_with_a_java_member():
 
 
 def test_a_mark_that_waits_is_replaced_when_nobody_is_online(embedded, admin):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G") as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10):
+        pass
     until(lambda: embedded.members("G") == [], "it has left")
     embedded.call(lambda: embedded.broker("broker-a").core.state.offsets.mark("T", "G", 0, 1))
     assert reset(admin, "G", "T", {queue("T", 0): 3, queue("T", 1): 4}).verified
@@ -624,8 +568,7 @@ def test_a_mark_that_waits_is_replaced_when_nobody_is_online(embedded, admin):
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
 def test_a_namespace_is_put_in_front_and_not_shown(model, tmp_path):
     with EmbeddedCluster() as cluster, Admin(name_server=cluster.name_server, namespace="shop") as admin:
-        cluster.create_topic("shop%T", queues=2)
-        fill(cluster, "shop%T", 10)
+        fill(cluster, "shop%T", 10, queues=2)
         options = {"message_model": model, "offset_store_dir": tmp_path, "namespace": "shop"}
         with consuming(cluster, "T", "G", **options) as (consumer, seen):
             seen.wait_for(10)
@@ -638,21 +581,18 @@ def test_a_namespace_is_put_in_front_and_not_shown(model, tmp_path):
 
 
 def test_two_processes_that_share_a_client_id_are_told_of(embedded, admin, stores):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 10)
-        with ForeignMember(embedded, "G", "T", {}, client_id=consumer.client_id, language="PYTHON"):
-            plan = admin.plan_reset("G", "T", "earliest")
-            (member,) = plan.members
-            assert "2 processes share this client id" in member.how
-            result = plan.execute(wait_s=0)
-            assert not result.verified
+    with (
+        caught_up(embedded, "T", "G", 10, **stores) as (consumer, _),
+        ForeignMember(embedded, "G", "T", {}, client_id=consumer.client_id, language="PYTHON"),
+    ):
+        plan = admin.plan_reset("G", "T", "earliest")
+        (member,) = plan.members
+        assert "2 processes share this client id" in member.how
+        assert not plan.execute(wait_s=0).verified
 
 
 def test_who_may_not_ask_for_offsets_sees_those_of_the_queues_held(embedded, admin, stores):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         wait_until_stored(consumer, "T", 10)
         embedded.broker("broker-a").on(
             RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, answer(16, "no permission"), times=None
@@ -662,9 +602,7 @@ def test_who_may_not_ask_for_offsets_sees_those_of_the_queues_held(embedded, adm
 
 
 def test_progress_comes_on_the_caller_s_thread_and_may_stop_it(embedded, admin, stores):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
         plan = admin.plan_reset("G", "T", "earliest")
         threads = set()
         assert plan.execute(lambda step: threads.add(threading.current_thread())).verified
@@ -685,9 +623,8 @@ def test_lag_of_a_group_nobody_knows(admin):
 
 
 def test_lag_of_a_group_that_is_away_is_what_it_has_committed(embedded, admin):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G") as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10):
+        pass
     until(lambda: embedded.members("G") == [], "it has left")
     fill(embedded, "T", 4, start=10)
     embedded.broker("broker-a").delete_before("T", 0, 6)

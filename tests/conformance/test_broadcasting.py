@@ -6,11 +6,7 @@ from collections import Counter
 
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from tests.consuming import Events, Seen, consuming, numbered
-
-
-def fill(cluster, topic, count, start=0):
-    for body in numbered(count, start):
-        cluster.send(topic, body)
+from tests.resetting import fill
 
 
 def test_every_member_sees_every_message(cluster, topic, group, tmp_path):
@@ -42,8 +38,7 @@ def test_a_restarted_member_goes_on_from_its_file(cluster, topic, group, tmp_pat
 
 
 def test_a_failed_message_counts_as_consumed(cluster, topic, group, tmp_path):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    fill(cluster, topic, 5, queues=1)
 
     def judge(message):
         if message.body == b"m1":

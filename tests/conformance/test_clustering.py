@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 
@@ -10,18 +11,11 @@ import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumeContext, MessageQueue, PushConsumer, QueueProgress, Retry
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
-
-
-def fill(cluster, topic: str, count: int, start: int = 0, **options) -> list[bytes]:
-    bodies = numbered(count, start)
-    for body in bodies:
-        cluster.send(topic, body, **options)
-    return bodies
+from tests.resetting import fill
 
 
 def test_every_message_is_seen_once_and_committed(cluster, topic, group):
-    cluster.create_topic(topic, queues=4)
-    bodies = fill(cluster, topic, 100)
+    bodies = fill(cluster, topic, 100, queues=4)
     with consuming(cluster, topic, group) as (consumer, seen):
         seen.wait_for(100)
         late = fill(cluster, topic, 20, start=100)
@@ -47,8 +41,7 @@ def test_what_a_message_carries(cluster, topic, group):
 
 
 def test_the_next_consumer_goes_on_where_the_last_one_ended(cluster, topic, group):
-    cluster.create_topic(topic, queues=2)
-    first = fill(cluster, topic, 30)
+    first = fill(cluster, topic, 30, queues=2)
     with consuming(cluster, topic, group) as (_, seen):
         seen.wait_for(30)
     second = fill(cluster, topic, 30, start=30)
@@ -149,8 +142,7 @@ def test_a_listener_may_give_a_message_up_at_once(cluster, topic, group):
 
 
 def test_a_batch_listener_gets_lists_and_may_fail_a_part(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 20)
+    fill(cluster, topic, 20, queues=1)
     sizes, expected, again = [], numbered(20), Seen()
 
     def handle(messages):
@@ -169,8 +161,7 @@ def test_a_batch_listener_gets_lists_and_may_fail_a_part(cluster, topic, group):
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_async_listeners(cluster, topic, group, size):
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 30)
+    fill(cluster, topic, 30, queues=2)
     seen, threads = Seen(), set()
 
     async def handle(unit):
@@ -187,8 +178,7 @@ def test_async_listeners(cluster, topic, group, size):
 def test_an_asyncio_consumer_calls_listeners_on_the_callers_loop(cluster, topic, group):
     import asyncio
 
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 30)
+    fill(cluster, topic, 30, queues=2)
 
     async def main():
         seen, enough = [], asyncio.Event()
@@ -235,8 +225,7 @@ def of_topic(consumer: PushConsumer, topic: str) -> list[QueueProgress]:
 
 
 def test_a_new_group_may_start_at_the_end(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    fill(cluster, topic, 5, queues=1)
     with consuming(cluster, topic, group, consume_from="last") as (consumer, seen):
         (progress,) = until(lambda: of_topic(consumer, topic), "the queue is held")
         late = fill(cluster, topic, 5, start=5)
@@ -247,11 +236,10 @@ def test_a_new_group_may_start_at_the_end(cluster, topic, group):
 
 
 def test_a_new_group_may_start_at_a_time(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 3)
-    threading.Event().wait(0.05)
-    at = datetime.now(UTC)
-    threading.Event().wait(0.05)
+    fill(cluster, topic, 3, queues=1)
+    time.sleep(0.05)
+    at = datetime.fromtimestamp(time.time(), UTC)
+    time.sleep(0.05)
     late = fill(cluster, topic, 3, start=3)
     with consuming(cluster, topic, group, consume_from=at) as (consumer, seen):
         (progress,) = until(lambda: of_topic(consumer, topic), "the queue is held")
@@ -269,7 +257,7 @@ def test_pause_and_resume(cluster, topic, group):
         consumer.pause()
         # pulls that the broker holds may still bring 32 messages each; afterwards nothing is asked for
         cluster.send(topic, b"late", count=400)
-        threading.Event().wait(0.5)
+        time.sleep(0.5)
         assert len(seen.messages) < 400
         consumer.resume()
         seen.wait(lambda seen: len(seen.messages) >= 410)
@@ -327,8 +315,7 @@ def test_many_messages_on_many_queues_arrive_once_each(cluster, topic, group):
 
 
 def test_unfinished_messages_are_never_committed(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    fill(cluster, topic, 10, queues=1)
     release = threading.Event()
 
     def judge(message):
@@ -350,8 +337,7 @@ def test_unfinished_messages_are_never_committed(cluster, topic, group):
 
 
 def test_reset_in_process(cluster, topic, group):
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 20)
+    fill(cluster, topic, 20, queues=2)
     with consuming(cluster, topic, group) as (consumer, seen):
         seen.wait_for(20)
         moved = consumer.reset_offsets(topic, "earliest")

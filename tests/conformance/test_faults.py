@@ -15,11 +15,7 @@ from pyrocket_consumer import Admin, ConfigError, ConnectError, ConsumerClosed, 
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
 from tests.real_brokers.remoting import Peer
-
-
-def fill(cluster, topic, count, start=0, **options):
-    for body in numbered(count, start):
-        cluster.send(topic, body, **options)
+from tests.resetting import fill
 
 
 def commit(cluster, group, topic, offset):
@@ -77,8 +73,7 @@ def test_a_wrong_address_is_an_error_that_names_it(cluster, topic, group, closed
 
 
 def test_one_of_two_name_servers_is_enough(cluster, topic, group, closed_port):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 3)
+    fill(cluster, topic, 3, queues=1)
     servers = f"{closed_port};{cluster.name_server}"
     seen = Seen()
     with PushConsumer(group, name_server=servers, **QUICK) as consumer:
@@ -91,8 +86,7 @@ def test_a_topic_that_does_not_exist_yet_is_consumed_once_it_does(cluster, topic
     with consuming(cluster, topic, group, on_event=events) as (consumer, seen):
         event = events.wait_for("broker-unreachable")
         assert topic in event.text
-        cluster.create_topic(topic, queues=2)
-        fill(cluster, topic, 6)
+        fill(cluster, topic, 6, queues=2)
         seen.wait_for(6)
 
 
@@ -114,8 +108,7 @@ def test_a_deleted_topic_does_not_end_the_consumer(cluster, topic, group):
 
 @pytest.mark.cluster(brokers=2)
 def test_queues_of_two_brokers(cluster, topic, group):
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 40)
+    fill(cluster, topic, 40, queues=2)
     with consuming(cluster, topic, group) as (consumer, seen):
         seen.wait_for(40)
         assert len([queue for queue in consumer.progress() if queue.topic == topic]) == 4
@@ -134,8 +127,7 @@ def fill_on(cluster, topic, broker_name, count, start):
 
 
 def test_a_stored_offset_beyond_the_end_is_corrected_and_told(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    fill(cluster, topic, 5, queues=1)
     with consuming(cluster, topic, group) as (_, seen):
         seen.wait_for(5)
     commit(cluster, group, topic, 500)

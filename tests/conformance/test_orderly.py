@@ -15,11 +15,7 @@ from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.processes import member
 from tests.consuming import Events, Seen, consuming, numbered, until
 from tests.real_brokers.remoting import Peer
-
-
-def fill(cluster, topic, count, start=0, **options):
-    for body in numbered(count, start):
-        cluster.send(topic, body, **options)
+from tests.resetting import fill
 
 
 class InOrder(Seen):
@@ -51,8 +47,7 @@ class InOrder(Seen):
 
 
 def test_each_queue_in_order_one_call_at_a_time(cluster, topic, group):
-    cluster.create_topic(topic, queues=4)
-    fill(cluster, topic, 200)
+    fill(cluster, topic, 200, queues=4)
     seen = InOrder(pause_s=0.001)
     with consuming(cluster, topic, group, seen, orderly=True):
         seen.wait_for(200)
@@ -63,8 +58,7 @@ def test_each_queue_in_order_one_call_at_a_time(cluster, topic, group):
 
 @pytest.mark.parametrize("how", ["raise", "suspend", "retry"])
 def test_a_failure_holds_its_queue_and_comes_again_first(cluster, topic, group, how):
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 20)
+    fill(cluster, topic, 20, queues=2)
     failures = []
 
     def judge(message):
@@ -85,8 +79,7 @@ def test_a_failure_holds_its_queue_and_comes_again_first(cluster, topic, group, 
 
 
 def test_batches_in_order(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 30)
+    fill(cluster, topic, 30, queues=1)
     calls, seen = [], Seen()
 
     def handle(messages):
@@ -142,8 +135,7 @@ def own(consumer, topic):
 @pytest.mark.cluster(lock_expiry_s=1.0)
 def test_a_killed_member_leaves_its_queues_in_order(cluster, topic, group):
     """The broker keeps the dead member's locks for a minute, here for a second: then the other goes on."""
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 40)
+    fill(cluster, topic, 40, queues=2)
     with member(cluster, topic, group, orderly=True, listener_s=0.02) as victim:
         victim.wait(lambda lines: len(victim.bodies) >= 10)
         victim.send(signal.SIGKILL)
@@ -160,8 +152,7 @@ def texts(count):
 
 
 def test_auto_commit_off_commits_what_the_listener_commits(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    fill(cluster, topic, 10, queues=1)
 
     def judge(message):
         return ConsumeResult.COMMIT if message.body == b"m4" else ConsumeResult.SUCCESS
@@ -177,8 +168,7 @@ def test_auto_commit_off_commits_what_the_listener_commits(cluster, topic, group
 
 
 def test_a_rollback_brings_everything_since_the_commit_again(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 6)
+    fill(cluster, topic, 6, queues=1)
     rolled_back = []
 
     def judge(message):
@@ -197,8 +187,7 @@ def test_a_rollback_brings_everything_since_the_commit_again(cluster, topic, gro
 
 
 def test_a_message_that_never_succeeds_is_given_up_after_its_attempts(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 3)
+    fill(cluster, topic, 3, queues=1)
 
     def judge(message):
         if message.body == b"m1":
@@ -215,8 +204,7 @@ def test_a_message_that_never_succeeds_is_given_up_after_its_attempts(cluster, t
 
 
 def test_a_queue_that_another_member_has_locked_is_waited_for(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 3)
+    fill(cluster, topic, 3, queues=1)
     with closing_peer(cluster) as peer:
         queue = lock(peer, group, topic, "somebody-else")
         with consuming(cluster, topic, group, orderly=True) as (consumer, seen):
@@ -251,8 +239,7 @@ def queues_of(topic):
 
 
 def test_orderly_broadcasting_takes_no_locks(cluster, topic, group, tmp_path):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 5)
+    fill(cluster, topic, 5, queues=1)
     options = {"orderly": True, "message_model": "broadcasting", "offset_store_dir": tmp_path}
     with (
         consuming(cluster, topic, group, InOrder(), instance_name="one", **options) as (_, one),

@@ -11,11 +11,7 @@ import pytest
 from pyrocket_consumer import ConsumerClosed
 from tests.consumer.processes import member
 from tests.consuming import Seen, consuming, numbered, until
-
-
-def fill(cluster, topic, count, start=0):
-    for body in numbered(count, start):
-        cluster.send(topic, body)
+from tests.resetting import fill
 
 
 def texts(count, start=0):
@@ -25,8 +21,7 @@ def texts(count, start=0):
 @pytest.mark.live
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_consumer_in_order(cluster, topic, group, number):
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 20)
+    fill(cluster, topic, 20, queues=2)
     with member(cluster, topic, group, commit_interval_s=60) as child:
         child.wait(lambda lines: len(child.bodies) == 20)
         child.send(number)
@@ -38,8 +33,7 @@ def test_a_signal_ends_a_consumer_in_order(cluster, topic, group, number):
 
 @pytest.mark.live
 def test_a_signal_waits_for_the_listener_that_runs(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 1)
+    fill(cluster, topic, 1, queues=1)
     with member(cluster, topic, group, listener_s=1.0) as child:
         child.wait_for_line("begun m0")
         child.send(signal.SIGTERM)

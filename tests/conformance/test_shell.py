@@ -27,8 +27,7 @@ def pyrocket(cluster, capsys):
 
 
 def test_who_looks_sees_everything_and_leaves_nothing(cluster, topic, pyrocket):
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, COUNT)
+    fill(cluster, topic, COUNT, queues=2)
     code, printed = pyrocket("consume", topic, "-o", "json")
     seen = [json.loads(line) for line in printed]
     assert (code, len({(each["queue"], each["offset"]) for each in seen})) == (0, COUNT)
@@ -46,8 +45,7 @@ def test_who_looks_sees_everything_and_leaves_nothing(cluster, topic, pyrocket):
 
 
 def test_a_member_changes_nothing_but_the_offsets_of_what_it_printed(cluster, topic, group, pyrocket):
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, COUNT)
+    fill(cluster, topic, COUNT, queues=2)
     code, printed = pyrocket("consume", topic, "--group", group, "--from", "first", "--count", "3")
     assert (code, len(printed)) == (0, 3)
     until(lambda: cluster.members(group) == [], "it has left")
@@ -58,8 +56,7 @@ def test_a_member_changes_nothing_but_the_offsets_of_what_it_printed(cluster, to
 
 
 def test_lag_counts_failed_messages(cluster, topic, group, pyrocket):
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 3)
+    fill(cluster, topic, 3, queues=1)
     assert pyrocket("consume", topic, "--group", group, "--from", "first", "--count", "3")[0] == 0
     until(lambda: cluster.members(group) == [], "it has left")
     assert pyrocket("offsets", "lag", group, "--max", "0")[0] == 0

@@ -11,14 +11,10 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from tests.consumer.processes import member
 from tests.consuming import consuming, numbered, until
 from tests.interop.members import client_id, java_named, named, wait_until_noted
+from tests.resetting import fill
 
 NAME = "shared"
 """The instance name that both kinds use in turn: their directory."""
-
-
-def fill(cluster, topic, count, start=0):
-    for body in numbered(count, start):
-        cluster.send(topic, body)
 
 
 @pytest.fixture
@@ -38,8 +34,7 @@ def javas(cluster, java, topic, group, **options):
 
 @pytest.mark.parametrize("kind", ["real", "embedded"])
 def test_java_members_and_ours_see_every_message(either_cluster, java, topic, group, kind):
-    either_cluster.create_topic(topic, queues=4)
-    fill(either_cluster, topic, 20)
+    fill(either_cluster, topic, 20, queues=4)
     with (
         ours(either_cluster, java, topic, group, **named("one")) as (_, first),
         ours(either_cluster, java, topic, group, **named("two")) as (_, second),
@@ -79,8 +74,7 @@ def test_ours_goes_on_where_the_java_member_ended_and_back(real_cluster, java, t
 def test_a_file_java_wrote_after_ours_was_killed_is_what_counts(real_cluster, java, topic, group, places):
     """Killed with -9, ours leaves newer offsets in its journal than in offsets.json. Java goes on from the file, and
     rewrites it; the journal has nothing to say any more."""
-    real_cluster.create_topic(topic, queues=2)
-    fill(real_cluster, topic, 10)
+    fill(real_cluster, topic, 10, queues=2)
     options = {
         "message_model": "broadcasting",
         "offset_store_dir": str(java.offsets_directory),
@@ -104,8 +98,7 @@ def test_a_file_java_wrote_after_ours_was_killed_is_what_counts(real_cluster, ja
 
 
 def test_java_leaves_what_ours_keeps_beside_the_file_alone(real_cluster, java, topic, group, places):
-    real_cluster.create_topic(topic, queues=1)
-    fill(real_cluster, topic, 3)
+    fill(real_cluster, topic, 3, queues=1)
     with ours(real_cluster, java, topic, group) as (_, seen):
         seen.wait_for(3)
     before = {path.name for path in places.iterdir()}

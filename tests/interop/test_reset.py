@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.consuming import Events, Seen, consuming, numbered, until
+from tests.resetting import fill
 
 QUEUES = 4
 
@@ -18,11 +19,6 @@ QUEUES = 4
 def mqadmin(real_cluster, java):
     """Run a command against the cluster and return what it prints."""
     return lambda *arguments: java.mqadmin(real_cluster.name_server, *arguments)
-
-
-def fill(cluster, topic, count, start=0):
-    for body in numbered(count, start):
-        cluster.send(topic, body)
 
 
 @contextmanager

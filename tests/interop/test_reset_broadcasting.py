@@ -11,7 +11,7 @@ from pyrocket_consumer import Admin
 from pyrocket_consumer.admin import ResetState
 from tests.consuming import consuming, until
 from tests.interop.members import client_id, java_named, named
-from tests.resetting import fill, queue, wait_until_seen, wait_until_stored
+from tests.resetting import caught_up, fill, queue, wait_until_seen, wait_until_stored
 
 
 @pytest.fixture
@@ -36,8 +36,7 @@ def java_member(real_cluster, java, group, topic, **options):
 def test_a_java_member_that_cannot_be_reached_is_told_of_and_keeps_its_place(
     real_cluster, java, admin, topic, group, stores
 ):
-    real_cluster.create_topic(topic, queues=2)
-    fill(real_cluster, topic, 20)
+    fill(real_cluster, topic, 20, queues=2)
     with (
         java_member(real_cluster, java, group, topic, broadcasting=True) as other,
         consuming(real_cluster, topic, group, **named("ours"), **stores) as (_, seen),
@@ -61,8 +60,7 @@ def test_a_java_member_that_cannot_be_reached_is_told_of_and_keeps_its_place(
 @pytest.mark.versions("5.3.3", "5.5.0")
 def test_a_java_member_that_obeys_is_reset_through_its_broker(real_cluster, java, admin, topic, group, stores):
     """Brokers of these releases keep resets; one that is told not to can tell Java members that obey (from 5.2 on)."""
-    real_cluster.create_topic(topic, queues=2)
-    fill(real_cluster, topic, 20)
+    fill(real_cluster, topic, 20, queues=2)
     broker = real_cluster.broker("broker-a")
     broker.update_config(useServerSideResetOffset=False)
     try:
@@ -88,8 +86,7 @@ def test_a_java_member_that_obeys_is_reset_through_its_broker(real_cluster, java
 
 def test_mqadmin_s_reset_of_a_broadcasting_group(real_cluster, java, topic, group, stores):
     """Brokers that keep resets tell one member for each queue; ours tell each other. The other brokers refuse."""
-    real_cluster.create_topic(topic, queues=2)
-    fill(real_cluster, topic, 20)
+    fill(real_cluster, topic, 20, queues=2)
     options = {**stores, "pull_hold_s": 1}
     with (
         consuming(real_cluster, topic, group, **named("a"), **options) as (_, first),
@@ -145,10 +142,7 @@ def test_a_clustering_group_with_a_java_member_replays_all(real_cluster, java, a
 
 @pytest.mark.hazard("H29E")
 def test_a_member_that_consumed_nothing_of_queues_it_took_over_replays_them(real_cluster, java, topic, group):
-    real_cluster.create_topic(topic, queues=4)
-    fill(real_cluster, topic, 40)
-    with consuming(real_cluster, topic, group, **named("a"), pull_hold_s=1) as (first, seen):
-        wait_until_seen(seen, 1, 40)
+    with caught_up(real_cluster, topic, group, 40, queues=4, **named("a"), pull_hold_s=1) as (first, seen):
         until(lambda: sum(real_cluster.committed(group, topic).values()) == 40, "committed")
         with consuming(real_cluster, topic, group, **named("b"), pull_hold_s=1) as (second, taken):
             for consumer in (first, second):

@@ -9,7 +9,6 @@ from typing import Any
 from pyrocket_consumer.consumer.commit_timer import CommitTimer
 from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.model import EventKind, MessageQueue
-from tests.virtual.coroutines import run
 
 HERE, THERE = MessageQueue("orders", "a", 0), MessageQueue("orders", "b", 0)
 
@@ -45,24 +44,21 @@ class Member:
         return {}
 
 
-def test_offsets_that_have_not_been_stored_for_long_are_told_and_delay_no_other_place():
-    async def scenario():
-        member = Member()
-        member.hangs = {"b"}
-        timer = asyncio.create_task(CommitTimer(member, member, member, member).run())  # type: ignore[arg-type]
-        await asyncio.sleep(14)
-        assert member.told == []
-        await asyncio.sleep(7)
-        ((at, kind, text),) = member.told[:1]
-        assert (at, kind) == (15.0, EventKind.COMMIT_FAILED)
-        assert "b has not stored offsets for 10 s" in text
-        assert member.stored == [HERE] * 4
-        member.lets_go.set()
-        await asyncio.sleep(5)
-        member.told.clear()
-        await asyncio.sleep(50)
-        assert member.told == [], "it stores again"
-        assert member.stored.count(THERE) > 10
-        timer.cancel()
-
-    run(scenario())
+async def test_offsets_that_have_not_been_stored_for_long_are_told_and_delay_no_other_place():
+    member = Member()
+    member.hangs = {"b"}
+    timer = asyncio.create_task(CommitTimer(member, member, member, member).run())  # type: ignore[arg-type]
+    await asyncio.sleep(14)
+    assert member.told == []
+    await asyncio.sleep(7)
+    ((at, kind, text),) = member.told[:1]
+    assert (at, kind) == (15.0, EventKind.COMMIT_FAILED)
+    assert "b has not stored offsets for 10 s" in text
+    assert member.stored == [HERE] * 4
+    member.lets_go.set()
+    await asyncio.sleep(5)
+    member.told.clear()
+    await asyncio.sleep(50)
+    assert member.told == [], "it stores again"
+    assert member.stored.count(THERE) > 10
+    timer.cancel()

@@ -25,7 +25,6 @@ from pyrocket_consumer.consumer.rebalance import (
 from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, RequestTimeout, RouteNotFound
 from pyrocket_consumer.model import BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
-from tests.virtual.coroutines import run
 
 INTERVAL_S = 20.0
 
@@ -181,239 +180,194 @@ def begun(group: Group) -> list[int]:
     return [what[1] for what in group.happened if what[0] == "begin"]
 
 
-def test_what_is_not_ours_ends_brokers_are_told_and_what_is_ours_begins():
-    async def scenario():
-        group = Group()
-        group.mine = set(queues(3, 7))
-        async with rebalancing(group):
-            await asyncio.sleep(0.1)
-            assert group.happened.index(("version", "orders")) < group.happened.index("heartbeat")
-            assert ("end", 7) in group.happened[:3]
-            assert sorted(group.happened[3:]) == [("begin", 0), ("begin", 1), ("begin", 2)]
-            assert group.mine == set(queues(0, 1, 2, 3))
-            group.happened.clear()
-            await asyncio.sleep(3 * INTERVAL_S)
-            assert group.happened == [], "nothing to change: no new version, no heartbeat"
-
-    run(scenario())
+async def test_what_is_not_ours_ends_brokers_are_told_and_what_is_ours_begins():
+    group = Group()
+    group.mine = set(queues(3, 7))
+    async with rebalancing(group):
+        await asyncio.sleep(0.1)
+        assert group.happened.index(("version", "orders")) < group.happened.index("heartbeat")
+        assert ("end", 7) in group.happened[:3]
+        assert sorted(group.happened[3:]) == [("begin", 0), ("begin", 1), ("begin", 2)]
+        assert group.mine == set(queues(0, 1, 2, 3))
+        group.happened.clear()
+        await asyncio.sleep(3 * INTERVAL_S)
+        assert group.happened == [], "nothing to change: no new version, no heartbeat"
 
 
-def test_members_share():
-    async def scenario():
-        group = Group()
-        group.ids = ["before", "me", "you"]
-        group.routes["orders"] = route(8)
-        async with rebalancing(group):
-            await asyncio.sleep(HANDOVER_S + 0.1)
-            assert group.mine == set(queues(3, 4, 5))
-
-    run(scenario())
+async def test_members_share():
+    group = Group()
+    group.ids = ["before", "me", "you"]
+    group.routes["orders"] = route(8)
+    async with rebalancing(group):
+        await asyncio.sleep(HANDOVER_S + 0.1)
+        assert group.mine == set(queues(3, 4, 5))
 
 
-def test_a_member_of_a_company_leaves_the_old_owners_time_to_store():
-    async def scenario():
-        group = Group()
-        group.ids = ["me", "you"]
-        group.mine = set(queues(1))
-        async with rebalancing(group):
-            await asyncio.sleep(HANDOVER_S - 0.01)
-            assert group.happened == [("version", "orders"), "heartbeat"]
-            await asyncio.sleep(0.02)
-            assert group.happened == [("version", "orders"), "heartbeat", ("begin", 0)]
-
-    run(scenario())
+async def test_a_member_of_a_company_leaves_the_old_owners_time_to_store():
+    group = Group()
+    group.ids = ["me", "you"]
+    group.mine = set(queues(1))
+    async with rebalancing(group):
+        await asyncio.sleep(HANDOVER_S - 0.01)
+        assert group.happened == [("version", "orders"), "heartbeat"]
+        await asyncio.sleep(0.02)
+        assert group.happened == [("version", "orders"), "heartbeat", ("begin", 0)]
 
 
-def test_what_is_another_s_by_now_is_given_up_while_queues_are_awaited():
+async def test_what_is_another_s_by_now_is_given_up_while_queues_are_awaited():
     """Else its new owner, which waits as long as we do, begins before our last offset of it is stored."""
 
-    async def scenario():
-        group = Group()
-        async with rebalancing(group):
-            await asyncio.sleep(SPACING_S)
-            assert group.mine == set(queues(0, 1, 2, 3))
-            group.ids = ["me", "you"]
-            group.rebalance_wanted.set()
-            await asyncio.sleep(SPACING_S)
-            assert group.mine == set(queues(0, 1))
-            group.mine = set(queues(1))  # the first is to come back, and waits for its owner
-            group.happened.clear()
-            group.rebalance_wanted.set()
-            await asyncio.sleep(SPACING_S + 0.01)
-            group.ids = ["me", "you", "zoe", "zora"]
-            group.rebalance_wanted.set()
-            await asyncio.sleep(SPACING_S / 2)
-            assert ("end", 1) in group.happened, "not only when the wait is over"
-            assert begun(group) == []
-            await asyncio.sleep(HANDOVER_S)
-            assert begun(group) == [0]
-            assert group.mine == set(queues(0))
-
-    run(scenario())
-
-
-def test_each_queue_waits_for_its_own_second_only():
-    async def scenario():
-        group = Group()
+    group = Group()
+    async with rebalancing(group):
+        await asyncio.sleep(SPACING_S)
+        assert group.mine == set(queues(0, 1, 2, 3))
         group.ids = ["me", "you"]
-        async with rebalancing(group):
-            await asyncio.sleep(0.6)
-            group.routes["payments"] = route(2, "payments")
-            group.rebalance_wanted.set()
-            await asyncio.sleep(HANDOVER_S - 0.6 + 0.05)
-            assert begun(group) == [0, 1], "of the first topic"
-            await asyncio.sleep(0.6)
-            assert len(group.mine) == 3
+        group.rebalance_wanted.set()
+        await asyncio.sleep(SPACING_S)
+        assert group.mine == set(queues(0, 1))
+        group.mine = set(queues(1))  # the first is to come back, and waits for its owner
+        group.happened.clear()
+        group.rebalance_wanted.set()
+        await asyncio.sleep(SPACING_S + 0.01)
+        group.ids = ["me", "you", "zoe", "zora"]
+        group.rebalance_wanted.set()
+        await asyncio.sleep(SPACING_S / 2)
+        assert ("end", 1) in group.happened, "not only when the wait is over"
+        assert begun(group) == []
+        await asyncio.sleep(HANDOVER_S)
+        assert begun(group) == [0]
+        assert group.mine == set(queues(0))
 
-    run(scenario())
+
+async def test_each_queue_waits_for_its_own_second_only():
+    group = Group()
+    group.ids = ["me", "you"]
+    async with rebalancing(group):
+        await asyncio.sleep(0.6)
+        group.routes["payments"] = route(2, "payments")
+        group.rebalance_wanted.set()
+        await asyncio.sleep(HANDOVER_S - 0.6 + 0.05)
+        assert begun(group) == [0, 1], "of the first topic"
+        await asyncio.sleep(0.6)
+        assert len(group.mine) == 3
 
 
-def test_a_queue_that_was_given_up_between_rounds_is_waited_for_again():
+async def test_a_queue_that_was_given_up_between_rounds_is_waited_for_again():
     """After unsubscribing: somebody else may have it until we subscribe again."""
 
-    async def scenario():
-        group = Group()
+    group = Group()
+    group.ids = ["me", "you"]
+    async with rebalancing(group):
+        await asyncio.sleep(HANDOVER_S + SPACING_S)
+        assert group.mine == set(queues(0, 1))
+        group.mine.clear()
+        group.happened.clear()
+        group.rebalance_wanted.set()
+        await asyncio.sleep(HANDOVER_S - 0.1)
+        assert begun(group) == []
+        await asyncio.sleep(0.2)
+        assert group.mine == set(queues(0, 1))
+
+
+async def test_a_queue_that_could_not_begin_is_tried_again_and_waits_as_little_as_before():
+    group = Group()
+    group.refuses = set(queues(2))
+    async with rebalancing(group):
+        await asyncio.sleep(0.1)
+        assert group.mine == set(queues(0, 1, 3))
+        await asyncio.sleep(AGAIN_S)
+        assert begun(group).count(2) == 2
+        group.refuses.clear()
+        await asyncio.sleep(AGAIN_S)
+        assert group.mine == set(queues(0, 1, 2, 3))
+
+
+async def test_a_queue_that_is_not_ours_any_more_after_the_wait_does_not_begin():
+    group = Group()
+    group.ids = ["me", "you"]
+    async with rebalancing(group):
+        await asyncio.sleep(HANDOVER_S / 4)
+        group.ids = ["me", "you", "zoe", "zora"]
+        group.rebalance_wanted.set()
+        await asyncio.sleep(2 * HANDOVER_S)
+        assert group.mine == set(queues(0))
+        assert begun(group) == [0]
+
+
+async def test_a_queue_that_is_not_ours_any_more_while_it_begins_is_not_taken_on():
+    group = Group()
+    group.begin_s = dict.fromkeys(queues(2, 3), 5.0)
+    async with rebalancing(group):
+        await asyncio.sleep(SPACING_S)
         group.ids = ["me", "you"]
-        async with rebalancing(group):
-            await asyncio.sleep(HANDOVER_S + SPACING_S)
-            assert group.mine == set(queues(0, 1))
-            group.mine.clear()
-            group.happened.clear()
-            group.rebalance_wanted.set()
-            await asyncio.sleep(HANDOVER_S - 0.1)
-            assert begun(group) == []
-            await asyncio.sleep(0.2)
-            assert group.mine == set(queues(0, 1))
-
-    run(scenario())
+        group.rebalance_wanted.set()
+        await asyncio.sleep(10)
+        assert group.mine == set(queues(0, 1))
+        assert ("end", 2) not in group.happened, "it was never ours"
 
 
-def test_a_queue_that_could_not_begin_is_tried_again_and_waits_as_little_as_before():
-    async def scenario():
-        group = Group()
-        group.refuses = set(queues(2))
-        async with rebalancing(group):
-            await asyncio.sleep(0.1)
-            assert group.mine == set(queues(0, 1, 3))
-            await asyncio.sleep(AGAIN_S)
-            assert begun(group).count(2) == 2
-            group.refuses.clear()
-            await asyncio.sleep(AGAIN_S)
-            assert group.mine == set(queues(0, 1, 2, 3))
-
-    run(scenario())
-
-
-def test_a_queue_that_is_not_ours_any_more_after_the_wait_does_not_begin():
-    async def scenario():
-        group = Group()
-        group.ids = ["me", "you"]
-        async with rebalancing(group):
-            await asyncio.sleep(HANDOVER_S / 4)
-            group.ids = ["me", "you", "zoe", "zora"]
-            group.rebalance_wanted.set()
-            await asyncio.sleep(2 * HANDOVER_S)
-            assert group.mine == set(queues(0))
-            assert begun(group) == [0]
-
-    run(scenario())
-
-
-def test_a_queue_that_is_not_ours_any_more_while_it_begins_is_not_taken_on():
-    async def scenario():
-        group = Group()
-        group.begin_s = dict.fromkeys(queues(2, 3), 5.0)
-        async with rebalancing(group):
-            await asyncio.sleep(SPACING_S)
-            group.ids = ["me", "you"]
-            group.rebalance_wanted.set()
-            await asyncio.sleep(10)
-            assert group.mine == set(queues(0, 1))
-            assert ("end", 2) not in group.happened, "it was never ours"
-
-    run(scenario())
-
-
-def test_a_queue_that_begins_in_the_moment_in_which_it_goes_to_another_is_given_up():
+async def test_a_queue_that_begins_in_the_moment_in_which_it_goes_to_another_is_given_up():
     """The round that finds it gone comes between its begin and the notice of that."""
 
-    async def scenario():
-        group = Group()
-        (late,) = queues(3)
-        group.begin_s = {late: 5.0}
-        async with rebalancing(group) as rebalance:
-            await asyncio.sleep(SPACING_S)
-            group.mine.add(late)  # it has begun; nobody has heard of it
-            group.ids = ["me", "you"]
-            await rebalance.round()
-            await asyncio.sleep(0.01)
-            assert group.mine == set(queues(0, 1))
-
-    run(scenario())
+    group = Group()
+    (late,) = queues(3)
+    group.begin_s = {late: 5.0}
+    async with rebalancing(group) as rebalance:
+        await asyncio.sleep(SPACING_S)
+        group.mine.add(late)  # it has begun; nobody has heard of it
+        group.ids = ["me", "you"]
+        await rebalance.round()
+        await asyncio.sleep(0.01)
+        assert group.mine == set(queues(0, 1))
 
 
-def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
-    async def scenario():
-        group = Group()
-        group.begin_s = {queues(2)[0]: 60.0}
-        async with rebalancing(group):
-            await asyncio.sleep(0.1)
-            assert group.mine == set(queues(0, 1, 3))
-            group.routes["orders"] = route(5)
-            group.rebalance_wanted.set()
-            await asyncio.sleep(AGAIN_S)
-            assert group.mine == set(queues(0, 1, 3, 4))
-            await asyncio.sleep(60)
-            assert group.mine == set(queues(0, 1, 2, 3, 4))
-            assert begun(group).count(2) == 1
-
-    run(scenario())
+async def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
+    group = Group()
+    group.begin_s = {queues(2)[0]: 60.0}
+    async with rebalancing(group):
+        await asyncio.sleep(0.1)
+        assert group.mine == set(queues(0, 1, 3))
+        group.routes["orders"] = route(5)
+        group.rebalance_wanted.set()
+        await asyncio.sleep(AGAIN_S)
+        assert group.mine == set(queues(0, 1, 3, 4))
+        await asyncio.sleep(60)
+        assert group.mine == set(queues(0, 1, 2, 3, 4))
+        assert begun(group).count(2) == 1
 
 
-def test_a_broker_that_does_not_take_a_heartbeat_holds_up_a_round_for_a_second():
-    async def scenario():
-        group = Group()
-        group.heartbeat_s = 60.0
-        async with rebalancing(group):
-            await asyncio.sleep(HEARTBEAT_WAIT_S + 0.1)
-            assert group.mine == set(queues(0, 1, 2, 3))
-
-    run(scenario())
+async def test_a_broker_that_does_not_take_a_heartbeat_holds_up_a_round_for_a_second():
+    group = Group()
+    group.heartbeat_s = 60.0
+    async with rebalancing(group):
+        await asyncio.sleep(HEARTBEAT_WAIT_S + 0.1)
+        assert group.mine == set(queues(0, 1, 2, 3))
 
 
-def test_a_broadcasting_member_takes_all_and_asks_nobody():
-    async def scenario():
-        group = Group(broadcasting=True)
-        group.ids = AssertionError("asked")
-        async with rebalancing(group):
-            await asyncio.sleep(0.1)
-            assert group.mine == set(queues(0, 1, 2, 3))
-
-    run(scenario())
+async def test_a_broadcasting_member_takes_all_and_asks_nobody():
+    group = Group(broadcasting=True)
+    group.ids = AssertionError("asked")
+    async with rebalancing(group):
+        await asyncio.sleep(0.1)
+        assert group.mine == set(queues(0, 1, 2, 3))
 
 
 @pytest.mark.parametrize(("ids", "waits_s"), [(["me"], 0.0), (["me", "you"], HANDOVER_S)])
-def test_a_start_waits_until_the_queues_of_the_first_round_have_begun(ids, waits_s):
-    async def scenario():
-        group = Group()
-        group.ids = ids
-        async with rebalancing(group) as rebalance:
-            assert await rebalance.in_place(5.0) == []
-            assert group.loop.time() == pytest.approx(waits_s, abs=0.01)
-            assert len(group.mine) == 4 / len(ids)
-
-    run(scenario())
+async def test_a_start_waits_until_the_queues_of_the_first_round_have_begun(ids, waits_s):
+    group = Group()
+    group.ids = ids
+    async with rebalancing(group) as rebalance:
+        assert await rebalance.in_place(5.0) == []
+        assert group.loop.time() == pytest.approx(waits_s, abs=0.01)
+        assert len(group.mine) == 4 / len(ids)
 
 
-def test_a_start_waits_for_no_broker_for_ever():
-    async def scenario():
-        group = Group()
-        group.begin_s = {queues(2)[0]: 60.0}
-        async with rebalancing(group) as rebalance:
-            assert await rebalance.in_place(5.0) == ["orders/a/2"]
-            assert group.loop.time() == pytest.approx(5.0, abs=0.01)
-
-    run(scenario())
+async def test_a_start_waits_for_no_broker_for_ever():
+    group = Group()
+    group.begin_s = {queues(2)[0]: 60.0}
+    async with rebalancing(group) as rebalance:
+        assert await rebalance.in_place(5.0) == ["orders/a/2"]
+        assert group.loop.time() == pytest.approx(5.0, abs=0.01)
 
 
 TROUBLE = [
@@ -425,88 +379,70 @@ TROUBLE = [
 
 
 @pytest.mark.parametrize("error", TROUBLE, ids=str)
-def test_what_is_held_is_kept_while_the_members_are_not_known(error):
-    async def scenario():
-        group = Group()
-        group.mine = set(queues(0, 1))
-        group.ids = error
-        assert await group.rebalance().round() == AGAIN_S
-        assert group.mine == set(queues(0, 1))
-        assert group.happened == []
-        assert str(error) in group.told[0][1]
-
-    run(scenario())
+async def test_what_is_held_is_kept_while_the_members_are_not_known(error):
+    group = Group()
+    group.mine = set(queues(0, 1))
+    group.ids = error
+    assert await group.rebalance().round() == AGAIN_S
+    assert group.mine == set(queues(0, 1))
+    assert group.happened == []
+    assert str(error) in group.told[0][1]
 
 
 @pytest.mark.parametrize("error", TROUBLE, ids=str)
-def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
-    async def scenario():
-        group = Group()
-        group.routes["orders"] = route(2, brokers=("a", "b"))
-        group.ids = {"a": error, "b": ["me"]}
-        async with rebalancing(group):
-            await asyncio.sleep(0.1)
-        assert group.asked == ["a", "b"]
-        assert len(group.mine) == 4
-        assert group.told == []
-
-    run(scenario())
+async def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
+    group = Group()
+    group.routes["orders"] = route(2, brokers=("a", "b"))
+    group.ids = {"a": error, "b": ["me"]}
+    async with rebalancing(group):
+        await asyncio.sleep(0.1)
+    assert group.asked == ["a", "b"]
+    assert len(group.mine) == 4
+    assert group.told == []
 
 
 @pytest.mark.parametrize("error", [RouteNotFound("orders", "ns:1"), ConnectError("ns:1", "refused")], ids=str)
-def test_trouble_with_one_topic_leaves_it_alone_and_does_not_stop_the_others(error):
-    async def scenario():
-        group = Group()
-        group.routes = {"orders": error, "payments": route(2, "payments")}
-        group.mine = set(queues(0, 1))
-        async with rebalancing(group):
-            await asyncio.sleep(1.5 * AGAIN_S)
-        assert group.mine == set(queues(0, 1) + queues(0, 1, topic="payments"))
-        assert len([text for kind, text in group.told if "orders" in text]) == (1 if "refused" not in str(error) else 2)
-
-    run(scenario())
+async def test_trouble_with_one_topic_leaves_it_alone_and_does_not_stop_the_others(error):
+    group = Group()
+    group.routes = {"orders": error, "payments": route(2, "payments")}
+    group.mine = set(queues(0, 1))
+    async with rebalancing(group):
+        await asyncio.sleep(1.5 * AGAIN_S)
+    assert group.mine == set(queues(0, 1) + queues(0, 1, topic="payments"))
+    assert len([text for kind, text in group.told if "orders" in text]) == (1 if "refused" not in str(error) else 2)
 
 
-def test_a_member_the_broker_does_not_list_sends_a_heartbeat_and_asks_again():
-    async def scenario():
-        group = Group()
-        group.ids, group.ids_after_heartbeat = ["you"], ["me", "you"]
-        async with rebalancing(group):
-            await asyncio.sleep(HANDOVER_S + 0.1)
-        assert group.happened[0] == "heartbeat"
-        assert group.mine == set(queues(0, 1))
-
-    run(scenario())
+async def test_a_member_the_broker_does_not_list_sends_a_heartbeat_and_asks_again():
+    group = Group()
+    group.ids, group.ids_after_heartbeat = ["you"], ["me", "you"]
+    async with rebalancing(group):
+        await asyncio.sleep(HANDOVER_S + 0.1)
+    assert group.happened[0] == "heartbeat"
+    assert group.mine == set(queues(0, 1))
 
 
-def test_a_broker_that_does_not_know_us_costs_no_queues_of_one_that_does():
-    async def scenario():
-        group = Group()
-        group.routes["orders"] = route(2, brokers=("a", "b"))
-        group.mine = set(queues(0, 1) + queues(0, 1, broker="b"))
-        group.ids = {"a": ["you"], "b": ["me", "you"]}
-        async with rebalancing(group):
-            await asyncio.sleep(0.1)
-            assert len(group.mine) == 2
-
-    run(scenario())
+async def test_a_broker_that_does_not_know_us_costs_no_queues_of_one_that_does():
+    group = Group()
+    group.routes["orders"] = route(2, brokers=("a", "b"))
+    group.mine = set(queues(0, 1) + queues(0, 1, broker="b"))
+    group.ids = {"a": ["you"], "b": ["me", "you"]}
+    async with rebalancing(group):
+        await asyncio.sleep(0.1)
+        assert len(group.mine) == 2
 
 
-def test_a_member_that_is_still_not_listed_holds_nothing_and_looks_again_soon():
+async def test_a_member_that_is_still_not_listed_holds_nothing_and_looks_again_soon():
     """Its queues are being taken by those who are listed; the next round must not wait for the timer."""
 
-    async def scenario():
-        group = Group()
-        group.mine = set(queues(0, 1))
-        group.ids = ["you"]
-        async with rebalancing(group):
-            await asyncio.sleep(0.1)
-            assert group.mine == set()
-            asked = len(group.asked)
-            await asyncio.sleep(AGAIN_S)
-            assert len(group.asked) > asked
-
-    run(scenario())
+    group = Group()
+    group.mine = set(queues(0, 1))
+    group.ids = ["you"]
+    async with rebalancing(group):
+        await asyncio.sleep(0.1)
+        assert group.mine == set()
+        asked = len(group.asked)
+        await asyncio.sleep(AGAIN_S)
+        assert len(group.asked) > asked
 
 
 # --- strategies of the user's
@@ -578,63 +514,54 @@ def test_each_topic_has_its_time_with_a_slow_strategy():
     asyncio.run(scenario())
 
 
-def test_an_unknown_strategy_is_refused_at_once():
-    async def scenario():
-        with pytest.raises(ConfigError, match="machine-room"):
-            Group("machine-room").rebalance()
-
-    run(scenario())
+async def test_an_unknown_strategy_is_refused_at_once():
+    with pytest.raises(ConfigError, match="machine-room"):
+        Group("machine-room").rebalance()
 
 
 # --- when rounds are held
 
 
-def test_rounds_come_by_the_timer_soon_after_a_request_and_quickly_while_unsettled():
-    async def scenario():
-        group = Group()
-        rounds = []
+async def test_rounds_come_by_the_timer_soon_after_a_request_and_quickly_while_unsettled():
+    group = Group()
+    rounds = []
 
-        async def ids(name):
-            rounds.append(group.loop.time())
-            return ["me"]
+    async def ids(name):
+        rounds.append(group.loop.time())
+        return ["me"]
 
-        group._ids = ids
-        async with rebalancing(group):
-            await asyncio.sleep(0.1)
-            assert rounds == [0.0]
-            await asyncio.sleep(AGAIN_S)  # its queues had not begun when the first one ended
-            del rounds[:]
-            await asyncio.sleep(INTERVAL_S)
-            assert len(rounds) == 1
-            del rounds[:]
-            for _ in range(10):
-                group.rebalance_wanted.set()
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(3 * SPACING_S)
-            assert len(rounds) <= 2, "the first at once, the other requests together after a pause"
-            group.refuses = set(queues(0))
-            group.mine.clear()
-            del rounds[:]
+    group._ids = ids
+    async with rebalancing(group):
+        await asyncio.sleep(0.1)
+        assert rounds == [0.0]
+        await asyncio.sleep(AGAIN_S)  # its queues had not begun when the first one ended
+        del rounds[:]
+        await asyncio.sleep(INTERVAL_S)
+        assert len(rounds) == 1
+        del rounds[:]
+        for _ in range(10):
             group.rebalance_wanted.set()
-            await asyncio.sleep(10)
-            assert len(rounds) >= 10 / (AGAIN_S + SPACING_S) - 1
-            group.refuses.clear()
-            await asyncio.sleep(2 * AGAIN_S + 0.1)
-            del rounds[:]
-            await asyncio.sleep(INTERVAL_S - 3)
-            assert rounds == []
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(3 * SPACING_S)
+        assert len(rounds) <= 2, "the first at once, the other requests together after a pause"
+        group.refuses = set(queues(0))
+        group.mine.clear()
+        del rounds[:]
+        group.rebalance_wanted.set()
+        await asyncio.sleep(10)
+        assert len(rounds) >= 10 / (AGAIN_S + SPACING_S) - 1
+        group.refuses.clear()
+        await asyncio.sleep(2 * AGAIN_S + 0.1)
+        del rounds[:]
+        await asyncio.sleep(INTERVAL_S - 3)
+        assert rounds == []
 
-    run(scenario())
 
-
-def test_a_queue_that_was_not_there_at_first_is_new():
-    async def scenario():
-        group = Group()
-        rebalance = group.rebalance()
-        assert not rebalance.is_new(queues(0)[0]), "nothing is known of its topic"
-        await rebalance.round()
-        group.routes["orders"] = route(6)
-        await rebalance.round()
-        assert [rebalance.is_new(queue) for queue in queues(0, 3, 4, 5)] == [False, False, True, True]
-
-    run(scenario())
+async def test_a_queue_that_was_not_there_at_first_is_new():
+    group = Group()
+    rebalance = group.rebalance()
+    assert not rebalance.is_new(queues(0)[0]), "nothing is known of its topic"
+    await rebalance.round()
+    group.routes["orders"] = route(6)
+    await rebalance.round()
+    assert [rebalance.is_new(queue) for queue in queues(0, 3, 4, 5)] == [False, False, True, True]

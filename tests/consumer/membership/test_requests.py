@@ -52,8 +52,7 @@ def body_of(code, embedded):
 
 @pytest.mark.parametrize("code", ASKED)
 def test_a_name_server_may_ask_nothing(embedded, code):
-    embedded.create_topic("T", queues=1)
-    fill(embedded, "T", 5)
+    fill(embedded, "T", 5, queues=1)
     events = Events()
     with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
         seen.wait_for(5)
@@ -72,8 +71,7 @@ def test_a_name_server_may_ask_nothing(embedded, code):
 
 
 def test_a_name_server_gets_no_answer_to_what_wants_none(embedded):
-    embedded.create_topic("T", queues=1)
-    fill(embedded, "T", 5)
+    fill(embedded, "T", 5, queues=1)
     events = Events()
     with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
         seen.wait_for(5)
@@ -87,8 +85,7 @@ def test_a_name_server_gets_no_answer_to_what_wants_none(embedded):
 
 
 def test_of_what_is_asked_in_vain_some_is_told_with_how_often_it_was(embedded):
-    embedded.create_topic("T", queues=1)
-    fill(embedded, "T", 1)
+    fill(embedded, "T", 1, queues=1)
     events = Events()
     with consuming(embedded, "T", "G", on_event=events) as (_, seen):
         seen.wait_for(1)
@@ -116,8 +113,7 @@ def directed(embedded, body=None, **fields):
 
 
 def test_a_message_that_a_broker_passes_on_is_consumed(embedded):
-    embedded.create_topic("T", queues=1)
-    fill(embedded, "T", 1)
+    fill(embedded, "T", 1, queues=1)
     contexts = []
 
     def handle(message, context):
@@ -138,8 +134,7 @@ def retried(group, topic):
 
 
 def test_a_message_that_comes_again_is_consumed_by_the_listener_of_its_topic(embedded):
-    embedded.create_topic("T", queues=1)
-    fill(embedded, "T", 1)
+    fill(embedded, "T", 1, queues=1)
     with consuming(embedded, "T", "G") as (_, seen):
         seen.wait_for(1)
         assert fastjson.loads(directed(embedded, retried("G", "T")).body)["consumeResult"] == "CR_SUCCESS"
@@ -147,8 +142,7 @@ def test_a_message_that_comes_again_is_consumed_by_the_listener_of_its_topic(emb
 
 
 def test_without_server_messages_nothing_that_a_broker_passes_on_is_consumed(embedded):
-    embedded.create_topic("T", queues=1)
-    fill(embedded, "T", 1)
+    fill(embedded, "T", 1, queues=1)
     events = Events()
     with consuming(embedded, "T", "G", server_messages=False, on_event=events) as (_, seen):
         seen.wait_for(1)
@@ -191,8 +185,7 @@ def test_a_message_that_its_listener_would_never_get_is_not_consumed(embedded):
 
 
 def test_a_consumer_that_closes_consumes_nothing_that_a_broker_passes_on(embedded):
-    embedded.create_topic("T", queues=1)
-    fill(embedded, "T", 1)
+    fill(embedded, "T", 1, queues=1)
     began, go_on = threading.Event(), threading.Event()
 
     def handle(message):
@@ -210,8 +203,7 @@ def test_a_consumer_that_closes_consumes_nothing_that_a_broker_passes_on(embedde
 
 
 def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded):
-    embedded.create_topic("T", queues=1)
-    fill(embedded, "T", 1)
+    fill(embedded, "T", 1, queues=1)
     events, go_on = Events(), threading.Event()
 
     def handle(message):
@@ -256,8 +248,7 @@ def test_a_request_that_is_too_large_is_refused_and_its_connection_goes_on(embed
 
 
 def test_a_reset_of_a_thousand_queues_and_a_message_of_four_mebibytes_are_none_too_large(embedded):
-    embedded.create_topic("T", queues=2)
-    fill(embedded, "T", 4)
+    fill(embedded, "T", 4, queues=2)
     broker, events = embedded.broker("broker-a"), Events()
     with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
         seen.wait_for(4)
@@ -306,8 +297,7 @@ def test_of_many_queues_each_is_told(embedded):
 
 @pytest.mark.live
 def test_stacks_tell_where_threads_are_and_no_more(embedded):
-    embedded.create_topic("T", queues=1)
-    fill(embedded, "T", 1)
+    fill(embedded, "T", 1, queues=1)
     deep, go_on = threading.Event(), threading.Event()
 
     def handle(message, depth=300):

@@ -1,4 +1,4 @@
-"""What a member does with resets from outside, whoever they come from and however they are spelt."""
+"""What a member does with the words of admins, and with what they have recorded."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import uuid
 
 import pytest
 
-from pyrocket_consumer import Admin, ConfigError, ConsumerState, MessageQueue, PushConsumer, RocketError
+from pyrocket_consumer import ConfigError, ConsumerState, MessageQueue, PushConsumer, RocketError
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, QueueReset
-from pyrocket_consumer.testing import EmbeddedCluster, answer
+from pyrocket_consumer.testing import answer
 from pyrocket_consumer.wire.bodies import encode_offset_table
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
+from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.reset_plan import (
     MAX_PLAN_BYTES,
     PlanBody,
@@ -25,48 +25,12 @@ from pyrocket_consumer.wire.reset_plan import (
     name_of,
     record_areas,
 )
-from tests.consuming import PATIENT_S, Events, Seen, consuming, until
+from tests.consuming import Events, consuming, until
 from tests.offsets.disks import Failing, MemoryDisk, WatchedDisk
-from tests.resetting import fill, queue, reset, wait_until_seen, wait_until_stored
+from tests.resetting import caught_up, fill, queue, reset, tell_members, wait_until_seen, wait_until_stored
 from tests.testing.raw_client import RawClient
 
 RETRY = "%RETRY%G"
-PULL, COMMIT = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET
-
-
-@pytest.fixture
-def embedded(request):
-    marker = request.node.get_closest_marker("cluster")
-    with EmbeddedCluster(**{"long_poll_tick_s": 0.1, **(marker.kwargs if marker else {})}) as cluster:
-        cluster.create_topic("T", queues=2)
-        yield cluster
-
-
-@pytest.fixture
-def broker(embedded):
-    return embedded.broker("broker-a")
-
-
-@pytest.fixture
-def admin(embedded):
-    with Admin(name_server=embedded.name_server, call_timeout_s=PATIENT_S) as admin:
-        yield admin
-
-
-@pytest.fixture
-def stores(tmp_path):
-    return {"message_model": "broadcasting", "offset_store_dir": tmp_path}
-
-
-def tell_members(broker, body: bytes, topic: str = "T") -> None:
-    """Send 220 to every member, as the broker does, with any body."""
-
-    def send() -> None:
-        for member in broker.core.state.members.group("G").members.values():
-            fields = {"topic": topic, "group": "G", "timestamp": "0", "isForce": "false"}
-            member.connection.oneway(RemotingCommand(220, fields, body, flag=ONEWAY_FLAG, language="JAVA", version=513))
-
-    broker.cluster.call(send)
 
 
 def reset_at_broker(broker, **fields: object) -> RemotingCommand:
@@ -102,246 +66,9 @@ def soon() -> int:
     return time.time_ns() // 1_000_000 + 3_600_000
 
 
-# --- told by the broker (220)
+# --- a word from an admin
 
 TARGETS = {queue("T", 0): 2, queue("T", 1): 7}
-SPELLINGS = {
-    "map": encode_offset_table(TARGETS),
-    "list": encode_offset_table(TARGETS, as_list=True),
-    "pairs": b'{"offsetTable":[[{"topic":"T","brokerName":"broker-a","queueId":0},2],'
-    b'[{"topic":"T","brokerName":"broker-a","queueId":1},7]]}',
-    "quoted": b'{"offsetTable":{"{\\"topic\\":\\"T\\",\\"brokerName\\":\\"broker-a\\",\\"queueId\\":0}":2,'
-    b'"{\\"topic\\":\\"T\\",\\"brokerName\\":\\"broker-a\\",\\"queueId\\":1}":7}}',
-}
-
-
-@pytest.mark.hazard("H30")
-@pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
-def test_every_spelling_is_obeyed(embedded, broker, tmp_path, spelling, model):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G", message_model=model, offset_store_dir=tmp_path) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
-        wait_until_stored(consumer, "T", 20)
-        tell_members(broker, SPELLINGS[spelling])
-        seen.wait(lambda seen: len(seen.messages) == 20 + 8 + 3)
-        assert {(message.queue.queue_id, message.queue_offset) for message in seen.messages[20:]} == {
-            *((0, offset) for offset in range(2, 10)), *((1, offset) for offset in range(7, 10))
-        }  # fmt: skip
-        wait_until_stored(consumer, "T", 20)
-
-
-@pytest.mark.parametrize("body", [b"{", b'{"offsetTable":7}', b'{"offsetTable":[[1]]}', b"\xff\xfe"])
-def test_what_cannot_be_read_is_told_and_moves_nothing(embedded, broker, body):
-    fill(embedded, "T", 10)
-    events = Events()
-    with consuming(embedded, "T", "G", on_event=events) as (_, seen):
-        wait_until_seen(seen, 1, 10)
-        tell_members(broker, body)
-        assert "cannot be read, nothing moved" in events.wait_for("offset-reset").text
-        fill(embedded, "T", 2, start=10)
-        seen.wait_for(12)
-        assert set(seen.places.values()) == {1}
-
-
-@pytest.mark.parametrize("body", [b"", b'{"offsetTable":{}}', encode_offset_table({queue("T", 0): -5})])
-def test_what_names_nothing_moves_nothing(embedded, broker, body):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G") as (consumer, seen):
-        wait_until_seen(seen, 1, 10)
-        tell_members(broker, body)
-        tell_members(broker, encode_offset_table({queue("U", 0): 0, MessageQueue("T", "broker-z", 0): 0}))
-        fill(embedded, "T", 2, start=10)
-        seen.wait_for(12)
-        assert set(seen.places.values()) == {1}
-
-
-@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
-@pytest.mark.parametrize(
-    ("targets", "topic", "reason"),
-    [
-        ({queue("T", 0): 2, queue("T", 1): -5}, "T", "-5 is no offset of T/broker-a/1"),
-        ({queue("T", 0): 2, queue("T", 1): 2**63 - 1}, "T", f"{2**63 - 1} is no offset"),
-        ({queue("T", 0): 2, queue("T", 1): -(2**63)}, "T", f"{-(2**63)} is no offset"),
-        ({queue("T", 0): 2, queue("U", 1): 3}, "T", "it names U/broker-a/1"),
-        ({queue("U", 0): 2}, "U", "does not subscribe to U"),
-        ({queue("T", number): 2 for number in range(7, 5000)}, "T", "there is no queue T/broker-a/7"),
-    ],
-)
-def test_a_table_that_no_broker_would_send_is_told_and_moves_nothing(
-    embedded, broker, tmp_path, model, targets, topic, reason
-):
-    fill(embedded, "T", 20)
-    events = Events()
-    options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events}
-    with consuming(embedded, "T", "G", **options) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
-        tell_members(broker, encode_offset_table(targets), topic)
-        told = events.wait_for("offset-reset").text
-        assert reason in told
-        assert "nothing moved" in told
-        assert consumer.state is ConsumerState.RUNNING
-        tell_members(broker, encode_offset_table({queue("T", 0): 8, queue("T", 7): 0}))  # 7: no route has it yet
-        seen.wait(lambda seen: len(seen.messages) == 22)
-        assert {message.queue_offset for message in seen.messages[20:]} == {8, 9}
-        assert "-> 8" in events.wait_for("offset-reset", 2).text
-
-
-@pytest.mark.hazard("H02")
-def test_of_two_resets_at_once_the_last_counts(embedded, broker):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G") as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
-        consumer.pause()
-        for target in (0, 3, 8):
-            tell_members(broker, encode_offset_table({queue("T", 0): target, queue("T", 1): target}))
-        until(lambda: {each.start_offset for each in starts(consumer)} == {8}, "the last target")
-        consumer.resume()
-        seen.wait(lambda seen: len(seen.messages) == 24)
-        assert embedded.wait_until(lambda: embedded.committed("G", "T") == {0: 10, 1: 10})
-
-
-def starts(consumer: PushConsumer):
-    return [each for its_queue, each in consumer.progress().items() if its_queue.topic == "T"]
-
-
-@pytest.mark.hazard("H30")
-def test_resetting_one_topic_does_not_delay_another(embedded, broker):
-    embedded.create_topic("U", queues=1)
-    fill(embedded, "T", 4)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def judge(message):
-        if message.topic == "T":
-            begun.set()
-            go_on.wait(60)
-
-    seen = Seen(judge)
-    with consuming(embedded, "T", "G", seen, consume_threads=20) as (consumer, _):
-        other = Seen()
-        consumer.subscribe("U", other)
-        try:
-            assert begun.wait(30)
-            tell_members(broker, encode_offset_table({queue("T", 0): 0, queue("T", 1): 0}))
-            began = time.monotonic()
-            embedded.send("U", b"u")
-            other.wait_for(1)
-            assert time.monotonic() - began < 20, "not after the minute that the other topic takes"
-        finally:
-            go_on.set()
-
-
-# --- marks of brokers that keep resets (21 OFFSET_RESET)
-
-
-def commits_and_pulls(broker, queue_id: int) -> list[tuple[str, int]]:
-    """Return what was asked of one queue, in order: commits and pulls, with their offsets."""
-    found = []
-    for each in broker.requests():
-        fields = each.command.fields
-        if (fields.get("topic"), fields.get("queueId")) != ("T", str(queue_id)):
-            continue
-        if each.command.code == PULL:
-            found.append(("pull", int(fields["queueOffset"])))
-        elif each.command.code == COMMIT:
-            found.append(("commit", int(fields["commitOffset"])))
-    return found
-
-
-@pytest.mark.hazard("H29")
-def test_the_target_is_committed_before_the_next_pull_and_nothing_older_after_it(embedded, broker):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G", pull_hold_s=0.2) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
-        wait_until_stored(consumer, "T", 20)
-        broker.forget_requests()
-        assert reset_at_broker(broker, queueId=0, offset=4).code == 0
-        seen.wait(lambda seen: len(seen.messages) == 26)
-        wait_until_stored(consumer, "T", 20)
-        asked = commits_and_pulls(broker, 0)
-        after = asked[asked.index(("commit", 4)) :]
-        assert after[:2] == [("commit", 4), ("pull", 4)]
-        commits = [offset for what, offset in after if what == "commit"]
-        assert commits == sorted(commits)
-        assert embedded.committed("G", "T") == {0: 10, 1: 10}
-
-
-@pytest.mark.hazard("H29D")
-def test_a_reset_told_to_an_abandoned_pull_is_followed(embedded, broker):
-    fill(embedded, "T", 20)
-    events = Events()
-    with consuming(embedded, "T", "G", pull_hold_s=60, on_event=events) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
-        wait_until_stored(consumer, "T", 20)
-        embedded.wait_until(lambda: broker.held_pulls("T") == 2)
-        consumer.pause()  # what is held stays held, and nothing new comes
-        consumer.reset_offsets("T", {queue("T", 0): 9})  # abandons the pull that is held
-        assert reset_at_broker(broker, queueId=0, offset=4).code == 0
-        embedded.send("T", b"late", queue_id=0)  # what is held is answered
-        events.wait_for("offset-reset", 2)
-        assert "abandoned" in events.of("offset-reset")[1].text
-        until(lambda: consumer.progress()[queue("T", 0)].start_offset == 4, "it begins there")
-        assert embedded.wait_until(lambda: embedded.committed("G", "T")[0] == 4)
-        consumer.resume()
-        seen.wait(lambda seen: len(seen.messages) == 27)
-
-
-def test_a_reset_of_a_queue_that_was_taken_away_meanwhile_reaches_its_holder(embedded, broker):
-    """The mark goes to the pull that the old holder left behind; the new holder pulls already, and must hear of it."""
-    embedded.create_topic("T", queues=1)
-    fill(embedded, "T", 10)
-    seen, events = Seen(), Events()
-    options = {"pull_hold_s": 60, "on_event": events}
-    with consuming(embedded, "T", "G", seen, instance_name="b", **options) as (second, _):
-        wait_until_seen(seen, 1, 10)
-        embedded.wait_until(lambda: broker.held_pulls("T") == 1)
-        with consuming(embedded, "T", "G", seen, instance_name="a", **options) as (first, _):  # sorts first: gets it
-            until(lambda: [*map(str, first.progress())] and queue("T", 0) in first.progress(), "it holds the queue")
-            embedded.wait_until(lambda: broker.held_pulls("T") == 2)
-            until(lambda: queue("T", 0) not in second.progress(), "and the other does not")
-            assert reset_at_broker(broker).code == 0
-            embedded.send("T", b"late")  # both are answered, the older first
-            seen.wait(lambda seen: all(seen.places[queue("T", 0), offset] == 2 for offset in range(10)))
-            assert embedded.wait_until(lambda: embedded.committed("G", "T") == {0: 11})
-        assert [event for event in events.of("offset-reset") if "from when the queue was ours" in event.text]
-
-
-@pytest.mark.hazard("H04")
-def test_a_broadcasting_member_that_meets_a_mark_tells_the_others(embedded, broker, stores):
-    fill(embedded, "T", 20)
-    members = {}
-    with consuming(embedded, "T", "G", instance_name="away", **stores) as (_, away):
-        wait_until_seen(away, 1, 20)
-    with (
-        consuming(embedded, "T", "G", instance_name="a", pull_hold_s=0.2, **stores) as members["a"],
-        consuming(embedded, "T", "G", instance_name="b", pull_hold_s=0.2, **stores) as members["b"],
-        consuming(embedded, "T", "G", instance_name="c", pull_hold_s=0.2, **stores) as members["c"],
-    ):
-        for consumer, seen in members.values():
-            wait_until_seen(seen, 1, 20)
-            wait_until_stored(consumer, "T", 20)
-        assert reset_at_broker(broker).code == 0
-        for _, seen in members.values():
-            wait_until_seen(seen, 2, 20)
-        area = next(record_areas("T"))
-        embedded.wait_until(lambda: {area.target(0), area.target(1)} <= embedded.committed("G", RETRY).keys())
-        with consuming(embedded, "T", "G", instance_name="away", **stores) as (_, back):
-            wait_until_seen(back, 1, 20)
-    assert all(set(seen.places.values()) == {2} for _, seen in members.values())
-
-
-def test_a_hand_over_between_proxies_is_followed_and_told_to_nobody(embedded, broker, stores):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G", pull_hold_s=0.2, **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
-        fields = {"nextBeginOffset": "4", "minOffset": "0", "maxOffset": "0", "suggestWhichBrokerId": "0"}
-        broker.on(PULL, answer(21, "OFFSET_RESET", fields), when=lambda command: command.fields["queueId"] == "0")
-        seen.wait(lambda seen: len(seen.messages) == 26)
-        wait_until_stored(consumer, "T", 20)
-        assert embedded.committed("G", RETRY) == {}
-
-
-# --- a word from an admin
 
 
 def test_an_ordinary_question_is_answered_as_ever(embedded, broker, stores):
@@ -353,9 +80,7 @@ def test_an_ordinary_question_is_answered_as_ever(embedded, broker, stores):
 
 
 def test_the_same_plan_twice_is_followed_once(embedded, broker, stores):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **stores) as (consumer, seen):
         body = encode_plan(PlanBody("T", 5000, {queue("T", 0): 4}))
         first = order(broker, consumer.client_id, body, pyrocketId="one")
         assert (first.fields["pyrocketState"], first.fields["pyrocketAck"]) == ("applied", "one")
@@ -390,9 +115,7 @@ BAD_ORDERS = {
 @pytest.mark.parametrize("case", BAD_ORDERS)
 def test_an_order_that_is_none_is_refused_and_nothing_moves(embedded, broker, stores, case):
     body, fields, operation = BAD_ORDERS[case]
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         refused = order(broker, consumer.client_id, body, operation, **fields)
         assert refused.code == 0
         assert refused.fields["pyrocketState"] == "refused"
@@ -432,10 +155,8 @@ def test_a_target_for_a_queue_that_was_added_just_now_is_kept_for_it(embedded, b
     ],
 )
 def test_a_plan_that_cannot_be_for_us_is_refused_and_nothing_is_stored(embedded, broker, admin, stores, plan, reason):
-    fill(embedded, "T", 20)
     events = Events()
-    with consuming(embedded, "T", "G", on_event=events, **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, on_event=events, **stores) as (consumer, seen):
         answer = order(broker, consumer.client_id, encode_plan(plan))
         assert answer.fields["pyrocketState"] == "refused"
         assert reason in answer.fields["pyrocketReason"]
@@ -447,9 +168,7 @@ def test_a_plan_that_cannot_be_for_us_is_refused_and_nothing_is_stored(embedded,
 
 
 def test_a_plan_for_queues_that_are_not_there_is_refused_while_no_name_server_answers(embedded, broker, stores):
-    fill(embedded, "T", 2)
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 2)
+    with caught_up(embedded, "T", "G", 2, **stores) as (consumer, seen):
         refusal = answer(ResponseCode.SYSTEM_ERROR, "not now")
         embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, refusal, times=None)
         replied = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, {queue("T", 9): 3})))
@@ -458,10 +177,8 @@ def test_a_plan_for_queues_that_are_not_there_is_refused_while_no_name_server_an
 
 
 def test_a_stranger_who_is_always_newer_keeps_no_admin_for_ever(embedded, broker, admin, stores):
-    fill(embedded, "T", 20)
     area, newer = next(record_areas("T")), itertools.count(soon(), 1000)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **stores):
 
         def write_a_newer_head(exchange):
             exchange.handle(exchange.answer)
@@ -482,7 +199,7 @@ def test_who_refuses_resets_reads_none(embedded, broker, tmp_path, model):
         assert (answer.fields["pyrocketState"], answer.fields["pyrocketReason"]) == (
             "refused", "this consumer has remote_reset='refuse'",
         )  # fmt: skip
-        tell_members(broker, b"neither is this")
+        tell_members(broker, "G", "T", b"neither is this")
         assert "refused" in events.wait_for("offset-reset", 2).text
 
 
@@ -495,11 +212,9 @@ ABSURD = (2**63 - 1, 2**62, 2**50, 1 << 42)
 @pytest.mark.parametrize("absurd", ABSURD)
 def test_a_record_that_makes_no_sense_is_told_and_written_over(embedded, broker, admin, stores, absurd, online):
     """Whoever may commit offsets for the group can write it, with four plain commits."""
-    fill(embedded, "T", 20)
     events = Events()
     options = {**stores, "on_event": events, "reset_record_interval_s": 0.2}
-    with consuming(embedded, "T", "G", **options) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
         if online:
             record(broker, absurd, {0: 3, 1: absurd - 1})
@@ -537,9 +252,7 @@ def test_any_number_in_any_place_of_a_record_ends_no_member_and_stops_no_reset(e
 
 
 def test_places_that_somebody_has_filled_are_taken(embedded, broker, admin, stores):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **stores) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
     broker.commit("G", RETRY, {area.name: 4711 for area in record_areas("T")})
     told = []
@@ -551,11 +264,9 @@ def test_places_that_somebody_has_filled_are_taken(embedded, broker, admin, stor
 
 
 def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, broker, admin, stores):
-    fill(embedded, "T", 20)
     events = Events()
     options = {**stores, "on_event": events}
-    with consuming(embedded, "T", "G", **options) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
     folder = next(stores["offset_store_dir"].rglob("offsets.json")).parent
     poisoned = LocalFileOffsetStore(folder)
@@ -569,22 +280,18 @@ def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, broke
 
 
 def test_a_broker_s_word_for_what_was_just_done_is_not_done_again(embedded, broker, stores):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G", **stores) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **stores) as (consumer, seen):
         order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, TARGETS)))
         seen.wait(lambda seen: len(seen.messages) == 31)
-        tell_members(broker, encode_offset_table(TARGETS))
-        tell_members(broker, encode_offset_table({queue("T", 0): 9}))  # and this is another
+        tell_members(broker, "G", "T", encode_offset_table(TARGETS))
+        tell_members(broker, "G", "T", encode_offset_table({queue("T", 0): 9}))  # and this is another
         seen.wait(lambda seen: len(seen.messages) >= 32)
         wait_until_stored(consumer, "T", 20)
         assert len(seen.messages) == 32
 
 
 def test_a_queue_moves_once_per_order_in_clustering(embedded, broker):
-    fill(embedded, "T", 20)
-    with consuming(embedded, "T", "G") as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20) as (consumer, seen):
         body = encode_plan(PlanBody("T", 1, {**TARGETS, MessageQueue("T", "broker-z", 0): 5}))
         for _ in range(2):
             told = order(broker, consumer.client_id, body, pyrocketId="one")
@@ -606,11 +313,9 @@ class PlainStore(MemoryOffsetStore):
 
 
 def test_a_store_without_epochs_works_and_says_what_it_cannot(embedded, broker, admin):
-    fill(embedded, "T", 20)
     store, events = PlainStore(), Events()
     options = {"message_model": "broadcasting", "offset_store": store, "on_event": events}
-    with consuming(embedded, "T", "G", **options) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
         assert reset(admin, "G", "T", "earliest").verified
         wait_until_seen(seen, 2, 20)
         assert "keeps no reset epochs" in events.wait_for("store-fallback").text
@@ -664,10 +369,8 @@ class SlowStore(LocalFileOffsetStore):
 
 
 def test_a_slow_store_is_answered_pending_in_time_and_done_later(embedded, broker, tmp_path):
-    fill(embedded, "T", 20)
     store = SlowStore(tmp_path)
-    with consuming(embedded, "T", "G", message_model="broadcasting", offset_store=store) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, message_model="broadcasting", offset_store=store) as (consumer, seen):
         told = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, TARGETS)))
         assert told.fields["pyrocketState"] == "pending"
         assert len(seen.messages) == 20, "nothing is pulled before the target is durable"
@@ -685,17 +388,14 @@ def test_a_record_that_may_not_be_read_is_told_and_the_member_works(embedded, br
         times=None,
         when=lambda command: command.fields["topic"] == RETRY,
     )
-    fill(embedded, "T", 10)
     events = Events()
-    with consuming(embedded, "T", "G", on_event=events, **stores) as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, on_event=events, **stores) as (_, seen):
         assert "may not be read" in events.wait_for("broker-unreachable").text
 
 
 def test_a_record_that_cannot_be_read_at_the_start_is_followed_soon(embedded, broker, stores):
-    fill(embedded, "T", 10)
-    with consuming(embedded, "T", "G", **stores) as (_, seen):
-        wait_until_seen(seen, 1, 10)
+    with caught_up(embedded, "T", "G", 10, **stores):
+        pass
     record(broker, 1000, {0: 0, 1: 0})
     broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(2, "busy"))
     with consuming(embedded, "T", "G", reset_record_interval_s=0.3, **stores) as (_, seen):
@@ -707,13 +407,11 @@ def test_a_record_that_cannot_be_read_at_the_start_is_followed_soon(embedded, br
 
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
 def test_one_who_refuses_stays_where_it_is(embedded, broker, tmp_path, model):
-    fill(embedded, "T", 20)
     events = Events()
     options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events, "remote_reset": "refuse"}
-    with consuming(embedded, "T", "G", pull_hold_s=0.2, **options) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, pull_hold_s=0.2, **options) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
-        tell_members(broker, encode_offset_table(TARGETS))
+        tell_members(broker, "G", "T", encode_offset_table(TARGETS))
         events.wait_for("offset-reset", 1)
         told = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, TARGETS)))
         assert told.fields["pyrocketState"] == "refused"

@@ -77,8 +77,7 @@ def a_late_ack_changes_nothing(cluster: Any, names: Any, member: Kind, reset: An
     """The listener has 9 while the queue goes back to 2, and returns after that: or while 2 is being stored."""
     topic, group = names.topic(), names.group()
     place, begun, release, held = queue(topic, 0), threading.Event(), threading.Event(), Held()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    fill(cluster, topic, 10, queues=1)
     broker = cluster.broker("broker-a")
 
     def listener(message: Message) -> None:
@@ -139,8 +138,7 @@ def no_listener_moves_a_reset(cluster: Any, names: Any, member: Kind) -> None:
     """Resets hit twenty listeners wherever they are; nothing is pulled after that, so that only they could write."""
     topic, group = names.topic(), names.group()
     place = queue(topic, 0)
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 500)
+    fill(cluster, topic, 500, queues=1)
     with member(cluster, topic, group, Seen(lambda message: time.sleep(0.01)), commit_interval_s=0.01) as consumer:
         for target in range(1, 6):
             seen = len(consumer.seen.messages)
@@ -167,8 +165,7 @@ def two_resets_are_one_replay(cluster: Any, names: Any, member: Kind) -> None:
     """Two resets to 0, a moment apart: the replay is delivered once, and one pull goes on."""
     topic, group = names.topic(), names.group()
     place = queue(topic, 0)
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    fill(cluster, topic, 10, queues=1)
     broker = cluster.broker("broker-a")
     with member(cluster, topic, group) as consumer:
         consumer.seen.wait_for(10)

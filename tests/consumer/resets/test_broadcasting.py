@@ -48,8 +48,7 @@ def one_member_is_reset_alone(cluster: Any, names: Any, member: Kind, stores: Pa
     """Of two broadcasting members one goes back to 4, by its own call."""
     topic, group = names.topic(), names.group()
     place = queue(topic, 0)
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    fill(cluster, topic, 10, queues=1)
     options = {"message_model": "broadcasting", "offset_store_dir": stores}
     with (
         member(cluster, topic, group, instance_name="a", **options) as first,
@@ -179,8 +178,7 @@ def a_reset_is_durable_before_the_next_pull(cluster: Any, names: Any, member: Ki
     """The broker tells a reset once. Killed at the next pull, the member must go on at the target."""
     topic, group = names.topic(), names.group()
     place, held = queue(topic, 0), Held()
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, topic, 10)
+    fill(cluster, topic, 10, queues=1)
     broker = cluster.broker("broker-a")
     options = {"message_model": "broadcasting", "offset_store_dir": stores}
     with member(cluster, topic, group, **options) as consumer:  # so that the file has 10

@@ -1,0 +1,339 @@
+"""How offsets reach their store: what is noted, what is stored, and what is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer.consumer.commit import BrokerCommits, StoreCommits
+from pyrocket_consumer.errors import BrokerError, ConnectionLost, RequestTimeout
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import MemoryOffsetStore
+
+ONE, TWO, FAR = (
+    MessageQueue("orders", "a", 0),
+    MessageQueue("orders", "a", 1),
+    MessageQueue("orders", "b", 0),
+)
+
+
+class Brokers:
+    """Stands for the cluster: stores commits after `call_s`, or gives the answers it was told first."""
+
+    def __init__(self) -> None:
+        self.stored: dict[MessageQueue, int] = {}
+        self.answers: list[Any] = []  # an exception, or False: a reset waits there
+        self.commits: list[tuple[MessageQueue, int]] = []
+        self.executes_failed = False
+        self.call_s = 0.01
+        self.most_at_once: dict[MessageQueue, int] = {}
+        self._at_once: dict[MessageQueue, int] = {}
+
+    def broker(self, name: str) -> Any:
+        async def query_offset(group, queue, *, set_zero_if_not_found):
+            assert (group, queue.broker_name, set_zero_if_not_found) == ("app", name, False)
+            await asyncio.sleep(self.call_s)
+            if self.answers:
+                raise self.answers.pop(0)
+            return self.stored.get(queue)
+
+        async def commit_offset(group, queue, offset):
+            assert (group, queue.broker_name) == ("app", name)
+            self.commits.append((queue, offset))
+            self._at_once[queue] = self._at_once.get(queue, 0) + 1
+            self.most_at_once[queue] = max(self.most_at_once.get(queue, 0), self._at_once[queue])
+            answer = self.answers.pop(0) if self.answers else True
+            try:
+                await asyncio.sleep(self.call_s)
+                if isinstance(answer, Exception):
+                    raise answer
+                if answer:
+                    self.stored[queue] = offset
+                return answer
+            finally:
+                self._at_once[queue] -= 1
+
+        return SimpleNamespace(query_offset=query_offset, commit_offset=commit_offset)
+
+
+def at_brokers() -> tuple[BrokerCommits, Brokers]:
+    brokers = Brokers()
+    return BrokerCommits(brokers, "app"), brokers  # type: ignore[arg-type]
+
+
+TROUBLE = [
+    BrokerError(1, "no", "a:1"),
+    BrokerError(2, "busy", "a:1"),
+    RequestTimeout("QUERY_CONSUMER_OFFSET", "a:1", 3),
+    ConnectionLost("a:1", "reset"),
+]
+
+
+@pytest.mark.parametrize("trouble", TROUBLE, ids=str)
+async def test_an_offset_that_cannot_be_read_is_an_error_and_never_none(trouble):
+    commits, brokers = at_brokers()
+    assert await commits.start_offset(ONE) is None
+    brokers.stored[ONE] = 7
+    brokers.answers = [trouble]
+    with pytest.raises(type(trouble)):
+        await commits.start_offset(ONE)
+    assert commits.current(ONE) is None
+    assert await commits.start_offset(ONE) == 7
+    assert (commits.current(ONE), commits.persisted(ONE)) == (7, 7)
+    await commits.persist([ONE])
+    assert brokers.commits == [], "what was read is stored"
+
+
+async def test_only_what_has_changed_is_stored_and_noted_offsets_only_grow():
+    commits, brokers = at_brokers()
+    for offset in (5, 3, 9, 8):
+        commits.update(ONE, offset)
+    commits.update(TWO, 1)
+    assert await commits.persist([ONE, TWO, FAR]) == {}
+    assert brokers.stored == {ONE: 9, TWO: 1}
+    assert await commits.persist([ONE, TWO, FAR]) == {}
+    assert len(brokers.commits) == 2
+    commits.update(TWO, 2)
+    await commits.persist([ONE, TWO, FAR])
+    assert brokers.commits[2:] == [(TWO, 2)]
+    assert commits.table("orders") == {ONE: 9, TWO: 2}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE, ids=str)
+async def test_what_could_not_be_stored_is_returned_and_stored_next_time(trouble):
+    commits, brokers = at_brokers()
+    await commits.begin_at(ONE, 1)
+    commits.update(ONE, 5)
+    commits.update(TWO, 6)
+    brokers.answers = [trouble]
+    assert await commits.persist([ONE, TWO]) == {ONE: trouble}
+    assert (commits.persisted(ONE), commits.persisted(TWO)) == (1, 6)
+    commits.update(ONE, 8)
+    assert await commits.persist([ONE, TWO]) == {}
+    assert brokers.stored == {ONE: 8, TWO: 6}
+
+
+async def test_after_a_commit_without_an_answer_the_next_one_is_made_twice():
+    """The broker may execute the one that was not answered last, and the older offset would stay."""
+
+    commits, brokers = at_brokers()
+    commits.update(ONE, 5)
+    brokers.answers = [RequestTimeout("UPDATE_CONSUMER_OFFSET", "a:1", 3)]
+    await commits.persist([ONE])
+    commits.update(ONE, 8)
+    await commits.persist([ONE])
+    brokers.stored[ONE] = 5  # now the first one is executed
+    await commits.persist([ONE])
+    assert brokers.stored[ONE] == 8
+    made = len(brokers.commits)
+    await commits.persist([ONE])
+    assert len(brokers.commits) == made
+
+
+async def test_a_commit_the_broker_ignores_for_a_reset_is_not_taken_for_stored():
+    commits, brokers = at_brokers()
+    waiting: list[MessageQueue] = []
+    commits.on_reset_waiting = waiting.append
+    commits.update(ONE, 5)
+    commits.update(TWO, 1)
+    brokers.answers = [False]
+    assert await commits.persist([ONE]) == {}
+    assert commits.persisted(ONE) is None
+    await commits.persist([ONE, TWO])
+    assert brokers.stored == {ONE: 5, TWO: 1}
+    assert waiting == [ONE], "whoever pulls it is told, once for each commit that was ignored"
+
+
+async def test_commits_of_one_queue_follow_each_other_and_carry_the_newest_value():
+    commits, brokers = at_brokers()
+    commits.update(ONE, 1)
+    first = asyncio.ensure_future(commits.persist([ONE]))
+    await asyncio.sleep(0.001)
+    commits.update(ONE, 2)
+    second = asyncio.ensure_future(commits.persist([ONE]))
+    third = asyncio.ensure_future(commits.persist([ONE]))
+    await asyncio.sleep(0.001)
+    commits.update(ONE, 3)
+    await asyncio.gather(first, second, third)
+    assert [offset for _, offset in brokers.commits] == [1, 3]
+    assert brokers.most_at_once == {ONE: 1}
+
+
+async def test_a_commit_under_way_is_finished_although_nobody_waits_any_more():
+    commits, brokers = at_brokers()
+    brokers.call_s = 1.0
+    commits.update(ONE, 5)
+    waiting = asyncio.ensure_future(commits.persist([ONE]))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    commits.update(ONE, 9)
+    await commits.persist([ONE])
+    assert [offset for _, offset in brokers.commits] == [5, 9]
+    assert brokers.most_at_once == {ONE: 1}
+    commits.update(ONE, 12)
+    waiting = asyncio.ensure_future(commits.persist([ONE]))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    await commits.close()
+    assert brokers.stored == {ONE: 12}, "closing waits for it"
+
+
+async def test_a_reset_replaces_what_was_noted_whether_lower_or_higher():
+    commits, brokers = at_brokers()
+    commits.update(ONE, 50)
+    await commits.persist([ONE])
+    for target in (3, 3, 80):
+        await commits.replace(ONE, target)
+        assert brokers.stored == {ONE: target}
+        assert commits.current(ONE) == target
+    brokers.answers = [BrokerError(1, "no", "a:1")]
+    with pytest.raises(BrokerError):
+        await commits.replace(ONE, 5)
+    assert await commits.persist([ONE]) == {}
+    assert brokers.stored == {ONE: 5}
+
+
+async def test_a_released_queue_is_stored_and_forgotten():
+    commits, brokers = at_brokers()
+    commits.update(ONE, 5)
+    await commits.release(ONE)
+    assert brokers.stored == {ONE: 5}
+    assert (commits.current(ONE), commits.persisted(ONE)) == (None, None)
+    commits.update(ONE, 2)  # the queue came back and starts lower: nothing of the time before holds it up
+    await commits.persist([ONE])
+    assert brokers.stored == {ONE: 2}
+    commits.update(ONE, 3)
+    brokers.answers = [BrokerError(1, "no", "a:1")]
+    with pytest.raises(BrokerError):
+        await commits.release(ONE)
+    assert commits.current(ONE) is None
+    commits.update(ONE, 9)
+    commits.forget(ONE)
+    await commits.persist([ONE])
+    assert brokers.stored == {ONE: 2}, "it belongs to another member already"
+
+
+async def test_what_was_known_of_a_queue_is_remembered_when_it_is_given_up():
+    commits, brokers = at_brokers()
+    assert commits.last_known(ONE) is None
+    brokers.stored[ONE] = 7
+    await commits.start_offset(ONE)
+    commits.forget(ONE)
+    assert commits.last_known(ONE) == 7
+    commits.update(ONE, 9)
+    brokers.answers = [BrokerError(1, "no", "a:1"), False]
+    for known in (7, 7, 9):  # refused; ignored, because a reset waits there; taken
+        await commits.persist([ONE])
+        assert commits.last_known(ONE) == known
+    await commits.release(ONE)
+    assert (commits.current(ONE), commits.last_known(ONE)) == (None, 9)
+
+
+def test_each_broker_is_a_place_of_its_own_and_a_store_is_one():
+    commits, _ = at_brokers()
+    assert commits.places([ONE, FAR, TWO]) == {"a": [ONE, TWO], "b": [FAR]}
+    assert StoreCommits(MemoryOffsetStore(), memory_first=True).places([ONE, FAR]) == {"": [ONE, FAR]}
+
+
+async def test_what_a_broker_may_have_forgotten_is_stored_again():
+    commits, brokers = at_brokers()
+    for queue in (ONE, FAR):
+        commits.update(queue, 5)
+    await commits.persist([ONE, FAR])
+    brokers.stored.clear()
+    commits.doubt("b")
+    await commits.persist([ONE, FAR])
+    assert brokers.stored == {FAR: 5}
+    commits.doubt()
+    await commits.persist([ONE, FAR])
+    assert brokers.stored == {ONE: 5, FAR: 5}
+
+
+# --- the first commits of a topic at a broker
+
+MANY = [MessageQueue("orders", "a", number) for number in range(100)]
+
+
+async def seconds(work: Awaitable[Any]) -> float:
+    began = asyncio.get_running_loop().time()
+    await work
+    return asyncio.get_running_loop().time() - began
+
+
+@pytest.mark.parametrize("step", ["begin", "persist"])
+async def test_the_first_commit_goes_alone_and_the_others_together(step):
+    commits, brokers = at_brokers()
+    brokers.call_s = 0.05
+    if step == "begin":
+        took = await seconds(asyncio.gather(*(commits.begin_at(queue, 7) for queue in MANY)))
+    else:
+        for queue in MANY:
+            commits.update(queue, 7)
+        took = await seconds(commits.persist(MANY))
+    assert took == pytest.approx(0.1)
+    assert brokers.stored == dict.fromkeys(MANY, 7)
+    assert commits.persisted(MANY[0]) == 7
+
+
+@pytest.mark.parametrize(("stored", "took_s"), [(1, 0.05), (0, 0.1)])
+async def test_an_offset_that_was_read_proves_a_table_and_0_does_not(stored, took_s):
+    """Brokers of 4.9 answer 0 for a young queue for which they have nothing."""
+
+    commits, brokers = at_brokers()
+    brokers.stored[ONE] = stored
+    await commits.start_offset(ONE)
+    brokers.call_s = 0.05
+    for queue in MANY:
+        commits.update(queue, 7)
+    assert await seconds(commits.persist(MANY)) == pytest.approx(took_s)
+    assert brokers.stored == dict.fromkeys(MANY, 7)
+
+
+@pytest.mark.parametrize("trouble", TROUBLE[2:], ids=str)
+async def test_no_answer_to_the_first_is_none_for_those_that_wait_and_another_is_first_next_time(trouble):
+    commits, brokers = at_brokers()
+    for queue in MANY:
+        commits.update(queue, 7)
+    brokers.answers = [trouble]
+    failed = await commits.persist(MANY)
+    assert failed.keys() == set(MANY)
+    assert {str(error) for error in failed.values()} == {str(trouble)}
+    assert brokers.commits == [(MANY[0], 7)]
+    assert await commits.persist(MANY) == {}
+    assert brokers.commits[1][0] == MANY[1]
+    assert brokers.stored == dict.fromkeys(MANY, 7)
+
+
+async def test_a_refusal_of_the_first_concerns_that_one_only():
+    commits, brokers = at_brokers()
+    for queue in MANY:
+        commits.update(queue, 7)
+    brokers.answers = TROUBLE[:2]
+    assert await commits.persist(MANY) == dict(zip(MANY, TROUBLE[:2], strict=False))
+    assert brokers.stored == dict.fromkeys(MANY[2:], 7)
+
+
+# --- ends that do not wait
+
+
+async def test_what_is_not_acknowledged_in_time_is_returned_and_goes_on():
+    commits, brokers = at_brokers()
+    await commits.begin_at(ONE, 1)
+    commits.update(ONE, 5)
+    commits.update(TWO, 6)
+    brokers.call_s = 10
+    until = asyncio.get_running_loop().time() + 2
+    failed = await commits.persist([ONE, TWO], until=until)
+    assert asyncio.get_running_loop().time() == pytest.approx(until)
+    assert {queue: str(error) for queue, error in failed.items()} == dict.fromkeys(
+        [ONE, TWO], "the commit was not answered by broker 'a' within 2 s"
+    )
+    await commits.close(until=until)
+    assert brokers.stored == {ONE: 1}
+    await asyncio.sleep(10)
+    assert brokers.stored == {ONE: 5, TWO: 6}

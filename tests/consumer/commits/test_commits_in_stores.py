@@ -1,0 +1,187 @@
+"""How offsets reach a store of one's own, which may block: a file, or what the user has written."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from pyrocket_consumer.consumer.commit import StoreCommits
+from pyrocket_consumer.errors import OffsetStoreError, RequestTimeout
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import MemoryOffsetStore, ReadOffsetType
+
+RUN = asyncio.run  # with threads
+ONE, TWO, FAR = MessageQueue("orders", "a", 0), MessageQueue("orders", "a", 1), MessageQueue("orders", "b", 0)
+MANY = [MessageQueue("orders", "a", number) for number in range(100)]
+
+
+class Store(MemoryOffsetStore):
+    """Remembers which thread called, and may be slow or fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[str] = []
+        self.threads: set[threading.Thread] = set()
+
+    def _slow(self, what: str) -> None:
+        self.calls.append(what)
+        self.threads.add(threading.current_thread())
+        assert self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+
+    def read_offset(self, mq, read_type=ReadOffsetType.MEMORY_FIRST_THEN_STORE):
+        if read_type is not ReadOffsetType.READ_FROM_MEMORY:
+            self._slow("read")
+        return super().read_offset(mq, read_type)
+
+    def persist(self, mq):
+        self._slow("persist")
+        super().persist_all([mq])
+
+    def persist_all(self, mqs=None):
+        self._slow("persist_all")
+        super().persist_all(mqs)
+
+    def remove_offset(self, mq):
+        self._slow("remove")
+        super().remove_offset(mq)
+
+
+def in_store(memory_first: bool = True) -> tuple[StoreCommits, Store]:
+    store = Store()
+    return StoreCommits(store, memory_first=memory_first), store
+
+
+async def test_blocking_calls_have_a_thread_of_their_own():
+    commits, store = in_store()
+    store.gate.clear()
+    commits.update(ONE, 5)
+    waiting = asyncio.ensure_future(commits.persist([ONE]))
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert not waiting.done(), "the loop goes on meanwhile"
+    commits.update(ONE, 7)
+    assert commits.current(ONE) == 7, "memory is there at any time"
+    store.gate.set()
+    assert await waiting == {}
+    assert await commits.start_offset(ONE) == 7
+    await commits.replace(ONE, 2)
+    await commits.release(ONE)
+    await commits.close()
+    assert store.calls == ["persist_all", "read", "persist", "remove"]
+    assert threading.current_thread() not in store.threads
+    assert len(store.threads) == 1
+
+
+async def test_a_store_is_asked_for_all_that_has_changed_at_once():
+    commits, store = in_store()
+    commits.update(ONE, 5)
+    commits.update(TWO, 6)
+    assert await commits.persist([ONE, TWO, FAR]) == {}
+    assert store.calls == ["persist_all"]
+    assert (commits.persisted(ONE), commits.persisted(TWO), commits.persisted(FAR)) == (5, 6, None)
+    await commits.close()
+
+
+async def test_what_changes_while_it_is_stored_counts_as_changed():
+    commits, store = in_store()
+    store.gate.clear()
+    commits.update(ONE, 5)
+    waiting = asyncio.ensure_future(commits.persist([ONE]))
+    await asyncio.sleep(0.01)
+    commits.update(ONE, 9)
+    store.gate.set()
+    await waiting
+    assert commits.persisted(ONE) == 5
+    await commits.persist([ONE])
+    assert store.read_offset(ONE, ReadOffsetType.READ_FROM_STORE) == 9
+    await commits.close()
+
+
+async def test_a_store_that_cannot_write_says_so_for_each_queue_and_is_asked_again():
+    commits, store = in_store()
+    commits.update(ONE, 5)
+    commits.update(TWO, 6)
+    store.error = OffsetStoreError("disk full")
+    assert await commits.persist([ONE, TWO]) == {ONE: store.error, TWO: store.error}
+    with pytest.raises(OffsetStoreError):
+        await commits.replace(ONE, 1)
+    store.error = None
+    assert await commits.persist([ONE, TWO]) == {}
+    assert store.read_offset(ONE, ReadOffsetType.READ_FROM_STORE) == 1
+    await commits.close()
+
+
+async def test_whatever_a_store_raises_is_an_error_of_that_call_only():
+    commits, store = in_store()
+    commits.update(ONE, 5)
+    store.error = ZeroDivisionError("of the store")
+    failed = await commits.persist([ONE])
+    assert isinstance(failed[ONE], OffsetStoreError)
+    assert "ZeroDivisionError: of the store" in str(failed[ONE])
+    store.error = None
+    assert await commits.persist([ONE]) == {}
+    assert store.read_offset(ONE, ReadOffsetType.READ_FROM_STORE) == 5
+    await commits.close()
+
+
+@pytest.mark.parametrize(("memory_first", "expected"), [(True, 9), (False, 5)])
+async def test_broadcasting_goes_on_from_memory_and_others_from_the_store(memory_first, expected):
+    commits, store = in_store(memory_first)
+    commits.update(ONE, 5)
+    await commits.persist([ONE])
+    commits.update(ONE, 9)
+    assert await commits.start_offset(ONE) == expected
+    assert commits.current(ONE) == expected
+    assert await commits.start_offset(TWO) is None
+    await commits.close()
+
+
+async def test_queues_that_begin_together_share_a_sync():
+    commits, store = in_store()
+    store.gate.clear()
+    first = asyncio.gather(*(commits.begin_at(queue, 7) for queue in MANY[:10]))
+    while not store.calls:
+        await asyncio.sleep(0.001)
+    rest = asyncio.gather(*(commits.begin_at(queue, 8) for queue in MANY[10:]))
+    await asyncio.sleep(0)
+    assert not first.done(), "a queue begins when it is durable"
+    store.gate.set()
+    await asyncio.gather(first, rest)
+    assert store.calls == ["persist_all", "persist_all"]
+    assert store.read_offset(MANY[9], ReadOffsetType.READ_FROM_STORE) == 7
+    assert store.read_offset(MANY[99], ReadOffsetType.READ_FROM_STORE) == 8
+    assert (commits.persisted(MANY[9]), commits.persisted(MANY[99])) == (7, 8)
+    await commits.close()
+
+
+async def test_a_beginning_that_could_not_be_stored_is_an_error_for_each_and_the_next_may_work():
+    commits, store = in_store()
+    store.error = OffsetStoreError("disk full")
+    outcomes = await asyncio.gather(*(commits.begin_at(each, 7) for each in (ONE, TWO)), return_exceptions=True)
+    assert outcomes == [store.error, store.error]
+    assert (commits.current(ONE), commits.persisted(ONE)) == (7, None)
+    store.error = None
+    await commits.begin_at(ONE, 7)
+    assert commits.persisted(ONE) == 7
+    await commits.close()
+
+
+async def test_a_store_that_hangs_is_not_waited_for_longer():
+    commits, store = in_store()
+    store.gate.clear()
+    commits.update(ONE, 5)
+    until = asyncio.get_running_loop().time() + 0.05
+    failed = await commits.persist([ONE, TWO], until=until)
+    assert [(queue, str(error).partition(" within")[0]) for queue, error in failed.items()] == [
+        (ONE, "storing offsets was not answered by the offset store")
+    ]
+    with pytest.raises(RequestTimeout, match="closing was not answered by the offset store"):
+        await commits.close(until=until)
+    store.gate.set()

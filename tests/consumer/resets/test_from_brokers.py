@@ -1,0 +1,516 @@
+"""H29, H30: resets that brokers tell of: marks for the next pull, and orders to every member (220)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer import ConsumerState, MessageQueue
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer
+from pyrocket_consumer.wire.bodies import encode_offset_table
+from pyrocket_consumer.wire.codes import PullFlag, RequestCode
+from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.consuming import WAIT_S, Events, Seen, numbered, until
+from tests.hazards.connection import Wire
+from tests.hazards.members import (
+    Held,
+    Kind,
+    Queues,
+    committed_values,
+    faulty,
+    filled,
+    give_time_to,
+    of,
+    ours,
+    patience_s,
+    settle,
+)
+from tests.hazards.naive import NaiveMember, Window
+from tests.real_brokers.remoting import Peer
+from tests.resetting import caught_up, fill, queue, tell_members, wait_until_stored
+
+PULL, COMMIT = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET
+SINGLE = queue("S", 0)
+MARK = {"nextBeginOffset": "4", "minOffset": "0", "maxOffset": "10", "suggestWhichBrokerId": "0"}
+"""The answer to a pull that tells of a reset to 4."""
+
+
+def reset_at_broker(cluster: Any, group: str, topic: str) -> None:
+    """Have the broker reset a group to the beginning, as mqadmin and the dashboard do."""
+    with closing(Peer(cluster.broker("broker-a").address)) as peer:
+        peer.call(222, {"topic": topic, "group": group, "timestamp": 0, "isForce": True})
+
+
+# --- H29: a reset that the broker tells to the next pull
+
+
+class CommitsWithThePull(NaiveMember):
+    """C++: the commit offset travels with each pull, also with the one that is told of the reset, and by no other way
+    before the next pull."""
+
+    def pull(self, window: Window) -> RemotingCommand:
+        queue = window.queue
+        fields = {
+            "consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id,
+            "queueOffset": window.next_offset, "maxMsgNums": 32, "sysFlag": int(PullFlag.SUSPEND | PullFlag.COMMIT),
+            "commitOffset": self.offsets.get(queue, 0), "suspendTimeoutMillis": 500, "subVersion": self.sub_version,
+            "expressionType": "TAG",
+        }  # fmt: skip
+        return self.wire(self.master(queue)).call(PULL, fields)
+
+    def persist(self, queue: Any) -> None:
+        pass
+
+
+@pytest.mark.hazard("H29")
+@pytest.mark.parametrize(
+    "member", [ours, NaiveMember, faulty(CommitsWithThePull, "a kill now would undo the reset: .* 10} is stored")]
+)
+def test_a_reset_is_stored_before_the_first_pull_from_there(embedded, broker, member):
+    """The target of a reset is committed, and the commit acknowledged, before the queue is pulled from there; no pull
+    carries a commit. So no crash undoes a reset once the consumer has heard of it.
+
+    A broker tells a reset to one pull: if that answer is lost with its connection, the reset is lost, and no client
+    can know. `mqadmin` and the dashboard then say it was done; our own `Admin` has the members confirm it.
+
+    Faulty: C++ lets the pull carry the offset of before, which the broker stores after it has told of the reset.
+    """
+    fill(embedded, "S", 10)
+    held = Held()
+    with member(embedded, "S", "G") as consumer:
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.stored() == {SINGLE: 10}, "committed")
+        consumer.pause()
+        embedded.wait_until(lambda: broker.held_pulls("S") == 0, WAIT_S)
+        reset_at_broker(embedded, "G", "S")
+        broker.forget_requests()
+        broker.on(PULL, held, when=of("S", queueOffset=0))
+        consumer.resume()
+        at_target = held.wait()  # where would the group go on, if the process were killed now?
+        kept = consumer.stored()
+        assert kept == {SINGLE: 0}, f"a kill now would undo the reset: {kept} is stored"
+        assert not any(offset for _, offset in committed_values(broker, "S")), "the offset of before was committed"
+        at_target.later(0, lambda: at_target.handle(at_target.answer))
+        consumer.seen.wait(lambda seen: len(seen.bodies) == 20)
+        until(lambda: consumer.stored() == {SINGLE: 10}, "committed again")
+        assert Counter(consumer.seen.bodies) == Counter(numbered(10) * 2)
+        assert committed_values(broker, "S") == sorted(committed_values(broker, "S")), "nothing older came after it"
+
+
+class StaysAtTheSlave(NaiveMember):
+    """Commits, gets "success" whose remark says that a reset is waiting, and reads on where it was told to."""
+
+
+@pytest.mark.hazard("H29")
+@pytest.mark.parametrize(
+    "member", [ours, faulty(StaysAtTheSlave, "the group stands at 0 whatever it commits, and reads on")]
+)
+def test_a_reset_reaches_a_consumer_that_reads_from_a_slave(member):
+    """Only the master tells of a reset, and until then it ignores commits. When it says so, the next pull goes to the
+    master, whatever broker was suggested.
+
+    Faulty: clients that read on from the slave, while the group's offset stands still.
+    """
+    with EmbeddedCluster(slaves=1, long_poll_tick_s=0.1) as cluster:
+        master, slave = cluster.broker("broker-a"), cluster.broker("broker-a-1")
+        cluster.create_topic("S", queues=1)
+        for each in (master, slave):
+            each.suggest_broker(1)
+        with member(cluster, "S", "G") as consumer:
+            fill(cluster, "S", 10)
+            consumer.seen.wait_for(10)
+            slave.wait_for(PULL, timeout_s=WAIT_S, when=of("S", queueOffset=10))
+            until(lambda: consumer.stored() == {SINGLE: 10}, "committed")
+            reset_at_broker(cluster, "G", "S")
+            fill(cluster, "S", 1, start=10)
+            try:
+                consumer.seen.wait(lambda seen: len(seen.bodies) >= 21, patience_s(member))
+            except AssertionError:
+                stored = consumer.stored()[SINGLE]
+                raise AssertionError(f"the group stands at {stored} whatever it commits, and reads on") from None
+            until(lambda: consumer.stored() == {SINGLE: 11}, "committed again")
+
+
+class DropsLateAnswers(NaiveMember):
+    """An answer to a pull of before is nobody's any more, whatever it says."""
+
+    def on_pull_answer(self, window: Window, answer: RemotingCommand) -> None:
+        if not window.dropped:
+            super().on_pull_answer(window, answer)
+
+
+class WaitsNoLonger(NaiveMember):
+    """What comes after a call has timed out is thrown away with the call's number."""
+
+    pull_margin_s = 0.2
+
+
+def a_late_reset_is_obeyed(cluster: Any, member: Kind, *, timed_out: bool, **options: Any) -> None:
+    """A pull at 10 is kept back until nobody waits for it; then it is answered with a reset to 4."""
+    fill(cluster, "S", 10)
+    broker, held = cluster.broker("broker-a"), Held()
+    broker.on(PULL, held, when=of("S", queueOffset=10))
+    with member(cluster, "S", "G", **options) as consumer:
+        consumer.seen.wait_for(10)
+        held.wait()
+        consumed = 10
+        if timed_out:
+            broker.wait_for(PULL, 2, timeout_s=WAIT_S, when=of("S", queueOffset=10))
+        else:
+            consumer.reset("S", {SINGLE: 8})
+            consumed += 2
+            consumer.seen.wait(lambda seen: len(seen.bodies) == consumed)
+        held.answer(21, "OFFSET_RESET", MARK)
+        try:
+            consumer.seen.wait(lambda seen: len(seen.bodies) == consumed + 6, patience_s(member))
+        except AssertionError:
+            raise AssertionError("the reset is lost: it was told to that pull only") from None
+        until(lambda: consumer.stored() == {SINGLE: 10}, "committed again")
+        assert Counter(consumer.seen.bodies[consumed:]) == Counter(numbered(6, 4))
+        if member is ours:
+            assert "abandoned" in consumer.events.of("offset-reset")[-1].text
+
+
+@pytest.mark.hazard("H29")
+@pytest.mark.parametrize("member", [ours, faulty(DropsLateAnswers, "the reset is lost")])
+def test_a_reset_told_to_an_abandoned_pull_is_obeyed(embedded, member):
+    """An answer to a pull that was abandoned (by another reset, for example) changes nothing, unless it tells of a
+    reset: the broker tells that once, to whichever pull comes first.
+
+    Faulty: clients that look at no late answer at all.
+    """
+    a_late_reset_is_obeyed(embedded, member, timed_out=False)
+
+
+@pytest.mark.hazard("H29")
+@pytest.mark.parametrize("member", [ours, faulty(WaitsNoLonger, "the reset is lost")])
+def test_a_reset_told_to_a_pull_that_has_timed_out_is_obeyed(embedded, member):
+    """The same for an answer that comes after the call has timed out, as long as its connection lasts.
+
+    Faulty: clients that forget the number of a call that has timed out.
+    """
+    options = {"pull_hold_s": 0.1, "call_timeout_s": 0.2} if member is ours else {}
+    a_late_reset_is_obeyed(embedded, member, timed_out=True, **options)
+
+
+def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
+    """Of two members one has consumed everything; the other has taken half of the queues over, while the pulls of the
+    first one for them are still held at the broker, and has consumed nothing."""
+    topic, group = filled(cluster, names, queues=4, messages=40)
+    seen = Seen()
+    old, everything = set(numbered(40)), {queue(topic, number): 10 for number in range(4)}
+    options = {"pull_hold_s": 15.0}
+    with member(cluster, topic, group, seen, instance_name="first", **options) as first:
+        seen.wait_for(40)
+        until(lambda: first.stored() == everything, "committed")
+        with member(cluster, topic, group, seen, instance_name="second", **options) as second:
+            until(lambda: len(first.held()) == len(second.held()) == 2, "two queues each")
+            reset_at_broker(cluster, group, topic)
+            fill(cluster, topic, 4, start=40)  # ends the pulls that are held
+
+            def replayed(seen: Seen) -> int:
+                return sum(times > 1 for body, times in Counter(seen.bodies).items() if body in old)
+
+            try:
+                seen.wait(lambda seen: replayed(seen) == 40, patience_s(member))
+            except AssertionError:
+                raise AssertionError(f"{replayed(seen)} of 40 messages were consumed again") from None
+            seen.wait_for(44)
+            at_end = dict.fromkeys(everything, 11)
+            until(lambda: {**first.stored(), **second.stored()} == at_end, "committed again")
+            assert {times for body, times in Counter(seen.bodies).items() if body in old} == {2}
+        if isinstance(cluster, EmbeddedCluster):
+            assert any("from when the queue was ours" in each.text for each in first.events.of("offset-reset"))
+
+
+@pytest.mark.hazard("H29")
+@pytest.mark.parametrize("member", [ours, faulty(DropsLateAnswers, "[23]0 of 40 messages were consumed again")])
+def test_a_member_that_has_just_taken_queues_over_is_reset_too(embedded, names, member):
+    """A reset that is told to a held pull of the queue's last owner is passed on to the member that has it now; that
+    one replays although it has consumed nothing of the queue yet.
+
+    Faulty: a client that throws the answer away; queues that have changed hands are then not reset. That is what is
+    seen of Java 5.5.0 members, too, whatever the cause is there.
+    """
+    both_members_replay(embedded, names, member)
+
+
+@pytest.mark.hazard("H29")
+def test_so_it_is_at_real_brokers(real_cluster, names):
+    """The same at real brokers, in the way each release resets a group by default."""
+    both_members_replay(real_cluster, names, ours)
+
+
+def test_a_hand_over_between_proxies_is_told_to_nobody(embedded, broker, stores):
+    with caught_up(embedded, "T", "G", 20, pull_hold_s=0.2, **stores) as (consumer, seen):
+        fields = {**MARK, "maxOffset": "0"}
+        broker.on(PULL, answer(21, "OFFSET_RESET", fields), when=lambda command: command.fields["queueId"] == "0")
+        seen.wait(lambda seen: len(seen.messages) == 26)
+        wait_until_stored(consumer, "T", 20)
+        assert embedded.committed("G", "%RETRY%G") == {}
+
+
+# --- H30: an order to every member
+
+
+class PausesEverything(NaiveMember):
+    """Java and Go: the whole consumer is paused for ten seconds, then resumed."""
+
+    def on_reset(self, targets: Queues) -> None:
+        self.pause()
+        self.closing.wait(10)
+        super().on_reset(targets)
+        self.resume()
+
+
+class Resumes(NaiveMember):
+    """The same, in less time."""
+
+    def on_reset(self, targets: Queues) -> None:
+        super().on_reset(targets)
+        self.resume()
+
+
+@pytest.mark.hazard("H30")
+@pytest.mark.parametrize(
+    "member", [ours, NaiveMember, faulty(PausesEverything, "a reset of one topic holds up another")]
+)
+def test_a_reset_of_one_topic_does_not_hold_up_another(embedded, broker, member):
+    """A reset fences the queues it names, and nothing else waits for it.
+
+    Faulty: Java and Go pause the whole consumer for ten seconds.
+    """
+    embedded.create_topic("other", queues=1)
+    fill(embedded, "S", 10)
+    gate, others = Gate(), Seen()
+    with member(embedded, "S", "G") as consumer:
+        consumer.subscribe("other", others)
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.stored().get(SINGLE) == 10 and queue("other", 0) in consumer.held(), "both")
+        broker.on(COMMIT, gate, times=None, when=of("S"))  # that of the target is not acknowledged for a while
+        try:
+            tell_members(broker, "G", "S", encode_offset_table({SINGLE: 2}))
+            until(
+                lambda: (0, 2) in committed_values(broker, "S") or getattr(consumer, "paused", False),
+                "the reset has begun",
+            )
+            fill(embedded, "other", 5)
+            try:
+                others.wait_for(5, patience_s(member))
+            except AssertionError:
+                raise AssertionError("a reset of one topic holds up another") from None
+        finally:
+            broker.clear_faults()
+            gate.open()
+        consumer.seen.wait(lambda seen: len(seen.bodies) == 18)
+
+
+@pytest.mark.hazard("H30")
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(Resumes, "consumed although the consumer was paused")])
+def test_a_paused_consumer_stays_paused(embedded, broker, member):
+    """A reset moves the queues of a consumer that the application has paused, and leaves it paused.
+
+    Faulty: Java resumes the consumer after every reset.
+    """
+    fill(embedded, "S", 10)
+    with member(embedded, "S", "G") as consumer:
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.stored() == {SINGLE: 10}, "committed")
+        consumer.pause()
+        tell_members(broker, "G", "S", encode_offset_table({SINGLE: 2}))
+        consumer.events.wait_for("offset-reset")
+        give_time_to(lambda: len(consumer.seen.bodies) > 10, member)
+        more = len(consumer.seen.bodies) - 10
+        assert not more, f"{more} messages were consumed although the consumer was paused"
+        consumer.resume()
+        consumer.seen.wait(lambda seen: len(seen.bodies) == 18)
+
+
+class LeavesAGhost(NaiveMember):
+    """Takes the queue out of its table without telling the pull loop, which lives on beside the new one."""
+
+    def on_reset(self, targets: Queues) -> None:
+        for each in targets:
+            if each in self.windows:
+                self.offsets[each] = targets[each]
+                self.pull_at(each, targets[each])
+
+
+@pytest.mark.hazard("H30")
+@pytest.mark.parametrize(
+    "member", [ours, NaiveMember, faulty(LeavesAGhost, "messages were consumed twice: two pull loops are at work")]
+)
+def test_one_pull_loop_is_left_for_each_queue(embedded, broker, member):
+    """Rebalance and resets change a queue one after the other, and a new period of a queue begins when the one before
+    has ended: there is never a second pull loop.
+
+    Faulty: in Java and Go a reset during a rebalance leaves the old pull request at work beside the new one.
+    """
+    fill(embedded, "S", 5)
+    gate = Gate()
+    with member(embedded, "S", "G") as consumer:
+        consumer.seen.wait_for(5)
+        until(lambda: consumer.stored() == {SINGLE: 5}, "committed")
+        broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, when=of("S", queueId=1))
+        embedded.create_topic("S", queues=2)
+        gate.wait_held(timeout_s=WAIT_S)  # the queue is just being added when a reset of all queues comes
+        tell_members(broker, "G", "S", encode_offset_table({SINGLE: 3, queue("S", 1): 0}))
+        consumer.events.wait_for("offset-reset") if member is ours else settle()
+        gate.open()
+        until(lambda: len(consumer.held()) == 2, "both queues")
+        consumer.seen.wait(lambda seen: len(seen.bodies) >= 7)
+        for number in range(4):
+            embedded.send("S", b"after-%d" % number, queue_id=number % 2)
+        consumer.seen.wait_for(9)
+
+        def twice() -> list[bytes]:
+            return [body for body, times in Counter(consumer.seen.bodies).items() if times > 1 and b"after" in body]
+
+        give_time_to(twice, member)
+        assert not twice(), f"{len(twice())} messages were consumed twice: two pull loops are at work"
+        until(lambda: broker.held_pulls("S") == 2, "one pull for each queue")
+
+
+TARGETS = {queue("T", 0): 2, queue("T", 1): 7}
+SPELLINGS = {
+    "map": encode_offset_table(TARGETS),
+    "list": encode_offset_table(TARGETS, as_list=True),
+    "pairs": b'{"offsetTable":[[{"topic":"T","brokerName":"broker-a","queueId":0},2],'
+    b'[{"topic":"T","brokerName":"broker-a","queueId":1},7]]}',
+    "quoted": b'{"offsetTable":{"{\\"topic\\":\\"T\\",\\"brokerName\\":\\"broker-a\\",\\"queueId\\":0}":2,'
+    b'"{\\"topic\\":\\"T\\",\\"brokerName\\":\\"broker-a\\",\\"queueId\\":1}":7}}',
+}
+"""A reset of two queues as brokers write it for clients in one language and another."""
+
+
+class KnowsTheMapOnly(NaiveMember):
+    """Java: a reset that was asked for by a tool in another language comes as a list, and is ignored."""
+
+    def on_request(self, wire: Wire, request: RemotingCommand) -> None:
+        if request.code != RequestCode.RESET_CONSUMER_CLIENT_OFFSET or b'"offsetTable":{{' in request.body:
+            super().on_request(wire, request)
+
+
+@pytest.mark.hazard("H30")
+@pytest.mark.parametrize(
+    ("member", "spelling", "model"),
+    [
+        *((ours, spelling, model) for spelling in SPELLINGS for model in ("clustering", "broadcasting")),
+        *((NaiveMember, spelling, "clustering") for spelling in SPELLINGS),
+        *(
+            faulty(KnowsTheMapOnly, f"the {spelling} form was ignored", spelling, "clustering")
+            for spelling in ("list", "pairs", "quoted")
+        ),
+    ],
+)
+def test_every_spelling_of_a_reset_is_obeyed(embedded, broker, tmp_path, member, spelling, model):
+    """Brokers write a reset in the form of the language it was asked for in; all are understood.
+
+    Faulty: Java ignores lists and pairs, Go and C++ end at some of the others.
+    """
+    fill(embedded, "T", 20)
+    with member(embedded, "T", "G", message_model=model, offset_store_dir=tmp_path) as consumer:
+        consumer.seen.wait_for(20)
+        until(lambda: sum(consumer.stored().values()) == 20, "stored")
+        tell_members(broker, "G", "T", SPELLINGS[spelling])
+        try:
+            consumer.seen.wait(lambda seen: len(seen.bodies) == 20 + 8 + 3, patience_s(member))
+        except AssertionError:
+            raise AssertionError(f"the {spelling} form was ignored") from None
+        assert {(message.queue.queue_id, message.queue_offset) for message in consumer.seen.messages[20:]} == {
+            *((0, offset) for offset in range(2, 10)), *((1, offset) for offset in range(7, 10))
+        }  # fmt: skip
+        until(lambda: sum(consumer.stored().values()) == 20, "stored again")
+
+
+class EndsAtWhatItCannotRead(NaiveMember):
+    """Go (lists) and C++ (pairs): the process ends."""
+
+    def on_request(self, wire: Wire, request: RemotingCommand) -> None:
+        try:
+            super().on_request(wire, request)
+        except Exception:
+            self.kill()
+
+
+@pytest.mark.hazard("H30")
+@pytest.mark.parametrize("member", [ours, faulty(EndsAtWhatItCannotRead, "ended the consumer")])
+def test_an_order_that_cannot_be_read_moves_nothing_and_is_told(embedded, broker, member):
+    """What cannot be read moves nothing, ends nothing, and is told by an event.
+
+    Faulty: Go ends at the list form, C++ at pairs.
+    """
+    fill(embedded, "S", 5)
+    with member(embedded, "S", "G") as consumer:
+        consumer.seen.wait_for(5)
+        for number, body in enumerate((b"{", b'{"offsetTable":7}', b'{"offsetTable":[[1]]}', b"\xff\xfe"), 1):
+            tell_members(broker, "G", "S", body)
+            until(
+                lambda number=number: (
+                    len(consumer.events.of("offset-reset")) == number
+                    or (member is EndsAtWhatItCannotRead and consumer.closed.is_set())
+                ),
+                "it has been read",
+            )
+            fill(embedded, "S", 1, start=4 + number)
+            try:
+                consumer.seen.wait_for(5 + number, patience_s(member))
+            except AssertionError:
+                raise AssertionError(f"{body!r}, which cannot be read, ended the consumer") from None
+            told = consumer.events.wait_for("offset-reset", number)
+            assert "cannot be read, nothing moved" in told.text
+        assert sorted(consumer.seen.bodies) == numbered(9)
+
+
+@pytest.mark.parametrize("body", [b"", b'{"offsetTable":{}}', encode_offset_table({queue("T", 0): -5})])
+def test_what_names_nothing_moves_nothing(embedded, broker, body):
+    with caught_up(embedded, "T", "G", 10) as (_, seen):
+        tell_members(broker, "G", "T", body)
+        elsewhere = {queue("U", 0): 0, MessageQueue("T", "broker-z", 0): 0}
+        tell_members(broker, "G", "T", encode_offset_table(elsewhere))
+        fill(embedded, "T", 2, start=10)
+        seen.wait_for(12)
+        assert set(seen.places.values()) == {1}
+
+
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+@pytest.mark.parametrize(
+    ("targets", "topic", "reason"),
+    [
+        ({queue("T", 0): 2, queue("T", 1): -5}, "T", "-5 is no offset of T/broker-a/1"),
+        ({queue("T", 0): 2, queue("T", 1): 2**63 - 1}, "T", f"{2**63 - 1} is no offset"),
+        ({queue("T", 0): 2, queue("T", 1): -(2**63)}, "T", f"{-(2**63)} is no offset"),
+        ({queue("T", 0): 2, queue("U", 1): 3}, "T", "it names U/broker-a/1"),
+        ({queue("U", 0): 2}, "U", "does not subscribe to U"),
+        ({queue("T", number): 2 for number in range(7, 5000)}, "T", "there is no queue T/broker-a/7"),
+    ],
+)
+def test_a_table_that_no_broker_would_send_moves_nothing(embedded, broker, tmp_path, model, targets, topic, reason):
+    events = Events()
+    options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events}
+    with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
+        tell_members(broker, "G", topic, encode_offset_table(targets))
+        told = events.wait_for("offset-reset").text
+        assert reason in told
+        assert "nothing moved" in told
+        assert consumer.state is ConsumerState.RUNNING
+        right = {queue("T", 0): 8, queue("T", 7): 0}  # 7: no route has it yet
+        tell_members(broker, "G", "T", encode_offset_table(right))
+        seen.wait(lambda seen: len(seen.messages) == 22)
+        assert {message.queue_offset for message in seen.messages[20:]} == {8, 9}
+        assert "-> 8" in events.wait_for("offset-reset", 2).text
+
+
+@pytest.mark.hazard("H02")
+def test_of_several_resets_at_once_the_last_counts(embedded, broker):
+    with caught_up(embedded, "T", "G", 20) as (consumer, seen):
+        consumer.pause()
+        for target in (0, 3, 8):
+            tell_members(broker, "G", "T", encode_offset_table(dict.fromkeys(TARGETS, target)))
+        until(lambda: {consumer.progress()[each].start_offset for each in TARGETS} == {8}, "the last target")
+        consumer.resume()
+        seen.wait(lambda seen: len(seen.messages) == 24)
+        assert embedded.wait_until(lambda: embedded.committed("G", "T") == {0: 10, 1: 10})
