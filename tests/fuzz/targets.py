@@ -501,7 +501,7 @@ def read_owner_file(data: bytes) -> None:
         assert len(str(owner)) < 3000
 
 
-def _of_the_compiled_part() -> list[Target]:
+def of_the_compiled_part() -> list[Target]:
     target = Target
     return [
         target("compiled-as-python", bearing(compiled_as_python), records),
@@ -542,7 +542,7 @@ def _made() -> list[Target]:
         target("spark-offset", bearing(read_spark_offset, ConfigError), lambda: SPARK_OFFSETS),
         target("recovery", bearing(lambda data: recover(*apart(data)), OffsetStoreError), stores),
         target("columns-as-messages", bearing(columns_as_messages), records),
-        *(_of_the_compiled_part() if find_spec("pyrocket_consumer.wire._accelerator") else ()),
+        *(of_the_compiled_part() if find_spec("pyrocket_consumer.wire._accelerator") else ()),
         target("messages-as-records", bearing(messages_as_records), records),
         target("properties-as-read", bearing(properties_as_read), properties),
         target("json-as-read", bearing(json_as_read), json_bodies),

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 PACKAGE = "pyrocket_consumer"
+_COMPILED = f"{PACKAGE}.wire._accelerator"
+
+library: Path | None = None
+"""A build of the compiled part in place of the installed one, for whoever asks for the first copy."""
 
 
 class Copy:
     """The modules of one copy, by their names within the package."""
 
-    def __init__(self, pure: bool) -> None:
+    def __init__(self, pure: bool, library: Path | None = None) -> None:
+        """Take the compiled part from `library`, where it is given."""
         self.pure = pure
+        self.library = library
         self._modules: dict[str, ModuleType] = {}
         self._asked: dict[str, ModuleType] = {}
 
@@ -31,6 +39,11 @@ class Copy:
         """Return a module of this copy, imported when it is first asked for."""
         if name not in self._asked:
             with self._in_place():
+                if self.library is not None and _COMPILED not in sys.modules:
+                    spec = importlib.util.spec_from_file_location(_COMPILED, self.library)
+                    assert spec is not None and spec.loader is not None
+                    sys.modules[_COMPILED] = importlib.util.module_from_spec(spec)
+                    spec.loader.exec_module(sys.modules[_COMPILED])
                 self._asked[name] = importlib.import_module(f"{PACKAGE}.{name}")
         return self._asked[name]
 
@@ -57,7 +70,7 @@ def copy(*, pure: bool) -> Copy:
 
     Skips the test where that was not built, but for CI, where it must have been.
     """
-    made = Copy(pure)
+    made = Copy(pure, None if pure else library)
     accelerator = made.module("wire.accelerator")
     if accelerator.ACCELERATED is pure:
         assert os.environ.get("CI") != "true", accelerator.REASON

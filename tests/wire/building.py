@@ -1,4 +1,4 @@
-"""Builds of the compiled part: with sanitizers, or with a mistake planted, beside a copy of the package."""
+"""Builds of the compiled part: with sanitizers, or with a mistake planted."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pyrocket_consumer.wire import accelerator
 ROOT = Path(pyrocket_consumer.__file__).parent.parent
 SOURCE = ROOT / "pyrocket_consumer" / "wire" / "_accelerator.c"
 SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+SANITIZERS_STATUS = 99
+"""How AddressSanitizer ends a process."""
 
 
 def compiler() -> str:
@@ -38,32 +40,40 @@ def copied(folder: Path) -> Path:
     return folder / "pyrocket_consumer" / "wire"
 
 
-def build(folder: Path, source: str, *flags: str) -> None:
-    """Build `source` as the compiled part of a copy of the package in `folder`. Warnings are errors."""
-    wire = copied(folder)
-    (wire / "_accelerator.c").write_text(source)
+def compile_c(source: str, library: Path, *flags: str) -> None:
+    """Compile `source` into `library`. Warnings are errors."""
+    file = library.with_suffix(".c")
+    file.write_text(source)
     command = [
         compiler(), "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter",
         "-Wno-missing-field-initializers", "-Wno-cast-function-type", "-DPy_LIMITED_API=0x030b0000",
         f'-DSOURCE="{accelerator.SOURCE}"', *flags,
-        "-I", sysconfig.get_path("include"), str(wire / "_accelerator.c"), "-o", str(wire / "_accelerator.so"),
+        "-I", sysconfig.get_path("include"), str(file), "-o", str(library),
     ]  # fmt: skip
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert answer.returncode == 0, answer.stderr
 
 
+def build(folder: Path, source: str, *flags: str) -> None:
+    """Build `source` as the compiled part of a copy of the package in `folder`."""
+    compile_c(source, copied(folder) / "_accelerator.so", *flags)
+
+
+def sanitizing() -> dict[str, str]:
+    """Return the environment of a Python that runs what sanitizers were built into."""
+    find = [compiler(), "-print-file-name=libasan.so"]
+    return dict(os.environ) | {
+        "LD_PRELOAD": subprocess.run(find, capture_output=True, text=True, timeout=30, check=True).stdout.strip(),
+        "ASAN_OPTIONS": f"detect_leaks=0:allocator_may_return_null=1:exitcode={SANITIZERS_STATUS}",
+        "PYTHONMALLOC": "malloc",  # each object in memory of its own, so that what is beside it is nobody's
+    }
+
+
 def run(folder: Path, *command: str, sanitized: bool = False) -> subprocess.CompletedProcess[str]:
     """Run Python with the package of `folder`, and the tests of this tree."""
-    environment = dict(os.environ) | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CI": "true"}
+    environment = sanitizing() if sanitized else dict(os.environ)
+    environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CI": "true"}
     environment.pop("PYROCKET_PURE", None)
-    if sanitized:
-        find = [compiler(), "-print-file-name=libasan.so"]
-        library = subprocess.run(find, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
-        environment |= {
-            "LD_PRELOAD": library,
-            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
-            "PYTHONMALLOC": "malloc",  # each object in memory of its own, so that what is beside it is nobody's
-        }
     return subprocess.run(
         [sys.executable, "-P", *command], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=280, check=False,
