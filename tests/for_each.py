@@ -64,12 +64,11 @@ def for_each(
                     with failed(subtests, said):
                         raise
 
-        made: Any = loop_of_coroutines if inspect.iscoroutinefunction(body) else loop
+        made: Test = loop_of_coroutines if inspect.iscoroutinefunction(body) else loop
         every = inspect.signature(test).parameters.values()
         left = [parameter for parameter in every if parameter.name not in (*keys, "subtests")]
         subtests = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
-        made.__signature__ = inspect.Signature([*left, subtests])
-        made.cases = body, combined
+        vars(made).update(__signature__=inspect.Signature([*left, subtests]), cases=(body, combined))
         return made
 
     return decorate

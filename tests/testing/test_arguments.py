@@ -6,6 +6,7 @@ import pytest
 
 from pyrocket_consumer import ConfigError
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.for_each import for_each
 
 NO_NAMES = ["bad name!", "", 5, None, b"T", "x" * 128, ["T"], "ö"]
 NO_COUNTS = [0, -1, "4", 1.5, True, 65_536, [4]]
@@ -44,7 +45,7 @@ def cluster():
         yield cluster
 
 
-@pytest.mark.parametrize(("owner", "method", "name"), TABLE)
+@for_each("owner, method, name", TABLE)
 def test_a_wrong_argument_is_told_and_nothing_is_done(cluster, owner, method, name):
     broker = cluster.broker("broker-a")
     right, wrong = (CALLS if owner == "cluster" else BROKER_CALLS)[method]
@@ -56,8 +57,8 @@ def test_a_wrong_argument_is_told_and_nothing_is_done(cluster, owner, method, na
     assert cluster.committed("G", "T") == {}
 
 
-@pytest.mark.parametrize("option", ["slaves", "name_servers", "port", "side_by_side_s"])
-@pytest.mark.parametrize("value", ["1", None, True, -1, [1]], ids=repr)
+@for_each("option", ["slaves", "name_servers", "port", "side_by_side_s"])
+@for_each("value", ["1", None, True, -1, [1]], ids=repr)
 def test_a_cluster_is_not_made_with_wrong_options(option, value):
     with pytest.raises(ConfigError, match=option):
         EmbeddedCluster(**{option: value})

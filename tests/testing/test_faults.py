@@ -28,6 +28,7 @@ from pyrocket_consumer.testing import (
 )
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import talking
 
@@ -216,8 +217,8 @@ def test_recording_is_bounded_and_can_be_left_out() -> None:
             assert offsets == ["2", "3", "4"][3 - limit :]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
+@for_each(
+    "options, text",
     [
         ({"code": "PULL_MESSAGE"}, "code='PULL_MESSAGE' is not allowed; give a RequestCode"),
         ({"fault": None}, "None is not a fault"),

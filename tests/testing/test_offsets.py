@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.testing.raw_client import RawClient
@@ -90,22 +88,20 @@ SEARCHES = [
 
 
 @every_version
-@pytest.mark.parametrize(("time_ms", "nearest", "lower", "upper"), SEARCHES)
-def test_search_by_time(broker, client, version, time_ms, nearest, lower, upper):
+def test_search_by_time(broker, client, version, subtests):
     for number in range(10):
         broker.cluster.send("T", queue_id=0, stored_at_ms=10_000 + 250 * number)
 
-    def search(boundary: str | None) -> int:
-        fields = {"topic": "T", "queueId": 0, "timestamp": time_ms}
-        fields |= {"boundaryType": boundary} if boundary else {}
+    def search(time_ms: int, topic: str = "T", **boundary: str) -> int:
+        fields = {"topic": topic, "queueId": 0, "timestamp": time_ms, **boundary}
         return int(client.call(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, fields).fields["offset"])
 
-    old = version == "4.9.7"
-    assert search(None) == (nearest if old else lower)
-    assert search("lower") == (nearest if old else lower)
-    assert search("Upper") == (nearest if old else upper)
-    unknown = {"topic": "nowhere", "queueId": 0, "timestamp": time_ms}
-    assert client.call(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, unknown).fields == {"offset": "0"}
+    for time_ms, nearest, lower, upper in SEARCHES:
+        with subtests.test(f"{time_ms} ms"):
+            first, last = (nearest, nearest) if version == "4.9.7" else (lower, upper)
+            assert search(time_ms) == search(time_ms, boundaryType="lower") == first
+            assert search(time_ms, boundaryType="Upper") == last
+            assert search(time_ms, "nowhere") == 0
 
 
 def test_a_slave_keeps_commits_to_itself_and_takes_the_master_s() -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.testing.__main__ import main
 from pyrocket_consumer.wire import bodies
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 
 pytestmark = pytest.mark.live
@@ -62,8 +64,8 @@ def test_it_ends_with_its_standard_input() -> None:
         process.stdin = None
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "text"),
+@for_each(
+    "option, value, text",
     [
         ("--version", "1", "4.9.7"),
         ("--topic", "a:b", "orders:4"),
@@ -77,10 +79,10 @@ def test_it_ends_with_its_standard_input() -> None:
         ("--delay-scale", "nan", "delay_scale is nan; give"),
     ],
 )
-def test_wrong_arguments_are_explained(option: str, value: str, text: str) -> None:
-    command = [sys.executable, "-m", "pyrocket_consumer.testing", option, value]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert (ended.returncode, text in ended.stderr, "Traceback" in ended.stderr) == (2, True, False), ended.stderr
+def test_wrong_arguments_are_explained(capsys, option: str, value: str, text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main([option, value]))
+    assert (ended.value.code, text in capsys.readouterr().err) == (2, True)
 
 
 def test_a_taken_port_is_an_error() -> None:

@@ -7,13 +7,14 @@ import pytest
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.message import decode_messages
+from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version, facts, talking
 
 
 @every_version
-@pytest.mark.parametrize(
-    ("offset", "expected"),
+@for_each(
+    "offset, expected",
     [
         (0, (19, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)),
         (1, (21, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)),
@@ -26,8 +27,8 @@ def test_an_empty_queue(client, offset, expected):
 
 
 @every_version
-@pytest.mark.parametrize(
-    ("offset", "subscription", "expected", "found"),
+@for_each(
+    "offset, subscription, expected, found",
     [
         (0, "*", (0, "FOUND", 5, 0, 5), [0, 1, 2, 3, 4]),
         (3, "*", (0, "FOUND", 5, 0, 5), [3, 4]),
@@ -98,8 +99,8 @@ def test_the_heartbeat_s_subscription_counts(broker, client):
     assert facts(answer)[2] == 3
 
 
-@pytest.mark.parametrize(
-    ("expression", "expected"),
+@for_each(
+    "expression, expected",
     [
         ("||", ResponseCode.SUBSCRIPTION_PARSE_FAILED),
         (" || ", ResponseCode.PULL_RETRY_IMMEDIATELY),  # names no tag and is not *: matches nothing

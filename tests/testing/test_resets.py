@@ -9,6 +9,7 @@ from pyrocket_consumer.wire.bodies import decode_offset_table
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests import golden
+from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import facts, talking
 
@@ -70,8 +71,8 @@ def test_what_the_broker_refuses_when_it_resets_itself(mode: tuple[str, bool]) -
         assert (unknown.code, unknown.remark) == (17, "Topic nowhere does not exist")
 
 
-@pytest.mark.parametrize("mode", AT_MEMBERS)
-@pytest.mark.parametrize("language", ["PYTHON", "JAVA", "OTHER", "CPP"])
+@for_each("mode", AT_MEMBERS)
+@for_each("language", ["PYTHON", "JAVA", "OTHER", "CPP"])
 def test_every_member_is_told_in_the_form_for_the_admin_s_language(mode: tuple[str, bool], language: str) -> None:
     with talking(**options(mode)) as (broker, client), RawClient(broker.address, "c2") as second:
         ten_messages(broker)
@@ -106,8 +107,8 @@ TARGETS = [
 ]
 
 
-@pytest.mark.parametrize("mode", BOTH)
-@pytest.mark.parametrize("row", TARGETS)
+@for_each("mode", BOTH)
+@for_each("row", TARGETS)
 def test_targets(mode: tuple[str, bool], row: tuple[int, int, int, int]) -> None:
     with talking(**options(mode)) as (broker, client):
         ten_messages(broker)

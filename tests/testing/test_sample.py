@@ -10,6 +10,7 @@ import pytest
 
 from pyrocket_consumer import ConfigError, Message, MessageQueue, Producer
 from pyrocket_consumer.testing import EmbeddedCluster, message
+from tests.for_each import for_each
 
 ATTRIBUTES = sorted(name for name, value in vars(Message).items() if isinstance(value, property))
 
@@ -85,8 +86,8 @@ def test_it_is_like_one_that_was_sent():
     assert made.properties.items() <= stored.properties.items()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
+@for_each(
+    "wrong, told",
     [
         ({"body": "text"}, "body"),
         ({"body": 5}, "body"),

@@ -13,6 +13,7 @@ import pytest
 
 from pyrocket_consumer import testing
 from pyrocket_consumer.testing import message
+from tests.for_each import for_each
 
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 TEXT = PAGE.read_text()
@@ -33,7 +34,7 @@ def test_the_tests_of_the_page_pass(block, tmp_path):
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("name", testing.__all__)
+@for_each("name", testing.__all__)
 def test_it_names(name):
     assert re.search(rf"`[^`]*\b{name}\b[^`]*`", TEXT)
 
