@@ -1,8 +1,9 @@
-"""Order by key: what users see of `order_by`, on an embedded cluster."""
+"""Order by key: what users see of `order_by`, and the examples of docs/order.md."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import threading
@@ -14,52 +15,45 @@ from collections import Counter, defaultdict
 import pytest
 from sqlalchemy import create_engine
 
-from pyrocket_consumer import AsyncPushConsumer, ConfigError, ConsumeResult, MessageQueue, PushConsumer, Retry, Suspend
+from pyrocket_consumer import AsyncPushConsumer, ConfigError, ConsumeResult, PushConsumer, Retry, Suspend
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.testing import EmbeddedCluster
 from tests.by_key import ByKey, key_of
+from tests.consumer.orders import DEAD, GROUP, QUEUE, TOPIC
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
-
-TOPIC, GROUP = "orders", "shipping"
-QUEUE = MessageQueue(TOPIC, "broker-a", 0)
+from tests.pages import DOCS, blocks, run_python
 
 
-@pytest.fixture
-def cluster():
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic(TOPIC, queues=1)
-        yield cluster
-
-
-def send(cluster, *keys, queue_id=0, first=0):
+def send(orders, *keys, queue_id=0, first=0):
     """Send a message of each of these keys; its body is the key and a number."""
     for number, key in enumerate(keys, first):
         properties = {} if key is None else {"__SHARDINGKEY": key}
-        cluster.send(TOPIC, f"{key}:{number}".encode(), properties=properties, queue_id=queue_id)
+        orders.send(f"{key}:{number}".encode(), properties=properties, queue_id=queue_id)
 
 
-def committed(cluster):
-    return cluster.committed(GROUP, TOPIC).get(0, 0)
+def by_key(orders, listener, **options):
+    return orders.consuming(listener, orderly=True, **{"order_by": "sharding_key", **options})
 
 
-def by_key(cluster, listener, **options):
-    return consuming(cluster, TOPIC, GROUP, listener, orderly=True, **{"order_by": "sharding_key", **options})
+def holds(*keys):
+    """Return a listener whose calls of these keys wait until the event that is returned, too, is set."""
+    freed = threading.Event()
+    return ByKey(lambda message: freed.wait(WAIT_S) and None if key_of(message) in keys else None), freed
 
 
 @pytest.mark.parametrize("order_by", ["sharding_key", key_of])
-def test_keys_of_one_queue_run_beside_each_other(cluster, order_by):
+def test_keys_of_one_queue_run_beside_each_other(orders, order_by):
     together = threading.Barrier(4, timeout=WAIT_S)
     seen = ByKey(lambda message: together.wait() < 0 or None)
-    send(cluster, *"abcd" * 3)
-    with by_key(cluster, seen, order_by=order_by, consume_threads=4):
+    send(orders, *"abcd" * 3)
+    with by_key(orders, seen, order_by=order_by, consume_threads=4):
         seen.wait_for(12)
-        until(lambda: committed(cluster) == 12, "all is committed")
+        orders.wait_committed(12)
     seen.check()
 
 
 @pytest.mark.parametrize("order_by", ["sharding_key", key_of])
-def test_async_listeners_of_several_keys_run_beside_each_other(cluster, order_by):
-    send(cluster, *"abcd" * 3)
+def test_async_listeners_of_keys_run_beside_each_other(orders, order_by):
+    send(orders, *"abcd" * 3)
     order = defaultdict(list)
 
     async def scenario():
@@ -73,7 +67,7 @@ def test_async_listeners_of_several_keys_run_beside_each_other(cluster, order_by
                 done.set()
 
         consumer = AsyncPushConsumer(
-            GROUP, name_server=cluster.name_server, orderly=True, order_by=order_by, consume_threads=4, **QUICK
+            GROUP, name_server=orders.cluster.name_server, orderly=True, order_by=order_by, consume_threads=4, **QUICK
         )
         await consumer.subscribe(TOPIC, handle)
         async with consumer, asyncio.timeout(WAIT_S):
@@ -81,25 +75,25 @@ def test_async_listeners_of_several_keys_run_beside_each_other(cluster, order_by
 
     asyncio.run(scenario())
     assert order == {"a": [0, 4, 8], "b": [1, 5, 9], "c": [2, 6, 10], "d": [3, 7, 11]}
-    assert committed(cluster) == 12
+    assert orders.committed.get(0, 0) == 12
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.002])
 @pytest.mark.parametrize("order_by", ["sharding_key", key_of])
-def test_each_key_in_order_one_call_at_a_time(cluster, order_by, pause_s):
+def test_each_key_in_order_one_call_at_a_time(orders, order_by, pause_s):
     rng = random.Random(5)
-    send(cluster, *(f"k{rng.randrange(12)}" for _ in range(600)))
+    send(orders, *(f"k{rng.randrange(12)}" for _ in range(600)))
     seen = ByKey(lambda message: time.sleep(rng.uniform(0, pause_s)) if pause_s else None)
-    with by_key(cluster, seen, order_by=order_by):
+    with by_key(orders, seen, order_by=order_by):
         seen.wait_for(600)
-        until(lambda: committed(cluster) == 600, "all is committed")
+        orders.wait_committed(600)
     seen.check()
     assert set(seen.places.values()) == {1}
 
 
-def test_a_list_has_messages_of_one_key(cluster):
+def test_a_list_has_messages_of_one_key(orders):
     rng = random.Random(6)
-    send(cluster, *(f"k{rng.randrange(5)}" for _ in range(300)))
+    send(orders, *(f"k{rng.randrange(5)}" for _ in range(300)))
     seen, lists = ByKey(), []
 
     def handle(messages):
@@ -107,7 +101,7 @@ def test_a_list_has_messages_of_one_key(cluster):
         for message in messages:
             seen(message)
 
-    with by_key(cluster, handle, listener_batch_size=8):
+    with by_key(orders, handle, listener_batch_size=8):
         seen.wait_for(300)
     seen.check()
     assert all(len({key_of(message) for message in messages}) == 1 for messages in lists)
@@ -115,7 +109,7 @@ def test_a_list_has_messages_of_one_key(cluster):
     assert max(map(len, lists)) <= 8
 
 
-def test_of_a_list_that_failed_comes_again_what_begins_with_the_failure(cluster):
+def test_a_list_that_failed_comes_again_from_the_failure_on(orders):
     calls = []
 
     def handle(messages):
@@ -123,16 +117,16 @@ def test_of_a_list_that_failed_comes_again_what_begins_with_the_failure(cluster)
         if key_of(messages[0]) == "a" and 2 in calls[-1] and calls.count(calls[-1]) == 1:
             return Retry([message for message in messages if message.queue_offset == 2])
 
-    send(cluster, *"aaaab")
-    with by_key(cluster, handle, listener_batch_size=8):
-        until(lambda: committed(cluster) == 5, "all is committed")
+    send(orders, *"aaaab")
+    with by_key(orders, handle, listener_batch_size=8):
+        orders.wait_committed(5)
     of_a = [offset for call in calls if 4 not in call for offset in call]
     assert of_a in ([0, 1, 2, 3, 2, 3], [0, 1, 2, 3, 2, 3, 2, 3], [0, 1, 2, 2, 3])
 
 
 @pytest.mark.parametrize("how", ["raise", "retry", "suspend"])
-def test_a_failing_key_blocks_only_itself(cluster, how):
-    cured, events = threading.Event(), Events()
+def test_a_failing_key_blocks_only_itself(orders, how):
+    cured = threading.Event()
 
     def judge(message):
         if message.queue_offset == 1 and not cured.is_set():
@@ -140,23 +134,22 @@ def test_a_failing_key_blocks_only_itself(cluster, how):
                 raise ValueError("not yet")
             return ConsumeResult.RETRY if how == "retry" else Suspend(for_s=0.05)
 
-    send(cluster, "a", "bad", *"abc" * 20, "bad")
+    send(orders, "a", "bad", *"abc" * 20, "bad")
     seen = ByKey(judge)
-    with by_key(cluster, seen, on_event=events) as (consumer, _):
+    with by_key(orders, seen) as (consumer, _):
         seen.wait(lambda seen: len(seen.of("a")) == 21 and len(seen.of("c")) == 20 and len(seen.of("bad")) >= 2)
         assert set(seen.of("bad")) == {1}, "what is behind it waits"
-        until(lambda: committed(cluster) == 1, "it holds the offset")
-        (progress,) = [each for queue, each in consumer.progress().items() if queue.topic == TOPIC]
-        assert progress.oldest_key == "'bad'"
+        orders.wait_committed(1)
+        assert consumer.progress()[QUEUE].oldest_key == "'bad'"
         if how == "raise":
-            assert events.wait_for("listener-failed").facts["key"] == "'bad'"
+            assert orders.events.wait_for("listener-failed").facts["key"] == "'bad'"
         cured.set()
-        until(lambda: committed(cluster) == 63, "all is committed")
+        orders.wait_committed(63)
     seen.check()
     assert seen.of("bad")[-1] == 62
 
 
-def test_a_failure_in_a_chunk_lets_nothing_of_its_key_pass(cluster):
+def test_a_failure_in_a_chunk_lets_nothing_of_its_key_pass(orders):
     failed = set()
 
     def judge(message):
@@ -165,139 +158,130 @@ def test_a_failure_in_a_chunk_lets_nothing_of_its_key_pass(cluster):
             return Suspend(for_s=0.01)
 
     rng = random.Random(7)
-    send(cluster, *(f"k{rng.randrange(3)}" for _ in range(300)))
+    send(orders, *(f"k{rng.randrange(3)}" for _ in range(300)))
     seen = ByKey(judge)
-    with by_key(cluster, seen):
-        until(lambda: committed(cluster) == 300, "all is committed")
+    with by_key(orders, seen):
+        orders.wait_committed(300)
     seen.check()
     assert seen.places.total() == 300 + len(failed)
 
 
-def test_a_message_that_never_succeeds_is_given_up_and_its_key_goes_on(cluster):
-    events = Events()
+def test_a_message_that_never_succeeds_is_given_up(orders):
     seen = ByKey(lambda message: Suspend(for_s=0.01) if message.queue_offset == 0 else None)
-    send(cluster, "bad", "good", "bad")
-    with by_key(cluster, seen, max_reconsume_times=2, on_event=events):
+    send(orders, "bad", "good", "bad")
+    with by_key(orders, seen, max_reconsume_times=2):
         seen.wait_for(3)
-        given_up = events.wait_for("message-given-up")
-        with consuming(cluster, f"%DLQ%{GROUP}", "dead") as (_, dead):
+        given_up = orders.events.wait_for("message-given-up")
+        with consuming(orders.cluster, DEAD, "dead") as (_, dead):
             dead.wait_for(1)
-        until(lambda: committed(cluster) == 3, "all is committed")
+        orders.wait_committed(3)
     assert seen.of("bad") == [0, 0, 0, 2]
     assert dead.bodies == [b"bad:0"]
     assert given_up.facts["key"] == "'bad'"
 
 
-def test_a_stuck_key_is_named_and_bounded_by_the_span(cluster):
-    freed, events = threading.Event(), Events()
-    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if key_of(message) == "stuck" else None)
-    send(cluster, "stuck", *"abcd" * 100)
-    with by_key(cluster, seen, max_span=100, consume_timeout_s=0.1, on_event=events) as (consumer, _):
-        assert events.wait_for("message-stuck").facts["key"] == "'stuck'"
-
-        def progress():
-            (found,) = [each for queue, each in consumer.progress().items() if queue.topic == TOPIC]
-            return found
-
+def test_a_stuck_key_is_named_and_bounded_by_the_span(orders):
+    seen, freed = holds("stuck")
+    send(orders, "stuck", *"abcd" * 100)
+    with by_key(orders, seen, max_span=100, consume_timeout_s=0.1) as (consumer, _):
+        assert orders.events.wait_for("message-stuck").facts["key"] == "'stuck'"
         until(lambda: len(seen.messages) >= 100, "other keys go on")
-        until(lambda: progress().unfinished == 1, "all that was pulled is consumed, but for the stuck one")
-        now = progress()
+        until(lambda: consumer.progress()[QUEUE].unfinished == 1, "all that was pulled is consumed, but the stuck one")
+        now = consumer.progress()[QUEUE]
         assert (now.oldest_key, now.committed) == ("'stuck'", 0)
         assert now.next_to_pull < 100 + 4 * 32, "no more is pulled"
         freed.set()
-        until(lambda: committed(cluster) == 401, "all is committed")
+        orders.wait_committed(401)
     seen.check()
 
 
-def test_a_key_that_fails_until_there_is_no_room_is_told(cluster):
-    cured, events = threading.Event(), Events()
+def test_a_key_that_fails_until_there_is_no_room_is_told(orders):
+    cured = threading.Event()
 
     def judge(message):
         if key_of(message) == "bad" and not cured.is_set():
             return Suspend(for_s=0.02)
 
-    send(cluster, "bad", *"abcd" * 100)
-    with by_key(cluster, ByKey(judge), max_span=50, on_event=events) as (consumer, _):
-        told = events.wait_for("message-stuck")
+    send(orders, "bad", *"abcd" * 100)
+    with by_key(orders, ByKey(judge), max_span=50) as (consumer, _):
+        told = orders.events.wait_for("message-stuck")
         oldest = consumer.progress()[QUEUE].oldest_unfinished
         cured.set()
-        until(lambda: committed(cluster) == 401, "all is committed")
+        orders.wait_committed(401)
     assert "the key 'bad' fails at offset 0" in told.text
     assert told.facts == {"offset": 0, "message_id": oldest, "key": "'bad'"}
 
 
-def test_a_key_that_hangs_until_there_is_no_room_is_told(cluster):
-    freed, events = threading.Event(), Events()
-    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if key_of(message) == "slow" else None)
-    send(cluster, "slow", *"abcd" * 100)
-    with by_key(cluster, seen, max_span=50, on_event=events):
-        told = events.wait_for("message-stuck")
+def test_a_key_that_hangs_until_there_is_no_room_is_told(orders):
+    seen, freed = holds("slow")
+    send(orders, "slow", *"abcd" * 100)
+    with by_key(orders, seen, max_span=50):
+        told = orders.events.wait_for("message-stuck")
         freed.set()
-        until(lambda: committed(cluster) == 401, "all is committed")
+        orders.wait_committed(401)
     assert "the key 'slow' hangs at offset 0" in told.text
     assert told.facts["key"] == "'slow'"
 
 
 @pytest.mark.parametrize("result", [Suspend(for_s=0.01), ConsumeResult.RETRY])
-def test_failures_that_pass_are_not_told_as_what_holds_up_a_queue(cluster, result):
+def test_failures_that_pass_are_not_told_as_stuck(orders, result):
     """Not those of a backlog either, for which there is never room at once."""
-    events, failed = Events(), set()
+    failed = set()
 
     def judge(message):
         if message.queue_offset % 100 == 0 and message.queue_offset not in failed:
             failed.add(message.queue_offset)
             return result
 
-    send(cluster, *"abcd" * 100)
-    with by_key(cluster, ByKey(judge), max_span=50, on_event=events):
-        until(lambda: committed(cluster) == 400, "all is committed")
-    assert not events.of("message-stuck")
+    send(orders, *"abcd" * 100)
+    with by_key(orders, ByKey(judge), max_span=50):
+        orders.wait_committed(400)
+    assert not orders.events.of("message-stuck")
 
 
-def test_an_oldest_message_whose_key_is_never_told_is_told_once(cluster):
-    asked, events = Counter(), Events()
+def test_an_oldest_message_without_a_key_is_told_once(orders):
+    asked = Counter()
 
     def order_by(message):
         asked[message.queue_offset] += 1
         return raising(message) if key_of(message) == "bad" else key_of(message)
 
-    send(cluster, "bad", *"abcd" * 100)
-    with by_key(cluster, Seen(), order_by=order_by, max_span=50, on_event=events):
-        told = events.wait_for("message-stuck")
+    send(orders, "bad", *"abcd" * 100)
+    with by_key(orders, Seen(), order_by=order_by, max_span=50):
+        told = orders.events.wait_for("message-stuck")
         enough = asked[0] + 7
         until(lambda: asked[0] == enough, "it is asked for again and again, once a second")
     assert told.facts["offset"] == 0
     assert "no such order" in told.facts["key"]
-    assert len(events.of("message-stuck")) == 1
+    assert len(orders.events.of("message-stuck")) == 1
 
 
-def test_a_call_that_gets_slow_holds_up_no_other_key_of_its_chunk(cluster):
+def test_a_slow_call_holds_up_no_other_key_of_its_chunk(orders):
     """Chunks of a quick listener hold many keys; when one call hangs, all others go on, also those before it."""
-    freed = threading.Event()
-    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if key_of(message) == "slow" else None)
+    seen, freed = holds("slow")
     keys = [f"k{number}" for number in range(40)]
-    with by_key(cluster, seen):
-        send(cluster, *keys * 10)
+    with by_key(orders, seen):
+        send(orders, *keys * 10)
         seen.wait_for(400)  # by now chunks are large
-        send(cluster, *keys[:20], "slow", *keys[20:], *keys * 3, "slow", first=400)
+        send(orders, *keys[:20], "slow", *keys[20:], *keys * 3, "slow", first=400)
         seen.wait(lambda seen: all(len(seen.of(key)) == 14 for key in keys))
         assert len(seen.of("slow")) == 1
-        assert committed(cluster) <= 420
+        assert orders.committed.get(0, 0) <= 420
         freed.set()
-        until(lambda: committed(cluster) == 562, "all is committed")
+        orders.wait_committed(562)
     seen.check()
 
 
-def test_messages_without_a_key_are_one_line(cluster):
-    send(cluster, *[None, "a"] * 50)
+def test_messages_without_a_key_are_one_line(orders):
+    send(orders, *[None, "a"] * 50)
     seen = ByKey(lambda message: time.sleep(0.001))
-    with by_key(cluster, seen):
+    with by_key(orders, seen):
         seen.wait_for(100)
     seen.check()
     assert seen.of("None") == list(range(0, 100, 2))
 
 
-def test_a_function_is_asked_once_for_each_message_and_not_on_the_thread_of_the_io(cluster):
+def test_a_function_is_asked_once_a_message_and_never_by_io(orders):
     asked, threads = Counter(), set()
 
     def order_by(message):
@@ -305,8 +289,8 @@ def test_a_function_is_asked_once_for_each_message_and_not_on_the_thread_of_the_
         threads.add(threading.current_thread().name.rstrip("0123456789"))
         return ("key", message.queue_offset % 5)
 
-    send(cluster, *"ab" * 100)
-    with by_key(cluster, Seen(), order_by=order_by) as (_, seen):
+    send(orders, *"ab" * 100)
+    with by_key(orders, Seen(), order_by=order_by) as (_, seen):
         seen.wait_for(200)
     assert asked == Counter(range(200))
     assert threads == {"pyrocket-consume-"}
@@ -355,18 +339,18 @@ class Odd:
         return self._show()
 
 
-def told_of_a_key(cluster, show):
+def told_of_a_key(orders, show):
     """Return what is told of a key that fails, and on which threads it was asked how it is shown."""
-    events, threads = Events(), []
+    threads = []
 
     def judge(message):
         if key_of(message) == "bad":
             raise ValueError("not this one")
 
-    send(cluster, "bad", *"abcd" * 10)
+    send(orders, "bad", *"abcd" * 10)
     order_by = lambda message: Odd(key_of(message), show, threads)  # noqa: E731
-    with by_key(cluster, ByKey(judge), order_by=order_by, on_event=events) as (consumer, _):
-        told = {events.wait_for("listener-failed").facts["key"], consumer.progress()[QUEUE].oldest_key}
+    with by_key(orders, ByKey(judge), order_by=order_by) as (consumer, _):
+        told = {orders.events.wait_for("listener-failed").facts["key"], consumer.progress()[QUEUE].oldest_key}
     assert set(threads) == {"pyrocket-consume-"}, "the I/O thread runs no code of users"
     assert len(threads) <= 5, "once for each key"
     return told
@@ -379,20 +363,20 @@ def told_of_a_key(cluster, show):
         ("k" * 1000, "k" * 80 + "… (920 more characters)"),
     ],
 )
-def test_a_key_is_told_as_one_short_line(cluster, shows, told):
-    assert told_of_a_key(cluster, lambda: shows) == {told}
+def test_a_key_is_told_as_one_short_line(orders, shows, told):
+    assert told_of_a_key(orders, lambda: shows) == {told}
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_a_key_that_cannot_be_shown_is_told_by_its_type(cluster, error):
+def test_a_key_that_cannot_be_shown_is_told_by_its_type(orders, error):
     def show():
         raise error("not shown")
 
-    assert told_of_a_key(cluster, show) == {"<Odd, whose repr raises>"}
+    assert told_of_a_key(orders, show) == {"<Odd, whose repr raises>"}
 
 
-def test_what_order_by_raises_is_asked_on_no_thread_of_the_io(cluster):
-    events, threads = Events(), []
+def test_what_order_by_raises_is_not_shown_by_the_io_thread(orders):
+    threads = []
 
     class OddError(Exception):
         def __repr__(self):
@@ -402,16 +386,16 @@ def test_what_order_by_raises_is_asked_on_no_thread_of_the_io(cluster):
     def order_by(message):
         raise OddError
 
-    send(cluster, "bad")
-    with by_key(cluster, Seen(), order_by=order_by, on_event=events) as (consumer, _):
-        assert events.wait_for("listener-failed").facts["error"] == "an odd one"
+    send(orders, "bad")
+    with by_key(orders, Seen(), order_by=order_by) as (consumer, _):
+        assert orders.events.wait_for("listener-failed").facts["error"] == "an odd one"
         until(lambda: consumer.progress()[QUEUE].oldest_key == "<no key: an odd one>", "it is told")
     assert set(threads) == {"pyrocket-consume-"}
 
 
 @pytest.mark.parametrize("order_by", ["sharding_key", key_of, lambda message: key_of(message).encode()])
-def test_long_keys_are_told_apart_by_all_of_them(cluster, order_by):
-    together, events = threading.Barrier(3, timeout=WAIT_S), Events()
+def test_long_keys_are_told_apart_by_all_of_them(orders, order_by):
+    together = threading.Barrier(3, timeout=WAIT_S)
 
     def judge(message):
         together.wait()
@@ -419,34 +403,34 @@ def test_long_keys_are_told_apart_by_all_of_them(cluster, order_by):
             raise ValueError("the last one")
 
     keys = ["k" * 5000 + end for end in "abc"]
-    send(cluster, *keys * 3)
+    send(orders, *keys * 3)
     seen = ByKey(judge)
-    with by_key(cluster, seen, order_by=order_by, consume_threads=3, on_event=events):
-        key = events.wait_for("listener-failed").facts["key"]
+    with by_key(orders, seen, order_by=order_by, consume_threads=3):
+        key = orders.events.wait_for("listener-failed").facts["key"]
     assert not seen.overlaps
     assert [seen.of(key) for key in keys] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
     assert re.fullmatch(r"b?'k{80}'… \(4921 more characters\)", key)
 
 
-def test_a_long_text_is_another_key_than_its_bytes(cluster):
+def test_a_long_text_is_another_key_than_its_bytes(orders):
     together = threading.Barrier(2, timeout=WAIT_S)
-    send(cluster, "k" * 1000, "k" * 1000)
+    send(orders, "k" * 1000, "k" * 1000)
     order_by = lambda message: key_of(message) if message.queue_offset else key_of(message).encode()  # noqa: E731
-    with by_key(cluster, lambda message: together.wait() < 0 or None, order_by=order_by):
-        until(lambda: committed(cluster) == 2, "both are consumed")
+    with by_key(orders, lambda message: together.wait() < 0 or None, order_by=order_by):
+        orders.wait_committed(2)
 
 
 @pytest.mark.parametrize("order_by", ["sharding_key", lambda message: message.property("__SHARDINGKEY")])
 @pytest.mark.parametrize("are_finished", [True, False])
-def test_long_keys_take_no_more_memory_than_short_ones(cluster, order_by, are_finished):
+def test_long_keys_take_no_more_memory_than_short_ones(orders, order_by, are_finished):
     freed = threading.Event()
     seen = Seen(lambda message: None if are_finished else freed.wait(WAIT_S) and None)
     keys = (f"\N{ROCKET}{number:05}" + "y" * 25_000 for number in range(200))  # of 100 kB each in memory
-    with by_key(cluster, seen, order_by=order_by, consume_threads=2) as (consumer, _):
+    with by_key(orders, seen, order_by=order_by, consume_threads=2) as (consumer, _):
         tracemalloc.start()
         try:
             for number, key in enumerate(keys):
-                cluster.send(TOPIC, b"%d" % number, properties={"__SHARDINGKEY": key})
+                orders.send(b"%d" % number, properties={"__SHARDINGKEY": key})
             if are_finished:
                 seen.wait_for(200)
             unfinished = 0 if are_finished else 200
@@ -458,7 +442,7 @@ def test_long_keys_take_no_more_memory_than_short_ones(cluster, order_by, are_fi
     assert grown < 16_000_000, "the cluster and what is unfinished have 5 MB each, and nobody the 20 MB of all keys"
 
 
-def test_keys_without_messages_are_forgotten_when_a_queue_is_idle(cluster):
+def test_keys_without_messages_are_forgotten_in_time(orders):
     alive = weakref.WeakSet()
 
     def order_by(message):
@@ -466,15 +450,15 @@ def test_keys_without_messages_are_forgotten_when_a_queue_is_idle(cluster):
         alive.add(key)
         return key
 
-    send(cluster, *(f"k{number}" for number in range(200)))
-    with by_key(cluster, Seen(), order_by=order_by) as (_, seen):
+    send(orders, *(f"k{number}" for number in range(200)))
+    with by_key(orders, Seen(), order_by=order_by) as (_, seen):
         seen.wait_for(200)
         until(lambda: len(alive) < 100, "most are forgotten")
 
 
-def test_a_key_that_cannot_be_hashed_any_more_holds_up_no_other(cluster):
+def test_a_key_that_cannot_be_hashed_any_more_stops_no_other(orders):
     """Of those that are known, keys without messages are forgotten now and then: they are hashed once more."""
-    has_changed, freed, events = threading.Event(), threading.Event(), Events()
+    has_changed = threading.Event()
 
     class Changing(Odd):
         def __hash__(self):
@@ -482,23 +466,23 @@ def test_a_key_that_cannot_be_hashed_any_more_holds_up_no_other(cluster):
                 raise ValueError("changed")
             return super().__hash__()
 
-    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if key_of(message) == "old-stuck" else None)
-    send(cluster, "old-stuck", *(f"old-{number}" for number in range(300)))
+    seen, freed = holds("old-stuck")
+    send(orders, "old-stuck", *(f"old-{number}" for number in range(300)))
     order_by = lambda message: Changing(key_of(message), lambda: "", [])  # noqa: E731
-    with by_key(cluster, seen, order_by=order_by, on_event=events):
+    with by_key(orders, seen, order_by=order_by):
         seen.wait_for(301)
         has_changed.set()
-        send(cluster, *(f"new-{number}" for number in range(300)), first=301)
+        send(orders, *(f"new-{number}" for number in range(300)), first=301)
         seen.wait_for(601)
         freed.set()
-        until(lambda: committed(cluster) == 601, "all is committed")
-    assert not events.of("listener-failed")
+        orders.wait_committed(601)
+    assert not orders.events.of("listener-failed")
 
 
 @pytest.mark.parametrize("wrong", [unhashable, raising, leaving, lambda message: awaited(message)])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_message_without_a_key_that_can_be_told_blocks_only_itself(cluster, wrong, is_async):
-    events, seen = Events(), ByKey()
+def test_a_message_without_a_key_blocks_only_itself(orders, wrong, is_async):
+    seen = ByKey()
 
     async def handle(message):
         return seen(message)
@@ -506,49 +490,47 @@ def test_a_message_without_a_key_that_can_be_told_blocks_only_itself(cluster, wr
     def order_by(message):
         return wrong(message) if key_of(message) == "bad" else key_of(message)
 
-    send(cluster, "bad", *"ab" * 20, "bad")
-    with by_key(cluster, handle if is_async else seen, order_by=order_by, on_event=events) as (consumer, _):
+    send(orders, "bad", *"ab" * 20, "bad")
+    with by_key(orders, handle if is_async else seen, order_by=order_by) as (consumer, _):
         seen.wait_for(40)
-        until(lambda: len(events.of("listener-failed")) == 2, "each is told")
-        (progress,) = [each for queue, each in consumer.progress().items() if queue.topic == TOPIC]
-        assert progress.oldest_key is not None
-        assert "no key" in progress.oldest_key
-        assert committed(cluster) == 0
-    assert [event.facts["offset"] for event in events.of("listener-failed")] == [0, 41], "once, not each time"
+        until(lambda: len(orders.events.of("listener-failed")) == 2, "each is told")
+        assert "no key" in str(consumer.progress()[QUEUE].oldest_key)
+        assert orders.committed.get(0, 0) == 0
+    assert [event.facts["offset"] for event in orders.events.of("listener-failed")] == [0, 41], "once, not each time"
     assert not seen.of("bad")
     seen.check()
 
 
-def test_a_key_that_cannot_be_compared_fails_its_message_only(cluster):
-    events, seen = Events(), ByKey()
+def test_a_key_that_cannot_be_compared_fails_its_message_only(orders):
+    seen = ByKey()
 
     def order_by(message):
         return Grudging() if key_of(message) == "bad" else key_of(message)
 
-    send(cluster, "bad", "bad", *"ab" * 20)
-    with by_key(cluster, seen, order_by=order_by, on_event=events):
+    send(orders, "bad", "bad", *"ab" * 20)
+    with by_key(orders, seen, order_by=order_by):
         seen.wait_for(41)
-        assert events.wait_for("listener-failed").facts["offset"] == 1, "the first had nothing to be compared with"
+        assert orders.events.wait_for("listener-failed").facts["offset"] == 1, "the first had nothing to be compared with"
 
 
-def test_what_never_gets_a_key_is_given_up_after_its_attempts(cluster):
-    events, asked = Events(), Counter()
+def test_what_never_gets_a_key_is_given_up_after_its_attempts(orders):
+    asked = Counter()
 
     def order_by(message):
         asked[message.queue_offset] += 1
         return raising(message) if key_of(message) == "bad" else key_of(message)
 
-    send(cluster, "a", "bad", "a")
-    with by_key(cluster, Seen(), order_by=order_by, max_reconsume_times=1, on_event=events):
-        events.wait_for("message-given-up")
-        until(lambda: committed(cluster) == 3, "all is committed")
-        with consuming(cluster, f"%DLQ%{GROUP}", "dead") as (_, dead):
+    send(orders, "a", "bad", "a")
+    with by_key(orders, Seen(), order_by=order_by, max_reconsume_times=1):
+        orders.events.wait_for("message-given-up")
+        orders.wait_committed(3)
+        with consuming(orders.cluster, DEAD, "dead") as (_, dead):
             dead.wait_for(1)
     assert dead.bodies == [b"bad:1"]
     assert asked == {0: 1, 1: 2, 2: 1}
 
 
-def test_a_message_whose_key_is_told_at_last_takes_its_place(cluster):
+def test_a_message_whose_key_is_told_at_last_takes_its_place(orders):
     asked, freed = Counter(), threading.Event()
 
     def order_by(message):
@@ -563,11 +545,11 @@ def test_a_message_whose_key_is_told_at_last_takes_its_place(cluster):
         if key_of(message) == "b":
             freed.set()
 
-    send(cluster, *"aaaa")
+    send(orders, *"aaaa")
     seen = ByKey(judge)
-    with by_key(cluster, seen, order_by=order_by):
+    with by_key(orders, seen, order_by=order_by):
         until(lambda: asked[1] == 2, "it is asked again")
-        send(cluster, "b", first=4)  # whose key is asked after it
+        send(orders, "b", first=4)  # whose key is asked after it
         seen.wait_for(5)
     assert seen.of("a") == [0, 1, 2, 3]
     assert not seen.overlaps
@@ -578,74 +560,71 @@ def own(consumer):
 
 
 @pytest.mark.parametrize("order_by", ["sharding_key", key_of])
-def test_order_is_kept_when_a_second_member_takes_queues(order_by):
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic(TOPIC, queues=4)
-        rng, seen = random.Random(8), ByKey(lambda message: time.sleep(0.002))
-        stop, sent = threading.Event(), 0
+def test_order_is_kept_when_a_second_member_takes_queues(orders, order_by):
+    orders.make(queues=4)
+    rng, seen = random.Random(8), ByKey(lambda message: time.sleep(0.002))
+    stop, sent = threading.Event(), 0
 
-        def go_on_sending():
-            nonlocal sent
-            while not stop.is_set():
-                for queue_id in range(4):
-                    send(cluster, *(f"{queue_id}-{rng.randrange(5)}" for _ in range(4)), queue_id=queue_id, first=sent)
-                    sent += 4
-                stop.wait(0.02)
+    def go_on_sending():
+        nonlocal sent
+        while not stop.is_set():
+            for queue_id in range(4):
+                send(orders, *(f"{queue_id}-{rng.randrange(5)}" for _ in range(4)), queue_id=queue_id, first=sent)
+                sent += 4
+            stop.wait(0.02)
 
-        with by_key(cluster, seen, order_by=order_by) as (first, _):
-            sending = threading.Thread(target=go_on_sending)
-            sending.start()
-            try:
-                seen.wait_for(100)
-                with by_key(cluster, seen, order_by=order_by) as (second, _):
-                    until(lambda: len(own(first)) == len(own(second)) == 2, "two queues each")
-                    seen.wait_for(len(seen.messages) + 200)
-                until(lambda: len(own(first)) == 4, "all queues again")
-                seen.wait_for(len(seen.messages) + 100)
-            finally:
-                stop.set()
-                sending.join()
-            seen.wait_for(sent)
-        seen.check()
+    with by_key(orders, seen, order_by=order_by) as (first, _):
+        sending = threading.Thread(target=go_on_sending)
+        sending.start()
+        try:
+            seen.wait_for(100)
+            with by_key(orders, seen, order_by=order_by) as (second, _):
+                until(lambda: len(own(first)) == len(own(second)) == 2, "two queues each")
+                seen.wait_for(len(seen.messages) + 200)
+            until(lambda: len(own(first)) == 4, "all queues again")
+            seen.wait_for(len(seen.messages) + 100)
+        finally:
+            stop.set()
+            sending.join()
+        seen.wait_for(sent)
+    seen.check()
 
 
-def test_a_queue_is_handed_over_when_its_calls_have_returned():
+def test_a_queue_is_handed_over_when_its_calls_have_returned(orders):
     """The next owner begins nothing of a key while the former one's call of it runs."""
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic(TOPIC, queues=2)
-        begun, freed = threading.Event(), threading.Event()
+    orders.make(queues=2)
+    begun, freed = threading.Event(), threading.Event()
 
-        def judge(message):
-            if message.queue_offset == 0:
-                begun.set()
-                freed.wait(WAIT_S)
+    def judge(message):
+        if message.queue_offset == 0:
+            begun.set()
+            freed.wait(WAIT_S)
 
-        seen = ByKey(judge)
-        for queue_id in (0, 1):
-            send(cluster, *[f"{queue_id}-a", f"{queue_id}-b"] * 3, queue_id=queue_id, first=10 * queue_id)
-        with by_key(cluster, seen) as (first, _):
-            begun.wait(WAIT_S)
-            until(lambda: len(seen.of("0-b")) == len(seen.of("1-b")) == 3, "the other keys are consumed")
-            events = Events()
-            with by_key(cluster, seen, start_wait_s=0, on_event=events) as (second, _):
-                assert "another member has its lock still" in events.wait_for("lock-lost").text
-                freed.set()
-                until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")
-                seen.wait(lambda seen: all(len(seen.of(key)) >= 3 for key in ("0-a", "1-a")))
-        assert not seen.overlaps
+    seen = ByKey(judge)
+    for queue_id in (0, 1):
+        send(orders, *[f"{queue_id}-a", f"{queue_id}-b"] * 3, queue_id=queue_id, first=10 * queue_id)
+    with by_key(orders, seen) as (first, _):
+        begun.wait(WAIT_S)
+        until(lambda: len(seen.of("0-b")) == len(seen.of("1-b")) == 3, "the other keys are consumed")
+        with by_key(orders, seen, start_wait_s=0) as (second, _):
+            assert "another member has its lock still" in orders.events.wait_for("lock-lost").text
+            freed.set()
+            until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")
+            seen.wait(lambda seen: all(len(seen.of(key)) >= 3 for key in ("0-a", "1-a")))
+    assert not seen.overlaps
 
 
-def test_a_close_waits_for_what_runs_and_the_next_member_goes_on_in_order(cluster):
+def test_a_close_waits_for_what_runs_and_keeps_the_order(orders):
     begun, seen = threading.Event(), ByKey(lambda message: begun.set() or time.sleep(0.02))
-    send(cluster, *"abcd" * 100)
-    with by_key(cluster, seen, consume_threads=3):
+    send(orders, *"abcd" * 100)
+    with by_key(orders, seen, consume_threads=3):
         begun.wait(WAIT_S)
     first = list(seen.messages)
     assert len(first) < 400
-    edge = committed(cluster)
+    edge = orders.committed.get(0, 0)
     missing = set(range(400)) - {message.queue_offset for message in first}
     assert edge == min(missing), "what is finished is committed"
-    with by_key(cluster, seen):
+    with by_key(orders, seen):
         seen.wait_for(400)
     assert not seen.overlaps
     for key in "abcd":
@@ -653,42 +632,41 @@ def test_a_close_waits_for_what_runs_and_the_next_member_goes_on_in_order(cluste
         assert again == sorted(again)
 
 
-def test_a_queue_that_begins_anew_waits_for_the_calls_of_before(cluster):
-    freed, events = threading.Event(), Events()
+def test_a_queue_that_begins_anew_waits_for_the_calls_of_before(orders):
+    freed = threading.Event()
     seen = ByKey(lambda message: freed.wait(WAIT_S) and None if message.queue_offset == 0 else None)
-    send(cluster, *"abab")
-    with by_key(cluster, seen, on_event=events) as (consumer, _):
+    send(orders, *"abab")
+    with by_key(orders, seen) as (consumer, _):
         seen.wait_for(3)
         consumer.reset_offsets(TOPIC, {QUEUE: 0})
         until(lambda: len(consumer.progress()) and consumer.progress()[QUEUE].unfinished == 4, "it is pulled anew")
         assert len(seen.messages) == 3
         freed.set()
-        until(lambda: committed(cluster) == 4, "all is committed")
+        orders.wait_committed(4)
     assert not seen.overlaps
 
 
-def test_a_queue_that_began_anew_is_handed_over_when_the_calls_of_before_have_returned():
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic(TOPIC, queues=2)
-        freed, waiting = threading.Event(), Events()
-        seen = ByKey(lambda message: freed.wait(WAIT_S) and None if message.queue_offset == 0 else None)
-        for queue_id in (0, 1):
-            send(cluster, *[f"{queue_id}-a", f"{queue_id}-b"] * 2, queue_id=queue_id, first=10 * queue_id)
-        with by_key(cluster, seen) as (first, _):
-            seen.wait(lambda seen: len(seen.of("0-b")) == len(seen.of("1-b")) == 2)
-            first.reset_offsets(TOPIC, "earliest")
-            with by_key(cluster, seen, start_wait_s=0, on_event=waiting) as (second, _):
-                assert "another member has its lock still" in waiting.wait_for("lock-lost").text
-                assert not own(second)
-                freed.set()
-                until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")
-        assert not seen.overlaps
+def test_a_queue_that_began_anew_is_handed_over_after_its_calls(orders):
+    orders.make(queues=2)
+    freed, waiting = threading.Event(), Events()
+    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if message.queue_offset == 0 else None)
+    for queue_id in (0, 1):
+        send(orders, *[f"{queue_id}-a", f"{queue_id}-b"] * 2, queue_id=queue_id, first=10 * queue_id)
+    with by_key(orders, seen) as (first, _):
+        seen.wait(lambda seen: len(seen.of("0-b")) == len(seen.of("1-b")) == 2)
+        first.reset_offsets(TOPIC, "earliest")
+        with by_key(orders, seen, start_wait_s=0, on_event=waiting) as (second, _):
+            assert "another member has its lock still" in waiting.wait_for("lock-lost").text
+            assert not own(second)
+            freed.set()
+            until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")
+    assert not seen.overlaps
 
 
-def test_orderly_broadcasting_has_keys_too(cluster, tmp_path):
-    send(cluster, *"ab" * 20)
+def test_orderly_broadcasting_has_keys_too(orders, tmp_path):
+    send(orders, *"ab" * 20)
     seen = ByKey()
-    with by_key(cluster, seen, message_model="broadcasting", offset_store_dir=tmp_path):
+    with by_key(orders, seen, message_model="broadcasting", offset_store_dir=tmp_path):
         seen.wait_for(40)
     seen.check()
 
@@ -720,3 +698,41 @@ async def an_async_key(message):
 def test_what_is_not_allowed_is_told_with_its_remedy(face, options, told):
     with pytest.raises(ConfigError, match=told):
         face(GROUP, name_server="127.0.0.1:9876", **options)
+
+
+# --- the page
+
+
+SHARDING, FUNCTION, WATCHING = blocks(DOCS / "order.md", "python")
+
+
+@pytest.fixture
+def customers(orders):
+    """A cluster with twelve orders of each of five customers."""
+    orders.make(queues=4)
+    for number in range(60):
+        customer = number % 5
+        body = json.dumps({"customer": customer, "number": number}).encode()
+        orders.send(body, properties={"__SHARDINGKEY": f"customer-{customer}"}, queue_id=customer % 4)
+    return orders.cluster
+
+
+def numbers_of(printed, customer):
+    """Return the orders of a customer as they were printed: lines of several threads may be entangled."""
+    return [int(number) for number in re.findall(rf'"customer": {customer}, "number": (\d+)', printed)]
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("block", [SHARDING, FUNCTION], ids=["sharding key", "function"])
+def test_orders_of_a_customer_come_in_order(customers, tmp_path, block):
+    printed = run_python(block, customers, tmp_path)
+    found = [numbers_of(printed, customer) for customer in range(5)]
+    assert any(found)
+    assert all(numbers == sorted(set(numbers)) for numbers in found)
+
+
+@pytest.mark.live
+def test_a_key_that_fails_is_named(customers, tmp_path):
+    quiet = "import logging; logging.disable()\n"
+    first, *_ = run_python(quiet + WATCHING, customers, tmp_path).splitlines()
+    assert first == "listener-failed orders/broker-a/3 0 'customer-3'"

@@ -12,6 +12,7 @@ from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.testing import Exchange, Gate, answer
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.message import StoredMessage, encode_message
+from tests.consumer.orders import GROUP, QUEUE, TOPIC
 from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
 
 QUICK = {"commit_interval_s": 0.05, "pull_hold_s": 0.5}
@@ -33,148 +34,139 @@ def of(topic):
 # --- corrections
 
 
-def test_messages_that_expired_are_skipped_and_told(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    fill(embedded, topic, 10)
-    broker.commit(group, topic, {0: 2})
-    broker.delete_before(topic, 0, 6)
-    events = Events()
-    with consuming(embedded, topic, group, on_event=events, **QUICK) as (_, seen):
+def test_messages_that_expired_are_skipped_and_told(orders, broker):
+    orders.fill(10)
+    broker.commit(GROUP, TOPIC, {0: 2})
+    broker.delete_before(TOPIC, 0, 6)
+    with orders.consuming(**QUICK) as (_, seen):
         seen.wait_for(4)
-        corrected = events.wait_for("offset-corrected")
+        corrected = orders.events.wait_for("offset-corrected")
         assert (corrected.facts["from"], corrected.facts["to"]) == (2, 6)
-        assert "2 to 5" in events.wait_for("range-skipped").text
+        assert "2 to 5" in orders.events.wait_for("range-skipped").text
     assert seen.bodies == numbered(4, 6)
-    assert embedded.committed(group, topic) == {0: 10}
-    assert len(events.of("offset-corrected")) == 1
+    assert orders.committed == {0: 10}
+    assert len(orders.events.of("offset-corrected")) == 1
 
 
-def test_a_correction_while_consuming_takes_effect_once(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    events = Events()
+def test_a_correction_while_consuming_takes_effect_once(orders, broker):
 
     def skip(exchange: Exchange) -> None:
-        fill(embedded, topic, 10, 10)  # before it is told: else offset 15 lies behind the queue's end for a while
+        orders.fill(10, 10)  # before it is told: else offset 15 lies behind the queue's end for a while
         moved(15, 15, 20, "OFFSET_TOO_SMALL")(exchange)
 
-    with consuming(embedded, topic, group, on_event=events, **QUICK) as (_, seen):
-        fill(embedded, topic, 10)
+    with orders.consuming(**QUICK) as (_, seen):
+        orders.fill(10)
         seen.wait_for(10)
-        broker.on(RequestCode.PULL_MESSAGE, skip, when=of(topic))
-        events.wait_for("offset-corrected")
+        broker.on(RequestCode.PULL_MESSAGE, skip, when=of(TOPIC))
+        orders.events.wait_for("offset-corrected")
         seen.wait_for(15)
-        until(lambda: embedded.committed(group, topic) == {0: 20}, "committed")
+        orders.wait_committed(20)
     assert seen.bodies == numbered(10) + numbered(5, 15), "what the broker says it has no more is not waited for"
 
 
-def test_what_is_cached_is_consumed_before_a_correction_is_followed(embedded, broker, topic, group):
+def test_what_is_cached_is_consumed_before_a_correction_is_followed(orders, broker):
     """Not even messages that nobody has begun are passed over; those the broker lost exist only here."""
-    embedded.create_topic(topic, queues=1)
     begun, release, held = threading.Event(), threading.Event(), Held()
 
     def judge(message):
         begun.set()
         release.wait(30)
 
-    fill(embedded, topic, 10)
-    broker.on(RequestCode.PULL_MESSAGE, held, when=lambda each: of(topic)(each) and each.fields["queueOffset"] == "10")
-    seen, events = Seen(judge), Events()
+    orders.fill(10)
+    broker.on(RequestCode.PULL_MESSAGE, held, when=lambda each: of(TOPIC)(each) and each.fields["queueOffset"] == "10")
+    seen = Seen(judge)
     options = {**QUICK, "consume_threads": 1, "shutdown_timeout_s": 1}
     try:
-        with consuming(embedded, topic, group, seen, on_event=events, **options) as (consumer, _):
+        with orders.consuming(seen, **options) as (consumer, _):
             assert begun.wait(WAIT_S)
             pull = held.wait()
-            fill(embedded, topic, 10, 10)
-            broker.delete_before(topic, 0, 15)
+            orders.fill(10, 10)
+            broker.delete_before(TOPIC, 0, 15)
             pull.later(0, lambda: pull.handle(pull.answer))
             threading.Event().wait(0.2)
-            assert embedded.committed(group, topic).get(0, 0) == 0
-            assert events.of("offset-corrected") == []
+            assert orders.committed.get(0, 0) == 0
+            assert orders.events.of("offset-corrected") == []
             release.set()
             seen.wait_for(10)
-            fact = events.wait_for("offset-corrected").facts
+            fact = orders.events.wait_for("offset-corrected").facts
             assert (fact["from"], fact["to"]) == (10, 15)
-            until(lambda: embedded.committed(group, topic) == {0: 20}, "committed")
+            orders.wait_committed(20)
     finally:
         release.set()
     assert Counter(seen.bodies) == Counter(numbered(10) + numbered(5, 15))
 
 
-def test_a_correction_backwards_is_believed_when_the_broker_keeps_to_it(embedded, broker, group):
+def test_a_correction_backwards_is_believed_when_the_broker_keeps_to_it(orders, broker):
     """A broker that was restarted may say for a while that all its queues are empty: min = max = 0."""
-    loading, silent, emptied = topics = [f"{group}-{what}" for what in ("loading", "silent", "emptied")]
-    seen, events = {topic: Seen() for topic in topics}, Events()
-    embedded.create_topic(loading, queues=1)
-    with consuming(embedded, loading, group, seen[loading], on_event=events, **QUICK) as (consumer, _):
-        for topic in topics[1:]:
-            embedded.create_topic(topic, queues=1)
-            consumer.subscribe(topic, seen[topic])
-        for topic in topics:
-            fill(embedded, topic, 10)
-            seen[topic].wait_for(10)
-            until(lambda topic=topic: embedded.committed(group, topic) == {0: 10}, "committed")
+    loading, silent, emptied = topics = [f"{GROUP}-{what}" for what in ("loading", "silent", "emptied")]
+    seen, events = {TOPIC: Seen() for TOPIC in topics}, Events()
+    orders.make(1, loading)
+    with consuming(orders.cluster, loading, GROUP, seen[loading], **QUICK) as (consumer, _):
+        for TOPIC in topics[1:]:
+                    consumer.subscribe(TOPIC, seen[TOPIC])
+        for TOPIC in topics:
+            orders.fill(10)
+            seen[TOPIC].wait_for(10)
+            until(lambda topic=TOPIC: orders.committed == {0: 10}, "committed")
         for code in (RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET):
             broker.on(code, answer(0, fields={"offset": "0"}), when=of(loading))
         broker.on(RequestCode.GET_MAX_OFFSET, answer(2, "busy"), times=5, when=of(silent))
-        for topic in (loading, silent):
-            broker.on(RequestCode.PULL_MESSAGE, moved(0, 0, 0), when=of(topic))
+        for TOPIC in (loading, silent):
+            broker.on(RequestCode.PULL_MESSAGE, moved(0, 0, 0), when=of(TOPIC))
         broker.truncate(emptied, 0, 0)
 
         broker.wait_for(RequestCode.GET_MAX_OFFSET, when=of(loading))
-        fill(embedded, loading, 10, 10)
+        orders.fill(10, 10, topic=loading)
         seen[loading].wait_for(20)
         corrected = events.wait_for("offset-corrected")
         assert (corrected.queue.topic, corrected.facts["from"], corrected.facts["to"]) == (emptied, 10, 0)
-        fill(embedded, emptied, 3, 10)
+        orders.fill(3, 10, topic=emptied)
         seen[emptied].wait_for(13)
         broker.wait_for(RequestCode.GET_MAX_OFFSET, 6, when=of(silent))
-        fill(embedded, silent, 5, 10)
+        orders.fill(5, 10, topic=silent)
         seen[silent].wait_for(15)
     assert len(events.of("offset-corrected")) == 1, "the others were not corrected after all: silence confirms nothing"
     assert events.of("range-skipped") == []
-    assert [embedded.committed(group, topic)[0] for topic in topics] == [20, 15, 3]
-    for topic, count in zip(topics, (20, 15, 13), strict=True):
-        assert Counter(seen[topic].bodies) == Counter(numbered(count))
+    assert [orders.committed[0] for TOPIC in topics] == [20, 15, 3]
+    for TOPIC, count in zip(topics, (20, 15, 13), strict=True):
+        assert Counter(seen[TOPIC].bodies) == Counter(numbered(count))
 
 
 @pytest.mark.parametrize("count", [4, 60], ids=["few", "more than were lost"])
-def test_what_is_sent_while_a_correction_backwards_is_doubted_is_consumed(embedded, broker, topic, group, count):
+def test_what_is_sent_while_a_correction_backwards_is_doubted_is_consumed(orders, broker, count):
     """The broker came back without its last messages: what has their places is new, and we have not read it."""
-    embedded.create_topic(topic, queues=1)
     events, asked = Events(), Gate()
-    with consuming(embedded, topic, group, on_event=events, **QUICK) as (consumer, seen):
-        fill(embedded, topic, 100)
+    with orders.consuming(**QUICK) as (consumer, seen):
+        orders.fill(100)
         seen.wait_for(100)
-        until(lambda: embedded.committed(group, topic) == {0: 100}, "committed")
-        broker.on(RequestCode.GET_MAX_OFFSET, asked, times=None, when=of(topic))
-        broker.truncate(topic, 0, 60)
+        orders.wait_committed(100)
+        broker.on(RequestCode.GET_MAX_OFFSET, asked, times=None, when=of(TOPIC))
+        broker.truncate(TOPIC, 0, 60)
         asked.wait_held()
-        fill(embedded, topic, count, 100)
+        orders.fill(count, 100)
         asked.open()
         seen.wait_for(100 + count)
         facts = events.wait_for("offset-corrected").facts
         assert (facts["from"], facts["to"]) == (100, 60)
-        fill(embedded, topic, 1, 200)
+        orders.fill(1, 200)
         seen.wait_for(101 + count)
     assert Counter(seen.bodies) == Counter([*numbered(100 + count), b"m200"])
     assert events.of("range-skipped") == []
 
 
-def test_a_broker_that_is_loading_is_not_followed_though_nothing_was_read_before(embedded, broker, topic, group):
+def test_a_broker_that_is_loading_is_not_followed_though_nothing_was_read_before(orders, broker):
     """A restarted member has only its stored offset; what lies at the end the broker spoke of is old."""
-    embedded.create_topic(topic, queues=1)
     long_ago_ms = int(time.time() * 1000) - 60_000
-    embedded.send(topic, lambda number: b"m%d" % number, count=10, stored_at_ms=long_ago_ms)
-    broker.commit(group, topic, {0: 10})
-    broker.on(RequestCode.PULL_MESSAGE, moved(0, 0, 0), when=of(topic))
-    events = Events()
-    with consuming(embedded, topic, group, on_event=events, **QUICK) as (consumer, seen):
-        broker.wait_for(RequestCode.GET_MAX_OFFSET, when=of(topic))
-        fill(embedded, topic, 3, 10)
+    orders.send(lambda number: b"m%d" % number, count=10, stored_at_ms=long_ago_ms)
+    broker.commit(GROUP, TOPIC, {0: 10})
+    broker.on(RequestCode.PULL_MESSAGE, moved(0, 0, 0), when=of(TOPIC))
+    with orders.consuming(**QUICK) as (consumer, seen):
+        broker.wait_for(RequestCode.GET_MAX_OFFSET, when=of(TOPIC))
+        orders.fill(3, 10)
         seen.wait_for(3)
-        until(lambda: embedded.committed(group, topic) == {0: 13}, "committed")
+        orders.wait_committed(13)
     assert seen.bodies == numbered(3, 10)
-    assert events.of("offset-corrected") == []
+    assert orders.events.of("offset-corrected") == []
 
 
 # --- resets, and what comes late
@@ -219,42 +211,39 @@ def record(offset: int) -> bytes:
 
 
 @pytest.mark.parametrize("what", ["found", "no new", "no matched", "offset moved", "refused", "reset"])
-def test_the_answer_of_a_pull_from_before_a_reset_changes_nothing_unless_it_is_a_reset(
-    embedded, broker, topic, group, what
-):
-    embedded.create_topic(topic, queues=1)
-    queue, held, events = MessageQueue(topic, "broker-a", 0), Held(), Events()
-    fill(embedded, topic, 10)
-    broker.on(RequestCode.PULL_MESSAGE, held, when=lambda each: of(topic)(each) and each.fields["queueOffset"] == "10")
-    with consuming(embedded, topic, group, on_event=events, **QUICK) as (consumer, seen):
+def test_the_answer_of_a_pull_from_before_a_reset_changes_nothing_unless_it_is_a_reset(orders, broker, what):
+    queue, held, events = QUEUE, Held(), Events()
+    orders.fill(10)
+    broker.on(RequestCode.PULL_MESSAGE, held, when=lambda each: of(TOPIC)(each) and each.fields["queueOffset"] == "10")
+    with orders.consuming(**QUICK) as (consumer, seen):
         seen.wait_for(10)
         held.wait()
-        assert consumer.reset_offsets(topic, {queue: 5}) == {queue: 5}
+        assert consumer.reset_offsets(TOPIC, {queue: 5}) == {queue: 5}
         seen.wait(lambda seen: len(seen.bodies) == 15)
-        until(lambda: embedded.committed(group, topic) == {0: 10}, "consumed again from there")
+        orders.wait_committed(10)
         late_answer(held.wait(), what)
         if what == "reset":
             events.wait_for("offset-reset", 2)
             seen.wait(lambda seen: len(seen.bodies) == 17)
-        fill(embedded, topic, 3, 10)
+        orders.fill(3, 10)
         seen.wait_for(13)
     again = numbered(5, 5) + (numbered(2, 8) if what == "reset" else [])
     assert Counter(seen.bodies) == Counter(numbered(13) + again)
     assert events.of("offset-corrected") == []
     assert len(events.of("offset-reset")) == (2 if what == "reset" else 1)
-    assert embedded.committed(group, topic) == {0: 13}
+    assert orders.committed == {0: 13}
 
 
-def test_two_resets_in_a_row_end_at_the_second(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=2)
-    fill(embedded, topic, 20)
-    queues = [MessageQueue(topic, "broker-a", number) for number in (0, 1)]
-    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
+def test_two_resets_in_a_row_end_at_the_second(orders, broker):
+    orders.make(queues=2)
+    orders.fill(20)
+    queues = [MessageQueue(TOPIC, "broker-a", number) for number in (0, 1)]
+    with orders.consuming(**QUICK) as (consumer, seen):
         seen.wait_for(20)
         outcomes = []
 
         def reset(target):
-            outcomes.append(consumer.reset_offsets(topic, dict.fromkeys(queues, target)))
+            outcomes.append(consumer.reset_offsets(TOPIC, dict.fromkeys(queues, target)))
 
         for target in (9, 4, 7):
             reset(target)
@@ -266,14 +255,13 @@ def test_two_resets_in_a_row_end_at_the_second(embedded, broker, topic, group):
             thread.join(WAIT_S)
         assert len(outcomes) == 7
         seen.wait(lambda seen: seen.places[queues[0], 3] > 1 and seen.places[queues[1], 9] > 1)
-        until(lambda: embedded.committed(group, topic) == {0: 10, 1: 10}, "the end is reached again")
-        fill(embedded, topic, 4, 20)
+        orders.wait_committed(10, 10)
+        orders.fill(4, 20)
         seen.wait_for(24)
 
 
-def test_the_late_acknowledgement_of_a_listener_from_before_a_reset_is_ignored(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    queue = MessageQueue(topic, "broker-a", 0)
+def test_the_late_acknowledgement_of_a_listener_from_before_a_reset_is_ignored(orders, broker):
+    queue = QUEUE
     begun, release, ended = threading.Event(), threading.Event(), threading.Event()
 
     def judge(message):
@@ -282,31 +270,30 @@ def test_the_late_acknowledgement_of_a_listener_from_before_a_reset_is_ignored(e
             release.wait(30)
             ended.set()
 
-    fill(embedded, topic, 10)
+    orders.fill(10)
     seen = Seen(judge)
     try:
-        with consuming(embedded, topic, group, seen, **QUICK) as (consumer, _):
+        with orders.consuming(seen, **QUICK) as (consumer, _):
             seen.wait_for(10)
             assert begun.wait(WAIT_S)
-            until(lambda: embedded.committed(group, topic) == {0: 9}, "all but the last")
+            orders.wait_committed(9)
             consumer.pause([queue])
-            assert consumer.reset_offsets(topic, {queue: 2}) == {queue: 2}
-            assert embedded.committed(group, topic) == {0: 2}
+            assert consumer.reset_offsets(TOPIC, {queue: 2}) == {queue: 2}
+            assert orders.committed == {0: 2}
             release.set()
             assert ended.wait(WAIT_S)
             threading.Event().wait(0.2)  # several commits
-            assert embedded.committed(group, topic) == {0: 2}, "its acknowledgement of 9 reached nothing"
+            assert orders.committed == {0: 2}, "its acknowledgement of 9 reached nothing"
             consumer.resume([queue])
             seen.wait(lambda seen: len(seen.bodies) == 18)
-            until(lambda: embedded.committed(group, topic) == {0: 10}, "consumed again")
+            orders.wait_committed(10)
     finally:
         release.set()
     assert Counter(seen.bodies) == Counter(numbered(10) + numbered(8, 2))
 
 
-def test_a_failed_message_from_before_a_reset_is_not_sent_back(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    queue = MessageQueue(topic, "broker-a", 0)
+def test_a_failed_message_from_before_a_reset_is_not_sent_back(orders, broker):
+    queue = QUEUE
     begun, release = threading.Event(), threading.Event()
 
     def judge(message):
@@ -315,33 +302,31 @@ def test_a_failed_message_from_before_a_reset_is_not_sent_back(embedded, broker,
             release.wait(WAIT_S)
             raise ValueError("too late to matter")
 
-    fill(embedded, topic, 5)
-    seen, events = Seen(judge), Events()
+    orders.fill(5)
+    seen = Seen(judge)
     try:
-        with consuming(embedded, topic, group, seen, on_event=events, **QUICK) as (consumer, _):
+        with orders.consuming(seen, **QUICK) as (consumer, _):
             seen.wait_for(5)
             assert begun.wait(WAIT_S)
-            consumer.reset_offsets(topic, {queue: 4})
+            consumer.reset_offsets(TOPIC, {queue: 4})
             release.set()
-            events.wait_for("listener-failed")
+            orders.events.wait_for("listener-failed")
             seen.wait(lambda seen: seen.bodies.count(b"m4") == 2)
-            until(lambda: embedded.committed(group, topic) == {0: 5}, "committed")
+            orders.wait_committed(5)
     finally:
         release.set()
     assert Counter(seen.bodies) == Counter([*numbered(5), b"m4"])
-    assert events.of("message-sent-back") == []
+    assert orders.events.of("message-sent-back") == []
 
 
-def test_a_reset_the_broker_does_not_acknowledge_waits_and_then_counts(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    queue = MessageQueue(topic, "broker-a", 0)
-    fill(embedded, topic, 10)
-    events = Events()
-    with consuming(embedded, topic, group, on_event=events, **QUICK) as (consumer, seen):
+def test_a_reset_the_broker_does_not_acknowledge_waits_and_then_counts(orders, broker):
+    queue = QUEUE
+    orders.fill(10)
+    with orders.consuming(**QUICK) as (consumer, seen):
         seen.wait_for(10)
-        until(lambda: embedded.committed(group, topic) == {0: 10}, "committed")
-        broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, answer(1, "no"), times=3, when=of(topic))
-        assert consumer.reset_offsets(topic, {queue: 6}) == {queue: 6}
-        assert "6 is not acknowledged yet" in events.wait_for("commit-failed").text
+        orders.wait_committed(10)
+        broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, answer(1, "no"), times=3, when=of(TOPIC))
+        assert consumer.reset_offsets(TOPIC, {queue: 6}) == {queue: 6}
+        assert "6 is not acknowledged yet" in orders.events.wait_for("commit-failed").text
         seen.wait(lambda seen: len(seen.bodies) == 14)
     assert Counter(seen.bodies) == Counter(numbered(10) + numbered(4, 6))

@@ -1,243 +1,274 @@
-"""How much a consumer holds while its listener is slow or stuck, and that it goes on as soon as there is room."""
+"""H37: how much a consumer holds while its listener is slow or stuck, and that it goes on as soon as there is room."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
-from pyrocket_consumer import MessageQueue
+from pyrocket_consumer.testing import Gate
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consuming import Seen, consuming, until
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of
+from tests.consuming import WAIT_S, Seen, until
+from tests.hazards.members import faulty, give_time_to, ours
+from tests.hazards.naive import NaiveMember
 
 CLUSTER = {"record_limit": 100_000}
 BATCH = 8
-OPTIONS = {"pull_batch_size": BATCH, "commit_interval_s": 0.05, "pull_hold_s": 0.2, "shutdown_timeout_s": 1}
+OPTIONS = {"pull_batch_size": BATCH, "pull_hold_s": 0.2, "shutdown_timeout_s": 1}
 
 
 class Blocked(Seen):
-    """A listener whose calls wait until they are let go."""
+    """A listener whose calls wait until they are let go, and then take so long."""
 
-    def __init__(self, blocks=lambda message: True) -> None:
+    def __init__(self, blocks=lambda message: True, takes_s=0) -> None:
         super().__init__(self._wait)
-        self._blocks = blocks
+        self._blocks, self._takes_s = blocks, takes_s
         self._release = threading.Event()
 
     def _wait(self, message) -> None:
         if self._blocks(message):
             self._release.wait(60)
+        time.sleep(self._takes_s)
 
     def let_go(self) -> None:
         self._release.set()
 
 
-def of(consumer, topic):
-    return {queue: each for queue, each in consumer.progress().items() if queue.topic == topic}
+def progress(consumer, topic=TOPIC):
+    """Return where the queues of a topic stand."""
+    return [each for queue, each in consumer.progress().items() if queue.topic == topic]
 
 
-def settled(consumer, topic):
+def cached(consumer, topic=TOPIC):
+    return sum(each.cached_bytes for each in progress(consumer, topic))
+
+
+def settled(consumer, topic=TOPIC):
     """Wait until nothing more is pulled, and return where the topic's queues stand."""
     last = None
-    while last != (last := [(each.next_to_pull, each.unfinished) for each in of(consumer, topic).values()]):
-        threading.Event().wait(0.15)
-    return of(consumer, topic)
+    while last != (last := [(each.next_to_pull, each.unfinished) for each in progress(consumer, topic)]):
+        time.sleep(0.3)
+    return progress(consumer, topic)
 
 
 @pytest.mark.parametrize("limit", [1, 5, BATCH, 20, 100])
-def test_pulling_stops_at_the_number_of_messages_and_goes_on(embedded, topic, group, limit):
-    embedded.create_topic(topic, queues=2)
-    embedded.send(topic, b"x", count=600)
-    seen = Blocked()
-    try:
-        options = {**OPTIONS, "max_cached_messages": limit}
-        with consuming(embedded, topic, group, seen, **options) as (consumer, _):
-            until(
-                lambda: all(max(1, limit - BATCH) < each.unfinished + BATCH for each in of(consumer, topic).values()),
-                "what there is room for is used",
-            )
-            for progress in settled(consumer, topic).values():
-                assert progress.unfinished <= limit
-            seen.let_go()
-            seen.wait(lambda seen: len(seen.messages) >= 600)
-            until(lambda: embedded.committed(group, topic) == {0: 300, 1: 300}, "all is committed")
-    finally:
+def test_pulling_stops_at_the_number_of_messages_and_goes_on(orders, limit):
+    orders.make(queues=2)
+    orders.send(b"x", count=600)
+    with orders.consuming(Blocked(), max_cached_messages=limit, **OPTIONS) as (consumer, seen):
+        until(
+            lambda: all(max(1, limit - BATCH) < each.unfinished + BATCH for each in progress(consumer)),
+            "what there is room for is used",
+        )
+        assert all(each.unfinished <= limit for each in settled(consumer))
         seen.let_go()
+        seen.wait(lambda seen: len(seen.messages) >= 600)
+        orders.wait_committed(300, 300)
     assert set(seen.places.values()) == {1}
 
 
 @pytest.mark.parametrize("prefix", ["", "INST%"], ids=["as it is subscribed to", "as brokers know it"])
 @pytest.mark.parametrize(("option", "limit"), [("max_cached_messages", BATCH), ("max_cached_bytes", 1)])
-def test_a_limit_for_one_topic_holds_under_a_namespace_too(embedded, topic, group, option, limit, prefix):
-    known_as = f"INST%{topic}"
-    embedded.create_topic(known_as, queues=1)
-    embedded.send(known_as, b"x", count=100)
-    seen = Blocked()
-    options = {**OPTIONS, "namespace": "INST", "consume_threads": 1, option: {prefix + topic: limit}}
-    try:
-        with consuming(embedded, topic, group, seen, **options) as (consumer, _):
-            until(lambda: any(each.unfinished for each in of(consumer, known_as).values()), "the first came")
-            (progress,) = settled(consumer, known_as).values()
-            assert progress.unfinished <= BATCH
-            seen.let_go()
-            seen.wait(lambda seen: len(seen.messages) >= 100)
-    finally:
+def test_a_limit_for_one_topic_holds_under_a_namespace(orders, option, limit, prefix):
+    known_as = orders.make(1, f"INST%{TOPIC}")
+    orders.send(b"x", count=100, topic=known_as)
+    options = {**OPTIONS, "namespace": "INST", "consume_threads": 1, option: {prefix + TOPIC: limit}}
+    with orders.consuming(Blocked(), **options) as (consumer, seen):
+        until(lambda: any(each.unfinished for each in progress(consumer, known_as)), "the first came")
+        (now,) = settled(consumer, known_as)
+        assert now.unfinished <= BATCH
         seen.let_go()
+        seen.wait(lambda seen: len(seen.messages) >= 100)
 
 
-def test_the_size_of_pulls_for_one_topic_holds_under_a_namespace_too(embedded, topic, group):
-    known_as = f"INST%{topic}"
-    embedded.create_topic(known_as, queues=1)
-    embedded.send(known_as, b"x", count=10)
-    options = {"namespace": "INST", "pull_batch_size": {topic: 3}}
-    with consuming(embedded, topic, group, **options) as (_, seen):
+def sizes_of_pulls(broker, topic=TOPIC):
+    """Return how many messages the pulls of a topic asked for."""
+    pulls = [each.command.fields for each in broker.requests(RequestCode.PULL_MESSAGE)]
+    return {each["maxMsgNums"] for each in pulls if each["topic"] == topic}
+
+
+def test_the_size_of_pulls_for_one_topic_holds_under_a_namespace(orders, broker):
+    known_as = orders.make(1, f"INST%{TOPIC}")
+    orders.send(b"x", count=10, topic=known_as)
+    with orders.consuming(namespace="INST", pull_batch_size={TOPIC: 3}) as (_, seen):
         seen.wait(lambda seen: len(seen.messages) >= 10)
-    (broker,) = embedded.brokers
-    fields = [request.command.fields for request in broker.requests(RequestCode.PULL_MESSAGE)]
-    assert {each["maxMsgNums"] for each in fields if each["topic"] == known_as} == {"3"}
+    assert sizes_of_pulls(broker, known_as) == {"3"}
 
 
-def test_bytes_are_shared_by_the_queues(embedded, topic, group):
-    embedded.create_topic(topic, queues=4)
-    embedded.send(topic, bytes(10_000), count=400)
-    seen = Blocked()
-    try:
-        options = {**OPTIONS, "max_cached_bytes": 1_000_000}
-        with consuming(embedded, topic, group, seen, **options) as (consumer, _):
-            until(lambda: all(each.cached_bytes > 0 for each in of(consumer, topic).values()), "each queue has some")
-            together = sum(each.cached_bytes for each in settled(consumer, topic).values())
-            assert 500_000 < together <= 1_000_000 + BATCH * 10_500, "an answer more than the limit"
-            seen.let_go()
-            seen.wait(lambda seen: len(seen.messages) >= 400)
-            until(lambda: all(each.cached_bytes == 0 for each in of(consumer, topic).values()), "nothing is left")
-    finally:
-        seen.let_go()
-    assert set(seen.places.values()) == {1}
-
-
-def test_messages_behind_a_stuck_one_are_consumed_up_to_the_span(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
-    embedded.send(topic, b"x", count=500)
-    seen = Blocked(lambda message: message.queue_offset == 3)
-    try:
-        with consuming(embedded, topic, group, seen, max_span=100, **OPTIONS) as (consumer, _):
-            seen.wait(lambda seen: len(seen.messages) >= 100)
-            (progress,) = settled(consumer, topic).values()
-            assert 100 <= progress.next_to_pull <= 104 + 3 * BATCH
-            until(lambda: [each.unfinished for each in of(consumer, topic).values()] == [1], "all but the stuck one")
-            until(lambda: embedded.committed(group, topic) == {0: 3}, "committed up to the stuck one")
-            seen.let_go()
-            seen.wait(lambda seen: len(seen.messages) >= 500)
-            until(lambda: embedded.committed(group, topic) == {0: 500}, "all is committed")
-    finally:
-        seen.let_go()
-    assert set(seen.places.values()) == {1}
-
-
-def test_a_stuck_message_stops_neither_its_queue_nor_others(embedded, topic, group):
-    """With so low a limit as here the queue has room for a few at a time."""
-    embedded.create_topic(topic, queues=2)
-    embedded.send(topic, b"x", count=400)
-    seen = Blocked(lambda message: message.queue_offset == 0)
-    try:
-        with consuming(embedded, topic, group, seen, max_cached_messages=BATCH + 2, **OPTIONS) as (consumer, _):
-            seen.wait(lambda seen: len(seen.messages) >= 400)
-            until(lambda: {each.unfinished for each in of(consumer, topic).values()} == {1}, "all but the stuck ones")
-            assert embedded.committed(group, topic) in ({}, {0: 0, 1: 0})
-    finally:
-        seen.let_go()
-
-
-def test_a_queue_with_a_stuck_message_goes_on_when_other_queues_have_made_room(embedded, topic, group):
-    other = f"{topic}-other"
-    embedded.create_topic(topic, queues=1)
-    embedded.create_topic(other, queues=8)
-    stuck, blocked = Blocked(lambda message: message.body == b"stuck"), Blocked()
-    options = {**OPTIONS, "max_cached_bytes": 100_000}
-    try:
-        with consuming(embedded, topic, group, stuck, **options) as (consumer, _):
-            embedded.send(topic, b"stuck")
-            stuck.wait(lambda seen: seen.messages)
-            consumer.subscribe(other, blocked)
-            embedded.send(other, bytes(10_000), count=80)
-            until(lambda: sum(each.cached_bytes for each in of(consumer, other).values()) >= 100_000, "no room is left")
-            settled(consumer, other)
-            embedded.send(topic, b"x", count=10)
-            settled(consumer, topic)
-            blocked.let_go()
-            blocked.wait(lambda seen: len(seen.messages) >= 80)
-            stuck.wait(lambda seen: len(seen.messages) >= 11)
-    finally:
-        stuck.let_go()
-        blocked.let_go()
-
-
-def test_queues_without_messages_hold_up_none_while_as_much_as_may_be_is_held(embedded, topic, group):
-    """Those that begin then are pulled one after the other, and brokers hold the pulls of the empty ones."""
-    other = f"{topic}-other"
-    embedded.create_topic(topic, queues=8)
-    embedded.create_topic(other, queues=8)
-    embedded.send(topic, bytes(10_000), count=80)
-    embedded.send(other, b"x", queue_id=7)
-    blocked, seen = Blocked(), Seen()
-    options = {**OPTIONS, "max_cached_bytes": 100_000, "pull_hold_s": 60, "consume_threads": 100}
-    try:
-        with consuming(embedded, topic, group, blocked, **options) as (consumer, _):
-            until(lambda: sum(each.cached_bytes for each in of(consumer, topic).values()) >= 100_000, "no room is left")
-            settled(consumer, topic)
-            consumer.subscribe(other, seen)
-            seen.wait_for(1)
-    finally:
-        blocked.let_go()
-
-
-def test_limits_may_differ_by_topic(embedded, topic, group):
-    other = f"{topic}-other"
-    for each in (topic, other):
-        embedded.create_topic(each, queues=1)
-        embedded.send(each, b"x", count=400)
+def test_limits_may_differ_by_topic(orders, broker):
+    other = orders.make(1, "other")
+    for each in (TOPIC, other):
+        orders.send(b"x", count=400, topic=each)
     seen = Blocked()
     options = {
         **OPTIONS,
-        "max_cached_messages": {topic: 10},
+        "max_cached_messages": {TOPIC: 10},
         "pull_batch_size": {other: 4},
         "max_cached_bytes": {other: 40_000},
     }
-    try:
-        with consuming(embedded, topic, group, seen, **options) as (consumer, _):
-            consumer.subscribe(other, seen)
-            seen.wait(lambda seen: {topic, other} <= {message.topic for message in seen.messages})
-            until(lambda: [each.cached_bytes >= 20_000 for each in of(consumer, other).values()] == [True], "full")
-            (mine,) = settled(consumer, topic).values()
-            (theirs,) = settled(consumer, other).values()
-            assert mine.unfinished <= 10
-            assert 10 < theirs.unfinished < 400
-            assert theirs.cached_bytes <= 25_000, "one queue takes no more when it holds as much as is left"
-            seen.let_go()
-            seen.wait(lambda seen: len(seen.messages) >= 800)
-    finally:
+    with orders.consuming(seen, **options) as (consumer, _):
+        consumer.subscribe(other, seen)
+        seen.wait(lambda seen: {TOPIC, other} <= {message.topic for message in seen.messages})
+        until(lambda: cached(consumer, other) >= 20_000, "full")
+        (mine,), (theirs,) = settled(consumer), settled(consumer, other)
+        assert mine.unfinished <= 10
+        assert 10 < theirs.unfinished < 400
+        assert theirs.cached_bytes <= 25_000, "one queue takes no more when it holds as much as is left"
         seen.let_go()
-    sizes = {
-        each: {
-            request.command.fields["maxMsgNums"]
-            for request in embedded.broker("broker-a").requests(RequestCode.PULL_MESSAGE)
-            if request.command.fields["topic"] == each
-        }
-        for each in (topic, other)
-    }
-    assert sizes == {topic: {"10"}, other: {"4"}}, "no more is asked for than may be held"
+        seen.wait(lambda seen: len(seen.messages) >= 800)
+    assert sizes_of_pulls(broker) == {"10"}, "no more is asked for than may be held"
+    assert sizes_of_pulls(broker, other) == {"4"}
 
 
-def test_a_paused_queue_is_not_pulled_while_others_are(embedded, topic, group):
-    embedded.create_topic(topic, queues=2)
-    still = MessageQueue(topic, "broker-a", 1)
-    with consuming(embedded, topic, group, **{**OPTIONS, "pull_hold_s": 60}) as (consumer, seen):
-        embedded.wait_until(lambda: embedded.broker("broker-a").held_pulls(topic) == 2)
-        consumer.pause([still])
-        embedded.send(topic, b"x", count=51, queue_id=1)  # answers the pull that the broker holds
-        embedded.send(topic, b"x", count=50, queue_id=0)
-        seen.wait(lambda seen: len(seen.messages) >= 50)
-        assert not [message for message in seen.messages if message.queue == still]
-        assert consumer.progress()[still].paused
-        consumer.resume([still])
-        seen.wait(lambda seen: len(seen.messages) >= 101)
+# --- stuck messages
+
+
+class LooksAtTheBufferOnly(NaiveMember):
+    """Pulls on while few messages are unfinished, however far the commit offset stays behind."""
+
+
+@pytest.mark.hazard("H37")
+@pytest.mark.parametrize("member", [ours, faulty(LooksAtTheBufferOnly, "behind the stuck one would all come again")])
+def test_behind_a_stuck_message_only_so_much_is_pulled(embedded, member):
+    """At most max_span offsets are pulled past the oldest unfinished message, which progress() names.
+
+    Faulty: Java and Go measure what is in the buffer: one stuck message, and everything after it comes again.
+    """
+    orders = Orders(embedded)
+    orders.send(count=1000)
+    seen = Blocked(lambda message: message.queue_offset == 3)
+    with member(embedded, TOPIC, GROUP, seen, max_span=100, pull_batch_size=BATCH) as consumer:
+        seen.wait(lambda seen: len(seen.messages) >= 100)
+
+        def ahead() -> int:
+            return max(message.queue_offset for message in seen.messages) - 3
+
+        give_time_to(lambda: ahead() >= 200, member)
+        assert ahead() < 200, f"{ahead()} messages behind the stuck one would all come again"
+        until(lambda: consumer.stored() == {QUEUE: 3}, "committed up to the stuck one")
+        if member is ours:
+            (now,) = settled(consumer.consumer)
+            assert 100 <= now.next_to_pull <= 104 + 3 * BATCH
+            until(lambda: consumer.consumer.progress()[QUEUE].unfinished == 1, "all others are finished")
+            stuck = next(message for message in seen.messages if message.queue_offset == 3)
+            assert consumer.consumer.progress()[QUEUE].oldest_unfinished == stuck.message_id
+        seen.let_go()
+        seen.wait(lambda seen: len(seen.messages) >= 1000)
+        until(lambda: consumer.stored() == {QUEUE: 1000}, "all is committed")
     assert set(seen.places.values()) == {1}
+
+
+def test_a_stuck_message_stops_neither_its_queue_nor_others(orders):
+    """With so low a limit as here the queue has room for a few at a time."""
+    orders.make(queues=2)
+    orders.send(b"x", count=400)
+    seen = Blocked(lambda message: message.queue_offset == 0)
+    with orders.consuming(seen, max_cached_messages=BATCH + 2, **OPTIONS) as (consumer, _):
+        seen.wait(lambda seen: len(seen.messages) >= 400)
+        until(lambda: {each.unfinished for each in progress(consumer)} == {1}, "all but the stuck ones")
+        assert orders.committed in ({}, {0: 0, 1: 0})
+        seen.let_go()
+
+
+def test_a_queue_with_a_stuck_message_goes_on_when_there_is_room(orders):
+    """Others had taken it all."""
+    other = orders.make(8, "other")
+    stuck, blocked = Blocked(lambda message: message.body == b"stuck"), Blocked()
+    with orders.consuming(stuck, max_cached_bytes=100_000, **OPTIONS) as (consumer, _):
+        orders.send(b"stuck")
+        stuck.wait(lambda seen: seen.messages)
+        consumer.subscribe(other, blocked)
+        orders.send(bytes(10_000), count=80, topic=other)
+        until(lambda: cached(consumer, other) >= 100_000, "no room is left")
+        settled(consumer, other)
+        orders.send(b"x", count=10)
+        settled(consumer)
+        blocked.let_go()
+        blocked.wait(lambda seen: len(seen.messages) >= 80)
+        stuck.wait(lambda seen: len(seen.messages) >= 11)
+        stuck.let_go()
+
+
+# --- bytes, which queues share
+
+
+def test_bytes_are_shared_by_the_queues(orders):
+    orders.make(queues=4)
+    orders.send(bytes(10_000), count=400)
+    with orders.consuming(Blocked(), max_cached_bytes=1_000_000, **OPTIONS) as (consumer, seen):
+        until(lambda: all(each.cached_bytes > 0 for each in progress(consumer)), "each queue has some")
+        settled(consumer)
+        assert 500_000 < cached(consumer) <= 1_000_000 + BATCH * 10_500, "an answer more than the limit"
+        seen.let_go()
+        seen.wait(lambda seen: len(seen.messages) >= 400)
+        until(lambda: not cached(consumer), "nothing is left")
+    assert set(seen.places.values()) == {1}
+
+
+def test_queues_without_messages_hold_up_none_of_those_with(orders):
+    """Queues that begin while as much as may be is held come one after the other; brokers hold pulls of empty ones."""
+    orders.make(queues=8)
+    other = orders.make(8, "other")
+    orders.send(bytes(10_000), count=80)
+    orders.send(b"x", queue_id=7, topic=other)
+    blocked, seen = Blocked(), Seen()
+    options = {**OPTIONS, "max_cached_bytes": 100_000, "pull_hold_s": 60, "consume_threads": 100}
+    with orders.consuming(blocked, **options) as (consumer, _):
+        until(lambda: cached(consumer) >= 100_000, "no room is left")
+        settled(consumer)
+        consumer.subscribe(other, seen)
+        seen.wait_for(1)
+        blocked.let_go()
+
+
+BODY = 6_000
+PULL = 32 * (BODY + 300)
+"""Bytes of an answer with default options, at most 300 of a message besides its body."""
+
+
+def test_the_memory_of_all_queues_is_bounded_and_each_has_its_turn(orders):
+    """A share of the limit would be far less than one pull brings."""
+    limit, count = 1_000_000, 100 * 32
+    orders.make(queues=100)
+    orders.send(bytes(BODY), count=count)
+    slow = Blocked(takes_s=0.001)
+    with orders.consumer(slow, consume_from="first", max_cached_bytes=limit) as consumer:
+        until(lambda: cached(consumer) >= limit, "what there is room for is used")
+        settled(consumer)
+        assert cached(consumer) <= limit + PULL
+        slow.let_go()
+        most = 0
+        while len(slow.messages) < count:
+            most = max(most, cached(consumer))
+            time.sleep(0.05)
+        assert most <= limit + 2 * PULL
+    assert set(slow.places.values()) == {1}
+
+
+def test_queues_that_are_stuck_stop_no_other_whatever_they_hold(orders):
+    """They hold all there is room for."""
+    orders.make(queues=100)
+    orders.send(bytes(BODY), count=100 * 8)
+    slow = Blocked(lambda message: message.queue.queue_id < 10 and message.queue_offset == 0, takes_s=0.001)
+    with orders.consumer(slow, consume_from="first", max_cached_bytes=200_000) as consumer:
+        slow.wait(lambda seen: len(seen.messages) == 100 * 8)
+        until(lambda: sum(each.unfinished for each in progress(consumer)) == 10, "all but those that are stuck")
+        assert cached(consumer) <= 10 * PULL
+        slow.let_go()
+    assert set(slow.places.values()) == {1}
+
+
+def test_hundreds_of_queues_do_not_ask_their_broker_all_at_once(orders, broker):
+    """Else the last calls would wait so long for their turn at the broker that they time out, and are made again."""
+    orders.make(queues=300)
+    orders.send(b"x", count=300)
+    gate, seen = Gate(), Seen()
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None, when=of())
+    with orders.consumer(seen, consume_from="first", start_wait_s=0.5):
+        assert len(gate.wait_held(200, WAIT_S)) == 200
+        gate.open()
+        seen.wait(lambda seen: len(seen.messages) == 300)
+    asked = [each for each in broker.requests(RequestCode.QUERY_CONSUMER_OFFSET) if of()(each.command)]
+    assert len(asked) == 300

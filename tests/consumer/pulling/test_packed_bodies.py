@@ -16,10 +16,10 @@ from contextlib import contextmanager
 import pytest
 
 from pyrocket_consumer import Admin, ConsumerState, ProtocolError, PushConsumer
-from pyrocket_consumer.model import dlq_topic
 from pyrocket_consumer.testing import rewrite
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.message import BatchItem, StoredMessage, encode_batch, encode_message
+from tests.consumer.orders import DEAD, GROUP, TOPIC
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
 from tests.packing import LZ4, PACKED, ZLIB, ZSTD, send
 
@@ -64,11 +64,10 @@ class Measure:
 
 @KINDS
 @pytest.mark.parametrize("how", ["calls", "awaited", "orderly", "lists"])
-def test_bodies_unpacked_at_once_stay_within_the_bound(embedded, topic, group, kind, how):
+def test_bodies_unpacked_at_once_stay_within_the_bound(orders, kind, how):
     """Twenty messages of a few KB, 2 MiB each: one of them is unpacked at a time."""
-    embedded.create_topic(topic, queues=1)
     bomb, count = PACKED[kind](bytes(2 * MIB)), 20
-    send(embedded, topic, *[bomb] * count, sys_flag=kind)
+    send(orders.cluster, TOPIC, *[bomb] * count, sys_flag=kind)
     measure = Measure()
     everyone = threading.Barrier(4)
     options: dict[str, object] = {"max_cached_bytes": MIB // 2}
@@ -92,17 +91,16 @@ def test_bodies_unpacked_at_once_stay_within_the_bound(embedded, topic, group, k
             except threading.BrokenBarrierError:
                 everyone.reset()
 
-    with traced() as peak, consuming(embedded, topic, group, listener, **options):
+    with traced() as peak, orders.consuming(listener, **options):
         measure.wait(count)
     assert measure.sizes == [2 * MIB] * count
     assert peak[0] < 12 * MIB
 
 
-def test_a_body_is_not_kept_once_its_listener_has_returned(embedded, topic, group):
+def test_a_body_is_not_kept_once_its_listener_has_returned(orders):
     """The first message is not finished, so all others wait in the window, done."""
-    embedded.create_topic(topic, queues=1)
-    send(embedded, topic, b"first")
-    send(embedded, topic, *[zlib.compress(bytes(MIB))] * 30, sys_flag=ZLIB)
+    send(orders.cluster, TOPIC, b"first")
+    send(orders.cluster, TOPIC, *[zlib.compress(bytes(MIB))] * 30, sys_flag=ZLIB)
     measure, goes_on = Measure(), threading.Event()
 
     def listener(message):
@@ -110,7 +108,7 @@ def test_a_body_is_not_kept_once_its_listener_has_returned(embedded, topic, grou
             goes_on.wait(WAIT_S)
         measure(message)
 
-    with traced() as peak, consuming(embedded, topic, group, listener):
+    with traced() as peak, orders.consuming(listener):
         measure.wait(30)
         goes_on.set()
         measure.wait(31)
@@ -121,10 +119,9 @@ def test_a_body_is_not_kept_once_its_listener_has_returned(embedded, topic, grou
 @pytest.mark.parametrize(
     ("kind", "limit"), [(ZLIB, MIB), (LZ4, MIB), (ZSTD, 64 * MIB)], ids=["zlib", "lz4", "zstd, the default"]
 )
-def test_a_body_that_is_too_large_is_given_up_at_once(embedded, topic, group, kind, limit, orderly):
-    embedded.create_topic(topic, queues=1)
-    send(embedded, topic, PACKED[kind](bytes(limit + MIB)), sys_flag=kind)
-    send(embedded, topic, b"next")
+def test_a_body_that_is_too_large_is_given_up_at_once(orders, kind, limit, orderly):
+    send(orders.cluster, TOPIC, PACKED[kind](bytes(limit + MIB)), sys_flag=kind)
+    send(orders.cluster, TOPIC, b"next")
     events, errors = Events(), []
 
     def judge(message):
@@ -136,22 +133,21 @@ def test_a_body_that_is_too_large_is_given_up_at_once(embedded, topic, group, ki
 
     seen = Seen(judge)
     options = {"orderly": orderly} if kind == ZSTD else {"orderly": orderly, "max_body_bytes": limit}
-    with consuming(embedded, topic, group, seen, on_event=events, **options) as (consumer, _):
+    with orders.consuming(seen, **options) as (consumer, _):
         event = events.wait_for("message-too-large")
         assert f"max_body_bytes={limit}" in event.text
         assert event.facts["offset"] == 0
         events.wait_for("message-given-up")
         seen.wait(lambda seen: len(seen.messages) == 2)
-        until(lambda: embedded.committed(group, topic) == {0: 2}, "consumed")
+        orders.wait_committed(2)
         assert consumer.state is ConsumerState.RUNNING
-    assert len(embedded.messages(dlq_topic(group))) == 1
+    assert len(orders.cluster.messages(DEAD)) == 1
     assert len(errors) == 1
     assert f"holds more than {limit}" in str(errors[0])
 
 
-def test_the_longest_body_is_an_option_and_holds_in_every_thread(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
-    send(embedded, topic, zlib.compress(bytes(1025)), zlib.compress(bytes(1024)), sys_flag=ZLIB)
+def test_the_longest_body_is_an_option_and_holds_in_every_thread(orders):
+    send(orders.cluster, TOPIC, zlib.compress(bytes(1025)), zlib.compress(bytes(1024)), sys_flag=ZLIB)
     found = {}
 
     def listener(message):
@@ -165,18 +161,17 @@ def test_the_longest_body_is_an_option_and_holds_in_every_thread(embedded, topic
         thread.start()
         thread.join()
 
-    with consuming(embedded, topic, group, listener, max_body_bytes=1024):
+    with orders.consuming(listener, max_body_bytes=1024):
         until(lambda: len(found) == 2, "read")
     assert found[1] == 1024
     assert "holds more than 1024" in found[0]
 
 
-def test_others_are_consumed_beside_a_call_that_holds_a_large_body(embedded, topic, group):
+def test_others_are_consumed_beside_a_call_that_holds_a_large_body(orders):
     """What is not packed needs no room; what is and small waits for none as long as there is any."""
-    embedded.create_topic(topic, queues=1)
-    send(embedded, topic, zlib.compress(bytes(8 * MIB)), sys_flag=ZLIB)
-    send(embedded, topic, b"plain")
-    send(embedded, topic, zlib.compress(b"small"), sys_flag=ZLIB)
+    send(orders.cluster, TOPIC, zlib.compress(bytes(8 * MIB)), sys_flag=ZLIB)
+    send(orders.cluster, TOPIC, b"plain")
+    send(orders.cluster, TOPIC, zlib.compress(b"small"), sys_flag=ZLIB)
     goes_on, holds = threading.Event(), threading.Event()
     bodies = []
 
@@ -188,15 +183,14 @@ def test_others_are_consumed_beside_a_call_that_holds_a_large_body(embedded, top
             holds.wait(WAIT_S)
             bodies.append(message.body)
 
-    with consuming(embedded, topic, group, listener):
+    with orders.consuming(listener):
         until(lambda: sorted(bodies) == [b"plain", b"small"], "consumed")
         goes_on.set()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_consumer_closes_while_calls_wait_for_room(embedded, topic, group, is_async):
-    embedded.create_topic(topic, queues=1)
-    send(embedded, topic, *[zlib.compress(bytes(MIB))] * 4, sys_flag=ZLIB)
+def test_a_consumer_closes_while_calls_wait_for_room(orders, is_async):
+    send(orders.cluster, TOPIC, *[zlib.compress(bytes(MIB))] * 4, sys_flag=ZLIB)
     began, goes_on = threading.Event(), threading.Event()
 
     def listener(message):
@@ -209,23 +203,23 @@ def test_a_consumer_closes_while_calls_wait_for_room(embedded, topic, group, is_
             await asyncio.sleep(0.01)
 
     consumer = PushConsumer(
-        group, name_server=embedded.name_server, **{**QUICK, "max_cached_bytes": MIB // 8, "consume_threads": 3}
+        GROUP, name_server=orders.cluster.name_server, **{**QUICK, "max_cached_bytes": MIB // 8, "consume_threads": 3}
     )
-    consumer.subscribe(topic, awaited if is_async else listener)
+    consumer.subscribe(TOPIC, awaited if is_async else listener)
     consumer.start()
     assert began.wait(WAIT_S)
     threading.Timer(0.3, goes_on.set).start()
     consumer.close()
-    assert embedded.committed(group, topic) == {0: 1}, "the others had not begun"
+    assert orders.committed == {0: 1}, "the others had not begun"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_calls_that_wait_for_room_have_it_after_others_that_are_wanted_no_more(embedded, topic, group, is_async):
+def test_calls_that_wait_for_room_have_it_after_others_that_are_wanted_no_more(orders, is_async):
     """Queues whose messages wait for room are reset meanwhile; those of the one that was not are consumed."""
-    embedded.create_topic(topic, queues=12)
+    orders.make(queues=12)
     packed = zlib.compress(bytes(MIB))
     for queue_id in range(12):
-        send(embedded, topic, *[packed] * 5, sys_flag=ZLIB, queue_id=queue_id)
+        send(orders.cluster, TOPIC, *[packed] * 5, sys_flag=ZLIB, queue_id=queue_id)
     goes_on, seen = threading.Event(), []
 
     def listener(message):
@@ -238,11 +232,11 @@ def test_calls_that_wait_for_room_have_it_after_others_that_are_wanted_no_more(e
         seen.append((message.queue.queue_id, len(message.body)))
 
     options = {"max_cached_bytes": MIB // 8, "consume_threads": 3}
-    with consuming(embedded, topic, group, awaited if is_async else listener, **options) as (consumer, _):
-        mine = [queue for queue in consumer.progress() if queue.topic == topic]
+    with orders.consuming(awaited if is_async else listener, **options) as (consumer, _):
+        mine = [queue for queue in consumer.progress() if queue.topic == TOPIC]
         until(lambda: sum(each.unfinished for each in consumer.progress().values()) == 60, "waiting")
-        with Admin(name_server=embedded.name_server) as admin:
-            admin.plan_reset(group, topic, "last", [queue for queue in mine if queue.queue_id != 11]).execute()
+        with Admin(name_server=orders.cluster.name_server) as admin:
+            admin.plan_reset(GROUP, TOPIC, "last", [queue for queue in mine if queue.queue_id != 11]).execute()
         goes_on.set()
         until(lambda: len([each for each in seen if each[0] == 11]) == 5, "consumed")
 
@@ -290,28 +284,27 @@ def one_failed_message(cluster, topic, group, batch, sys_flag, orderly=False):
 
 @pytest.mark.parametrize("kind", [0, ZSTD], ids=["plain", "zstd"])
 @pytest.mark.parametrize("orderly", [False, True])
-def test_a_batch_that_no_broker_could_count_is_one_message(embedded, topic, group, kind, orderly):
+def test_a_batch_that_no_broker_could_count_is_one_message(orders, kind, orderly):
     batch = ITEM * 40_000
-    one_failed_message(embedded, topic, group, PACKED[kind](batch * 5) if kind else batch, kind, orderly)
+    one_failed_message(orders.cluster, TOPIC, GROUP, PACKED[kind](batch * 5) if kind else batch, kind, orderly)
 
 
 @pytest.mark.slow("tracemalloc counts 33 000 messages")
-def test_a_batch_that_no_broker_could_count_fills_no_memory(embedded, topic, group):
+def test_a_batch_that_no_broker_could_count_fills_no_memory(orders):
     """3.4 KB that hold 610 000 messages."""
     with traced() as peak:
-        one_failed_message(embedded, topic, group, PACKED[ZSTD](ITEM * 610_000), ZSTD)
+        one_failed_message(orders.cluster, TOPIC, GROUP, PACKED[ZSTD](ITEM * 610_000), ZSTD)
     assert peak[0] < 120 * MIB
 
 
 @pytest.mark.live
 @pytest.mark.slow("twenty thousand messages, as many as a broker takes at once")
 @pytest.mark.parametrize("bits", [0, ZLIB], ids=["plain", "zlib"])
-def test_a_large_batch_leaves_the_io_thread_alone(embedded, broker, topic, group, bits):
+def test_a_large_batch_leaves_the_io_thread_alone(orders, broker, bits):
     """As large as a broker takes it, and legitimate."""
-    embedded.create_topic(topic, queues=1)
     bodies = [b"%d" % number for number in range(20_000)]
     whole = batch(*bodies)
-    send(embedded, topic, zlib.compress(whole) if bits else whole, sys_flag=BATCH | bits)
+    send(orders.cluster, TOPIC, zlib.compress(whole) if bits else whole, sys_flag=BATCH | bits)
     count = len(bodies)
 
     def stretched(answer):
@@ -322,8 +315,8 @@ def test_a_large_batch_leaves_the_io_thread_alone(embedded, broker, topic, group
 
     broker.on(RequestCode.PULL_MESSAGE, rewrite(lambda answer: stretched(answer) if answer.body else answer))
     seen = set()
-    consumer = PushConsumer(group, name_server=embedded.name_server, **QUICK)
-    consumer.subscribe(topic, lambda message: seen.add(message.body))
+    consumer = orders.consumer(**QUICK)
+    consumer.subscribe(TOPIC, lambda message: seen.add(message.body))
     consumer.start()
     gc.collect()
     gc.freeze()  # what other tests have left would be looked through, by whichever thread makes objects
@@ -338,11 +331,10 @@ def test_a_large_batch_leaves_the_io_thread_alone(embedded, broker, topic, group
     assert pauses.longest_s < 0.1
 
 
-def test_a_batch_that_is_damaged_is_one_failed_message(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
-    send(embedded, topic, ITEM + b"\xff" * 40, sys_flag=BATCH)
-    send(embedded, topic, ITEM * 20_000 + b"\xff" * 40, sys_flag=BATCH)
-    send(embedded, topic, b"next")
+def test_a_batch_that_is_damaged_is_one_failed_message(orders):
+    send(orders.cluster, TOPIC, ITEM + b"\xff" * 40, sys_flag=BATCH)
+    send(orders.cluster, TOPIC, ITEM * 20_000 + b"\xff" * 40, sys_flag=BATCH)
+    send(orders.cluster, TOPIC, b"next")
     bodies, errors = [], []
 
     def listener(message):
@@ -351,24 +343,23 @@ def test_a_batch_that_is_damaged_is_one_failed_message(embedded, topic, group):
         except ProtocolError as error:
             errors.append(str(error))
 
-    with consuming(embedded, topic, group, listener):
-        until(lambda: embedded.committed(group, topic) == {0: 3}, "consumed")
+    with orders.consuming(listener):
+        orders.wait_committed(3)
     assert bodies == [b"next"]
     assert len(errors) == 2
     assert all("batch item" in error for error in errors)
 
 
-def test_an_answer_with_more_records_than_anybody_asks_for_is_refused_and_tried_again(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    send(embedded, topic, b"fine")
+def test_an_answer_with_more_records_than_anybody_asks_for_is_refused_and_tried_again(orders, broker):
+    send(orders.cluster, TOPIC, b"fine")
 
     def flood(answer):
-        record = encode_message(StoredMessage(topic, b""))
+        record = encode_message(StoredMessage(TOPIC, b""))
         return dataclasses.replace(answer, body=record * 60_000)
 
     broker.on(RequestCode.PULL_MESSAGE, rewrite(lambda answer: flood(answer) if answer.body else answer), times=2)
-    seen, events = Seen(), Events()
-    with consuming(embedded, topic, group, seen, on_event=events):
+    seen = Seen()
+    with orders.consuming(seen):
         seen.wait_for(1)
     assert seen.bodies == [b"fine"]
-    assert "more than 1024 records" in "".join(event.text for event in events.all)
+    assert "more than 1024 records" in "".join(event.text for event in orders.events.all)

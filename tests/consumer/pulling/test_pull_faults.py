@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from pyrocket_consumer import ConsumerState, MessageQueue, PushConsumer
+from pyrocket_consumer import ConsumerState, MessageQueue
 from pyrocket_consumer.testing import (
     answer,
     close_connection,
@@ -24,6 +24,7 @@ from pyrocket_consumer.testing import (
 )
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
+from tests.consumer.orders import GROUP, QUEUE, TOPIC
 from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
 
 
@@ -117,21 +118,20 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_nothing_is_lost_or_repeated(embedded, broker, topic, group, what):
-    embedded.create_topic(topic, queues=1)
+def test_nothing_is_lost_or_repeated(orders, broker, what):
 
     def is_ours(command: RemotingCommand) -> bool:
-        return command.fields["topic"] == topic
+        return command.fields["topic"] == TOPIC
 
     broker.on(RequestCode.PULL_MESSAGE, FAULTS[what], times=2, when=is_ours)
-    embedded.send(topic, lambda number: b"m%d" % number, count=50)
+    orders.fill(50)
     options = {"pull_batch_size": 8, "pull_retry_delay_s": 0.05, "pull_hold_s": 0.2, "commit_interval_s": 0.05}
-    with consuming(embedded, topic, group, **options) as (consumer, seen):
+    with orders.consuming(**options) as (consumer, seen):
         seen.wait_for(50)
         broker.on(RequestCode.PULL_MESSAGE, FAULTS[what], times=2, when=is_ours)
-        embedded.send(topic, lambda number: b"m%d" % (number + 50), count=50)
+        orders.send(lambda number: b"m%d" % (number + 50), count=50)
         seen.wait_for(100)
-        until(lambda: embedded.committed(group, topic) == {0: 100}, "everything is committed")
+        orders.wait_committed(100)
         assert consumer.state is ConsumerState.RUNNING
     assert Counter(seen.bodies) == Counter(numbered(100))
 
@@ -146,39 +146,37 @@ def test_nothing_is_lost_or_repeated(embedded, broker, topic, group, what):
         "the first message far behind the others",
     ],
 )
-def test_an_answer_that_cannot_be_right_is_told_once_and_nothing_of_it_is_taken(embedded, broker, topic, group, what):
-    embedded.create_topic(topic, queues=1)
-    embedded.send(topic, lambda number: b"m%d" % number, count=20)
-    events, seen, others = Events(), Seen(), f"{topic}-neighbour"
-    embedded.create_topic(others, queues=1)
+def test_an_answer_that_cannot_be_right_is_told_once_and_nothing_of_it_is_taken(orders, broker, what):
+    orders.fill(20)
+    events, seen, others = Events(), Seen(), f"{TOPIC}-neighbour"
+    orders.make(1, others)
 
     def is_ours(command: RemotingCommand) -> bool:
-        return command.fields["topic"] == topic
+        return command.fields["topic"] == TOPIC
 
     broker.on(RequestCode.PULL_MESSAGE, IMPOSSIBLE[what], times=None, when=is_ours)
-    consumer = PushConsumer(group, name_server=embedded.name_server, consume_from="first", on_event=events)
-    consumer.subscribe(topic, seen)
+    consumer = orders.consumer(consume_from="first")
+    consumer.subscribe(TOPIC, seen)
     consumer.subscribe(others, seen)
     with consumer:
         event = events.wait_for("answer-refused")
-        assert event.queue == MessageQueue(topic, "broker-a", 0)
+        assert event.queue == QUEUE
         broker.wait_for(RequestCode.PULL_MESSAGE, 2, when=is_ours)
-        embedded.send(others, b"neighbour")
+        orders.cluster.send(others, b"neighbour")
         seen.wait_for(1)
         assert consumer.state is ConsumerState.RUNNING
         assert consumer.progress()[event.queue].committed in (0, None)
         assert seen.bodies == [b"neighbour"]
         broker.clear_faults()
         seen.wait_for(21)
-    assert embedded.committed(group, topic) == {0: 20}
+    assert orders.committed == {0: 20}
     assert Counter(seen.bodies) == Counter([*numbered(20), b"neighbour"])
 
 
-def test_a_broker_that_holds_no_pull_is_asked_less_and_less(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
+def test_a_broker_that_holds_no_pull_is_asked_less_and_less(orders, broker):
 
     def is_ours(command: RemotingCommand) -> bool:
-        return command.fields["topic"] == topic
+        return command.fields["topic"] == TOPIC
 
     def nothing(exchange) -> None:
         here = exchange.request.fields["queueOffset"]
@@ -187,21 +185,20 @@ def test_a_broker_that_holds_no_pull_is_asked_less_and_less(embedded, broker, to
 
     broker.on(RequestCode.PULL_MESSAGE, nothing, times=None, when=is_ours)
     seen = Seen()
-    consumer = PushConsumer(group, name_server=embedded.name_server, consume_from="first")
-    consumer.subscribe(topic, seen)
+    consumer = orders.consumer(consume_from="first")
+    consumer.subscribe(TOPIC, seen)
     with consumer:
         broker.wait_for(RequestCode.PULL_MESSAGE, when=is_ours)
         began = time.monotonic()
         broker.wait_for(RequestCode.PULL_MESSAGE, 14, when=is_ours)
         assert time.monotonic() - began > 2
-        embedded.send(topic, b"m0")
+        orders.send(b"m0")
         broker.clear_faults()
         seen.wait_for(1)
 
 
-def test_an_answer_cut_at_every_byte(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    embedded.send(topic, b"m0")
+def test_an_answer_cut_at_every_byte(orders, broker):
+    orders.send(b"m0")
     lengths: list[int] = []
 
     def measure(answer: RemotingCommand) -> RemotingCommand:
@@ -209,58 +206,57 @@ def test_an_answer_cut_at_every_byte(embedded, broker, topic, group):
         return answer
 
     def is_ours(command: RemotingCommand) -> bool:
-        return command.fields["topic"] == topic
+        return command.fields["topic"] == TOPIC
 
     broker.on(RequestCode.PULL_MESSAGE, rewrite(measure), when=is_ours)
     options = {"pull_retry_delay_s": 0.001, "commit_interval_s": 0.1}
-    with consuming(embedded, topic, group, **options) as (consumer, seen):
+    with orders.consuming(**options) as (consumer, seen):
         seen.wait_for(1)
         (whole,) = lengths
         for cut in range(whole):
             broker.on(RequestCode.PULL_MESSAGE, cut_after(cut), when=is_ours)
         broker.close_connections()  # the pull that is held came before the faults
-        embedded.send(topic, b"m1")
+        orders.send(b"m1")
         seen.wait_for(2, 4 * WAIT_S)
         assert len(broker.requests(RequestCode.PULL_MESSAGE)) > whole
-        until(lambda: embedded.committed(group, topic) == {0: 2}, "committed")
+        orders.wait_committed(2)
         assert consumer.state is ConsumerState.RUNNING
     assert Counter(seen.bodies) == Counter(numbered(2))
 
 
-def test_pulls_whose_answers_never_come_are_asked_again_and_what_comes_too_late_is_ignored(embedded, broker, group):
+def test_pulls_whose_answers_never_come_are_asked_again_and_what_comes_too_late_is_ignored(orders, broker):
     """A pull is waited for as long as a broker may hold it, and as any call besides: at the least 5 s."""
-    ways = {f"{group}-{number}": fault for number, fault in enumerate((drop, drop_answer, delay(7)))}
+    ways = {f"{GROUP}-{number}": fault for number, fault in enumerate((drop, drop_answer, delay(7)))}
     for each, fault in ways.items():
-        embedded.create_topic(each, queues=1)
+        orders.make(1, each)
         broker.on(RequestCode.PULL_MESSAGE, fault, when=lambda command, each=each: command.fields["topic"] == each)
-    events = Events()
-    options = {"on_event": events, "pull_hold_s": 0.1, "call_timeout_s": 1.0}
-    with consuming(embedded, f"{group}-0", group, **options) as (consumer, seen):
+    options = {"pull_hold_s": 0.1, "call_timeout_s": 1.0}
+    with consuming(orders.cluster, f"{GROUP}-0", GROUP, **options) as (consumer, seen):
         for each in list(ways)[1:]:
             consumer.subscribe(each, seen)
         for number, each in enumerate(ways):
             broker.wait_for(RequestCode.PULL_MESSAGE, when=lambda command, each=each: command.fields["topic"] == each)
-            embedded.send(each, b"m%d" % number)
+            orders.cluster.send(each, b"m%d" % number)
         seen.wait_for(3)
         told = "PULL_MESSAGE was not answered"
-        until(lambda: any(told in event.text for event in events.of("broker-unreachable")), "it is told")
-        embedded.send(f"{group}-2", b"m3")
+        until(lambda: any(told in event.text for event in orders.events.of("broker-unreachable")), "it is told")
+        orders.cluster.send(f"{GROUP}-2", b"m3")
         seen.wait_for(4)
     assert Counter(seen.bodies) == Counter(numbered(4))
 
 
-def test_several_queues_do_not_hold_each_other_up(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=4)
+def test_several_queues_do_not_hold_each_other_up(orders, broker):
+    orders.make(queues=4)
 
     def is_bad(command: RemotingCommand) -> bool:
-        return (command.fields["topic"], command.fields["queueId"]) == (topic, "2")
+        return (command.fields["topic"], command.fields["queueId"]) == (TOPIC, "2")
 
     broker.on(RequestCode.PULL_MESSAGE, answer(1, "disk trouble"), times=None, when=is_bad)
     events, began = Events(), time.monotonic()
-    embedded.send(topic, lambda number: b"m%d" % number, count=40)
-    with consuming(embedded, topic, group, on_event=events) as (consumer, seen):
+    orders.fill(40)
+    with orders.consuming() as (consumer, seen):
         seen.wait_for(30)
-        queue = MessageQueue(topic, "broker-a", 2)
+        queue = MessageQueue(TOPIC, "broker-a", 2)
         until(lambda: "disk trouble" in consumer.progress()[queue].last_error, "the progress tells it")
         assert "disk trouble" in events.wait_for("broker-unreachable").text
         broker.clear_faults()

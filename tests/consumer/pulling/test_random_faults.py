@@ -22,7 +22,8 @@ from pyrocket_consumer.testing import (
     rewrite,
 )
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consuming import WAIT_S, Seen, consuming, until
+from tests.consumer.orders import TOPIC
+from tests.consuming import WAIT_S, Seen, until
 
 RUNS = 30
 
@@ -52,13 +53,13 @@ def fault(rng: random.Random) -> Fault:
 
 
 @pytest.mark.parametrize("seed", range(RUNS))
-def test_every_message_is_seen_once(embedded, broker, topic, group, seed):
+def test_every_message_is_seen_once(orders, broker, seed):
     rng = random.Random(seed)
     queues, count = rng.randint(1, 3), 60 * rng.randint(1, 6)
-    embedded.create_topic(topic, queues=queues)
-    embedded.send(topic, b"x", count=count // 2)
+    orders.make(queues=queues)
+    orders.send(b"x", count=count // 2)
     for _ in range(rng.randint(5, 60)):
-        broker.on(RequestCode.PULL_MESSAGE, fault(rng), when=lambda command: command.fields["topic"] == topic)
+        broker.on(RequestCode.PULL_MESSAGE, fault(rng), when=lambda command: command.fields["topic"] == TOPIC)
     options = {
         "pull_batch_size": rng.choice((1, 3, 8, 32)),
         "max_cached_messages": rng.choice((1, 10, 50, 1000)),
@@ -77,12 +78,12 @@ def test_every_message_is_seen_once(embedded, broker, topic, group, seed):
         for message in unit if isinstance(unit, list) else [unit]:
             seen(message)
 
-    with consuming(embedded, topic, group, handle, **options) as (consumer, _):
-        embedded.send(topic, b"y", count=count - count // 2)
+    with orders.consuming(handle, **options) as (consumer, _):
+        orders.send(b"y", count=count - count // 2)
         try:
             seen.wait(lambda seen: len(seen.messages) >= count, 2 * WAIT_S)
             ends = dict.fromkeys(range(queues), count // queues)
-            until(lambda: embedded.committed(group, topic) == ends, f"the lower edge is the end, seed {seed}")
+            until(lambda: orders.committed == ends, f"the lower edge is the end, seed {seed}")
         except AssertionError as error:
             raise AssertionError(f"seed {seed} with {queues=} {count=} {options}: {error}") from error
         assert consumer.state is ConsumerState.RUNNING
