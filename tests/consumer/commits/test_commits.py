@@ -1,4 +1,4 @@
-"""H31, H32, H33, H38, H40, H44, H45: what a commit may overwrite, what becomes of it, and when it is made."""
+"""What a commit may overwrite, what becomes of it, and when it is made: H09, H31-H33, H38, H40, H44, H45."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import Message, MessageQueue
-from pyrocket_consumer.testing import EmbeddedCluster, Gate, drop
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop
 from pyrocket_consumer.wire.codes import PullFlag, RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consuming import WAIT_S, Seen, numbered, until
@@ -37,6 +37,64 @@ CLUSTER = {"flush_offsets_s": 3600.0}
 
 NEVER_S = 3600.0
 COMMIT, PULL = RequestCode.UPDATE_CONSUMER_OFFSET, RequestCode.PULL_MESSAGE
+
+
+# --- H09
+
+
+class StoresWhatNoNewMessageSays(NaiveMember):
+    """Stores the next offset of "no new message" although messages are with the listener."""
+
+    def on_nothing_found(self, window: Window, next_offset: int) -> None:
+        super().on_nothing_found(window, next_offset)
+        self.offsets[window.queue] = next_offset
+
+
+@pytest.mark.hazard("H09")
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [(19, {}), (20, {}), (19, {"orderly": True}), (19, {"orderly": True, "auto_commit": False})],
+    ids=["no-new", "no-matched", "orderly", "no-auto-commit"],
+)
+@pytest.mark.parametrize(
+    "member", [ours, NaiveMember, faulty(StoresWhatNoNewMessageSays, "was committed while the listener has all")]
+)
+def test_nothing_is_committed_past_messages_at_the_listener(embedded, broker, code, options, member):
+    """The commit offset is the lower edge of what is unfinished; "no new message" moves it in an empty window only.
+    The same holds for orderly consumers, and what their listener has not committed counts as unfinished.
+
+    Faulty: Go stored the next offset of such an answer at once; C++ had to fix that again for orderly consumers.
+    """
+    embedded.create_topic("T", queues=1)
+    fill(embedded, "T", 10)
+    at_end = of("T", queueOffset=10)
+    nothing = answer(code, None, {"nextBeginOffset": "10", "minOffset": "0", "maxOffset": "10"})
+    broker.on(PULL, nothing, times=2, when=at_end)
+    first, others = threading.Event(), threading.Event()
+
+    def listener(message: Message) -> None:
+        (first if message.queue_offset < 3 else others).wait(30)
+
+    def commits_while_blocked() -> list[int]:
+        give_time_to(lambda: any(offset for _, offset in committed_values(broker, "T")), member)
+        return [offset for _, offset in committed_values(broker, "T") if offset > 0]
+
+    with member(embedded, "T", "G", Seen(listener), **options) as consumer:
+        try:
+            consumer.seen.wait_for(1 if options.get("orderly") else 10)
+            broker.wait_for(PULL, 3, when=at_end)
+            assert not (past := commits_while_blocked()), f"{past} was committed while the listener has all messages"
+            others.set()
+            assert not (past := commits_while_blocked()), f"{past} was committed while the listener has 0, 1 and 2"
+            first.set()
+            if options.get("auto_commit", True):
+                until(lambda: consumer.stored() == {queue("T", 0): 10}, "all is committed")
+            else:
+                consumer.seen.wait_for(10)
+                assert not (past := commits_while_blocked()), f"{past} was committed, but not by the listener"
+        finally:
+            first.set()
+            others.set()
 
 
 # --- H31
@@ -70,7 +128,21 @@ class PullsCarryCommits(NaiveMember):
         return self.wire(self.master(window.queue)).call(PULL, fields, timeout_s=hold_s + 30)
 
 
-def what_others_wrote_stands(cluster: Any, names: Any, member: Kind) -> None:
+@pytest.mark.hazard("H31")
+@pytest.mark.parametrize(
+    "member",
+    [
+        ours,
+        NaiveMember,
+        faulty(CommitsWhatHasNotChanged, "an idle consumer has committed over it"),
+        faulty(PullsCarryCommits, "an idle consumer has committed over it"),
+    ],
+)
+def test_an_idle_consumer_commits_nothing_over_an_admin(cluster, names, member):
+    """Only offsets that have changed are committed; all of them once a minute, since brokers may have forgotten some.
+
+    Faulty: Java, Go and C++ commit every held queue every 5 s, Java and Go with every pull, too.
+    """
     topic, group = filled(cluster, names, queues=1, messages=10)
     with member(cluster, topic, group, pull_hold_s=0.1) as consumer:
         consumer.seen.wait_for(10)
@@ -83,50 +155,29 @@ def what_others_wrote_stands(cluster: Any, names: Any, member: Kind) -> None:
         until(lambda: consumer.stored() == {queue(topic, 0): 11}, "with progress the consumer commits again")
 
 
-@pytest.mark.hazard("H31")
-@pytest.mark.parametrize(
-    "member",
-    [
-        ours,
-        faulty(CommitsWhatHasNotChanged, "an idle consumer has committed over it"),
-        faulty(PullsCarryCommits, "an idle consumer has committed over it"),
-    ],
-)
-def test_an_offset_written_by_an_admin_is_not_overwritten_by_an_idle_consumer(cluster, names, member):
-    """Only offsets that have changed are committed; all of them once a minute, since brokers may have forgotten some.
-
-    Faulty: Java, Go and C++ commit every held queue every 5 s, Java and Go with every pull, too.
-    """
-    what_others_wrote_stands(cluster, names, member)
-
-
 # --- H32
 
 
-def a_late_pull_commits_nothing(cluster: Any, names: Any, member: Kind) -> None:
-    """A pull is on its way to the broker while the queue is given up, and its next owner goes on."""
-    topic, group = filled(cluster, names, queues=1, messages=10)
-    broker, late = cluster.broker("broker-a"), Gate()
-    with member(cluster, topic, group, pull_hold_s=0.1) as consumer:
-        consumer.seen.wait_for(10)
-        until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
-        broker.on(PULL, late, times=None, when=of(topic))
-        late.wait_held(1, WAIT_S)
-        AnotherComes(cluster, group, consumer, topic).come()
-        broker.commit(group, topic, {0: 25})
-        late.open()
-        give_time_to(lambda: cluster.committed(group, topic) != {0: 25}, member)
-        assert cluster.committed(group, topic) == {0: 25}, "the old owner's pull has committed over the new owner"
-
-
 @pytest.mark.hazard("H32")
-@pytest.mark.parametrize("member", [ours, faulty(PullsCarryCommits, "has committed over the new owner")])
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(PullsCarryCommits, "has committed over the new owner")])
 def test_a_pull_that_is_late_commits_nothing_over_the_next_owner(embedded, names, member):
     """Pulls carry no commits: after a queue is given up, nothing of its old owner stores anything.
 
     Faulty: Java and Go let pulls carry the commit offset.
     """
-    a_late_pull_commits_nothing(embedded, names, member)
+    # A pull is on its way to the broker while the queue is given up, and its next owner goes on.
+    topic, group = filled(embedded, names, queues=1, messages=10)
+    broker, late = embedded.broker("broker-a"), Gate()
+    with member(embedded, topic, group, pull_hold_s=0.1) as consumer:
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
+        broker.on(PULL, late, times=None, when=of(topic))
+        late.wait_held(1, WAIT_S)
+        AnotherComes(embedded, group, consumer, topic).come()
+        broker.commit(group, topic, {0: 25})
+        late.open()
+        give_time_to(lambda: embedded.committed(group, topic) != {0: 25}, member)
+        assert embedded.committed(group, topic) == {0: 25}, "the old owner's pull has committed over the new owner"
 
 
 class CommitsOneWay(NaiveMember):
@@ -137,18 +188,24 @@ class CommitsOneWay(NaiveMember):
         self.wire(self.master(mq)).oneway(COMMIT, fields)
 
 
-def commits_do_not_overtake_each_other(cluster: Any, names: Any, member: Kind) -> None:
-    """The broker is slow with one commit, as its thread pools can be."""
+@pytest.mark.hazard("H32")
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "the broker has the last one")])
+def test_a_slow_commit_is_not_overtaken_by_the_next(embedded, names, member):
+    """Commits of a queue go out one at a time, each after the answer to the one before: the broker never steps back.
+
+    Faulty: all the others send commits one-way.
+    """
+    # The broker is slow with one commit, as its thread pools can be.
     topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    broker, slow = cluster.broker("broker-a"), Gate()
-    with member(cluster, topic, group, call_timeout_s=WAIT_S) as consumer:
-        fill(cluster, topic, 1)
+    embedded.create_topic(topic, queues=1)
+    broker, slow = embedded.broker("broker-a"), Gate()
+    with member(embedded, topic, group, call_timeout_s=WAIT_S) as consumer:
+        fill(embedded, topic, 1)
         until(lambda: consumer.stored() == {queue(topic, 0): 1}, "committed")
         broker.on(COMMIT, slow, when=of(topic))
-        fill(cluster, topic, 9, start=1)
+        fill(embedded, topic, 9, start=1)
         slow.wait_held(1, WAIT_S)
-        fill(cluster, topic, 10, start=10)
+        fill(embedded, topic, 10, start=10)
         consumer.seen.wait_for(20)
         give_time_to(lambda: (0, 20) in committed_values(broker, topic), member)
         slow.open()
@@ -156,16 +213,6 @@ def commits_do_not_overtake_each_other(cluster: Any, names: Any, member: Kind) -
         until(lambda: consumer.stored() == {queue(topic, 0): 20}, "the broker has the last one", patience_s(member))
         values = [offset for _, offset in committed_values(broker, topic)]
         assert values == sorted(values)
-
-
-@pytest.mark.hazard("H32")
-@pytest.mark.parametrize("member", [ours, faulty(CommitsOneWay, "the broker has the last one")])
-def test_a_slow_commit_is_not_overtaken_by_the_next(embedded, names, member):
-    """Commits of a queue go out one at a time, each after the answer to the one before: the broker never steps back.
-
-    Faulty: all the others send commits one-way.
-    """
-    commits_do_not_overtake_each_other(embedded, names, member)
 
 
 class NeverCommitsZero(NaiveMember):
@@ -176,7 +223,13 @@ class NeverCommitsZero(NaiveMember):
             super().commit(queue, offset)
 
 
-def a_reset_to_0_is_stored(cluster: Any, names: Any, member: Kind) -> None:
+@pytest.mark.hazard("H32")
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(NeverCommitsZero, "0 is stored")])
+def test_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
+    """After a reset to 0 the broker has 0: who goes on from there after a crash begins at the first message.
+
+    Faulty: Java's and Go's pulls commit only what is above 0, and an older value stays.
+    """
     topic, group = filled(cluster, names, queues=1, messages=10)
     stop, release = threading.Event(), threading.Event()
 
@@ -195,45 +248,37 @@ def a_reset_to_0_is_stored(cluster: Any, names: Any, member: Kind) -> None:
             release.set()
 
 
-@pytest.mark.hazard("H32")
-@pytest.mark.parametrize("member", [ours, faulty(NeverCommitsZero, "0 is stored")])
-def test_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
-    """After a reset to 0 the broker has 0: who goes on from there after a crash begins at the first message.
-
-    Faulty: Java's and Go's pulls commit only what is above 0, and an older value stays.
-    """
-    a_reset_to_0_is_stored(cluster, names, member)
-
-
 # --- H33
 
 
-def lost_commits_are_made_again(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = filled(cluster, names, queues=2, messages=10)
-    broker, turns = cluster.broker("broker-a"), itertools.cycle([True, False])
-    broker.on(COMMIT, drop, times=None, when=lambda command: of(topic)(command) and next(turns))
-    with member(cluster, topic, group, call_timeout_s=0.2) as consumer:
-        consumer.seen.wait_for(10)
-        all_stored = {queue(topic, 0): 5, queue(topic, 1): 5}
-        until(lambda: consumer.stored() == all_stored, "what was lost is committed again", patience_s(member))
-
-
 @pytest.mark.hazard("H33")
-@pytest.mark.parametrize("member", [ours, faulty(CommitsOneWay, "what was lost is committed again")])
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "what was lost is committed again")])
 def test_a_commit_that_is_lost_is_made_again(embedded, names, member):
     """An offset counts as stored when the broker has acknowledged it; until then it is committed again.
 
     Faulty: a dirty flag that is cleared when a one-way commit is sent.
     """
-    lost_commits_are_made_again(embedded, names, member)
+    topic, group = filled(embedded, names, queues=2, messages=10)
+    broker, turns = embedded.broker("broker-a"), itertools.cycle([True, False])
+    broker.on(COMMIT, drop, times=None, when=lambda command: of(topic)(command) and next(turns))
+    with member(embedded, topic, group, call_timeout_s=0.2) as consumer:
+        consumer.seen.wait_for(10)
+        all_stored = {queue(topic, 0): 5, queue(topic, 1): 5}
+        until(lambda: consumer.stored() == all_stored, "what was lost is committed again", patience_s(member))
 
 
 class BelievesBrokersRemember(NaiveMember):
     """Never commits again what was acknowledged once."""
 
 
-def forgotten_commits_are_made_again(cluster: Any, names: Any, member: Kind) -> None:
-    """The broker crashes before it has written the offsets to its disk."""
+@pytest.mark.hazard("H33")
+@pytest.mark.parametrize("member", [ours, faulty(BelievesBrokersRemember, "what the broker forgot is committed again")])
+def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, member):
+    """After a broker was away all offsets are committed there again, although nothing new was consumed.
+
+    Faulty: a member that commits only what has changed.
+    """
+    # The broker crashes before it has written the offsets to its disk.
     topic, group = filled(cluster, names, queues=1, messages=10)
     broker = cluster.broker("broker-a")
     lose_commits = {"lose_commits": True} if isinstance(cluster, EmbeddedCluster) else {}
@@ -251,20 +296,16 @@ def forgotten_commits_are_made_again(cluster: Any, names: Any, member: Kind) -> 
 
 
 @pytest.mark.hazard("H33")
-@pytest.mark.parametrize("member", [ours, faulty(BelievesBrokersRemember, "what the broker forgot is committed again")])
-def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, member):
-    """After a broker was away all offsets are committed there again, although nothing new was consumed.
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "first commits of a group at once")])
+def test_the_first_commit_of_a_group_goes_alone(embedded, names, member):
+    """A group's first commit of a topic is acknowledged before others follow, for a broker that gets two keeps one.
 
-    Faulty: a member that commits only what has changed.
+    Faulty: one-way commits of all queues at once.
     """
-    forgotten_commits_are_made_again(cluster, names, member)
-
-
-def the_first_commit_goes_alone(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = filled(cluster, names, queues=4, messages=16)
-    broker, first = cluster.broker("broker-a"), Gate()
+    topic, group = filled(embedded, names, queues=4, messages=16)
+    broker, first = embedded.broker("broker-a"), Gate()
     broker.on(COMMIT, first, times=None, when=of(topic))
-    with member(cluster, topic, group, call_timeout_s=WAIT_S) as consumer:
+    with member(embedded, topic, group, call_timeout_s=WAIT_S) as consumer:
         try:
             first.wait_held(1, WAIT_S)
             give_time_to(lambda: len(first.wait_held(1)) > 1, member)
@@ -276,52 +317,31 @@ def the_first_commit_goes_alone(cluster: Any, names: Any, member: Kind) -> None:
         until(lambda: set(consumer.stored().values()) == {4}, "all is committed")
 
 
-@pytest.mark.hazard("H33")
-@pytest.mark.parametrize("member", [ours, faulty(CommitsOneWay, "first commits of a group at once")])
-def test_the_first_commit_of_a_group_goes_alone(embedded, names, member):
-    """A group's first commit of a topic is acknowledged before others follow, for a broker that gets two keeps one.
-
-    Faulty: one-way commits of all queues at once.
-    """
-    the_first_commit_goes_alone(embedded, names, member)
-
-
 # --- H38
-
-
-def unsubscribing_stores(cluster: Any, names: Any, member: Kind, **options: Any) -> None:
-    topic, group = filled(cluster, names, queues=1, messages=20)
-    other = f"{topic}-other"
-    cluster.create_topic(other, queues=1)
-    with member(cluster, topic, group, commit_interval_s=NEVER_S, **options) as consumer:
-        consumer.subscribe(other, lambda message: None)
-        consumer.seen.wait_for(20)
-        until(lambda: consumer.held().get(queue(topic, 0)) == 20, "consumed")
-        consumer.unsubscribe(topic)
-        until(lambda: queue(topic, 0) not in consumer.held(), "given up")
-        if "message_model" in options:
-            stored = consumer.stored().get(queue(topic, 0))
-        else:
-            stored = cluster.committed(group, topic).get(0)
-        assert stored == 20, "progress was forgotten"
-        locked = {each.topic for each in cluster.broker("broker-a").locks(group)}
-        assert topic not in locked, "the queue is still locked"
 
 
 @pytest.mark.hazard("H38")
 @pytest.mark.parametrize("kind", ["clustering", "orderly", "broadcasting"])
-@pytest.mark.parametrize("member", [ours, faulty(DropsWithoutStoring, "progress was forgotten")])
-def test_unsubscribing_stores_what_was_consumed_and_unlocks(embedded, names, kind, tmp_path, member):
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(DropsWithoutStoring, "progress was forgotten")])
+def test_unsubscribing_stores_what_was_consumed_and_unlocks(embedded, names, tmp_path, kind, member):
     """A topic that is unsubscribed has its offsets stored first, and its queues unlocked after that.
 
     Faulty: Java drops such queues without persisting and unlocking.
     """
-    options: dict[str, Any] = {
-        "clustering": {},
-        "orderly": {"orderly": True},
-        "broadcasting": broadcasting(tmp_path),
-    }[kind]
-    unsubscribing_stores(embedded, names, member, **options)
+    options = {"clustering": {}, "orderly": {"orderly": True}, "broadcasting": broadcasting(tmp_path)}[kind]
+    topic, group = filled(embedded, names, queues=1, messages=20)
+    embedded.create_topic("other", queues=1)
+    with member(embedded, topic, group, commit_interval_s=NEVER_S, **options) as consumer:
+        consumer.subscribe("other", lambda message: None)
+        consumer.seen.wait_for(20)
+        until(lambda: consumer.held().get(queue(topic, 0)) == 20, "consumed")
+        consumer.unsubscribe(topic)
+        until(lambda: queue(topic, 0) not in consumer.held(), "given up")
+        in_file = kind == "broadcasting"
+        stored = consumer.stored().get(queue(topic, 0)) if in_file else embedded.committed(group, topic).get(0)
+        assert stored == 20, "progress was forgotten"
+        locked = {each.topic for each in embedded.broker("broker-a").locks(group)}
+        assert topic not in locked, "the queue is still locked"
 
 
 # --- H40
@@ -340,18 +360,24 @@ class OneTimerForAll(NaiveMember):
         super().persist_all()
 
 
-def commits_go_on_without_a_name_server(cluster: Any, names: Any, member: Kind) -> None:
+@pytest.mark.hazard("H40")
+@pytest.mark.parametrize("member", [ours, faulty(OneTimerForAll, "commits go on while a name server is silent")])
+def test_commits_go_on_while_the_name_server_is_silent(embedded, names, member):
+    """Commits, routes, heartbeats and locks wait for nothing but their own answers.
+
+    Faulty: Java's five periodic jobs share a thread, which a silent name server stops.
+    """
     topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    name_server, silent = cluster.name_server_node, Gate()
+    embedded.create_topic(topic, queues=1)
+    name_server, silent = embedded.name_server_node, Gate()
     options = {"route_refresh_interval_s": 0.05, "call_timeout_s": WAIT_S}
-    with member(cluster, topic, group, **options) as consumer:
-        fill(cluster, topic, 5)
+    with member(embedded, topic, group, **options) as consumer:
+        fill(embedded, topic, 5)
         until(lambda: consumer.stored() == {queue(topic, 0): 5}, "committed")
         name_server.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, silent, times=None)
         try:
             silent.wait_held(1, WAIT_S)
-            fill(cluster, topic, 5, start=5)
+            fill(embedded, topic, 5, start=5)
             consumer.seen.wait_for(10)
             until(
                 lambda: consumer.stored() == {queue(topic, 0): 10},
@@ -363,50 +389,35 @@ def commits_go_on_without_a_name_server(cluster: Any, names: Any, member: Kind) 
             name_server.clear_faults()
 
 
-@pytest.mark.hazard("H40")
-@pytest.mark.parametrize("member", [ours, faulty(OneTimerForAll, "commits go on while a name server is silent")])
-def test_commits_go_on_while_the_name_server_is_silent(embedded, names, member):
-    """Commits, routes, heartbeats and locks wait for nothing but their own answers.
-
-    Faulty: Java's five periodic jobs share a thread, which a silent name server stops.
-    """
-    commits_go_on_without_a_name_server(embedded, names, member)
-
-
 class CommitsInTurn(NaiveMember):
     """Commits all queues one after the other."""
 
 
-def commits_go_on_beside_a_silent_broker(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    silent = Gate()
-    with member(cluster, topic, group, call_timeout_s=WAIT_S) as consumer:
-        fill(cluster, topic, 2)
-        until(lambda: set(consumer.stored().values()) == {1}, "committed at both")
-        cluster.broker("broker-a").on(COMMIT, silent, times=None, when=of(topic))
-        try:
-            cluster.send(topic, b"-", broker_name="broker-a")
-            silent.wait_held(1, WAIT_S)
-            cluster.send(topic, b"--", broker_name="broker-b")
-            until(
-                lambda: consumer.stored()[queue(topic, 0, "broker-b")] == 2,
-                "commits go on at one broker while another is silent",
-                patience_s(member),
-            )
-        finally:
-            silent.open()
-
-
 @pytest.mark.hazard("H40")
 @pytest.mark.parametrize("member", [ours, faulty(CommitsInTurn, "commits go on at one broker while another is silent")])
-def test_commits_go_on_while_another_broker_is_silent(names, member):
+def test_commits_go_on_while_another_broker_is_silent(member):
     """A broker that does not answer a commit delays no commit of queues at others.
 
     Faulty: commits that wait for each other in one thread.
     """
+    silent = Gate()
     with EmbeddedCluster(brokers=2, long_poll_tick_s=0.1) as cluster:
-        commits_go_on_beside_a_silent_broker(cluster, names, member)
+        cluster.create_topic("T", queues=1)
+        with member(cluster, "T", "G", call_timeout_s=WAIT_S) as consumer:
+            fill(cluster, "T", 2)
+            until(lambda: set(consumer.stored().values()) == {1}, "committed at both")
+            cluster.broker("broker-a").on(COMMIT, silent, times=None, when=of("T"))
+            try:
+                cluster.send("T", b"-", broker_name="broker-a")
+                silent.wait_held(1, WAIT_S)
+                cluster.send("T", b"--", broker_name="broker-b")
+                until(
+                    lambda: consumer.stored()[queue("T", 0, "broker-b")] == 2,
+                    "commits go on at one broker while another is silent",
+                    patience_s(member),
+                )
+            finally:
+                silent.open()
 
 
 # --- H44
@@ -466,21 +477,17 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
     return [(queue_id, offset) for queue_id, offset in committed_values(broker, topic) if offset]  # 0 is where it began
 
 
-def diagnostics_change_nothing(cluster: Any, names: Any, member: Kind) -> None:
-    alone = commits_of_a_run(cluster, names, member, questions=False)
-    assert alone == [(0, 5), (0, 10)]
-    asked = commits_of_a_run(cluster, names, member, questions=True)
-    assert asked == alone, "diagnostics made other commits"
-
-
 @pytest.mark.hazard("H44")
-@pytest.mark.parametrize("member", [ours, faulty(AnswersReadTheStore, "diagnostics made")])
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(AnswersReadTheStore, "diagnostics made")])
 def test_diagnostics_change_no_offset(embedded, names, member):
     """Questions where a consumer stands are answered from memory and change nothing, also during rebalances.
 
     Faulty: Java reads the store for an answer, and what it reads goes over what memory has.
     """
-    diagnostics_change_nothing(embedded, names, member)
+    alone = commits_of_a_run(embedded, names, member, questions=False)
+    assert alone == [(0, 5), (0, 10)]
+    asked = commits_of_a_run(embedded, names, member, questions=True)
+    assert asked == alone, "diagnostics made other commits"
 
 
 # --- H45
@@ -490,8 +497,15 @@ class BelievesNoOffset(NaiveMember):
     """Takes "no offset" for a queue that nobody has ever consumed, though it has committed one itself."""
 
 
-def a_deleted_group_goes_on(cluster: Any, names: Any, member: Kind) -> None:
-    """The group is deleted at the broker while its second member, which is stuck, has one of the first one's queues."""
+@pytest.mark.hazard("H45")
+@pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # before, brokers say 0 where they have no offset
+@pytest.mark.parametrize("member", [ours, faulty(BelievesNoOffset, "2 messages were passed over")])
+def test_an_offset_deleted_at_the_broker_is_no_new_group(cluster, names, member):
+    """Where the broker has lost the offset of a queue, the consumer goes on from what it last knew, and says so.
+
+    Faulty: all others start such a queue by consume_from, which skips what came meanwhile, or repeats everything.
+    """
+    # The group is deleted at the broker while its second member, which is stuck, has one of the first one's queues.
     topic, group = names.topic(), names.group()
     cluster.create_topic(topic, queues=2)
     release = threading.Event()
@@ -529,33 +543,3 @@ def a_deleted_group_goes_on(cluster: Any, names: Any, member: Kind) -> None:
         assert len(first.seen.bodies) == 15
         told = [each for each in first.events.of("offset-forgotten") if each.queue == lost]
         assert [each.facts["offset"] for each in told] == [5]
-
-
-@pytest.mark.hazard("H45")
-@pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # before, brokers say 0 where they have no offset
-@pytest.mark.parametrize("member", [ours, faulty(BelievesNoOffset, "2 messages were passed over")])
-def test_an_offset_that_was_deleted_at_the_broker_is_not_a_new_group(cluster, names, member):
-    """Where the broker has lost the offset of a queue, the consumer goes on from what it last knew, and says so.
-
-    Faulty: all others start such a queue by consume_from, which skips what came meanwhile, or repeats everything.
-    """
-    a_deleted_group_goes_on(cluster, names, member)
-
-
-@pytest.mark.hazard("H31")
-@pytest.mark.parametrize(
-    "check",
-    [
-        what_others_wrote_stands,
-        a_late_pull_commits_nothing,
-        commits_do_not_overtake_each_other,
-        lost_commits_are_made_again,
-        the_first_commit_goes_alone,
-        a_reset_to_0_is_stored,
-        unsubscribing_stores,
-        diagnostics_change_nothing,
-    ],
-)
-def test_the_naive_member_is_right(embedded, names, check):
-    """What the faulty ones are made of passes: it is the fault that the check finds."""
-    check(embedded, names, NaiveMember)

@@ -73,7 +73,7 @@ def one_member_is_reset_alone(cluster: Any, names: Any, member: Kind, stores: Pa
 
 @pytest.mark.hazard("H03")
 @pytest.mark.parametrize("member", [ours, faulty(NeedsTheBroker, "cannot be reset: .* not exist")])
-def test_a_broadcasting_member_is_reset_by_its_own_call(names: Any, tmp_path: Path, member: Any) -> None:
+def test_a_broadcasting_member_is_reset_by_its_own_call(names, tmp_path, member):
     """`reset_offsets` moves one member, by itself and durably, whatever its broker can do.
 
     Faulty: clients whose only way leads through the broker; brokers before 5.2 refuse broadcasting groups.
@@ -84,8 +84,8 @@ def test_a_broadcasting_member_is_reset_by_its_own_call(names: Any, tmp_path: Pa
 
 @pytest.mark.hazard("H03")
 def test_a_broadcasting_member_is_reset_by_its_own_call_on_every_broker(
-    cluster: Any, names: Any, tmp_path: Path
-) -> None:
+    cluster, names, tmp_path
+):
     one_member_is_reset_alone(cluster, names, ours, tmp_path)
 
 
@@ -107,7 +107,7 @@ def a_group_with_an_uncommitted_queue_is_reset(cluster: Any, names: Any, reset: 
 
 @pytest.mark.hazard("H03")
 @pytest.mark.parametrize("ask", [ask_our_admin, faulty(ask_broker, "the group cannot be reset")])
-def test_a_group_with_a_queue_nobody_committed_is_reset(names: Any, ask: Any) -> None:
+def test_a_group_with_a_queue_nobody_committed_is_reset(names, ask):
     """Our `Admin` moves each queue by itself; one without an offset stops nothing.
 
     Faulty: a reset asked of a broker before 5.2 (222) ends at the first queue without an offset.
@@ -117,7 +117,7 @@ def test_a_group_with_a_queue_nobody_committed_is_reset(names: Any, ask: Any) ->
 
 
 @pytest.mark.hazard("H03")
-def test_a_group_with_a_queue_nobody_committed_is_reset_on_every_broker(cluster: Any, names: Any) -> None:
+def test_a_group_with_a_queue_nobody_committed_is_reset_on_every_broker(cluster, names):
     a_group_with_an_uncommitted_queue_is_reset(cluster, names, ask_our_admin)
 
 
@@ -149,8 +149,8 @@ def a_reset_at_the_broker_reaches_everybody(
     [(ours, {}), faulty(NaiveMember, "of three members replayed", {"patience_s": 2.0})],
 )
 def test_a_reset_made_at_the_broker_reaches_every_member(
-    embedded: Any, names: Any, tmp_path: Path, member: Any, options: Any
-) -> None:
+    embedded, names, tmp_path, member, options
+):
     """A member that is told of a reset by the broker passes it on: it is recorded, and all members follow it.
 
     Faulty: all others; the one that the broker told obeys, and keeps it to itself.
@@ -160,7 +160,7 @@ def test_a_reset_made_at_the_broker_reaches_every_member(
 
 @pytest.mark.hazard("H04")
 @pytest.mark.versions("5.3.3", "5.5.0")
-def test_a_reset_made_at_a_real_broker_reaches_every_member(real_cluster: Any, names: Any, tmp_path: Path) -> None:
+def test_a_reset_made_at_a_real_broker_reaches_every_member(real_cluster, names, tmp_path):
     a_reset_at_the_broker_reaches_everybody(real_cluster, names, ours, tmp_path)
 
 
@@ -174,34 +174,30 @@ class StoresResetsLater(NaiveMember):
             self.pull_at(place, target)
 
 
-def a_reset_is_durable_before_the_next_pull(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
-    """The broker tells a reset once. Killed at the next pull, the member must go on at the target."""
+@pytest.mark.hazard("H04")
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(StoresResetsLater, "the reset is lost")])
+def test_a_reset_the_broker_told_is_durable_before_the_next_pull(
+    embedded, names, tmp_path, member
+):
+    """The target is in the file, synced, before anything is pulled there: a kill does not lose it.
+
+    Faulty: a target that is in memory until the timer's next tick; the broker does not tell it again.
+    """
+    # The broker tells a reset once. Killed at the next pull, the member must go on at the target.
     topic, group = names.topic(), names.group()
     place, held = queue(topic, 0), Held()
-    fill(cluster, topic, 10, queues=1)
-    broker = cluster.broker("broker-a")
-    options = {"message_model": "broadcasting", "offset_store_dir": stores}
-    with member(cluster, topic, group, **options) as consumer:  # so that the file has 10
+    fill(embedded, topic, 10, queues=1)
+    broker = embedded.broker("broker-a")
+    options = {"message_model": "broadcasting", "offset_store_dir": tmp_path}
+    with member(embedded, topic, group, **options) as consumer:  # so that the file has 10
         until(lambda: consumer.stored() == {place: 10}, "consumed")
     broker.on(RequestCode.PULL_MESSAGE, held, times=None, when=of(topic, queueOffset=4))
     fields = {"nextBeginOffset": "4", "minOffset": "0", "maxOffset": "10", "suggestWhichBrokerId": "0"}
     broker.on(RequestCode.PULL_MESSAGE, answer(21, "OFFSET_RESET", fields), when=of(topic, queueOffset=10))
     try:
-        with member(cluster, topic, group, commit_interval_s=60, **options) as consumer:
+        with member(embedded, topic, group, commit_interval_s=60, **options) as consumer:
             held.wait()
             found = consumer.stored()
             assert found == {place: 4}, f"a restart after a kill would find {found}: the reset is lost"
     finally:
         broker.clear_faults()
-
-
-@pytest.mark.hazard("H04")
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(StoresResetsLater, "the reset is lost")])
-def test_a_reset_the_broker_told_is_durable_before_the_next_pull(
-    embedded: Any, names: Any, tmp_path: Path, member: Any
-) -> None:
-    """The target is in the file, synced, before anything is pulled there: a kill does not lose it.
-
-    Faulty: a target that is in memory until the timer's next tick; the broker does not tell it again.
-    """
-    a_reset_is_durable_before_the_next_pull(embedded, names, member, tmp_path)

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer import Message, MessageQueue
+from pyrocket_consumer import Message
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import (
     Held,
-    Kind,
     Queues,
     committed_values,
     faulty,
@@ -26,6 +25,8 @@ from tests.hazards.members import (
 )
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import fill, queue
+
+SINGLE = queue("S", 0)
 
 
 class CountsLateAcks(NaiveMember):
@@ -65,34 +66,44 @@ class WaitsBeforeItResets(NaiveMember):
             self.pull_at(place, target)
 
 
-def reset_by_call(consumer: Any, broker: Any, group: str, place: MessageQueue, target: int) -> None:
-    consumer.reset(place.topic, {place: target})
+def reset_by_call(consumer: Any, broker: Any, target: int) -> None:
+    consumer.reset("S", {SINGLE: target})
 
 
-def reset_by_broker(consumer: Any, broker: Any, group: str, place: MessageQueue, target: int) -> None:
-    tell_members(broker, group, {place: target})
+def reset_by_broker(consumer: Any, broker: Any, target: int) -> None:
+    tell_members(broker, "G", {SINGLE: target})
 
 
-def a_late_ack_changes_nothing(cluster: Any, names: Any, member: Kind, reset: Any, held_commit: bool) -> None:
-    """The listener has 9 while the queue goes back to 2, and returns after that: or while 2 is being stored."""
-    topic, group = names.topic(), names.group()
-    place, begun, release, held = queue(topic, 0), threading.Event(), threading.Event(), Held()
-    fill(cluster, topic, 10, queues=1)
-    broker = cluster.broker("broker-a")
+@pytest.mark.hazard("H02")
+@pytest.mark.parametrize("held_commit", [False, True], ids=["after", "while-it-is-stored"])
+@pytest.mark.parametrize("reset", [reset_by_call, reset_by_broker])
+@pytest.mark.parametrize(
+    "member", [ours, NaiveMember, faulty(CountsLateAcks, "a listener from before the reset has written")]
+)
+def test_a_listener_that_returns_after_a_reset_changes_nothing(embedded, broker, reset, held_commit, member):
+    """A reset ends the queue's window before it stores the target: no acknowledgement from before reaches the store.
+
+    Nothing sleeps, and nobody waits for a slow listener.
+
+    Faulty: a client that stores an acknowledgement whenever it comes.
+    """
+    # The listener has 9 while the queue goes back to 2, and returns after that: or while 2 is being stored.
+    begun, release, held = threading.Event(), threading.Event(), Held()
+    fill(embedded, "S", 10)
 
     def listener(message: Message) -> None:
         if message.queue_offset == 9 and not begun.is_set():
             begun.set()
             release.wait(30)
 
-    with member(cluster, topic, group, Seen(listener)) as consumer:
+    with member(embedded, "S", "G", Seen(listener)) as consumer:
         try:
             consumer.seen.wait_for(10)
-            until(lambda: consumer.stored() == {place: 9}, "all but the last")
+            until(lambda: consumer.stored() == {SINGLE: 9}, "all but the last")
             if held_commit:
-                broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, held, when=of(topic, commitOffset=2))
+                broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, held, when=of("S", commitOffset=2))
             consumer.pause()
-            resetting = threading.Thread(target=reset, args=(consumer, broker, group, place, 2))
+            resetting = threading.Thread(target=reset, args=(consumer, broker, 2))
             resetting.start()
             if held_commit:
                 held.wait()
@@ -100,11 +111,11 @@ def a_late_ack_changes_nothing(cluster: Any, names: Any, member: Kind, reset: An
                 settle()
                 held.exchanges[0].later(0, lambda: held.exchanges[0].handle(held.exchanges[0].answer))
             resetting.join(30)
-            until(lambda: (0, 2) in committed_values(broker, topic), "the target is stored")
+            until(lambda: (0, 2) in committed_values(broker, "S"), "the target is stored")
             release.set()
 
             def commits() -> list[int]:
-                made = [offset for _, offset in committed_values(broker, topic)]
+                made = [offset for _, offset in committed_values(broker, "S")]
                 return made[made.index(2) :]
 
             give_time_to(lambda: set(commits()) != {2}, member)
@@ -112,95 +123,59 @@ def a_late_ack_changes_nothing(cluster: Any, names: Any, member: Kind, reset: An
             assert set(late) == {2}, f"{late} was committed: a listener from before the reset has written"
             consumer.resume()
             consumer.seen.wait(lambda seen: len(seen.bodies) == 18)
-            until(lambda: consumer.stored() == {place: 10}, "consumed again")
+            until(lambda: consumer.stored() == {SINGLE: 10}, "consumed again")
         finally:
             release.set()
     assert Counter(consumer.seen.bodies) == Counter(numbered(10) + numbered(8, 2))
 
 
 @pytest.mark.hazard("H02")
-@pytest.mark.parametrize("held_commit", [False, True], ids=["after", "while-it-is-stored"])
-@pytest.mark.parametrize("reset", [reset_by_call, reset_by_broker])
-@pytest.mark.parametrize("member", [ours, faulty(CountsLateAcks, "a listener from before the reset has written")])
-def test_a_listener_that_returns_after_a_reset_changes_nothing(
-    embedded: Any, names: Any, reset: Any, held_commit: bool, member: Any
-) -> None:
-    """A reset ends the queue's window before it stores the target: no acknowledgement from before reaches the store.
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(ChecksAndThenStores, "by a listener from before it")])
+def test_no_moment_lies_between_looking_and_storing(embedded, broker, member):
+    """Looking whether the window lives and moving the offset is one step, under the window's lock.
 
-    Nothing sleeps, and nobody waits for a slow listener.
-
-    Faulty: a client that stores an acknowledgement whenever it comes.
+    Faulty: Java looks first and stores then.
     """
-    a_late_ack_changes_nothing(embedded, names, member, reset, held_commit)
-
-
-def no_listener_moves_a_reset(cluster: Any, names: Any, member: Kind) -> None:
-    """Resets hit twenty listeners wherever they are; nothing is pulled after that, so that only they could write."""
-    topic, group = names.topic(), names.group()
-    place = queue(topic, 0)
-    fill(cluster, topic, 500, queues=1)
-    with member(cluster, topic, group, Seen(lambda message: time.sleep(0.01)), commit_interval_s=0.01) as consumer:
+    # Resets hit twenty listeners wherever they are; nothing is pulled after that, so that only they could write.
+    fill(embedded, "S", 500)
+    with member(embedded, "S", "G", Seen(lambda message: time.sleep(0.01)), commit_interval_s=0.01) as consumer:
         for target in range(1, 6):
             seen = len(consumer.seen.messages)
             consumer.resume()
             consumer.seen.wait(lambda listener, seen=seen: len(listener.messages) >= seen + 50)
             consumer.pause()
-            consumer.reset(topic, {place: target})
-            give_time_to(lambda target=target: consumer.stored()[place] != target, member)
-            stored = consumer.stored()[place]
+            consumer.reset("S", {SINGLE: target})
+            give_time_to(lambda target=target: consumer.stored()[SINGLE] != target, member)
+            stored = consumer.stored()[SINGLE]
             assert stored == target, f"{stored} was stored after a reset to {target}, by a listener from before it"
 
 
 @pytest.mark.hazard("H02")
-@pytest.mark.parametrize("member", [ours, faulty(ChecksAndThenStores, "by a listener from before it")])
-def test_no_moment_lies_between_looking_and_storing(embedded: Any, names: Any, member: Any) -> None:
-    """Looking whether the window lives and moving the offset is one step, under the window's lock.
-
-    Faulty: Java looks first and stores then.
-    """
-    no_listener_moves_a_reset(embedded, names, member)
-
-
-def two_resets_are_one_replay(cluster: Any, names: Any, member: Kind) -> None:
-    """Two resets to 0, a moment apart: the replay is delivered once, and one pull goes on."""
-    topic, group = names.topic(), names.group()
-    place = queue(topic, 0)
-    fill(cluster, topic, 10, queues=1)
-    broker = cluster.broker("broker-a")
-    with member(cluster, topic, group) as consumer:
-        consumer.seen.wait_for(10)
-        until(lambda: consumer.stored() == {place: 10}, "consumed")
-        consumer.pause()
-        for _ in range(2):
-            tell_members(broker, group, {place: 0})
-            threading.Event().wait(0.1)
-        if member is not WaitsBeforeItResets:  # which begins when both have come
-            consumer.events.wait_for("offset-reset", 2)
-        until(lambda: consumer.stored() == {place: 0}, "reset")
-        until(lambda: broker.held_pulls(topic) == 0, "what was pulled before is answered")
-        settle()
-        consumer.resume()
-        until(lambda: consumer.stored() == {place: 10}, "consumed again")
-        fill(cluster, topic, 5, start=10)
-        consumer.seen.wait_for(15)
-        until(lambda: consumer.stored() == {place: 15}, "consumed")
-        give_time_to(lambda: len(consumer.seen.messages) > 25, member)
-        assert Counter(consumer.seen.bodies) == Counter(numbered(10) + numbered(15)), "two pulls of one queue go on"
-        until(lambda: broker.held_pulls(topic) <= 1, "one pull waits")
-
-
-@pytest.mark.hazard("H02")
-@pytest.mark.parametrize("member", [ours, faulty(WaitsBeforeItResets, "two pulls of one queue go on")])
-def test_two_resets_in_a_row_leave_one_pull_and_one_replay(embedded: Any, names: Any, member: Any) -> None:
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(WaitsBeforeItResets, "two pulls of one queue go on")])
+def test_two_resets_in_a_row_leave_one_pull_and_one_replay(embedded, broker, member):
     """Resets of a queue take turns, and each ends what the one before began.
 
     Faulty: Go and old Java: two resets within ten seconds leave two pull loops, and all messages come twice.
     """
-    two_resets_are_one_replay(embedded, names, member)
-
-
-@pytest.mark.hazard("H02")
-def test_the_naive_member_is_right(embedded: Any, names: Any) -> None:
-    a_late_ack_changes_nothing(embedded, names, NaiveMember, reset_by_broker, True)
-    no_listener_moves_a_reset(embedded, names, NaiveMember)
-    two_resets_are_one_replay(embedded, names, NaiveMember)
+    # Two resets to 0, a moment apart: the replay is delivered once, and one pull goes on.
+    fill(embedded, "S", 10)
+    with member(embedded, "S", "G") as consumer:
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.stored() == {SINGLE: 10}, "consumed")
+        consumer.pause()
+        for _ in range(2):
+            tell_members(broker, "G", {SINGLE: 0})
+            threading.Event().wait(0.1)
+        if member is not WaitsBeforeItResets:  # which begins when both have come
+            consumer.events.wait_for("offset-reset", 2)
+        until(lambda: consumer.stored() == {SINGLE: 0}, "reset")
+        until(lambda: broker.held_pulls("S") == 0, "what was pulled before is answered")
+        settle()
+        consumer.resume()
+        until(lambda: consumer.stored() == {SINGLE: 10}, "consumed again")
+        fill(embedded, "S", 5, start=10)
+        consumer.seen.wait_for(15)
+        until(lambda: consumer.stored() == {SINGLE: 15}, "consumed")
+        give_time_to(lambda: len(consumer.seen.messages) > 25, member)
+        assert Counter(consumer.seen.bodies) == Counter(numbered(10) + numbered(15)), "two pulls of one queue go on"
+        until(lambda: broker.held_pulls("S") <= 1, "one pull waits")
