@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import subprocess
 import sys
 from contextlib import closing
 
 import pytest
 
 from pyrocket_consumer.cli.demo import Ledger, report
-from tests.pages import ROOT
+from tests.cli.shell import run
 
 WITHOUT = "import sys; sys.modules['sqlalchemy'] = None\n"
 """As if it were not installed."""
@@ -23,21 +21,19 @@ HINT = "pip install 'pyrocket-consumer[sql]' shows a ledger"
 def demo(*arguments, before=""):
     """Play it with 600 messages; returns the ended process."""
     code = f"{before}import sys; from pyrocket_consumer.cli import main; sys.exit(main())"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("NAMESRV_ADDR", None)
-    return subprocess.run(
-        [sys.executable, "-c", code, "demo", "--messages", "600", *arguments],
-        capture_output=True, text=True, timeout=120, env=environment,
-    )  # fmt: skip
+    command = [sys.executable, "-c", code, "demo", "--messages", "600"]
+    return run(*arguments, command=command, text=True)
 
 
 def rows(printed):
     return [line.split() for line in printed.splitlines()]
 
 
+@pytest.mark.live
+@pytest.mark.slow("members are killed while 600 messages are consumed")
 def test_after_a_kill_the_ledger_is_equal_to_what_was_sent():
     done = demo()
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert done.returncode == 0, done.stderr
     for victim in ("clustering-1", "broadcasting-1", "ledger-1"):
         assert f"kill -9 {victim}\n" in done.stderr
     assert ["600", "600", "0", "0"] in rows(done.stdout)
@@ -45,10 +41,12 @@ def test_after_a_kill_the_ledger_is_equal_to_what_was_sent():
     assert HINT not in done.stdout
 
 
+@pytest.mark.live
+@pytest.mark.slow("members are killed while 600 messages are consumed")
 @pytest.mark.parametrize("output", ["table", "json"])
 def test_without_sqlalchemy_the_ledger_is_left_out(output):
     done = demo("-o", output, before=WITHOUT)
-    assert (done.returncode, "Traceback" in done.stderr, "ledger" in done.stderr) == (0, False, False), done.stderr
+    assert (done.returncode, "ledger" in done.stderr) == (0, False), done.stderr
     if output == "json":
         assert json.loads(done.stdout)["ledger"] is None
     else:

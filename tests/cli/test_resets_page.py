@@ -6,8 +6,6 @@ import shlex
 
 import pytest
 
-from pyrocket_consumer.cli import main
-from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import consuming
 from tests.pages import ADDRESS, DOCS, blocks, run_python
 from tests.resetting import fill, wait_until_seen
@@ -16,23 +14,26 @@ PAGE = DOCS / "resets.md"
 (SHELL,), (PYTHON,) = blocks(PAGE, "sh"), blocks(PAGE, "python")
 
 
+QUEUES = 4
+
+
 @pytest.fixture
-def orders():
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic("orders", queues=4)
-        fill(cluster, "orders", 20)
-        yield cluster
+def orders(cluster):
+    fill(cluster, "orders", 20)
+    return cluster
 
 
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
-def test_the_commands(orders, capsys, tmp_path, model):
+def test_the_commands(orders, pyrocket, tmp_path, model):
     with consuming(orders, "orders", "orders-app", message_model=model, offset_store_dir=tmp_path) as (_, seen):
         wait_until_seen(seen, 1, 20)
         for line in SHELL.replace(ADDRESS, orders.name_server).splitlines():
-            assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+            code, _, told = pyrocket(*shlex.split(line)[1:])
+            assert code == 0, told
         wait_until_seen(seen, 2, 20)
 
 
+@pytest.mark.live
 def test_the_program(orders, tmp_path):
     with consuming(orders, "orders", "orders-app") as (_, seen):
         wait_until_seen(seen, 1, 20)

@@ -6,16 +6,16 @@ import json
 import os
 import pty
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from pyrocket_consumer.testing import EmbeddedCluster, answer
+from pyrocket_consumer.testing import answer
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.cli.shell import COMMAND, environment, run
 from tests.consuming import consuming
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.live
+
 NAUGHTY = "\x1b]0;title\x07\x1b[2J\x9b31m\x7f\u202etxt\u2028next\rover"
 FORGED = "first\norders/broker-a/0@99  paid  forged"
 
@@ -27,19 +27,12 @@ class SaidToBePrintable(str):
         return True
 
 
-@pytest.fixture
-def orders():
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic("orders", queues=1)
-        yield cluster
-
-
 def on_a_terminal(cluster, *arguments, code=0):
     """Run the command with its output, and what it tells beside, on a terminal; returns what that got, by lines."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "pyrocket_consumer.cli", *arguments, "-n", cluster.name_server]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", "COLUMNS": "300", "TERM": "dumb"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    wide = environment(PYTHONUTF8="1", COLUMNS="300", TERM="dumb")
+    command = [*COMMAND, *arguments, "-n", cluster.name_server]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=wide)
     os.close(theirs)
     shown = b""
     try:
@@ -56,9 +49,7 @@ def on_a_terminal(cluster, *arguments, code=0):
 
 
 def through_a_pipe(cluster, *arguments, code=0):
-    command = [sys.executable, "-m", "pyrocket_consumer.cli", *arguments, "-n", cluster.name_server]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
-    done = subprocess.run(command, capture_output=True, timeout=60, env=environment)
+    done = run(*arguments, "-n", cluster.name_server, env={"PYTHONUTF8": "1"})
     assert done.returncode == code, done.stderr
     return done.stdout.decode(), done.stderr.decode()
 
@@ -68,10 +59,10 @@ def assert_harmless(lines):
         assert line.isprintable(), repr(line)
 
 
-def test_a_message_moves_no_cursor_and_makes_no_line_of_its_own(orders):
+def test_a_message_moves_no_cursor_and_makes_no_line_of_its_own(cluster):
     for body in (NAUGHTY, FORGED, "naïve 订单"):
-        orders.send("orders", body.encode(), tags=NAUGHTY)
-    lines = on_a_terminal(orders, "consume", "orders")
+        cluster.send("orders", body.encode(), tags=NAUGHTY)
+    lines = on_a_terminal(cluster, "consume", "orders")
     assert_harmless(lines)
     assert len(lines) == 3, lines
     assert r"\x1b]0;title\x07\x1b[2J\x9b31m\x7f\u202etxt\u2028next\rover" in lines[0], "it is shown"
@@ -79,40 +70,40 @@ def test_a_message_moves_no_cursor_and_makes_no_line_of_its_own(orders):
     assert lines[2].endswith("naïve 订单"), "what harms nobody stays as it is"
 
 
-def test_a_program_gets_bodies_as_they_are_and_so_does_who_asks(orders):
+def test_a_program_gets_bodies_as_they_are_and_so_does_who_asks(cluster):
     for body in (FORGED, NAUGHTY):
-        orders.send("orders", body.encode(), tags="\x1b[31m")
-    shown, _ = through_a_pipe(orders, "consume", "orders")
+        cluster.send("orders", body.encode(), tags="\x1b[31m")
+    shown, _ = through_a_pipe(cluster, "consume", "orders")
     assert FORGED in shown and NAUGHTY in shown
     assert r"\x1b[31m" in shown and "\x1b[31m" not in shown, "tags have nothing to do there"
-    assert "\x1b[2J" in "\n".join(on_a_terminal(orders, "consume", "orders", "--raw"))
-    _, told = through_a_pipe(orders, "consume", "orders", "--raw", "-o", "json", code=2)
+    assert "\x1b[2J" in "\n".join(on_a_terminal(cluster, "consume", "orders", "--raw"))
+    _, told = through_a_pipe(cluster, "consume", "orders", "--raw", "-o", "json", code=2)
     assert "--raw is for text" in told
 
 
-def test_json_has_escapes_for_all_a_terminal_obeys(orders):
-    orders.send("orders", NAUGHTY.encode(), tags=NAUGHTY, keys="key\x1b[2J\x9b2J\x7f")
-    shown, _ = through_a_pipe(orders, "consume", "orders", "-o", "json")
+def test_json_has_escapes_for_all_a_terminal_obeys(cluster):
+    cluster.send("orders", NAUGHTY.encode(), tags=NAUGHTY, keys="key\x1b[2J\x9b2J\x7f")
+    shown, _ = through_a_pipe(cluster, "consume", "orders", "-o", "json")
     assert_harmless(shown.splitlines())
     found = json.loads(shown)
     assert (found["body"], found["tag"], found["keys"]) == (NAUGHTY, NAUGHTY, ["key\x1b[2J\x9b2J\x7f"])
 
 
-def test_names_of_members_are_shown_in_tables_and_plans_and_not_obeyed(orders, tmp_path):
-    orders.send("orders", b"one")
+def test_names_of_members_are_shown_in_tables_and_plans_and_not_obeyed(cluster, tmp_path):
+    cluster.send("orders", b"one")
     member = SaidToBePrintable("[red]" + NAUGHTY + "\n")
     options = {"message_model": "broadcasting", "client_ip": "a", "instance_name": member, "offset_store_dir": tmp_path}
-    with consuming(orders, "orders", "g", **options) as (_, seen):
+    with consuming(cluster, "orders", "g", **options) as (_, seen):
         seen.wait_for(1)
         for command in (["show", "g", "orders"], ["reset", "g", "orders", "--to", "earliest"]):
-            lines = on_a_terminal(orders, "offsets", *command)
+            lines = on_a_terminal(cluster, "offsets", *command)
             assert_harmless(lines)
             assert any(r"a@[red]\x1b]" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_what_a_server_says_is_one_line_on_standard_error(orders, output):
-    orders.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(13, NAUGHTY + "\n" + "x" * 10_000), times=None)
-    lines = on_a_terminal(orders, "produce", "orders", "one", "-o", output, code=1)
+def test_what_a_server_says_is_one_line_on_standard_error(cluster, output):
+    cluster.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(13, NAUGHTY + "\n" + "x" * 10_000), times=None)
+    lines = on_a_terminal(cluster, "produce", "orders", "one", "-o", output, code=1)
     assert_harmless(lines)
     assert len("".join(lines)) < 3000

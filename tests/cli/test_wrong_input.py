@@ -117,7 +117,7 @@ def test_an_address_where_something_else_listens(told):
     assert "b'HTTP'" in sentence and "check the address: something else listens there" in sentence
 
 
-def test_groups_that_are_known_are_shown_nearest_first_and_counted(told, address):
+def test_known_groups_are_shown_nearest_first_and_counted(told, address):
     with EmbeddedCluster() as cluster:
         for number in range(30):
             cluster.broker("broker-a").create_group(f"other-{number}")

@@ -41,6 +41,23 @@ def rows(reader: Any, partitions: Any) -> list[Row]:
     return found
 
 
+@contextmanager
+def planning(cluster: EmbeddedCluster, **options: object) -> Iterator[Any]:
+    """The reader of a stream, to be asked for offsets only; of the topic `orders` unless options say otherwise."""
+    chosen = options.keys() & {"subscribe", "subscribePattern", "assign"}
+    reader = data_source(cluster, **({} if chosen else {"subscribe": "orders"}), **options).streamReader(None)
+    try:
+        yield reader
+    finally:
+        reader.stop()
+
+
+def begin(cluster: EmbeddedCluster, **options: object) -> dict[str, int]:
+    """Return where a new query would begin, by `topic/broker/queue id`."""
+    with planning(cluster, **options) as reader:
+        return flat(reader.initialOffset())
+
+
 def read_batch(cluster: EmbeddedCluster, **options: object) -> list[Row]:
     """Return what a batch reads."""
     reader = data_source(cluster, **options).reader(projected(None))

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from pyrocket_consumer.testing import EmbeddedCluster
+
 ROOT = Path(__file__).parents[2]
 
 DELTA = "PYROCKET_SPARK_DELTA"
@@ -84,6 +86,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if left_out := config.stash.get(_left_out, ""):
         terminalreporter.write_sep("=", "SPARK WAS NOT (WHOLLY) TESTED", yellow=True, bold=True)
         terminalreporter.write_line(left_out)
+
+
+@pytest.fixture
+def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
+    """As the module's CLUSTER says; ORDERS says how many queues the topic `orders` has, and how many messages."""
+    with EmbeddedCluster(**getattr(request.module, "CLUSTER", {})) as cluster:
+        if orders := getattr(request.module, "ORDERS", None):
+            cluster.create_topic("orders", queues=orders["queues"])
+            cluster.send("orders", lambda number: b"%d" % number, count=orders["count"])
+        yield cluster
 
 
 @pytest.fixture(autouse=True)

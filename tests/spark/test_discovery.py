@@ -83,6 +83,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.live
 def test_the_module_spark_looks_into_imports_nothing_by_itself(folder):
     code = """
         import sys
@@ -94,6 +95,7 @@ def test_the_module_spark_looks_into_imports_nothing_by_itself(folder):
     assert run(code, {}, folder).strip() == "['pyspark_rocketmq']"
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("missing", ["pyarrow", "pyrocket_consumer", "orjson"])
 def test_an_incomplete_installation_hides_no_other_source(folder, missing):
     """Spark asks every module with hasattr, which lets errors through that are no AttributeError."""
@@ -109,6 +111,7 @@ def test_an_incomplete_installation_hides_no_other_source(folder, missing):
     assert f"pyspark_rocketmq.DefaultSource needs what is not installed: No module named '{missing}" in said
 
 
+@pytest.mark.live
 @pytest.mark.parametrize(
     ("missing", "call"),
     [("pyarrow", "register(None)"), ("pyspark", "register(None, ship=True)"), ("pyspark", "LagListener")],

@@ -17,6 +17,8 @@ from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.spark.asking import Checkpoint, running
 
+pytestmark = pytest.mark.live
+
 OPTIONS = {"subscribe": "orders", "startingOffsets": "earliest", "consumerGroup": "app"}
 Q0, Q1 = MessageQueue("orders", "broker-a", 0), MessageQueue("orders", "broker-a", 1)
 

@@ -103,7 +103,7 @@ def test_a_batch_reads_from_the_offset_before():
     assert ranges_between(start, end) == [QueueRange(A0, 5, 9)]
 
 
-def test_the_first_batch_does_not_depend_on_where_it_would_begin_now():
+def test_the_first_batch_begins_where_it_began():
     end = SourceOffset({A0: 9, A1: 8}, {A0: 5, A1: 7})
     for place in (0, 6, 20):
         start = SourceOffset({A0: place, A1: place}, initial=True)

@@ -471,16 +471,6 @@ def test_no_row_is_missed_whatever_is_asked(version, seed):
             assert {each[:2] for each in left} <= set(found), filters
 
 
-# ---- where it is refused
-
-
-def test_streams_get_no_filters():
-    with EmbeddedCluster() as cluster:
-        refused = data_source(cluster, subscribe="orders", pushFilters=True).streamReader(projected(None))
-        with pytest.raises(ConfigError, match="pushFilters=true is for batch reads"):
-            refused.initialOffset()
-
-
 # ---- with Spark
 
 

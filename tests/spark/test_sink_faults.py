@@ -25,6 +25,8 @@ from pyrocket_consumer.testing import (
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.spark.writing import Sink
 
+CLUSTER = {"auto_create_topics": False}
+ORDERS = {"queues": 2, "count": 0}
 SEND = RequestCode.SEND_MESSAGE_V2
 ROWS = 1000
 AWAY_S = 1.0  # longer than any attempts that do not wait for the broker
@@ -33,13 +35,6 @@ LANES = {
     "sharding key": ("body string, shardingKey string", lambda number: (f"key-{number % 10}",)),
     "queue": ("body string, brokerName string, queueId int", lambda number: ("broker-a", number % 2)),
 }
-
-
-@pytest.fixture
-def embedded() -> Iterator[EmbeddedCluster]:
-    with EmbeddedCluster(auto_create_topics=False) as cluster:
-        cluster.create_topic("orders", queues=2)
-        yield cluster
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,9 @@ from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.spark import recorded
 from tests.spark.asking import flat
 
+CLUSTER = {"brokers": 2}
+ORDERS = {"queues": 2, "count": 40}
 RELEASE = tuple(map(int, pyspark.__version__.split(".")[:2]))
-
-
-@pytest.fixture
-def embedded() -> Iterator[EmbeddedCluster]:
-    """Two brokers with two queues each, and 10 messages in each queue."""
-    with EmbeddedCluster(brokers=2) as cluster:
-        cluster.create_topic("orders", queues=2)
-        cluster.send("orders", lambda number: b"%d" % number, count=40)
-        yield cluster
 
 
 def reading(reader: Any, cluster: EmbeddedCluster, *, format: str = "rocketmq", **options: object) -> Any:  # noqa: A002

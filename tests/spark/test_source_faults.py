@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -20,18 +20,13 @@ from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection,
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.spark.asking import Checkpoint, CrashError, Row, Run, data_source, flat, read_batch, running
 
+pytestmark = pytest.mark.live
+
+CLUSTER = {"brokers": 2}
+ORDERS = {"queues": 1, "count": 20}
 MAX, MIN = RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET
 BY_DEFAULT = {"requestTimeoutMs": None, "retries": None}
 FROM_FIRST = {"subscribe": "orders", "startingOffsets": "earliest"}
-
-
-@pytest.fixture
-def embedded() -> Iterator[EmbeddedCluster]:
-    """Two brokers with a queue each, and 10 messages in each queue."""
-    with EmbeddedCluster(brokers=2) as cluster:
-        cluster.create_topic("orders", queues=1)
-        cluster.send("orders", count=20)
-        yield cluster
 
 
 def places(run) -> list[int]:
@@ -609,7 +604,7 @@ def test_a_batch_waits_for_a_broker_that_answers_0_while_it_starts_and_reads_up_
     assert len(read_batch(embedded, subscribe="orders", startingOffsets=offsets)) == 9
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.slow("the pauses between tries grow")
 def test_planning_outlives_a_broker_that_is_busy_for_some_seconds(embedded):
     for broker in embedded.brokers:
         broker.on(MAX, answer(ResponseCode.SYSTEM_BUSY), times=7)
@@ -624,7 +619,7 @@ def test_trouble_that_lasts_longer_than_planning_has_patience_is_an_error(embedd
     assert caplog.text.count("asking again, for 0.8 s at most") == 1
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.slow("the pauses between tries grow")
 def test_a_stream_that_begins_while_its_broker_restarts_waits_for_it():
     with EmbeddedCluster() as cluster:
         cluster.create_topic("orders", queues=1)

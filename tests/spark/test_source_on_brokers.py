@@ -11,7 +11,7 @@ import pytest
 from pyrocket_consumer.errors import ConfigError
 from tests.spark.asking import Checkpoint, data_source, read_batch, running
 
-pytestmark = pytest.mark.versions("5.5.0", "4.9.7")
+pytestmark = [pytest.mark.live, pytest.mark.versions("5.5.0", "4.9.7")]
 
 
 def send(cluster: Any, topic: str, count: int) -> None:

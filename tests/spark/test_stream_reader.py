@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyrocket_consumer.errors import ConfigError, RouteNotFound
+from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.data_loss import DataLoss
-from pyrocket_consumer.spark.source import RefusedStreamReader
-from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.spark.asking import Checkpoint, CrashError, data_source, flat, read_batch, rows, running
+from tests.spark.asking import Checkpoint, CrashError, data_source, flat, rows, running
 
+pytestmark = pytest.mark.live
+
+CLUSTER = {"brokers": 2}
+ORDERS = {"queues": 2, "count": 20}
 RELEASES = ("4.0", "4.3")
 QUEUES = [MessageQueue("orders", broker, queue_id) for broker in ("broker-a", "broker-b") for queue_id in (0, 1)]
-
-
-@pytest.fixture
-def embedded() -> Iterator[EmbeddedCluster]:
-    """Two brokers with two queues each, and 5 messages in each queue."""
-    with EmbeddedCluster(brokers=2) as cluster:
-        cluster.create_topic("orders", queues=2)
-        cluster.send("orders", count=20)
-        yield cluster
 
 
 def all_of(queue_rows: object, low: int, high: int) -> bool:
@@ -129,170 +120,6 @@ def test_a_checkpoint_of_a_newer_release_is_refused_with_a_sentence(embedded):
             ask()
     reader.commit(newer)  # says so in the log only
     reader.stop()
-
-
-# --- where it begins
-
-
-def begin(cluster: EmbeddedCluster, **options: object) -> dict[str, int]:
-    reader = data_source(cluster, **{"subscribe": "orders", **options}).streamReader(None)
-    try:
-        return flat(reader.initialOffset())
-    finally:
-        reader.stop()
-
-
-def test_it_begins_where_the_group_is(embedded):
-    embedded.broker("broker-a").commit("app", "orders", {0: 3, 1: 0})
-    embedded.broker("broker-b").commit("app", "orders", {1: 5})
-    places = begin(embedded, startingOffsets="group", consumerGroup="app")
-    assert list(places.values()) == [3, 0, 0, 5]  # where the group has none, at the oldest message
-
-
-def test_it_begins_at_given_offsets(embedded):
-    text = '{"orders": {"broker-a": {"0": 2, "1": -1}, "broker-b": -2}}'
-    assert list(begin(embedded, startingOffsets=text).values()) == [2, 5, 0, 0]
-
-
-def test_given_offsets_must_cover_every_queue(embedded):
-    with pytest.raises(
-        ConfigError, match="startingOffsets covers all queues .* lacks orders/broker-b/0, orders/broker-b/1"
-    ):
-        begin(embedded, startingOffsets='{"orders": {"broker-a": -2}}')
-    with pytest.raises(ConfigError, match="startingOffsets names orders/broker-c"):
-        begin(embedded, startingOffsets='{"orders": {"broker-a": -2, "broker-b": -2, "broker-c": -2}}')
-
-
-@pytest.mark.parametrize("version", ["5.5.0", "4.9.7"])
-def test_it_begins_at_a_time(version):
-    """Brokers before 5.1.1 answer the nearest message, so messages are looked at."""
-    with EmbeddedCluster(version=version) as cluster:
-        cluster.create_topic("orders", queues=1)
-        for at_ms in (1000, 2000, 2000, 5000):
-            cluster.send("orders", stored_at_ms=at_ms)
-        found = [
-            *(next(iter(begin(cluster, startingTimestamp=at).values())) for at in (0, 1000, 1001, 2001, 4999, 5001))
-        ]
-        assert found == [0, 0, 1, 3, 3, 4]
-
-
-def test_it_begins_at_a_time_of_each_topic():
-    with EmbeddedCluster() as cluster:
-        for topic in ("orders", "payments"):
-            cluster.create_topic(topic, queues=1)
-            for at_ms in (1000, 2000, 3000):
-                cluster.send(topic, stored_at_ms=at_ms)
-        times = '{"orders": 2000, "payments": "1970-01-01T00:00:09Z", "later": 5}'
-        not_yet = {"subscribe": "orders,payments,later", "retries": None, "requestTimeoutMs": "300"}
-        found = begin(cluster, startingTimestamp=times, **not_yet)
-        assert found == {"orders/broker-a/0": 1, "payments/broker-a/0": 3}
-
-
-def test_it_reads_assigned_queues_only(embedded):
-    with running(embedded, assign='{"orders": {"broker-b": [1]}}', startingOffsets="earliest") as run:
-        assert run.batch() == [(QUEUES[3], offset) for offset in range(5)]
-
-
-def test_an_assigned_queue_must_exist(embedded):
-    reader = data_source(embedded, assign='{"orders": {"broker-b": [1, 2]}}').streamReader(None)
-    with pytest.raises(
-        ConfigError, match="assign names orders/broker-b/2; there are orders/broker-a/0, .*orders/broker-b/1"
-    ):
-        reader.initialOffset()
-    reader.stop()
-
-
-@pytest.mark.timeout(60)
-def test_a_topic_must_exist():
-    """A broker that starts may have none for a moment; after that, nobody waits for a name that is mistyped."""
-    with EmbeddedCluster(auto_create_topics=False) as cluster:
-        reader = data_source(cluster, subscribe="nowhere", requestTimeoutMs=300, retries=None).streamReader(None)
-        with pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"):
-            reader.initialOffset()
-        reader.stop()
-
-
-def test_a_topic_need_not_exist_yet_where_it_is_made_on_demand(embedded, caplog):
-    options = {"subscribe": "orders,later", "requestTimeoutMs": 300, "retries": None}
-    with caplog.at_level(logging.WARNING), running(embedded, **options) as run:
-        assert run.batch() == []
-        assert "topic=later is not there yet" in caplog.text
-        embedded.send("later", count=4)
-        run.reader._asking.forget_discovery()
-        assert {(queue.topic, offset) for queue, offset in run.batch()} == {("later", 0)}
-
-
-@pytest.mark.timeout(60)
-def test_a_topic_is_waited_for_while_no_broker_is_there():
-    """Also when its broker comes between the two questions for the topic and for the brokers."""
-    gate = Gate()
-    with EmbeddedCluster(auto_create_topics=False) as cluster, ThreadPoolExecutor(1) as pool:
-        names = cluster.name_server_nodes[0]
-        cluster.create_topic("orders", queues=1)
-        cluster.broker("broker-a").stop()
-        reader = data_source(cluster, subscribe="orders", requestTimeoutMs=300, retries=None).streamReader(None)
-        try:
-            first = pool.submit(reader.initialOffset)
-            names.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, count=8)
-            assert not first.done()
-            names.on(RequestCode.GET_BROKER_CLUSTER_INFO, gate)
-            gate.wait_held()
-            cluster.broker("broker-a").start()
-            gate.open()
-            assert "orders" in str(first.result(30))
-        finally:
-            gate.open()
-            reader.stop()
-
-
-@pytest.mark.timeout(60)
-def test_a_batch_needs_its_topic_wherever_it_is_made(embedded):
-    with pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"):
-        read_batch(embedded, subscribe="nowhere")
-
-
-def test_a_pattern_matches_whole_names_and_no_system_topics(embedded):
-    for name in ("orders-2", "more-orders", "%RETRY%orders", "%DLQ%orders"):
-        embedded.create_topic(name, queues=1)
-    reader = data_source(embedded, subscribePattern="orders.*|.*RETRY.*|.*DLQ.*|RMQ.*|rmq.*|SCHEDULE.*").streamReader(
-        None
-    )
-    assert {name.split("/")[0] for name in flat(reader.initialOffset())} == {"orders", "orders-2"}
-    reader.stop()
-
-
-@pytest.mark.parametrize(
-    "chosen", [{"subscribe": "mine"}, {"subscribePattern": "mi.."}, {"assign": '{"mine": {"broker-a": [0]}}'}]
-)
-def test_a_namespace_is_in_front_of_names_at_the_brokers_only(embedded, chosen):
-    for name in ("mine", "ns%mine", "other%mine"):
-        embedded.create_topic(name, queues=1, brokers=["broker-a"])
-    embedded.send("ns%mine", count=3, broker_name="broker-a")
-    options = {"namespace": "ns", "startingOffsets": '{"mine": -2}', "consumerGroup": "app", **chosen}
-    with running(embedded, **options) as run:
-        found = run.batch()
-        assert run.batch() is None
-        assert run.place() == {"ns%mine/broker-a/0": 3}
-        embedded.wait_until(lambda: embedded.committed("ns%app", "ns%mine") == {0: 3}, 30)
-    assert [(queue.topic, offset) for queue, offset in found] == [("mine", 0), ("mine", 1), ("mine", 2)]
-
-
-def test_a_filter_in_sql_is_shown_to_the_broker_first(embedded):
-    reader = data_source(embedded, subscribe="orders", sqlFilter="a > 1").streamReader(None)
-    with pytest.raises(
-        ConfigError, match=r"sqlFilter='a > 1' is refused by broker broker-\w: .*filter message by SQL92"
-    ):
-        reader.initialOffset()
-    reader.stop()
-
-
-def test_wrong_options_are_told_at_the_first_call(embedded):
-    """An error of `streamReader()` itself comes with a second one, of Spark's."""
-    reader = data_source(embedded, subscribe="orders", endingOffsets="latest").streamReader(None)
-    assert isinstance(reader, RefusedStreamReader)
-    for ask in (reader.getDefaultReadLimit, reader.initialOffset, reader.latestOffset):
-        with pytest.raises(ConfigError, match="endingOffsets is for batch reads"):
-            ask()
 
 
 # --- queues that come and go

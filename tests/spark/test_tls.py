@@ -36,6 +36,7 @@ def secured():
 ORDERS = [(MessageQueue("orders", "broker-a", queue_id), offset) for queue_id in range(2) for offset in range(20)]
 
 
+@pytest.mark.live
 def test_the_ranges_of_a_task(secured):
     texts = {"nameServer": secured.name_server, "subscribe": "orders", "tls": "true", "tlsCaFile": str(CERTIFICATE)}
     options = parse_source({name.lower(): value for name, value in texts.items()}, streaming=False)
@@ -45,16 +46,19 @@ def test_the_ranges_of_a_task(secured):
     assert sorted(bodies) == sorted(b"m%d" % number for number in range(40))
 
 
+@pytest.mark.live
 def test_a_batch(secured):
     assert sorted(read_batch(secured, subscribe="orders", **TRUSTING)) == ORDERS
 
 
+@pytest.mark.live
 def test_a_stream(secured):
     with running(secured, subscribe="orders", startingOffsets="earliest", **TRUSTING) as run:
         assert sorted(run.batch()) == ORDERS
         assert run.batch() is None
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_certificate_nobody_vouches_for_is_refused(secured, streaming):
     """Spark's driver asks first, and is told why: no query begins that reads nothing."""
@@ -70,6 +74,7 @@ def test_a_certificate_nobody_vouches_for_is_refused(secured, streaming):
             source.reader(source.schema()).partitions()
 
 
+@pytest.mark.live
 def test_a_file_of_authorities_that_cannot_be_used_is_named(secured, tmp_path):
     (tmp_path / "junk.pem").write_text("junk")
     for file in (tmp_path / "nowhere.pem", tmp_path, tmp_path / "junk.pem"):
@@ -79,6 +84,7 @@ def test_a_file_of_authorities_that_cannot_be_used_is_named(secured, tmp_path):
         assert "a file of certificates in PEM, here and on every executor" in str(raised.value)
 
 
+@pytest.mark.live
 def test_without_tls_nothing_is_read(secured):
     with pytest.raises(RocketError, match=secured.name_server):
         read_batch(secured, subscribe="orders", requestTimeoutMs=500, retries=1)

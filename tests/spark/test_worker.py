@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
+import pytest
+
 from pyrocket_consumer.spark.worker import IDLE_S, forget, kept
 
 
@@ -37,6 +39,7 @@ def test_what_nobody_asks_for_is_closed_when_somebody_asks_for_something_else():
     assert kept(Line, "old", Line, lambda: now[0]) is not old
 
 
+@pytest.mark.live
 def test_a_forked_worker_has_nothing_of_its_parent():
     mine = kept(Line, "forked", Line)
     child = os.fork()

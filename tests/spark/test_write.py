@@ -18,12 +18,6 @@ SEND = RequestCode.SEND_MESSAGE_V2
 MARKS = ("spark_query_id", "spark_batch_id", "spark_partition", "spark_row")
 
 
-@pytest.fixture
-def embedded():
-    with EmbeddedCluster() as cluster:
-        yield cluster
-
-
 def stream(spark: Any, cluster: Any, topic: str, **options: Any) -> Any:
     reader = spark.readStream.format("rocketmq").option("nameServer", cluster.name_server).option("subscribe", topic)
     return reader.options(startingOffsets="earliest", **options).load()
