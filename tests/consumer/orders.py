@@ -19,19 +19,19 @@ QUEUE = MessageQueue(TOPIC, "broker-a", 0)
 class Orders:
     """The topic on a cluster; its consumers tell `events`."""
 
-    def __init__(self, cluster: EmbeddedCluster, queues: int = 1, messages: int = 0) -> None:
+    def __init__(self, cluster: EmbeddedCluster, queues: int = 1, messages: int = 0, **options: Any) -> None:
         self.cluster = cluster
         self.events = Events()
-        self.make(queues)
+        self.make(queues, **options)
         self.fill(messages)
 
     @property
     def broker(self) -> EmbeddedBroker:
         return self.cluster.broker("broker-a")
 
-    def make(self, queues: int, topic: str = TOPIC) -> str:
+    def make(self, queues: int, topic: str = TOPIC, **options: Any) -> str:
         """Make a topic, or give this one more queues."""
-        self.cluster.create_topic(topic, queues=queues)
+        self.cluster.create_topic(topic, queues=queues, **options)
         return topic
 
     def send(self, *body: Any, topic: str = TOPIC, **options: Any) -> None:

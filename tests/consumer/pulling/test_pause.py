@@ -1,67 +1,126 @@
-"""Pausing and resuming: nothing comes meanwhile, and nothing is passed over."""
+"""H36: pausing and resuming: nothing comes meanwhile, nothing is passed over, and no queue is taken for dead."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
 import pytest
 
-from pyrocket_consumer import ConfigError
-from tests.consumer.orders import TOPIC
+from pyrocket_consumer import AsyncPushConsumer, ConfigError
+from pyrocket_consumer.wire.codes import RequestCode
+from tests.consumer.orders import GROUP, TOPIC, of
 from tests.consuming import Seen, until
-
-WRONG = [[1], ["orders"], "orders", [None], 7]
+from tests.hazards.members import faulty
+from tests.simulation.scenario import TOPIC as SIMULATED
+from tests.simulation.scenario import Member, Plan, Scenario
 
 
 @pytest.mark.parametrize("only_some", [False, True])
-def test_nothing_comes_while_all_or_some_queues_are_paused(orders, only_some):
+def test_nothing_comes_while_all_or_some_queues_are_paused(orders, broker, only_some):
     """Not even the answers of pulls that a broker holds already."""
     orders.make(queues=4)
-    orders.send(lambda number: b"before%d" % number, count=4)
-    with orders.consuming(rebalance_interval_s=20) as (consumer, seen):
-        seen.wait_for(4)
+    orders.send(b"before", count=4)
+    with orders.consuming(rebalance_interval_s=20, pull_hold_s=60) as (consumer, seen):
+        seen.wait(lambda seen: len(seen.messages) == 4)
+        until(lambda: broker.held_pulls(TOPIC) == 4, "each queue's pull is held")
         queues = [queue for queue in consumer.progress() if queue.topic == TOPIC]
         paused = [queue for queue in queues if queue.queue_id < 2 or not only_some]
         consumer.pause(paused if only_some else None)
         assert [queue for queue in queues if consumer.progress()[queue].paused] == paused
-        for number in range(3):
-            for queue_id in range(4):
-                orders.send(b"q%d m%d" % (queue_id, number), queue_id=queue_id)
+        for queue_id in range(4):
+            orders.send(b"x", queue_id=queue_id, count=51)
         if only_some:
-            seen.wait(lambda seen: len(seen.bodies) == 4 + 2 * 3)
+            seen.wait(lambda seen: len(seen.bodies) == 4 + 2 * 51)
         time.sleep(0.5)  # for what must not come
         assert not [message for message in seen.messages[4:] if message.queue in paused]
         consumer.resume(paused if only_some else None)
-        seen.wait_for(4 + 12)
-        assert max(seen.places.values()) == 1
-    assert orders.committed == dict.fromkeys(range(4), 4)
+        seen.wait(lambda seen: len(seen.messages) == 4 * 52)
+    assert set(seen.places.values()) == {1}
+    assert orders.committed == dict.fromkeys(range(4), 52)
 
 
-def test_pausing_and_resuming_again_and_again_loses_and_repeats_nothing(orders):
+def test_pausing_again_and_again_loses_and_repeats_nothing(orders):
     orders.make(queues=2)
     with orders.consuming(Seen(lambda message: time.sleep(0.001)), max_span=64) as (consumer, seen):
         for number in range(40):
-            orders.send(lambda count, number=number: b"m%d" % (number * 10 + count), count=10)
+            orders.fill(10, number * 10)
             consumer.pause()
             consumer.resume()
         seen.wait_for(400)
-        until(lambda: sum(each.committed or 0 for each in consumer.progress().values()) == 400, "all count")
     assert max(seen.places.values()) == 1
     assert orders.committed == {0: 200, 1: 200}
 
 
-@pytest.mark.parametrize("queues", WRONG)
-def test_what_is_no_queue_is_refused(orders, queues):
-    with orders.consumer() as consumer:
+def test_what_is_no_queue_is_refused(embedded, orders, subtests):
+    async def refused(consumer, queues):
         for call in (consumer.pause, consumer.resume):
             with pytest.raises(ConfigError, match=r"queues=.*MessageQueues"):
-                call(queues)
+                await call(queues)
 
     async def main():
-        async with Asyncorders.consumer() as consumer:
-            for call in (consumer.pause, consumer.resume):
-                with pytest.raises(ConfigError, match=r"queues=.*MessageQueues"):
-                    await call(queues)
+        async with AsyncPushConsumer(GROUP, name_server=embedded.name_server) as asynchronous:
+            for wrong in ([1], ["orders"], "orders", [None], 7):
+                with subtests.test(repr(wrong)):
+                    await refused(asynchronous, wrong)
+                    for call in (blocking.pause, blocking.resume):
+                        with pytest.raises(ConfigError, match=r"queues=.*MessageQueues"):
+                            call(wrong)
 
-    asyncio.run(main())
+    with orders.consumer(instance_name="blocking") as blocking:
+        asyncio.run(main())
+
+
+class LongPause(Scenario):
+    """A member that is paused for 200 s, in virtual time, while its listener works off what was pulled."""
+
+    def __init__(self) -> None:
+        slowly = Plan(members=1, queues=1, faults=(), failing=0, slow=1, slowest_s=55, calm_s=500)
+        super().__init__(1, slowly)
+
+    async def _trouble(self) -> None:
+        self._sending = False
+        (owner,) = self.members
+        while not owner.running:
+            await asyncio.sleep(1)
+        self.cluster.send(SIMULATED, count=40)
+        await asyncio.sleep(5)
+        assert owner.member is not None
+        owner.member.pause(None)
+        self.world.create_task(self._beside(owner))
+        await asyncio.sleep(200)
+        owner.member.resume(None)
+
+    async def _beside(self, owner: Member) -> None:
+        """What else goes on meanwhile: nothing."""
+
+
+class QueuesExpire(LongPause):
+    """A queue whose last pull is 120 s ago is taken for lost: it is given up and begun again."""
+
+    async def _beside(self, owner: Member) -> None:
+        while True:
+            await asyncio.sleep(20)
+            assert owner.member is not None
+            requests = self.cluster.broker("broker-a").requests(RequestCode.PULL_MESSAGE)
+            pulls = [each for each in requests if of(SIMULATED)(each.command)]
+            if self.world.now - pulls[-1].at_s > 120:
+                for mq in owner.member.assignments.held(SIMULATED):
+                    await self.world.run_as(owner.process, owner.member.assignments.end(mq, "expired"))
+                    beginning = owner.member.assignments.begin(mq, is_new=False, is_ours=lambda: True)
+                    await self.world.run_as(owner.process, beginning)
+                return
+
+
+@pytest.mark.hazard("H36")
+@pytest.mark.parametrize("scenario", [LongPause, faulty(QueuesExpire, "messages were consumed again")])
+def test_a_queue_that_is_paused_for_minutes_is_kept(scenario):
+    """However long a queue is not pulled, because it is paused or full, it stays as it is.
+
+    Faulty: Java gives up and takes back what was not pulled for 120 s; what it has in hand comes again.
+    """
+    places = Counter(each.place for each in scenario().run().consumed)
+    assert len(places) >= 40
+    again = [place for place, times in places.items() if times > 1]
+    assert not again, f"{len(again)} messages were consumed again"

@@ -1,19 +1,24 @@
-"""Pulls that are refused, garbled, cut, late or lost: every message is seen once, and none is passed over."""
+"""H36, H41: pulls that are refused, garbled, cut, late or lost; every message is seen once, and none passed over."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 
-from pyrocket_consumer import ConsumerState, MessageQueue
+from pyrocket_consumer import ConsumerState, Message
+from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.testing import (
+    Fault,
     answer,
     close_connection,
     cut_after,
     delay,
+    delay_request,
     drop,
     drop_answer,
     duplicate,
@@ -24,8 +29,11 @@ from pyrocket_consumer.testing import (
 )
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
-from tests.consumer.orders import GROUP, QUEUE, TOPIC
-from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of
+from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.hazards.members import faulty, ours
+from tests.hazards.naive import NaiveMember, Window
+from tests.resetting import queue
 
 
 def changed(**changes):
@@ -69,18 +77,13 @@ IMPOSSIBLE = {
         "of 64 bits": 2**63, "of 65 bits": 2**64, "of 100 digits": 10**99, "the last there is": 2**63 - 1,
         "far beyond the end": 5000,
     }.items()},
-    "nothing new, and a next offset beyond the end": answer(
-        19, "", {"nextBeginOffset": "9223372036854775806", "minOffset": "0", "maxOffset": "10"}
-    ),
-    "none that match, and a next offset beyond the end": answer(
-        20, "", {"nextBeginOffset": "9223372036854775806", "minOffset": "0", "maxOffset": "10"}
-    ),
-    "a correction beyond the end": answer(
-        21, "OFFSET_OVERFLOW_BADLY", {"nextBeginOffset": "9223372036854775806", "minOffset": "0", "maxOffset": "10"}
-    ),
-    "a reset beyond the end": answer(
-        21, "OFFSET_RESET", {"nextBeginOffset": "9223372036854775806", "minOffset": "0", "maxOffset": "10"}
-    ),
+    **{name: answer(code, remark, {"nextBeginOffset": str(2**63 - 2), "minOffset": "0", "maxOffset": "10"})
+       for name, code, remark in [
+        ("nothing new, and a next offset beyond the end", 19, ""),
+        ("none that match, and a next offset beyond the end", 20, ""),
+        ("a correction beyond the end", 21, "OFFSET_OVERFLOW_BADLY"),
+        ("a reset beyond the end", 21, "OFFSET_RESET"),
+    ]},
     "an end of 64 bits": changed(maxOffset=str(2**63)),
     "a begin beyond the end": changed(minOffset="1000000"),
     "a begin far below zero": changed(minOffset=str(-(2**63))),
@@ -117,23 +120,77 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("what", FAULTS)
-def test_nothing_is_lost_or_repeated(orders, broker, what):
+PULL = RequestCode.PULL_MESSAGE
 
-    def is_ours(command: RemotingCommand) -> bool:
-        return command.fields["topic"] == TOPIC
 
-    broker.on(RequestCode.PULL_MESSAGE, FAULTS[what], times=2, when=is_ours)
-    orders.fill(50)
-    options = {"pull_batch_size": 8, "pull_retry_delay_s": 0.05, "pull_hold_s": 0.2, "commit_interval_s": 0.05}
-    with orders.consuming(**options) as (consumer, seen):
-        seen.wait_for(50)
-        broker.on(RequestCode.PULL_MESSAGE, FAULTS[what], times=2, when=is_ours)
-        orders.send(lambda number: b"m%d" % (number + 50), count=50)
+class LosesItsPull(NaiveMember):
+    """An exception on the way from an answer to the next pull ends both."""
+
+    def _pull_loop(self, window: Window) -> None:
+        with suppress(ProtocolError, ValueError, KeyError):
+            super()._pull_loop(window)
+
+
+@pytest.mark.hazard("H36")
+@pytest.mark.parametrize(
+    ("member", "what"),
+    [
+        *(pytest.param(ours, what, id=what) for what in FAULTS),
+        *(faulty(LosesItsPull, "all of the first", what) for what in ("next offset no number", "no frame")),
+    ],
+)
+def test_nothing_is_lost_or_repeated(embedded, member, what):
+    """Whatever is wrong with an answer, the next pull follows after pull_retry_delay_s; no timer has to notice.
+
+    Faulty: clients that lose a queue's only pull to an exception, and wait 120 s (or for ever) until that is noticed.
+    """
+    orders = Orders(embedded, messages=50)
+    orders.on(PULL, FAULTS[what], times=2)
+    with member(embedded, TOPIC, GROUP, pull_batch_size=8, pull_retry_delay_s=0.05, pull_hold_s=0.2) as consumer:
+        seen = consumer.seen
+        until(lambda: len(seen.messages) >= 50, "all of the first messages")
+        orders.on(PULL, FAULTS[what], times=2)
+        orders.fill(50, 50)
         seen.wait_for(100)
         orders.wait_committed(100)
-        assert consumer.state is ConsumerState.RUNNING
+        assert consumer.consumer.state is ConsumerState.RUNNING
     assert Counter(seen.bodies) == Counter(numbered(100))
+
+
+WANTED, UNWANTED = "AaAa", "BBBB"
+"""Two tags with one hash: brokers take them for the same."""
+
+
+class FiltersWithoutMoving(NaiveMember):
+    """Passes over what the subscription does not want, and commits only what a listener had."""
+
+    def on_found(self, window: Window, messages: list[Message], next_offset: int) -> None:
+        wanted = [message for message in messages if message.tags in (None, WANTED)]
+        if wanted:
+            super().on_found(window, wanted, next_offset)
+        else:
+            window.next_offset = next_offset
+
+
+@pytest.mark.hazard("H41")
+@pytest.mark.parametrize("member", [ours, faulty(FiltersWithoutMoving, "what nobody wants is committed past")])
+def test_messages_that_the_client_filters_out_are_committed_past(cluster, topic, group, member):
+    """What the broker sends because of its tag's hash, and the subscription does not want, moves the commit offset.
+
+    Faulty: Java moves only where it pulls next; after a restart the same messages are scanned again.
+    """
+    place = queue(topic, 0)
+    cluster.create_topic(topic, queues=1)
+    cluster.send(topic, tags=UNWANTED, count=100)
+    with member(cluster, topic, group, selector=WANTED, pull_hold_s=WAIT_S) as consumer:
+        until(lambda: consumer.stored() == {place: 100}, "what nobody wants is committed past")
+        cluster.send(topic, b"wanted", tags=WANTED)
+        consumer.seen.wait_for(1)
+        assert consumer.seen.bodies == [b"wanted"]
+        until(lambda: consumer.stored() == {place: 101}, "committed")
+
+
+# --- answers that cannot be right, or never come
 
 
 @pytest.mark.parametrize(
@@ -146,26 +203,19 @@ def test_nothing_is_lost_or_repeated(orders, broker, what):
         "the first message far behind the others",
     ],
 )
-def test_an_answer_that_cannot_be_right_is_told_once_and_nothing_of_it_is_taken(orders, broker, what):
+def test_of_an_answer_that_cannot_be_right_nothing_is_taken(orders, broker, what):
     orders.fill(20)
-    events, seen, others = Events(), Seen(), f"{TOPIC}-neighbour"
-    orders.make(1, others)
-
-    def is_ours(command: RemotingCommand) -> bool:
-        return command.fields["topic"] == TOPIC
-
-    broker.on(RequestCode.PULL_MESSAGE, IMPOSSIBLE[what], times=None, when=is_ours)
-    consumer = orders.consumer(consume_from="first")
-    consumer.subscribe(TOPIC, seen)
-    consumer.subscribe(others, seen)
+    seen, neighbour = Seen(), orders.make(1, "neighbour")
+    orders.on(PULL, IMPOSSIBLE[what], times=None)
+    consumer = orders.consumer(seen, consume_from="first")
+    consumer.subscribe(neighbour, seen)
     with consumer:
-        event = events.wait_for("answer-refused")
-        assert event.queue == QUEUE
-        broker.wait_for(RequestCode.PULL_MESSAGE, 2, when=is_ours)
-        orders.cluster.send(others, b"neighbour")
+        assert orders.events.wait_for("answer-refused").queue == QUEUE
+        broker.wait_for(PULL, 2, when=of())
+        orders.send(b"neighbour", topic=neighbour)
         seen.wait_for(1)
         assert consumer.state is ConsumerState.RUNNING
-        assert consumer.progress()[event.queue].committed in (0, None)
+        assert consumer.progress()[QUEUE].committed in (0, None)
         assert seen.bodies == [b"neighbour"]
         broker.clear_faults()
         seen.wait_for(21)
@@ -174,23 +224,17 @@ def test_an_answer_that_cannot_be_right_is_told_once_and_nothing_of_it_is_taken(
 
 
 def test_a_broker_that_holds_no_pull_is_asked_less_and_less(orders, broker):
-
-    def is_ours(command: RemotingCommand) -> bool:
-        return command.fields["topic"] == TOPIC
-
     def nothing(exchange) -> None:
         here = exchange.request.fields["queueOffset"]
         fields = {"nextBeginOffset": here, "minOffset": "0", "maxOffset": here, "suggestWhichBrokerId": "0"}
         exchange.answer(exchange.request.answer(19, "OFFSET_OVERFLOW_ONE", fields))
 
-    broker.on(RequestCode.PULL_MESSAGE, nothing, times=None, when=is_ours)
+    orders.on(PULL, nothing, times=None)
     seen = Seen()
-    consumer = orders.consumer(consume_from="first")
-    consumer.subscribe(TOPIC, seen)
-    with consumer:
-        broker.wait_for(RequestCode.PULL_MESSAGE, when=is_ours)
+    with orders.consumer(seen, consume_from="first"):
+        broker.wait_for(PULL, when=of())
         began = time.monotonic()
-        broker.wait_for(RequestCode.PULL_MESSAGE, 14, when=is_ours)
+        broker.wait_for(PULL, 14, when=of())
         assert time.monotonic() - began > 2
         orders.send(b"m0")
         broker.clear_faults()
@@ -205,62 +249,110 @@ def test_an_answer_cut_at_every_byte(orders, broker):
         lengths.append(len(encode_command(answer)))
         return answer
 
-    def is_ours(command: RemotingCommand) -> bool:
-        return command.fields["topic"] == TOPIC
-
-    broker.on(RequestCode.PULL_MESSAGE, rewrite(measure), when=is_ours)
-    options = {"pull_retry_delay_s": 0.001, "commit_interval_s": 0.1}
-    with orders.consuming(**options) as (consumer, seen):
+    orders.on(PULL, rewrite(measure))
+    with orders.consuming(pull_retry_delay_s=0.001) as (consumer, seen):
         seen.wait_for(1)
         (whole,) = lengths
         for cut in range(whole):
-            broker.on(RequestCode.PULL_MESSAGE, cut_after(cut), when=is_ours)
+            orders.on(PULL, cut_after(cut))
         broker.close_connections()  # the pull that is held came before the faults
         orders.send(b"m1")
         seen.wait_for(2, 4 * WAIT_S)
-        assert len(broker.requests(RequestCode.PULL_MESSAGE)) > whole
+        assert len(broker.requests(PULL)) > whole
         orders.wait_committed(2)
         assert consumer.state is ConsumerState.RUNNING
     assert Counter(seen.bodies) == Counter(numbered(2))
 
 
-def test_pulls_whose_answers_never_come_are_asked_again_and_what_comes_too_late_is_ignored(orders, broker):
-    """A pull is waited for as long as a broker may hold it, and as any call besides: at the least 5 s."""
-    ways = {f"{GROUP}-{number}": fault for number, fault in enumerate((drop, drop_answer, delay(7)))}
+def test_pulls_without_an_answer_are_asked_again(orders, broker):
+    """A pull is waited for as long as a broker may hold it, and as any call besides: at the least 5 s. What comes later
+    is ignored."""
+    ways = {TOPIC: drop, orders.make(1, "unanswered"): drop_answer, orders.make(1, "late"): delay(7)}
     for each, fault in ways.items():
-        orders.make(1, each)
-        broker.on(RequestCode.PULL_MESSAGE, fault, when=lambda command, each=each: command.fields["topic"] == each)
-    options = {"pull_hold_s": 0.1, "call_timeout_s": 1.0}
-    with consuming(orders.cluster, f"{GROUP}-0", GROUP, **options) as (consumer, seen):
-        for each in list(ways)[1:]:
-            consumer.subscribe(each, seen)
+        broker.on(PULL, fault, when=of(each))
+    with orders.consuming(pull_hold_s=0.1, call_timeout_s=1.0) as (consumer, seen):
+        consumer.subscribe("unanswered", seen)
+        consumer.subscribe("late", seen)
         for number, each in enumerate(ways):
-            broker.wait_for(RequestCode.PULL_MESSAGE, when=lambda command, each=each: command.fields["topic"] == each)
-            orders.cluster.send(each, b"m%d" % number)
+            broker.wait_for(PULL, when=of(each))
+            orders.send(b"m%d" % number, topic=each)
         seen.wait_for(3)
         told = "PULL_MESSAGE was not answered"
         until(lambda: any(told in event.text for event in orders.events.of("broker-unreachable")), "it is told")
-        orders.cluster.send(f"{GROUP}-2", b"m3")
+        orders.send(b"m3", topic="late")
         seen.wait_for(4)
     assert Counter(seen.bodies) == Counter(numbered(4))
 
 
 def test_several_queues_do_not_hold_each_other_up(orders, broker):
     orders.make(queues=4)
-
-    def is_bad(command: RemotingCommand) -> bool:
-        return (command.fields["topic"], command.fields["queueId"]) == (TOPIC, "2")
-
-    broker.on(RequestCode.PULL_MESSAGE, answer(1, "disk trouble"), times=None, when=is_bad)
-    events, began = Events(), time.monotonic()
+    orders.on(PULL, answer(1, "disk trouble"), times=None, queueId=2)
+    began = time.monotonic()
     orders.fill(40)
     with orders.consuming() as (consumer, seen):
         seen.wait_for(30)
-        queue = MessageQueue(TOPIC, "broker-a", 2)
-        until(lambda: "disk trouble" in consumer.progress()[queue].last_error, "the progress tells it")
-        assert "disk trouble" in events.wait_for("broker-unreachable").text
+        until(lambda: "disk trouble" in consumer.progress()[queue(TOPIC, 2)].last_error, "the progress tells it")
+        assert "disk trouble" in orders.events.wait_for("broker-unreachable").text
         broker.clear_faults()
         seen.wait_for(40)
     most = 1 + (time.monotonic() - began) // 10
-    assert len(events.of("broker-unreachable")) <= most, "the same trouble is told every 10 s"
+    assert len(orders.events.of("broker-unreachable")) <= most, "the same trouble is told every 10 s"
     assert Counter(seen.bodies) == Counter(numbered(40))
+
+
+# --- random trouble while a queue is read ahead
+
+
+def random_fault(rng: random.Random) -> Fault:
+    """Most answers are only late, each for itself, so that they come in any order."""
+    if rng.random() < 0.8:
+        return rng.choice((delay, delay_request))(rng.random() * 0.02)
+    part = rng.random()
+    return rng.choice(
+        [
+            answer(rng.choice((1, 2, 16, 24, 25, 26, 215, 999)), "now and then"),
+            duplicate,
+            body(lambda data: data[: int(len(data) * part)]),
+            cut_after(rng.randrange(400)),
+            garbage(rng.randbytes(20)),
+            close_connection,
+            handle_and_close,
+            reset_connection,
+            changed(nextBeginOffset="0"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_message_is_seen_once(orders, seed):
+    rng = random.Random(seed)
+    queues, count = rng.randint(1, 3), 60 * rng.randint(1, 6)
+    orders.make(queues)
+    orders.send(b"x", count=count // 2)
+    for _ in range(rng.randint(5, 60)):
+        orders.on(PULL, random_fault(rng))
+    options = {
+        "pull_batch_size": rng.choice((1, 3, 8, 32)),
+        "max_cached_messages": rng.choice((1, 10, 50, 1000)),
+        "max_span": rng.choice((20, 2000)),
+        "consume_threads": rng.choice((1, 4)),
+        "listener_batch_size": rng.choice((1, 1, 5)),
+        "call_timeout_s": 3.0,  # some garbage looks like the beginning of a frame: then nothing more is answered there
+        "pull_retry_delay_s": 0.01,
+        "pull_hold_s": 0.1,
+        "commit_interval_s": 0.03,
+        "rebalance_interval_s": 0.2,
+    }
+    seen = Seen()
+
+    def handle(unit):
+        for message in unit if isinstance(unit, list) else [unit]:
+            seen(message)
+
+    with orders.consuming(handle, **options) as (consumer, _):
+        orders.send(b"y", count=count - count // 2)
+        seen.wait(lambda seen: len(seen.messages) >= count, 2 * WAIT_S)
+        orders.wait_committed(*[count // queues] * queues)
+        assert consumer.state is ConsumerState.RUNNING
+    assert len(seen.messages) == count, [place for place, times in seen.places.items() if times > 1]
+    assert set(seen.places.values()) == {1}

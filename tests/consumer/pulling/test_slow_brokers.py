@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
-from pyrocket_consumer import ConsumerState, MessageQueue, PushConsumer, sql
+from pyrocket_consumer import AsyncPushConsumer, ConsumerState, MessageQueue, PushConsumer, sql
 from pyrocket_consumer.errors import BrokerError
 from pyrocket_consumer.testing import answer, delay, drop
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consumer.orders import GROUP, TOPIC
-from tests.consuming import Events, Seen, numbered, until
+from tests.consumer.orders import GROUP, TOPIC, Orders, of
+from tests.consuming import Seen, numbered, until
 
 CLUSTER = {"brokers": 2, "long_poll_tick_s": 5.0, "settings": {"enablePropertyFilter": True}}
 
@@ -31,10 +30,6 @@ def silence(broker) -> None:
         broker.on(code, drop, times=None)
 
 
-def consumer_of(cluster, group, **options) -> PushConsumer:
-    return PushConsumer(group, **{"name_server": cluster.name_server, "consume_from": "first", **options})
-
-
 def seconds(work) -> float:
     began = time.monotonic()
     work()
@@ -44,26 +39,21 @@ def seconds(work) -> float:
 # --- start
 
 
-def test_a_start_waits_a_few_seconds_for_a_silent_broker_and_consumes_from_the_others(orders, silent):
-    topics = [f"{GROUP}-{number}" for number in range(20)]
-    for TOPIC in topics:
-        orders.make(queues=2)
-        orders.fill(8)
+def test_a_start_waits_seconds_only_for_a_silent_broker(orders, silent):
+    """It consumes from the others."""
+    seen, consumer = Seen(), orders.consumer(consume_from="first")
+    for number in range(20):
+        topic = orders.make(2, f"orders-{number}")
+        orders.fill(8, topic=topic)
+        consumer.subscribe(topic, seen)
     silence(silent)
-    events, seen = Events(), Seen()
-    consumer = consumer_of(orders.cluster, GROUP)
-    for TOPIC in topics:
-        consumer.subscribe(TOPIC, seen)
-    took_s = seconds(consumer.start)
-    try:
-        assert took_s < 15
+    assert seconds(consumer.start) < 15
+    with consumer:
         assert consumer.state is ConsumerState.RUNNING
         seen.wait(lambda seen: len(seen.messages) >= 20 * 4)
-        events.wait_for("broker-unreachable")
+        orders.events.wait_for("broker-unreachable")
         silent.clear_faults()
         seen.wait(lambda seen: len(seen.messages) >= 20 * 8)
-    finally:
-        consumer.close()
     assert set(seen.places.values()) == {1}
 
 
@@ -73,11 +63,10 @@ def test_members_that_join_one_after_the_other_all_start(orders):
     with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
         starts = []
         for number in range(4):
-            consumer = consumer_of(orders.cluster, GROUP, instance_name=f"number-{number}")
-            consumer.subscribe(TOPIC, lambda message: None)
+            consumer = orders.consumer(Seen(), instance_name=f"number-{number}")
             starts.append(threads.submit(consumer.start))
             stack.callback(consumer.close)
-            threading.Event().wait(0.35)
+            time.sleep(0.35)
         consumers = [start.result(60) for start in starts]
 
         def all_is_held() -> bool:
@@ -87,65 +76,58 @@ def test_members_that_join_one_after_the_other_all_start(orders):
         until(all_is_held, "each queue is held by one")
 
 
+def with_expression(orders) -> PushConsumer:
+    consumer = orders.consumer(call_timeout_s=1)
+    consumer.subscribe(TOPIC, Seen(), sql("number > 3"))
+    return consumer
+
+
 @pytest.mark.parametrize("trouble", [drop, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy")], ids=["lost", "busy"])
 def test_an_sql_expression_is_judged_by_the_brokers_that_answer(orders, broker, silent, trouble):
     """The others look at it before they are first pulled from: a pull with a bad one would bring everything."""
-
-    def of_topic(command) -> bool:
-        return command.fields.get("topic") == TOPIC
-
     silent.forget_requests()
-    broker.on(RequestCode.CHECK_CLIENT_CONFIG, answer(0), times=None)  # orders.cluster brokers do not evaluate any
+    broker.on(RequestCode.CHECK_CLIENT_CONFIG, answer(0), times=None)  # embedded brokers do not evaluate any
     silent.on(RequestCode.CHECK_CLIENT_CONFIG, trouble, times=3)
     silent.on(RequestCode.CHECK_CLIENT_CONFIG, answer(0), times=None)
-    consumer = consumer_of(orders.cluster, GROUP, call_timeout_s=1)
-    consumer.subscribe(TOPIC, lambda message: None, sql("number > 3"))
-    with consumer:
-        broker.wait_for(RequestCode.PULL_MESSAGE, when=of_topic)
-        (pull, *_) = silent.wait_for(RequestCode.PULL_MESSAGE, when=of_topic)
+    with with_expression(orders):
+        broker.wait_for(RequestCode.PULL_MESSAGE, when=of())
+        (pull, *_) = silent.wait_for(RequestCode.PULL_MESSAGE, when=of())
         checks = silent.requests(RequestCode.CHECK_CLIENT_CONFIG)
         assert len(checks) == 4
         assert checks[-1].at_s <= pull.at_s
 
 
-def test_an_sql_expression_that_a_broker_refuses_is_an_error_although_another_does_not_answer(orders, silent):
+def test_an_sql_expression_that_one_broker_refuses_is_an_error(orders, silent):
+    """Although another does not answer."""
     silence(silent)
-    consumer = consumer_of(orders.cluster, GROUP, call_timeout_s=1)
-    consumer.subscribe(TOPIC, lambda message: None, sql("number > 3"))
     with pytest.raises(BrokerError, match="SQL92"):
-        consumer.start()
+        with_expression(orders).start()
 
 
 # --- close
 
 
-@pytest.mark.parametrize("before", ["a new group", "a group with offsets"])
-def test_a_hundred_queues_close_quickly_at_a_slow_broker(orders, broker, before):
-    orders.cluster.create_topic(TOPIC, queues=100, brokers=["broker-a"])
-    orders.send(b"x", count=100, broker_name="broker-a")
-    if before == "a GROUP with offsets":
+@pytest.mark.parametrize("is_new", [True, False], ids=["a new group", "a group with offsets"])
+def test_a_hundred_queues_close_quickly_at_a_slow_broker(embedded, broker, is_new):
+    orders = Orders(embedded, 100, brokers=["broker-a"])
+    orders.fill(100, broker_name="broker-a")
+    if not is_new:
         broker.commit(GROUP, TOPIC, {0: 0, 1: 1})
     seen = Seen()
-    consumer = consumer_of(orders.cluster, GROUP)
-    consumer.subscribe(TOPIC, seen)
-    with consumer:
-        seen.wait(lambda seen: len(seen.messages) >= 100 - (before != "a new GROUP"))
+    with orders.consumer(seen, consume_from="first") as consumer:
+        seen.wait(lambda seen: len(seen.messages) >= 100 - (not is_new))
         broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, delay(0.05), times=None)
-        took_s = seconds(consumer.close)
-    assert took_s < 2.5, "100 answers of 50 ms one after the other take 5 s"
+        assert seconds(consumer.close) < 2.5, "100 answers of 50 ms one after the other take 5 s"
     assert sum(orders.committed.values()) == 100
 
 
 @pytest.mark.parametrize("codes", ["commits", "everything"])
-def test_a_close_ends_in_time_whatever_brokers_do_and_says_what_is_not_stored(orders, silent, codes):
-    orders.cluster.create_topic(TOPIC, queues=50, brokers=["broker-b"])
-    orders.send(b"x", count=50, broker_name="broker-b")
-    events, seen = Events(), Seen()
-    consumer = consumer_of(orders.cluster, GROUP)
-    consumer.subscribe(TOPIC, seen)
-    consumer.start()
-    seen.wait(lambda seen: len(seen.messages) >= 50)
-    busy = {message.queue for message in seen.messages}
+def test_a_close_ends_in_time_and_says_what_is_not_stored(embedded, silent, codes):
+    orders = Orders(embedded, 50, brokers=["broker-b"])
+    orders.fill(50, broker_name="broker-b")
+    seen = Seen()
+    consumer = orders.consumer(seen, consume_from="first").start()
+    seen.wait_for(50)
     if codes == "commits":
         silent.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop, times=None)
     else:
@@ -153,23 +135,41 @@ def test_a_close_ends_in_time_whatever_brokers_do_and_says_what_is_not_stored(or
     assert seconds(lambda: consumer.close(timeout_s=2)) < 10
 
     def told() -> set[MessageQueue | None]:
-        return {event.queue for event in events.of("commit-failed") if "final" in event.text}
+        return {event.queue for event in orders.events.of("commit-failed") if "final" in event.text}
 
-    until(lambda: busy <= told(), "each is told")
+    until(lambda: {message.queue for message in seen.messages} <= told(), "each is told")
     assert consumer.state is ConsumerState.CLOSED
+
+
+def test_a_silent_broker_keeps_no_store_on_our_own_disk_open(orders, broker, tmp_path):
+    """The next consumer of the process has the same store: its lock was given back."""
+    seen, again = Seen(), Seen()
+    options = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "call_timeout_s": 4.0}
+    orders.send(b"first")
+    first = orders.consumer(seen, consume_from="first", **options).start()
+    seen.wait_for(1)
+    broker.on(None, drop, times=None)
+    first.close(0)
+    broker.clear_faults()
+    orders.send(b"second")
+    with orders.consumer(again, consume_from="first", **options) as second:
+        assert second.client_id == first.client_id
+        again.wait_for(1)
+    assert again.bodies == [b"second"]
 
 
 # --- moving
 
 
 @pytest.mark.parametrize("trouble", [drop, answer(1, "no")], ids=["lost", "refused"])
-def test_a_reset_whose_caller_lost_patience_is_made_when_the_broker_is_back(orders, broker, trouble):
-    orders.cluster.create_topic(TOPIC, queues=1, brokers=["broker-a"])
-    orders.send(lambda number: b"m%d" % number, count=10, broker_name="broker-a")
+def test_a_reset_is_made_though_its_caller_lost_patience(embedded, broker, trouble):
+    """When the broker is back."""
+    orders = Orders(embedded, brokers=["broker-a"])
+    orders.fill(10, broker_name="broker-a")
     seen = Seen()
 
     async def scenario() -> None:
-        consumer = Asyncorders.consumer(consume_from="first", call_timeout_s=0.5)
+        consumer = AsyncPushConsumer(GROUP, name_server=embedded.name_server, consume_from="first", call_timeout_s=0.5)
         await consumer.subscribe(TOPIC, seen)
         async with consumer:
             await asyncio.to_thread(seen.wait_for, 10)
@@ -178,7 +178,7 @@ def test_a_reset_whose_caller_lost_patience_is_made_when_the_broker_is_back(orde
                 await asyncio.wait_for(consumer.reset_offsets(TOPIC, "earliest"), 1)
             broker.clear_faults()
             await asyncio.to_thread(seen.wait, lambda seen: len(seen.messages) >= 20)
-            orders.send(lambda number: b"n%d" % number, count=5, broker_name="broker-a")
+            orders.fill(5, 10, broker_name="broker-a")
             await asyncio.to_thread(seen.wait_for, 15)
             assert consumer.state is ConsumerState.RUNNING
 
