@@ -218,7 +218,7 @@ class Transport(transport.Transport):
 
     def run(self, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Do what was to be done at this end; what arrives while it does not read waits."""
-        if self._is_paused:
+        if self._is_paused or self._held:
             self._held.append((what, arguments))
         elif not self.gone:
             what(*arguments)
@@ -226,7 +226,9 @@ class Transport(transport.Transport):
     def abort(self) -> None:
         """End both ends at once."""
         self._closing = True
-        self._is_paused = self.peer._is_paused = False
+        for end in (self, self.peer):
+            end._is_paused = False
+            end._held.clear()
         self.soon(self.lose, None)
         self.peer.soon(self.peer.lose, ConnectionResetError(104, "Connection reset by peer"))
 
@@ -238,6 +240,10 @@ class Transport(transport.Transport):
 
     def resume_reading(self) -> None:
         self._is_paused = False
-        held, self._held = self._held, []
-        for what, arguments in held:
-            self.soon(what, *arguments)
+        self._loop.call_soon(self._read_on, context=self.context)
+
+    def _read_on(self) -> None:
+        """Take what waits, in its order: what arrives meanwhile comes after it."""
+        while self._held and not self._is_paused and not self.gone:
+            what, arguments = self._held.pop(0)
+            what(*arguments)
