@@ -14,7 +14,10 @@ from pyrocket_consumer.errors import ConnectError, RequestTimeout
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.bodies import ConsumerData
 from pyrocket_consumer.wire.subscription import parse_subscription
+from tests.consumer.coroutines import pytest_pyfunc_call
 from tests.consuming import PATIENT_S, WAIT_S
+
+__all__ = ["pytest_pyfunc_call"]
 
 
 class Told:

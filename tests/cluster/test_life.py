@@ -39,7 +39,7 @@ def nobody():
     yield from refused_address()
 
 
-def test_a_wrong_name_server_address_is_an_error_at_start_and_leaves_nothing_running(nobody):
+def test_a_wrong_name_server_address_leaves_nothing_running(nobody):
     before = io_threads()
     client = Cluster(ClientConfig(name_server=nobody), "me")
     with pytest.raises(ConnectError, match=nobody) as raised:
@@ -49,7 +49,7 @@ def test_a_wrong_name_server_address_is_an_error_at_start_and_leaves_nothing_run
     until(lambda: io_threads() == before, "its thread has ended")
 
 
-def test_a_name_server_that_does_not_answer_is_an_error_within_the_deadline(embedded):
+def test_a_silent_name_server_fails_the_start_in_time(embedded):
     embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop, times=None)
     client = Cluster(ClientConfig(name_server=embedded.name_server, call_timeout_s=0.2), "me")
     began = time.monotonic()
@@ -58,7 +58,7 @@ def test_a_name_server_that_does_not_answer_is_an_error_within_the_deadline(embe
     assert time.monotonic() - began < 20
 
 
-def test_a_name_server_that_refuses_the_first_request_is_told_as_one_that_does_not_answer(embedded):
+def test_a_name_server_that_refuses_fails_the_start(embedded):
     embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, answer(1, "not now"), times=None)
     client = Cluster(ClientConfig(name_server=embedded.name_server), "me")
     with pytest.raises(ConnectError, match=f"{embedded.name_server}: it refuses the first request: .*not now"):
@@ -79,7 +79,7 @@ def test_start_fails_within_its_own_deadline(embedded):
     assert client.state is ClusterState.CLOSED
 
 
-def test_close_ends_the_thread_and_the_connections_and_can_be_repeated(embedded, connect):
+def test_close_ends_thread_and_connections_and_can_be_repeated(embedded, connect):
     before = io_threads()
     client = connect(embedded)
     client.run(client.route("orders"), 30)
@@ -127,7 +127,7 @@ def test_a_client_that_was_never_started_closes_without_a_word(nobody):
     Cluster(ClientConfig(name_server=nobody), "me").close()
 
 
-def test_a_blocking_call_on_the_io_thread_is_refused_with_the_remedy(embedded, connect):
+def test_a_blocking_call_on_the_io_thread_is_refused(embedded, connect):
     client = connect(embedded)
 
     async def block():
@@ -265,7 +265,7 @@ print("parent works on")
 
 @pytest.mark.live
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_after_a_fork_a_started_client_refuses_in_the_child_and_works_on_in_the_parent(embedded):
+def test_after_a_fork_the_parent_goes_on_and_the_child_refuses(embedded):
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, embedded.name_server],
         capture_output=True,

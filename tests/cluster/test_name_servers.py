@@ -106,7 +106,7 @@ def test_a_silent_connection_is_given_up_after_two_calls(embedded, connect):
     assert client.run(client.route("orders"), 30).topic == "orders"
 
 
-def test_bytes_that_are_no_frame_end_the_connection_but_not_the_client(embedded, connect):
+def test_bytes_that_are_no_frame_do_not_end_the_client(embedded, connect):
     client = connect(embedded)
     embedded.name_server_node.on(ROUTE, garbage(b"HTTP/1.1 400 Bad Request\r\n\r\n"), times=1)
     with pytest.raises(Exception, match="frame"):
@@ -114,7 +114,7 @@ def test_bytes_that_are_no_frame_end_the_connection_but_not_the_client(embedded,
     assert client.run(client.route("orders"), 30).topic == "orders"
 
 
-def test_a_name_server_4_9_gives_no_answer_to_what_it_does_not_know(connect):
+def test_a_name_server_4_9_does_not_answer_unknown_codes(connect):
     with EmbeddedCluster(version="4.9.7") as cluster:
         cluster.create_topic("orders")
         client = connect(cluster)
@@ -163,7 +163,7 @@ def test_a_change_that_one_missed_is_an_error_that_names_it(three, connect):
     assert {node.address for node in three.name_server_nodes[:2]} == set(raised.value.address.split(";"))
 
 
-def test_routes_in_use_are_kept_fresh_and_outlive_the_name_server(embedded, connect):
+def test_routes_in_use_stay_fresh_and_outlive_name_servers(embedded, connect):
     client = connect(embedded, route_refresh_interval_s=0.05)
     told = Told()
 
@@ -219,7 +219,7 @@ UNREADABLE = [b"", b"[]", b"{", b'{"queueDatas":5}', b"[" * 1000 + b"]" * 1000, 
 
 
 @pytest.mark.parametrize("body", UNREADABLE, ids=lambda body: f"{len(body)} bytes")
-def test_a_name_server_whose_answer_cannot_be_read_is_left_for_another(three, connect, body):
+def test_an_unreadable_answer_makes_it_ask_another(three, connect, body):
     client = connect(three)
     (first,) = asked(three, client)
     first.on(ROUTE, answer(0, body=body), times=None)

@@ -44,7 +44,7 @@ def handle(client, code, handler):
     client.run(register(), 30)
 
 
-def test_a_handler_gets_the_request_and_the_brokers_address_and_its_answer_goes_back(embedded, connect, member):
+def test_a_handler_gets_request_and_address_and_answers(embedded, connect, member):
     told = Told()
 
     async def answer(command, address):
@@ -76,7 +76,7 @@ def test_a_handler_that_fails_is_answered_with_the_reason(embedded, connect, mem
     assert raised.value.code == 1
 
 
-def test_a_slow_handler_holds_up_neither_calls_nor_other_requests(embedded, connect, member):
+def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, connect, member):
     told = Told()
     told_to_end = asyncio.Event()
 
@@ -114,7 +114,7 @@ def test_a_slow_handler_holds_up_neither_calls_nor_other_requests(embedded, conn
     assert asking.result(30).body == b"{}"
 
 
-def test_only_brokers_may_ask_that_a_route_names_or_whose_queues_are_held(connect):
+def test_only_brokers_in_routes_or_in_use_may_ask(connect):
     """Name servers may lose sight of a broker that is up; what it asks is heard while there is something of it."""
     with EmbeddedCluster(brokers=2) as embedded:
         embedded.create_topic("orders", queues=2)
@@ -146,7 +146,7 @@ def test_only_brokers_may_ask_that_a_route_names_or_whose_queues_are_held(connec
         embedded.wait_until(lambda: not other.connections)
 
 
-def test_a_client_that_nobody_listens_to_logs_what_it_refuses_once(embedded, connect, caplog):
+def test_a_refused_request_is_logged_once(embedded, connect, caplog):
     client = connect(embedded)
     client.run(client.route("orders"), 30)
     for _ in range(3):
@@ -158,7 +158,7 @@ def test_a_client_that_nobody_listens_to_logs_what_it_refuses_once(embedded, con
     ]
 
 
-def test_of_what_brokers_ask_only_so_much_is_under_way_at_once(embedded, connect, member):
+def test_only_so_many_requests_are_under_way(embedded, connect, member):
     handled, told, go_on = Told(), Told(), asyncio.Event()
 
     async def slow(command, address):
@@ -186,7 +186,7 @@ def test_of_what_brokers_ask_only_so_much_is_under_way_at_once(embedded, connect
     assert told.nothing
 
 
-def test_of_what_brokers_ask_only_so_many_bytes_are_under_way_at_once(embedded, connect, member):
+def test_only_so_many_bytes_of_requests_are_under_way(embedded, connect, member):
     go_on = asyncio.Event()
 
     async def slow(command, address):

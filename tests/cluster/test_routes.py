@@ -7,6 +7,7 @@ import pytest
 from pyrocket_consumer.cluster.routes import Routes, choose_address
 from pyrocket_consumer.errors import ConnectError, RouteNotFound
 from pyrocket_consumer.model import BrokerData, QueueData, TopicRoute
+from tests.for_each import for_each
 
 
 def route_of(topic, **brokers):
@@ -46,165 +47,137 @@ class Watched:
         )
 
 
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario, 10))
+RUN = asyncio.run
 
 
-def test_a_route_is_asked_for_once_and_remembered():
-    async def scenario():
-        name_server = NameServer(T=route_of("T", a={0: "a:1"}))
-        routes = Watched(name_server).routes
-        assert await routes.get("T") is await routes.get("T") is routes.known("T")
-        assert name_server.asked == ["T"]
-
-    run(scenario())
+async def test_a_route_is_asked_for_once_and_remembered():
+    name_server = NameServer(T=route_of("T", a={0: "a:1"}))
+    routes = Watched(name_server).routes
+    assert await routes.get("T") is await routes.get("T") is routes.known("T")
+    assert name_server.asked == ["T"]
 
 
-def test_callers_at_the_same_time_share_one_request_and_its_failure():
-    async def scenario():
-        name_server = NameServer(T=route_of("T", a={0: "a:1"}))
-        routes = Watched(name_server).routes
-        name_server.gate.clear()
-        callers = [asyncio.create_task(routes.get(topic)) for topic in ["T", "T", "T", "none", "none"]]
-        await asyncio.sleep(0)
-        callers[0].cancel()  # the others still get it
-        name_server.gate.set()
-        outcomes = await asyncio.gather(*callers, return_exceptions=True)
-        assert isinstance(outcomes[0], asyncio.CancelledError)
-        assert outcomes[1] is outcomes[2] is routes.known("T")
-        assert all(isinstance(outcome, RouteNotFound) for outcome in outcomes[3:])
-        assert sorted(name_server.asked) == ["T", "none"]
-
-    run(scenario())
+async def test_callers_at_once_share_one_request_and_its_failure():
+    name_server = NameServer(T=route_of("T", a={0: "a:1"}))
+    routes = Watched(name_server).routes
+    name_server.gate.clear()
+    callers = [asyncio.create_task(routes.get(topic)) for topic in ["T", "T", "T", "none", "none"]]
+    await asyncio.sleep(0)
+    callers[0].cancel()  # the others still get it
+    name_server.gate.set()
+    outcomes = await asyncio.gather(*callers, return_exceptions=True)
+    assert isinstance(outcomes[0], asyncio.CancelledError)
+    assert outcomes[1] is outcomes[2] is routes.known("T")
+    assert all(isinstance(outcome, RouteNotFound) for outcome in outcomes[3:])
+    assert sorted(name_server.asked) == ["T", "none"]
 
 
 @pytest.mark.live
-def test_those_who_want_a_newer_route_one_after_the_other_do_not_ask_one_by_one():
-    async def scenario():
-        name_server = NameServer(T=route_of("T", a={0: "a:1"}))
-        routes, now = Watched(name_server).routes, asyncio.get_running_loop().time
+async def test_callers_that_want_a_newer_route_share_questions():
+    name_server = NameServer(T=route_of("T", a={0: "a:1"}))
+    routes, now = Watched(name_server).routes, asyncio.get_running_loop().time
+    await routes.get("T")
+    before = now()
+    name_server.routes["T"] = route_of("T", a={0: "a:2"})
+    for _ in range(20):
+        assert (await routes.get("T", after=before)).brokers[0].addresses == {0: "a:2"}
+    assert len(name_server.asked) == 2
+    began = now()
+    for _ in range(3):  # each saw the route fail after the last question
+        await routes.get("T", after=now())
+    assert now() - began > 0.1
+    assert len(name_server.asked) == 5
+    wanted = now()
+    await asyncio.gather(*(routes.get("T", after=wanted) for _ in range(20)))
+    assert len(name_server.asked) == 6
+
+
+async def test_a_topic_that_was_not_found_is_asked_for_again():
+    name_server = NameServer()
+    routes = Watched(name_server).routes
+    with pytest.raises(RouteNotFound, match="'T'"):
         await routes.get("T")
-        before = now()
-        name_server.routes["T"] = route_of("T", a={0: "a:2"})
-        for _ in range(20):
-            assert (await routes.get("T", after=before)).brokers[0].addresses == {0: "a:2"}
-        assert len(name_server.asked) == 2
-        began = now()
-        for _ in range(3):  # each saw the route fail after the last question
-            await routes.get("T", after=now())
-        assert now() - began > 0.1
-        assert len(name_server.asked) == 5
-        wanted = now()
-        await asyncio.gather(*(routes.get("T", after=wanted) for _ in range(20)))
-        assert len(name_server.asked) == 6
-
-    run(scenario())
+    name_server.routes["T"] = route_of("T", a={0: "a:1"})
+    assert (await routes.get("T")).topic == "T"
 
 
-def test_a_topic_that_was_not_found_is_asked_for_again():
-    async def scenario():
-        name_server = NameServer()
-        routes = Watched(name_server).routes
-        with pytest.raises(RouteNotFound, match="'T'"):
-            await routes.get("T")
-        name_server.routes["T"] = route_of("T", a={0: "a:1"})
-        assert (await routes.get("T")).topic == "T"
-
-    run(scenario())
-
-
-def test_a_topic_that_is_gone_keeps_its_route_and_the_others_are_refreshed():
-    async def scenario():
-        known = route_of("T", a={0: "a:1"})
-        name_server = NameServer(T=known, U=route_of("U", b={0: "b:1"}))
-        watched = Watched(name_server)
-        for topic in ["T", "U"]:
-            await watched.routes.get(topic)
-        name_server.routes = {"U": route_of("U", b={0: "b:2"})}
-        watched.changes.clear()
-        await watched.routes.refresh()
-        assert watched.routes.known("T") == known
-        assert watched.routes.address("a") == "a:1"
-        assert watched.changes == [(route_of("U", b={0: "b:2"}), {"b:2"}, {"b:1"})]
-        with pytest.raises(RouteNotFound):
-            await watched.routes.get("T", refresh=True)
-
-    run(scenario())
-
-
-def test_while_no_name_server_answers_everything_stays_and_a_round_costs_one_attempt():
-    async def scenario():
-        name_server = NameServer(T=route_of("T", a={0: "a:1"}), U=route_of("U", b={0: "b:1"}))
-        watched = Watched(name_server)
-        for topic in ["T", "U"]:
-            await watched.routes.get(topic)
-        before = list(watched.changes)
-        name_server.asked.clear()
-        name_server.routes = dict.fromkeys(["T", "U"], ConnectError("ns:9876", "refused"))
-        await watched.routes.refresh()
-        assert name_server.asked == ["T"]
-        assert watched.routes.addresses == {"a:1", "b:1"}
-        assert watched.changes == before
-        with pytest.raises(ConnectError):
-            await watched.routes.get("U", refresh=True)
-
-    run(scenario())
-
-
-def test_a_change_is_told_once_and_the_same_in_another_order_is_none():
-    async def scenario():
-        name_server = NameServer(T=route_of("T", a={0: "a:1"}, b={0: "b:1"}))
-        watched = Watched(name_server)
-        first = await watched.routes.get("T")
-        name_server.routes["T"] = route_of("T", b={0: "b:1"}, a={0: "a:1"})
-        assert await watched.routes.get("T", refresh=True) == first
-        name_server.routes["T"] = route_of("T", a={0: "a:1"})
-        second = await watched.routes.get("T", refresh=True)
-        assert watched.changes == [(first, {"a:1", "b:1"}, set()), (second, set(), {"b:1"})]
-
-    run(scenario())
-
-
-def test_an_address_stays_while_any_route_names_it():
-    async def scenario():
-        both = {"T": route_of("T", a={0: "a:1"}, b={0: "b:1"}), "U": route_of("U", b={0: "b:1"})}
-        name_server = NameServer(**both)
-        watched = Watched(name_server)
-        for topic in both:
-            await watched.routes.get(topic)
-        assert watched.changes[1] == (both["U"], set(), set())
-        name_server.routes["T"] = route_of("T", a={0: "a:1"})
+async def test_a_topic_that_is_gone_keeps_its_route():
+    known = route_of("T", a={0: "a:1"})
+    name_server = NameServer(T=known, U=route_of("U", b={0: "b:1"}))
+    watched = Watched(name_server)
+    for topic in ["T", "U"]:
+        await watched.routes.get(topic)
+    name_server.routes = {"U": route_of("U", b={0: "b:2"})}
+    watched.changes.clear()
+    await watched.routes.refresh()
+    assert watched.routes.known("T") == known
+    assert watched.routes.address("a") == "a:1"
+    assert watched.changes == [(route_of("U", b={0: "b:2"}), {"b:2"}, {"b:1"})]
+    with pytest.raises(RouteNotFound):
         await watched.routes.get("T", refresh=True)
-        assert watched.routes.addresses == {"a:1", "b:1"}
-        watched.routes.forget("U")
-        assert watched.routes.addresses == {"a:1"}
-        assert watched.changes[-1] == (None, set(), {"b:1"})
-        assert watched.routes.topics == ["T"]
-
-    run(scenario())
 
 
-def test_where_routes_differ_about_a_broker_the_latest_news_count():
-    async def scenario():
-        name_server = NameServer(T=route_of("T", a={0: "a:1"}), U=route_of("U", a={0: "a:1"}))
-        routes = Watched(name_server).routes
-        for topic in ["T", "U"]:
-            await routes.get(topic)
-        name_server.routes = {"T": route_of("T", a={0: "a:2"}), "U": RouteNotFound("U", "ns:9876")}
-        await routes.refresh()
-        assert routes.address("a") == "a:2"
-        assert routes.addresses == {"a:2"}
-        await routes.refresh()
-        assert routes.address("a") == "a:2"
+async def test_routes_stay_while_no_name_server_answers():
+    name_server = NameServer(T=route_of("T", a={0: "a:1"}), U=route_of("U", b={0: "b:1"}))
+    watched = Watched(name_server)
+    for topic in ["T", "U"]:
+        await watched.routes.get(topic)
+    before = list(watched.changes)
+    name_server.asked.clear()
+    name_server.routes = dict.fromkeys(["T", "U"], ConnectError("ns:9876", "refused"))
+    await watched.routes.refresh()
+    assert name_server.asked == ["T"]
+    assert watched.routes.addresses == {"a:1", "b:1"}
+    assert watched.changes == before
+    with pytest.raises(ConnectError):
+        await watched.routes.get("U", refresh=True)
 
-    run(scenario())
+
+async def test_a_change_is_reported_once_and_another_order_is_none():
+    name_server = NameServer(T=route_of("T", a={0: "a:1"}, b={0: "b:1"}))
+    watched = Watched(name_server)
+    first = await watched.routes.get("T")
+    name_server.routes["T"] = route_of("T", b={0: "b:1"}, a={0: "a:1"})
+    assert await watched.routes.get("T", refresh=True) == first
+    name_server.routes["T"] = route_of("T", a={0: "a:1"})
+    second = await watched.routes.get("T", refresh=True)
+    assert watched.changes == [(first, {"a:1", "b:1"}, set()), (second, set(), {"b:1"})]
+
+
+async def test_an_address_stays_while_any_route_names_it():
+    both = {"T": route_of("T", a={0: "a:1"}, b={0: "b:1"}), "U": route_of("U", b={0: "b:1"})}
+    name_server = NameServer(**both)
+    watched = Watched(name_server)
+    for topic in both:
+        await watched.routes.get(topic)
+    assert watched.changes[1] == (both["U"], set(), set())
+    name_server.routes["T"] = route_of("T", a={0: "a:1"})
+    await watched.routes.get("T", refresh=True)
+    assert watched.routes.addresses == {"a:1", "b:1"}
+    watched.routes.forget("U")
+    assert watched.routes.addresses == {"a:1"}
+    assert watched.changes[-1] == (None, set(), {"b:1"})
+    assert watched.routes.topics == ["T"]
+
+
+async def test_where_routes_differ_the_latest_counts():
+    name_server = NameServer(T=route_of("T", a={0: "a:1"}), U=route_of("U", a={0: "a:1"}))
+    routes = Watched(name_server).routes
+    for topic in ["T", "U"]:
+        await routes.get(topic)
+    name_server.routes = {"T": route_of("T", a={0: "a:2"}), "U": RouteNotFound("U", "ns:9876")}
+    await routes.refresh()
+    assert routes.address("a") == "a:2"
+    assert routes.addresses == {"a:2"}
+    await routes.refresh()
+    assert routes.address("a") == "a:2"
 
 
 ADDRESSES = {0: "master", 2: "slave-2", 3: "slave-3"}
 
 
-@pytest.mark.parametrize(
-    ("addresses", "broker_id", "only_this", "chosen"),
+@for_each(
+    "addresses, broker_id, only_this, chosen",
     [
         (ADDRESSES, 0, False, "master"),
         (ADDRESSES, 3, False, "slave-3"),

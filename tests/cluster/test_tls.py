@@ -33,7 +33,7 @@ def secured():
         yield cluster
 
 
-def test_a_context_of_ones_own_is_used_for_name_servers_and_brokers(secured, connect):
+def test_the_users_context_is_used_for_all_servers(secured, connect):
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -30,7 +30,7 @@ def test_a_store_left_behind_is_adopted(tmp_path):
     assert find_orphans(tmp_path, "10.0.0.9@DEFAULT", "g") == []
 
 
-def test_offsets_that_are_there_already_are_not_overwritten_unasked(tmp_path):
+def test_existing_offsets_are_not_overwritten_unasked(tmp_path):
     fill(tmp_path / "old", 70)
     fill(tmp_path / "new", 5)
     with LocalFileOffsetStore(tmp_path / "new") as store:

@@ -38,7 +38,8 @@ def listen(history: History, lines: list[str]) -> None:
 @pytest.mark.hazard("H13")
 @pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
 @pytest.mark.parametrize("seed", range(trials(1)))
-def test_killed_before_any_file_operation_the_store_has_what_was_acknowledged(tmp_path, durability, seed):
+@pytest.mark.live
+def test_a_process_killed_before_any_file_operation(tmp_path, durability, seed):
     first, *others = lives(tmp_path, durability, seed)
     start = History()
     listen(start, first)

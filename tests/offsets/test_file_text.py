@@ -125,11 +125,6 @@ def read(make_store: MakeStore, directory: Path) -> dict[MessageQueue, int]:
         return dict(store.clone_offset_table())
 
 
-def every_spelling_is_read(tmp_path: Path, make_store: MakeStore) -> None:
-    for name, spell in SPELLINGS.items():
-        assert read(make_store, fresh(tmp_path, spell([102, 101, 0]))) == table([102, 101, 0]), f"written as {name}"
-
-
 @pytest.mark.hazard("H42")
 @pytest.mark.parametrize("member", [ours, faulty(FileOfAnotherClient, "written as Go")])
 def test_every_spelling_of_the_file_is_read(tmp_path, member):
@@ -137,13 +132,8 @@ def test_every_spelling_of_the_file_is_read(tmp_path, member):
 
     Faulty: a reader that knows one spelling of the keys; Java 5.5.0 takes the Go client's file for no offsets.
     """
-    every_spelling_is_read(tmp_path, member)
-
-
-def large_offsets_are_exact(tmp_path: Path, make_store: MakeStore) -> None:
-    offsets = [2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 0]
-    for name in ("fastjson 1", "fastjson 2", "compact"):
-        assert read(make_store, fresh(tmp_path, SPELLINGS[name](offsets))) == table(offsets), "an offset has changed"
+    for name, spell in SPELLINGS.items():
+        assert read(member, fresh(tmp_path, spell([102, 101, 0]))) == table([102, 101, 0]), f"written as {name}"
 
 
 @pytest.mark.hazard("H42")
@@ -155,7 +145,9 @@ def test_large_offsets_are_exact(tmp_path, member):
 
     Faulty: numbers that become doubles, or 32 bits wide (fastjson 2.0.43).
     """
-    large_offsets_are_exact(tmp_path, member)
+    offsets = [2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 0]
+    for name in ("fastjson 1", "fastjson 2", "compact"):
+        assert read(member, fresh(tmp_path, SPELLINGS[name](offsets))) == table(offsets), "an offset has changed"
 
 
 def refuses(make_store: MakeStore, directory: Path, what: str) -> None:
@@ -164,15 +156,6 @@ def refuses(make_store: MakeStore, directory: Path, what: str) -> None:
     except OffsetStoreCorrupt:
         return
     raise AssertionError(f"{what} was read as {found}")
-
-
-def a_cut_text_is_damaged(tmp_path: Path, make_store: MakeStore) -> None:
-    for name in ("fastjson 1", "fastjson 2", "Go"):
-        text = SPELLINGS[name]([12, 11])
-        for length in reversed(range(len(text))):
-            directory = fresh(tmp_path, text[:length])
-            refuses(make_store, directory, f"{name} cut after {length} bytes")
-            assert (directory / "offsets.json").read_bytes() == text[:length], "it is left for whoever looks at it"
 
 
 @pytest.mark.hazard("H42")
@@ -184,7 +167,12 @@ def test_a_text_cut_anywhere_is_damaged_never_shorter(tmp_path, member):
 
     Faulty: a reader that takes what it finds.
     """
-    a_cut_text_is_damaged(tmp_path, member)
+    for name in ("fastjson 1", "fastjson 2", "Go"):
+        text = SPELLINGS[name]([12, 11])
+        for length in reversed(range(len(text))):
+            directory = fresh(tmp_path, text[:length])
+            refuses(member, directory, f"{name} cut after {length} bytes")
+            assert (directory / "offsets.json").read_bytes() == text[:length], "it is left for whoever looks at it"
 
 
 NO_TABLES = {
@@ -198,11 +186,6 @@ NO_TABLES = {
 }
 
 
-def what_is_no_table_is_not_empty(tmp_path: Path, make_store: MakeStore) -> None:
-    for name, text in NO_TABLES.items():
-        refuses(make_store, fresh(tmp_path, text), name)
-
-
 @pytest.mark.hazard("H42")
 @pytest.mark.parametrize("member", [ours, faulty(FileOfAnotherClient, "empty was read as {}")])
 def test_what_is_no_table_is_damaged_never_empty(tmp_path, member):
@@ -210,10 +193,20 @@ def test_what_is_no_table_is_damaged_never_empty(tmp_path, member):
 
     Faulty: a reader that finds nothing, and begins as if the group were new.
     """
-    what_is_no_table_is_not_empty(tmp_path, member)
+    for name, text in NO_TABLES.items():
+        refuses(member, fresh(tmp_path, text), name)
 
 
-def a_consumer_goes_on(embedded: Any, names: Any, tmp_path: Path, name: str, make_store: MakeStore | None) -> None:
+@pytest.mark.hazard("H42")
+@pytest.mark.parametrize(
+    ("store", "name"),
+    [(None, "fastjson 2"), (None, "Go"), faulty(FileOfAnotherClient, "messages were skipped", "Go")],
+)
+def test_a_consumer_goes_on_from_the_file_of_another_client(embedded, names, tmp_path, name, store):
+    """After a change of client or release a broadcasting member goes on where the file says.
+
+    Faulty: Java 5.5.0 with a Go client's file starts at the end, in silence.
+    """
     topic, group = names.topic(), names.group()
     embedded.create_topic(topic, queues=3)
     embedded.send(topic, count=9)
@@ -221,8 +214,8 @@ def a_consumer_goes_on(embedded: Any, names: Any, tmp_path: Path, name: str, mak
     directory.mkdir(parents=True)
     (directory / "offsets.json").write_bytes(SPELLINGS[name]([0, 1, 2]).replace(TOPIC.encode(), topic.encode()))
     options: dict[str, Any] = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "client_ip": IP}
-    if make_store is not None:
-        options |= {"offset_store": make_store(directory)}
+    if store is not None:
+        options |= {"offset_store": store(directory)}
     with consuming(embedded, topic, group, consume_from="last", **options) as (consumer, seen):
         embedded.send(topic, b"now", count=3)
         seen.wait(lambda seen: seen.bodies.count(b"now") == 3)
@@ -231,19 +224,6 @@ def a_consumer_goes_on(embedded: Any, names: Any, tmp_path: Path, name: str, mak
         for message in seen.messages:
             places[message.queue.queue_id] += message.body == b"-"
         assert places == {0: 3, 1: 2, 2: 1}, "messages were skipped"
-
-
-@pytest.mark.hazard("H42")
-@pytest.mark.parametrize(
-    ("store", "name"),
-    [(None, "fastjson 2"), (None, "Go"), faulty(FileOfAnotherClient, "messages were skipped", "Go")],
-)
-def test_a_consumer_goes_on_from_the_file_of_another_client(embedded, names, tmp_path, store, name):
-    """After a change of client or release a broadcasting member goes on where the file says.
-
-    Faulty: Java 5.5.0 with a Go client's file starts at the end, in silence.
-    """
-    a_consumer_goes_on(embedded, names, tmp_path, name, store)
 
 
 class WritesLikeGo(MemoryOffsetStore):

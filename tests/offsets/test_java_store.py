@@ -38,7 +38,7 @@ def test_java_reads_what_we_wrote_and_we_read_what_java_wrote(real_version, dura
         assert java.clone_offset_table() == OURS | {FIRST: 9}
 
 
-def test_with_checkpoint_durability_java_sees_every_persist_at_once(real_version):
+def test_java_sees_every_persist_with_checkpoint_durability(real_version):
     with (
         JavaOffsetStore(real_version, "g") as java,
         LocalFileOffsetStore(java.path.parent, "checkpoint") as store,

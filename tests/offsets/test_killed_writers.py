@@ -175,8 +175,23 @@ def check_found(make: MakeStore, disk: MemoryDisk, life: Life, how: str) -> int:
     return found or 0
 
 
-def a_kill_loses_nothing(make: MakeStore) -> None:
-    """Killed before any file operation, and the next process again."""
+@pytest.mark.hazard("H13")
+@pytest.mark.parametrize(
+    "make",
+    [
+        *OURS,
+        faulty(GoStore, "killed .*before replace .*found None"),
+        faulty(JavaStore, "killed again before .*found None"),
+    ],
+)
+def test_after_a_kill_what_was_acknowledged_is_found(make):
+    """An offset whose persist has returned is found again, wherever the process was killed, and the next one too: the
+    old file is there until the new one is whole, and is never overwritten by an empty one.
+
+    Faulty: Go has a moment without a file, between remove and rename. Java, killed a second time, has copied the empty
+    file of the first time over its good backup.
+    """
+    # Killed before any file operation, and the next process again
     for first in itertools.count(1):
         disk = MemoryDisk()
         life = Life(make, disk, 0, first)
@@ -191,35 +206,6 @@ def a_kill_loses_nothing(make: MakeStore) -> None:
             return
 
 
-def a_power_failure_loses_nothing(make: MakeStore) -> None:
-    for last in itertools.count(1):
-        for seed in range(5):
-            disk = MemoryDisk()
-            life = Life(make, disk, 0, last)
-            check_found(make, disk.after_power_loss(random.Random(seed)), life, "power failed")
-        if not life.was_cut:
-            return
-
-
-@pytest.mark.hazard("H13")
-@pytest.mark.parametrize(
-    "make",
-    [
-        *OURS,
-        faulty(GoStore, "killed .*before replace .*found None"),
-        faulty(JavaStore, "killed again before .*found None"),
-    ],
-)
-def test_a_process_killed_at_any_moment_finds_what_was_acknowledged(make):
-    """An offset whose persist has returned is found again, wherever the process was killed, and the next one too: the
-    old file is there until the new one is whole, and is never overwritten by an empty one.
-
-    Faulty: Go has a moment without a file, between remove and rename. Java, killed a second time, has copied the empty
-    file of the first time over its good backup.
-    """
-    a_kill_loses_nothing(make)
-
-
 @pytest.mark.hazard("H13")
 @pytest.mark.parametrize(
     "make", [*OURS, *(faulty(store, "power failed before .*found None") for store in (JavaStore, GoStore))]
@@ -229,7 +215,13 @@ def test_power_may_fail_at_any_moment(make):
 
     Faulty: Java, Go and C++ never sync.
     """
-    a_power_failure_loses_nothing(make)
+    for last in itertools.count(1):
+        for seed in range(5):
+            disk = MemoryDisk()
+            life = Life(make, disk, 0, last)
+            check_found(make, disk.after_power_loss(random.Random(seed)), life, "power failed")
+        if not life.was_cut:
+            return
 
 
 def unreadable_is_never_silent(make: MakeStore, backup: bytes | None) -> None:
@@ -273,8 +265,14 @@ def test_unreadable_files_are_told_or_stop_the_start(make, backup):
     unreadable_is_never_silent(make, BACKUPS[backup])
 
 
-def readers_see_the_last_generation(make: MakeStore) -> None:
-    """Somebody reads the stored offset before each file operation of a persist."""
+@pytest.mark.hazard("H13")
+@pytest.mark.parametrize("make", [*OURS, faulty(GoStore, "None was read before replace")])
+def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
+    """The stored offset is read from memory, never from a file that is just being written.
+
+    Faulty: Go reads the file, which is away for a moment.
+    """
+    # Somebody reads the stored offset before each file operation of a persist
     acknowledged, seen = 100, []
 
     def read(count: int, operation: str, path: str) -> None:
@@ -297,21 +295,18 @@ def readers_see_the_last_generation(make: MakeStore) -> None:
     store.close()
 
 
-@pytest.mark.hazard("H13")
-@pytest.mark.parametrize("make", [*OURS, faulty(GoStore, "None was read before replace")])
-def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
-    """The stored offset is read from memory, never from a file that is just being written.
-
-    Faulty: Go reads the file, which is away for a moment.
-    """
-    readers_see_the_last_generation(make)
-
-
 # -- H14 ---------------------------------------------------------------------------------------------------------
 
 
-def a_correction_stays(make: MakeStore) -> None:
-    """While the timer persists everything, another thread corrects an offset and gives its queue up."""
+@pytest.mark.hazard("H14")
+@pytest.mark.parametrize("make", [*OURS, faulty(JavaStore, "but 100 is stored")])
+def test_a_correction_is_not_overwritten_by_the_timer(make):
+    """A correction that was persisted stays, whatever another thread persists meanwhile: writes have one order, and
+    each takes the offsets when its turn comes.
+
+    Faulty: Java from 5.2 on reads, changes and writes the file in several threads at once.
+    """
+    # While the timer persists everything, another thread corrects an offset and gives its queue up
     disk, corrector = MemoryDisk(), threading.Thread()
 
     def correct() -> None:
@@ -342,17 +337,6 @@ def a_correction_stays(make: MakeStore) -> None:
         stored = again.read_offset(QUEUE, ReadOffsetType.MEMORY_FIRST_THEN_STORE)
         assert stored == 40, f"corrected to 40 and acknowledged, but {stored} is stored"
     store.close()
-
-
-@pytest.mark.hazard("H14")
-@pytest.mark.parametrize("make", [*OURS, faulty(JavaStore, "but 100 is stored")])
-def test_a_correction_is_not_overwritten_by_the_timer(make):
-    """A correction that was persisted stays, whatever another thread persists meanwhile: writes have one order, and
-    each takes the offsets when its turn comes.
-
-    Faulty: Java from 5.2 on reads, changes and writes the file in several threads at once.
-    """
-    a_correction_stays(make)
 
 
 # -- H15 ---------------------------------------------------------------------------------------------------------

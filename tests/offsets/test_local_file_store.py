@@ -69,7 +69,7 @@ def test_closing_persists_what_memory_holds(tmp_path, durability):
     assert main_file(tmp_path) == {QUEUE: 5}
 
 
-def test_the_journal_holds_what_offsets_json_does_not_until_the_interval_is_over(tmp_path):
+def test_the_journal_holds_what_the_checkpoint_does_not(tmp_path):
     clock = Clock()
     store = LocalFileOffsetStore(tmp_path, checkpoint_interval_s=5, clock=clock)
     store.load()
@@ -91,7 +91,7 @@ def test_the_journal_holds_what_offsets_json_does_not_until_the_interval_is_over
     assert decode_checkpoint((tmp_path / "offsets.json.bak").read_bytes())[0] == {QUEUE: 2}
 
 
-def test_with_checkpoint_durability_java_may_read_after_every_persist(tmp_path):
+def test_with_checkpoint_durability_each_persist_is_readable(tmp_path):
     store = LocalFileOffsetStore(tmp_path, "checkpoint")
     store.load()
     for offset in range(5):
@@ -220,7 +220,7 @@ def test_an_offset_set_before_load_is_kept(tmp_path):
     assert main_file(tmp_path) == {QUEUE: 9}
 
 
-def test_a_closed_store_refuses_to_persist_and_can_be_opened_again(tmp_path):
+def test_a_closed_store_does_not_persist_and_opens_again(tmp_path):
     store = LocalFileOffsetStore(tmp_path)
     with pytest.raises(OffsetStoreError, match="not open"):
         store.persist(QUEUE)
@@ -238,7 +238,7 @@ def test_a_closed_store_refuses_to_persist_and_can_be_opened_again(tmp_path):
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_a_store_opened_again_goes_on_where_another_owner_has_ended(tmp_path, durability, caplog):
+def test_a_store_opened_again_goes_on_after_another_owner(tmp_path, durability, caplog):
     """Also when a listener acknowledges after the close, and somebody tries to persist that."""
     store = LocalFileOffsetStore(tmp_path, durability)
     with store:
@@ -260,7 +260,7 @@ def test_a_store_opened_again_goes_on_where_another_owner_has_ended(tmp_path, du
     assert main_file(tmp_path) == {QUEUE: 500, QUEUES[1]: 3, QUEUES[2]: 12}
 
 
-def test_a_store_opened_again_does_not_know_what_has_been_removed_from_it(tmp_path):
+def test_a_store_opened_again_forgets_what_was_removed(tmp_path):
     store = LocalFileOffsetStore(tmp_path)
     with store:
         store.update_offset(QUEUE, 10)
@@ -272,7 +272,7 @@ def test_a_store_opened_again_does_not_know_what_has_been_removed_from_it(tmp_pa
         assert store.read_offset(QUEUE) is None
 
 
-def test_a_relative_directory_is_meant_from_where_the_store_is_made(tmp_path, monkeypatch):
+def test_a_relative_directory_does_not_follow_the_process(tmp_path, monkeypatch):
     """Wherever the process goes later: there may be the store of another application, of the same name."""
     mine, others = tmp_path / "mine", tmp_path / "others"
     for place in (mine, others):
@@ -294,7 +294,7 @@ def test_a_relative_directory_is_meant_from_where_the_store_is_made(tmp_path, mo
     assert (main_file(mine / "offsets"), main_file(others / "offsets")) == ({QUEUE: 8}, {QUEUE: 777})
 
 
-def test_a_relative_base_directory_of_members_is_meant_from_where_their_store_is_made(tmp_path, monkeypatch):
+def test_a_relative_base_directory_does_not_follow_it_either(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     stores = [LocalFileOffsetStore.for_group(config("base"), "10.0.0.5@DEFAULT") for _ in range(2)]
@@ -346,7 +346,7 @@ def test_a_wrong_epoch_sets_nothing(tmp_path, epoch):
         assert (store.clone_offset_table(), store.reset_epoch(QUEUE), store.reset_epoch(QUEUES[1])) == ({}, 0, 0)
 
 
-def test_a_store_that_is_dropped_is_closed_as_if_its_process_had_ended(tmp_path):
+def test_a_store_that_is_dropped_leaves_no_file_and_no_lock(tmp_path):
     """It leaves no open file behind, and no lock."""
 
     def lowest_free():
@@ -480,7 +480,7 @@ def as_java_does(directory, text):
 
 @pytest.mark.parametrize("writes", [1, 2, 5])
 @pytest.mark.parametrize("runs_before", [1, 2])
-def test_what_a_java_client_wrote_between_two_runs_is_followed_and_told(tmp_path, writes, runs_before):
+def test_what_java_wrote_between_two_runs_counts(tmp_path, writes, runs_before):
     for offset in range(runs_before):
         with LocalFileOffsetStore(tmp_path) as store:
             store.update_offset(QUEUE, offset)
@@ -501,7 +501,7 @@ def test_what_a_java_client_wrote_between_two_runs_is_followed_and_told(tmp_path
 
 
 @pytest.mark.hazard("H15")
-def test_queues_that_are_not_persisted_with_the_rest_stay_in_the_store(tmp_path):
+def test_queues_left_out_of_a_persist_stay_in_the_store(tmp_path):
     with LocalFileOffsetStore(tmp_path, "checkpoint") as store:
         for queue in QUEUES:
             store.update_offset(queue, 50)
@@ -517,7 +517,8 @@ def test_queues_that_are_not_persisted_with_the_rest_stay_in_the_store(tmp_path)
 
 
 @pytest.mark.hazard("H14")
-def test_a_correction_is_never_overwritten_by_a_concurrent_persist_all(tmp_path):
+@pytest.mark.live
+def test_a_correction_survives_a_concurrent_persist_all(tmp_path):
     """One thread persists everything in a loop; each correction must be in the files as soon as it is acknowledged."""
     with LocalFileOffsetStore(tmp_path, "process", journal_bytes=4096) as store:
         for queue in QUEUES:
@@ -543,7 +544,7 @@ def test_a_correction_is_never_overwritten_by_a_concurrent_persist_all(tmp_path)
         assert store.read_offset(QUEUE, STORE) == 1
 
 
-def test_an_update_during_the_last_write_is_written_too_before_the_queue_is_forgotten():
+def test_an_update_during_the_last_write_is_written_too():
     def update_once(count, operation, path):
         if operation == "write_at" and path.endswith(".journal") and store.read_offset(QUEUE, MEMORY) == 2:
             store.update_offset(QUEUE, 3)

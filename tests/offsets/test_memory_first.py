@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer import MessageQueue
 from tests.consuming import until
-from tests.hazards.members import Kind, broadcasting, faulty, full_disk, give_time_to, ours
+from tests.hazards.members import broadcasting, faulty, full_disk, give_time_to, ours
 from tests.hazards.naive import NaiveMember
 from tests.resetting import queue
 
@@ -34,28 +34,6 @@ class ForgetsWhatItCouldNotWrite(NaiveMember):
         self.offsets.pop(queue, None)
 
 
-def a_queue_that_comes_back_goes_on(cluster: Any, names: Any, member: Kind, stores: Path, is_full: bool) -> None:
-    """A broker's route is gone for a while, and the timer that persists has not run."""
-    topic, group = names.topic(), names.group()
-    place, broker = queue(topic, 0, "broker-b"), cluster.broker("broker-b")
-    cluster.create_topic(topic, queues=1)
-    cluster.send(topic, b"early", count=20, broker_name="broker-b")
-    with member(cluster, topic, group, **broadcasting(stores, commit_interval_s=3600)) as consumer:
-        consumer.seen.wait(lambda seen: len(seen.messages) == 20)
-        until(lambda: consumer.held().get(place) == 20, "all consumed")
-        with full_disk() if is_full else nullcontext():
-            cluster.call(lambda: cluster.unregister(broker))
-            until(lambda: place not in consumer.held(), "the queue is gone")
-            cluster.call(lambda: cluster.register(broker))
-            until(lambda: place in consumer.held(), "the queue is back")
-            cluster.send(topic, b"late", count=5, broker_name="broker-b")
-            consumer.seen.wait(lambda seen: seen.bodies.count(b"late") == 5)
-            give_time_to(lambda: consumer.seen.bodies.count(b"early") > 20, member)
-        times = Counter(consumer.seen.bodies)
-        assert times[b"early"] == 20, f"{times[b'early'] - 20} messages were consumed again"
-        assert times[b"late"] == 5
-
-
 @pytest.mark.hazard("H05")
 @pytest.mark.parametrize(
     ("member", "is_full"),
@@ -66,16 +44,32 @@ def a_queue_that_comes_back_goes_on(cluster: Any, names: Any, member: Kind, stor
         faulty(ForgetsWhatItCouldNotWrite, "messages were consumed again", True),
     ],
 )
-def test_a_queue_that_comes_back_goes_on_where_it_was(
-    embedded: Any, names: Any, tmp_path: Path, member: Any, is_full: bool
-) -> None:
+def test_a_queue_that_comes_back_goes_on_where_it_was(embedded, names, member, tmp_path, is_full):
     """A queue is persisted before it is forgotten, and stays in memory while that fails; memory counts before the file.
 
     Faulty: Java before 5.2 reads the file, which is as old as the timer; later ones forget what they could not write.
     """
-    a_queue_that_comes_back_goes_on(embedded, names, member, tmp_path, is_full)
+    # A broker's route is gone for a while, and the timer that persists has not run
+    topic, group = names.topic(), names.group()
+    place, broker = queue(topic, 0, "broker-b"), embedded.broker("broker-b")
+    embedded.create_topic(topic, queues=1)
+    embedded.send(topic, b"early", count=20, broker_name="broker-b")
+    with member(embedded, topic, group, **broadcasting(tmp_path, commit_interval_s=3600)) as consumer:
+        consumer.seen.wait(lambda seen: len(seen.messages) == 20)
+        until(lambda: consumer.held().get(place) == 20, "all consumed")
+        with full_disk() if is_full else nullcontext():
+            embedded.call(lambda: embedded.unregister(broker))
+            until(lambda: place not in consumer.held(), "the queue is gone")
+            embedded.call(lambda: embedded.register(broker))
+            until(lambda: place in consumer.held(), "the queue is back")
+            embedded.send(topic, b"late", count=5, broker_name="broker-b")
+            consumer.seen.wait(lambda seen: seen.bodies.count(b"late") == 5)
+            give_time_to(lambda: consumer.seen.bodies.count(b"early") > 20, member)
+        times = Counter(consumer.seen.bodies)
+        assert times[b"early"] == 20, f"{times[b'early'] - 20} messages were consumed again"
+        assert times[b"late"] == 5
 
 
 @pytest.mark.hazard("H05")
 def test_the_naive_member_is_right(embedded: Any, names: Any, tmp_path: Path) -> None:
-    a_queue_that_comes_back_goes_on(embedded, names, NaiveMember, tmp_path, True)
+    test_a_queue_that_comes_back_goes_on_where_it_was(embedded, names, NaiveMember, tmp_path, True)

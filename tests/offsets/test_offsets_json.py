@@ -79,7 +79,7 @@ def test_every_spelling_is_read(text):
     assert decode_checkpoint(text)[0] == TABLE
 
 
-def test_an_absent_broker_name_is_empty_and_a_negative_offset_is_none():
+def test_no_broker_name_is_empty_and_a_negative_offset_none():
     text = b'{"offsetTable":{{"queueId":1,"topic":"t"}:5,{"brokerName":"b","queueId":1,"topic":"t"}:-1}}'
     assert decode_checkpoint(text)[0] == {MessageQueue("t", "", 1): 5}
 

@@ -65,6 +65,7 @@ def persist(process, offset):
 
 
 @pytest.mark.hazard("H12")
+@pytest.mark.live
 def test_a_second_process_is_told_who_owns_the_store_until_that_one_is_killed(tmp_path):
     directory = tmp_path / "10.0.0.5@DEFAULT" / "g"
     with owner(tmp_path) as (process, _, _):
@@ -82,6 +83,7 @@ def test_a_second_process_is_told_who_owns_the_store_until_that_one_is_killed(tm
 
 
 @pytest.mark.hazard("H12")
+@pytest.mark.live
 def test_two_processes_of_a_host_have_a_store_each_and_find_it_again(tmp_path):
     with owner(tmp_path) as (first, first_id, nothing), owner(tmp_path) as (second, second_id, none):
         assert (first_id, second_id) == ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1")
@@ -94,6 +96,7 @@ def test_two_processes_of_a_host_have_a_store_each_and_find_it_again(tmp_path):
         assert (second_id, two) == ("10.0.0.5@DEFAULT-1", 204)
 
 
+@pytest.mark.live
 def test_a_slot_left_by_a_process_that_ended_is_taken_again(tmp_path):
     with owner(tmp_path) as (first, _, _), owner(tmp_path):
         persist(first, 7)
@@ -110,7 +113,7 @@ def slot(base, instance="DEFAULT"):
 
 
 @pytest.mark.parametrize("instance", ["DEFAULT", "mine"])
-def test_a_store_that_is_about_to_be_closed_is_waited_for_by_who_wants_to(tmp_path, instance):
+def test_a_store_that_will_soon_close_can_be_waited_for(tmp_path, instance):
     old = slot(tmp_path, instance)
     old.load()
     old.update_offset(QUEUE, 5)
@@ -126,7 +129,7 @@ def test_a_store_that_is_about_to_be_closed_is_waited_for_by_who_wants_to(tmp_pa
     patient.close()
 
 
-def test_a_store_that_is_not_closed_in_time_is_not_waited_for_any_longer(tmp_path):
+def test_a_store_not_closed_in_time_is_not_waited_for(tmp_path):
     with slot(tmp_path) as old:
         second, third = slot(tmp_path), slot(tmp_path)
         assert second.try_load() is True
@@ -149,7 +152,7 @@ def test_who_does_not_wait_takes_the_next_slot(tmp_path):
         slot(tmp_path, "mine").load()
 
 
-def test_an_owner_of_whom_nothing_can_be_read_is_taken_for_one_that_stays(tmp_path):
+def test_an_unreadable_owner_counts_as_one_that_stays(tmp_path):
     with slot(tmp_path) as old:
         (old.directory / "offsets.owner").write_text('{"pid": 1, "host": "x", "since": 0, "closes_by": "soon"}')
         with slot(tmp_path) as other:
@@ -169,7 +172,7 @@ def test_an_owner_of_whom_nothing_can_be_read_is_taken_for_one_that_stays(tmp_pa
     ],
     ids=["deep", "no-pid", "long-pid", "far", "never", "always-closing", "long-host"],
 )
-def test_whatever_stands_in_the_place_of_an_owner_the_store_is_in_use_and_it_is_said_in_a_line(tmp_path, owner):
+def test_whatever_the_owner_file_holds_the_store_is_in_use(tmp_path, owner):
     with slot(tmp_path, "mine") as old:
         (old.directory / "offsets.owner").write_text(owner)
         with pytest.raises(OffsetStoreLocked, match="is in use by another process; stop it") as refused:
@@ -204,6 +207,7 @@ def error_of(call):
     return "no error"
 
 
+@pytest.mark.live
 def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
     with LocalFileOffsetStore(tmp_path) as store:
         store.update_offset(QUEUE, 1)
@@ -227,6 +231,7 @@ def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
     assert read_store(tmp_path).offsets == {QUEUE: 2}
 
 
+@pytest.mark.live
 def test_a_store_made_after_the_fork_works(tmp_path):
     unopened = LocalFileOffsetStore(tmp_path)
 
@@ -252,6 +257,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.live
 def test_a_child_that_lives_on_does_not_keep_the_store_of_its_killed_parent(tmp_path):
     parent = subprocess.Popen(
         [sys.executable, "-c", FORKING, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True

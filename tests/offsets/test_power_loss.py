@@ -124,7 +124,7 @@ def test_power_may_fail_after_any_number_of_kills(durability):
             assert trial.restart(read_as_designed, kill=kill) == [], f"seed {seed}, life {life}, kill {kill}"
 
 
-def test_process_durability_survives_power_loss_with_old_values_never_with_garbage():
+def test_process_durability_survives_power_loss_with_old_values():
     for seed in range(trials(200)):
         trial = Trial(seed, durability="process")
         written: dict[MessageQueue, set[int | None]] = {}
@@ -143,6 +143,7 @@ def test_process_durability_survives_power_loss_with_old_values_never_with_garba
         assert all(offset in written[queue] for queue, offset in found.items()), f"seed {seed}"
 
 
+@pytest.mark.live
 def test_power_fails_while_threads_share_flushes():
     """What any of them was told to be durable is found. The switch interval is short, so that they meet everywhere."""
     queues = [MessageQueue("orders", "broker-a", number) for number in range(6)]
@@ -252,7 +253,7 @@ def failures(read: Read, count: int, **disk_options) -> int:
     return failed
 
 
-def test_the_controls_own_reader_is_right_while_nothing_is_left_out():
+def test_the_controls_reader_is_right_by_itself():
     assert failures(read_with(checked), trials(200)) == 0
 
 

@@ -61,7 +61,8 @@ def offset_of(bench, offset):
 
 
 @pytest.mark.hazard("H12")
-def test_a_lock_file_that_is_removed_lets_no_second_owner_be_overwritten(tmp_path):
+@pytest.mark.live
+def test_after_its_lock_is_removed_the_old_owner_stops(tmp_path):
     """With default options: the first notices by itself, stores nothing more, says so, and may come back later."""
     events = []
     store = LocalFileOffsetStore(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)
@@ -93,7 +94,7 @@ def test_a_lock_file_that_is_removed_lets_no_second_owner_be_overwritten(tmp_pat
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_what_a_new_owner_has_written_is_whole_until_the_old_one_notices_it(tmp_path, durability):
+def test_an_old_owner_damages_nothing_before_it_notices(tmp_path, durability):
     """They have the same files for a moment: what the old one appends still must not get into those of the new one."""
     first = Bench(tmp_path / "s", durability)
     (tmp_path / "s" / "offsets.lock").unlink()
@@ -165,7 +166,7 @@ def test_what_somebody_removes_is_written_anew(tmp_path, durability, removed):
 
 
 @pytest.mark.parametrize("how", ["close", "persist"])
-def test_a_directory_that_is_removed_under_an_idle_store_is_there_again(tmp_path, how):
+def test_a_directory_removed_under_an_idle_store_comes_back(tmp_path, how):
     """With default options, and without any offset that has changed."""
     store = LocalFileOffsetStore(tmp_path / "s")
     store.load()
@@ -174,6 +175,7 @@ def test_a_directory_that_is_removed_under_an_idle_store_is_there_again(tmp_path
     shutil.rmtree(tmp_path / "s")
     deadline = time.monotonic() + 30
     while how == "persist" and not (tmp_path / "s").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
         store.persist(QUEUE)
     if how == "close":
         store.close()
@@ -188,7 +190,7 @@ def another_application(directory: Path) -> None:
 
 @pytest.mark.parametrize("in_use", [True, False], ids=["in-use", "left"])
 @pytest.mark.parametrize("how", ["renamed", "symlink"])
-def test_another_store_that_comes_to_be_in_its_place_is_not_touched(tmp_path, how, in_use):
+def test_another_store_in_its_place_is_not_touched(tmp_path, how, in_use):
     """A directory that is renamed, and another in its place; or a symlink that is made to point elsewhere."""
     mine, others = tmp_path / "mine", tmp_path / "others"
     another_application(others)

@@ -52,7 +52,7 @@ def test_a_killed_process_leaves_both(tmp_path, durability):
         assert (again.read_offset(FIRST), again.reset_epoch(FIRST)) == (12, 1000)
 
 
-def test_the_checkpoint_reads_for_java_as_before_and_has_the_epochs_beside(tmp_path):
+def test_epochs_change_nothing_that_java_reads(tmp_path):
     with store_in(tmp_path) as store:
         store.update_offset(FIRST, 3)
     plain = (tmp_path / "offsets.json").read_bytes()

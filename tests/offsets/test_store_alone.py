@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -24,6 +25,8 @@ from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ReadOffsetType
 from tests.trials import trials
+
+pytestmark = pytest.mark.search
 
 QUEUES = [MessageQueue(topic, "broker-a", number) for topic in ("orders", "%RETRY%g") for number in range(2)]
 IN_MEMORY = "/dev/shm"  # where a flush costs nothing; every process sees the same there, and none ends by power loss

@@ -15,7 +15,7 @@ from pyrocket_consumer import OffsetStoreLocked
 from pyrocket_consumer.offsets.directories import store_directory
 from tests.consumer.processes import member as child_member
 from tests.consuming import until
-from tests.hazards.members import Kind, broadcasting, faulty, filled, ours
+from tests.hazards.members import broadcasting, faulty, filled, ours
 from tests.hazards.naive import NaiveMember
 from tests.resetting import fill, queue
 
@@ -30,37 +30,29 @@ class KeepsOffsetsAtHome(NaiveMember):
         return store_directory(Path.home() / ".rocketmq_client_go", self.client_id, self.group) / "offsets.json"
 
 
-def a_new_container_goes_on(
-    cluster: Any, names: Any, member: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Any:
-    """Only a volume outlives the container; "last" is where a consumer without offsets begins."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
-    options = broadcasting(tmp_path / "volume", consume_from="last")
-    monkeypatch.setenv("HOME", str(tmp_path / "first-container"))
-    with member(cluster, topic, group, **options) as consumer:
-        fill(cluster, topic, 5)
-        consumer.seen.wait_for(5)
-    fill(cluster, topic, 5, start=5)
-    monkeypatch.setenv("HOME", str(tmp_path / "second-container"))
-    with member(cluster, topic, group, **options) as consumer:
-        fill(cluster, topic, 1, start=10)
-        consumer.seen.wait(lambda seen: b"m10" in seen.bodies)
-        until(lambda: consumer.stored() == {queue(topic, 0): 11}, "consumed")
-        missed = [body for body in (b"m%d" % number for number in range(5, 10)) if body not in consumer.seen.bodies]
-        assert not missed, f"{len(missed)} messages sent meanwhile were skipped"
-
-
 @pytest.mark.hazard("H10")
 @pytest.mark.parametrize("member", [ours, faulty(KeepsOffsetsAtHome, "sent meanwhile were skipped")])
-def test_offsets_are_where_the_user_puts_them(
-    embedded: Any, names: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: Any
-) -> None:
+def test_offsets_are_where_the_user_puts_them(embedded, names, member, tmp_path, monkeypatch):
     """`offset_store_dir`, or an environment variable, says where offsets are: on a volume that outlives containers.
 
     Faulty: Go and C++ keep them in the home directory, and lose them with it.
     """
-    a_new_container_goes_on(embedded, names, member, tmp_path, monkeypatch)
+    # Only a volume outlives the container; "last" is where a consumer without offsets begins
+    topic, group = names.topic(), names.group()
+    embedded.create_topic(topic, queues=1)
+    options = broadcasting(tmp_path / "volume", consume_from="last")
+    monkeypatch.setenv("HOME", str(tmp_path / "first-container"))
+    with member(embedded, topic, group, **options) as consumer:
+        fill(embedded, topic, 5)
+        consumer.seen.wait_for(5)
+    fill(embedded, topic, 5, start=5)
+    monkeypatch.setenv("HOME", str(tmp_path / "second-container"))
+    with member(embedded, topic, group, **options) as consumer:
+        fill(embedded, topic, 1, start=10)
+        consumer.seen.wait(lambda seen: b"m10" in seen.bodies)
+        until(lambda: consumer.stored() == {queue(topic, 0): 11}, "consumed")
+        missed = [body for body in (b"m%d" % number for number in range(5, 10)) if body not in consumer.seen.bodies]
+        assert not missed, f"{len(missed)} messages sent meanwhile were skipped"
 
 
 @pytest.mark.hazard("H10")
@@ -95,64 +87,61 @@ class HasThePidInItsName(NaiveMember):
         super().__init__(*arguments, **{**options, "instance_name": f"{os.getpid()}#{time.time_ns()}"})
 
 
-def a_restart_finds_its_offsets(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
-    """The same program on the same machine, started twice."""
-    topic, group = filled(cluster, names, queues=1, messages=5)
+@pytest.mark.hazard("H11")
+@pytest.mark.parametrize("member", [ours, faulty(HasThePidInItsName, "were consumed again after a restart")])
+def test_a_restarted_program_finds_its_offsets(embedded, names, member, tmp_path):
+    """The directory's name has no part that is new with each run: neither process nor time.
+
+    Faulty: Go puts the process into it, and begins anew at each restart.
+    """
+    # The same program on the same machine, started twice
+    topic, group = filled(embedded, names, queues=1, messages=5)
     for start in (0, 5):
-        with member(cluster, topic, group, **broadcasting(stores)) as consumer:
-            fill(cluster, topic, 5, start=start + 5)
+        with member(embedded, topic, group, **broadcasting(tmp_path)) as consumer:
+            fill(embedded, topic, 5, start=start + 5)
             consumer.seen.wait(lambda seen, last=b"m%d" % (start + 9): last in seen.bodies)
             until(lambda consumer=consumer, start=start: consumer.stored() == {queue(topic, 0): start + 10}, "consumed")
     again = [body for body in consumer.seen.bodies if body in {b"m%d" % number for number in range(10)}]
     assert not again, f"{len(again)} messages were consumed again after a restart"
 
 
-def a_changed_address_is_noticed(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
-    """The machine has another address after a restart, and with it the client another id."""
-    topic, group = filled(cluster, names, queues=1, messages=5)
-    with member(cluster, topic, group, **broadcasting(stores, client_ip="10.0.0.5")) as consumer:
-        consumer.seen.wait_for(5)
-        left = store_directory(stores, consumer.client_id, group)
-    with member(cluster, topic, group, **broadcasting(stores, client_ip="10.0.0.9")) as consumer:
-        consumer.seen.wait_for(5)  # it begins anew, with what it was configured to begin with
-        told = [event for event in consumer.events.of("store-orphaned") if str(left) in event.text]
-        assert told, f"nobody was told that {left} is left behind"
-
-
-@pytest.mark.hazard("H11")
-@pytest.mark.parametrize("member", [ours, faulty(HasThePidInItsName, "were consumed again after a restart")])
-def test_a_restarted_program_finds_its_offsets(embedded: Any, names: Any, tmp_path: Path, member: Any) -> None:
-    """The directory's name has no part that is new with each run: neither process nor time.
-
-    Faulty: Go puts the process into it, and begins anew at each restart.
-    """
-    a_restart_finds_its_offsets(embedded, names, member, tmp_path)
-
-
 @pytest.mark.hazard("H11")
 @pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "is left behind")])
-def test_a_changed_address_is_told_with_the_directory_left_behind(
-    embedded: Any, names: Any, tmp_path: Path, member: Any
-) -> None:
+def test_a_changed_address_names_the_directory_left_behind(embedded, names, member, tmp_path):
     """A member that begins anew while another client id of its group has left a store says so: `store-orphaned` names
     the directory, which `offsets.adoption.adopt` moves to the new id.
 
     Faulty: all others begin anew without a word.
     """
-    a_changed_address_is_noticed(embedded, names, member, tmp_path)
+    # The machine has another address after a restart, and with it the client another id
+    topic, group = filled(embedded, names, queues=1, messages=5)
+    with member(embedded, topic, group, **broadcasting(tmp_path, client_ip="10.0.0.5")) as consumer:
+        consumer.seen.wait_for(5)
+        left = store_directory(tmp_path, consumer.client_id, group)
+    with member(embedded, topic, group, **broadcasting(tmp_path, client_ip="10.0.0.9")) as consumer:
+        consumer.seen.wait_for(5)  # it begins anew, with what it was configured to begin with
+        told = [event for event in consumer.events.of("store-orphaned") if str(left) in event.text]
+        assert told, f"nobody was told that {left} is left behind"
 
 
 # --- H12
 
 
-def each_goes_on_at_its_own(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
-    """Two consumers of one group on one host, at different places of a queue, are restarted."""
+@pytest.mark.hazard("H12")
+@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "two processes write one file")])
+def test_two_processes_of_a_host_have_a_store_each(embedded, names, member, tmp_path):
+    """A store belongs to one process, for as long as that lives; a second one takes the next slot, and each finds its
+    own again.
+
+    Faulty: Java and C++, where both are `ip@DEFAULT` and write one file.
+    """
+    # Two consumers of one group on one host, at different places of a queue, are restarted
     topic, group = names.topic(), names.group()
     place = queue(topic, 0)
-    cluster.create_topic(topic, queues=1)
-    options = broadcasting(stores)
-    with member(cluster, topic, group, **options) as first, member(cluster, topic, group, **options) as second:
-        fill(cluster, topic, 10)
+    embedded.create_topic(topic, queues=1)
+    options = broadcasting(tmp_path)
+    with member(embedded, topic, group, **options) as first, member(embedded, topic, group, **options) as second:
+        fill(embedded, topic, 10)
         for each in (first, second):
             each.seen.wait_for(10)
             until(lambda each=each: each.stored() == {place: 10}, "consumed")
@@ -162,21 +151,10 @@ def each_goes_on_at_its_own(cluster: Any, names: Any, member: Kind, stores: Path
         stored = [each.stored()[place] for each in (first, second)]
         assert stored == [3, 7], f"two processes write one file: {stored}"
         assert first.client_id != second.client_id
-    with member(cluster, topic, group, **options) as first, member(cluster, topic, group, **options) as second:
+    with member(embedded, topic, group, **options) as first, member(embedded, topic, group, **options) as second:
         for each, count in ((first, 7), (second, 3)):
             each.seen.wait(lambda seen, count=count: len(seen.messages) == count)
             until(lambda each=each: each.stored() == {place: 10}, "consumed")
-
-
-@pytest.mark.hazard("H12")
-@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "two processes write one file")])
-def test_two_processes_of_a_host_have_a_store_each(embedded: Any, names: Any, tmp_path: Path, member: Any) -> None:
-    """A store belongs to one process, for as long as that lives; a second one takes the next slot, and each finds its
-    own again.
-
-    Faulty: Java and C++, where both are `ip@DEFAULT` and write one file.
-    """
-    each_goes_on_at_its_own(embedded, names, member, tmp_path)
 
 
 @pytest.mark.hazard("H12")
@@ -216,25 +194,32 @@ class LocksNothing(NaiveMember):
     """Whoever looks for a lock once: when its file has been removed, two write one store."""
 
 
-def one_owner_though_the_lock_was_removed(cluster: Any, names: Any, member: Kind, stores: Path) -> None:
-    """Somebody cleans up under a running member, and another process of the host starts."""
+@pytest.mark.hazard("H12")
+@pytest.mark.parametrize("member", [ours, faulty(LocksNothing, "two members write one store")])
+def test_a_store_whose_lock_was_removed_has_one_owner(embedded, names, member, tmp_path):
+    """An owner looks now and then whether its lock is there. When another has taken the store since, nothing more is
+    written: `store-taken` tells, consuming goes on, and `close()` raises.
+
+    Faulty: all others; they lock nothing, or never look again.
+    """
+    # Somebody cleans up under a running member, and another process of the host starts
     topic, group = names.topic(), names.group()
     place = queue(topic, 0)
-    cluster.create_topic(topic, queues=1)
-    options = broadcasting(stores, client_ip="127.0.0.1")
-    with member(cluster, topic, group, **options) as first:
-        fill(cluster, topic, 5)
+    embedded.create_topic(topic, queues=1)
+    options = broadcasting(tmp_path, client_ip="127.0.0.1")
+    with member(embedded, topic, group, **options) as first:
+        fill(embedded, topic, 5)
         until(lambda: first.stored() == {place: 5}, "consumed")
-        for lock in stores.rglob("offsets.lock"):
+        for lock in tmp_path.rglob("offsets.lock"):
             lock.unlink()
-        with member(cluster, topic, group, **options) as second:
+        with member(embedded, topic, group, **options) as second:
             assert second.client_id == first.client_id, "its store was free"
             second.pause()
             second.reset(topic, {place: 2})
-            fill(cluster, topic, 5, start=5)
+            fill(embedded, topic, 5, start=5)
             until(lambda: bool(first.events.of("store-taken")) or second.stored() != {place: 2}, "told")
             assert second.stored() == {place: 2}, "two members write one store"
-            fill(cluster, topic, 1, start=10)
+            fill(embedded, topic, 1, start=10)
             first.seen.wait_for(11)
             first.events.wait_for("commit-failed")
             assert first.held() == {place: 11}, "it goes on, from memory"
@@ -245,20 +230,7 @@ def one_owner_though_the_lock_was_removed(cluster: Any, names: Any, member: Kind
 
 
 @pytest.mark.hazard("H12")
-@pytest.mark.parametrize("member", [ours, faulty(LocksNothing, "two members write one store")])
-def test_a_store_whose_lock_was_removed_has_one_owner(
-    embedded: Any, names: Any, tmp_path: Path, member: Any
-) -> None:
-    """An owner looks now and then whether its lock is there. When another has taken the store since, nothing more is
-    written: `store-taken` tells, consuming goes on, and `close()` raises.
-
-    Faulty: all others; they lock nothing, or never look again.
-    """
-    one_owner_though_the_lock_was_removed(embedded, names, member, tmp_path)
-
-
-@pytest.mark.hazard("H12")
-def test_a_store_that_is_removed_under_its_member_is_written_anew(
+def test_a_store_removed_under_its_member_is_written_anew(
     embedded: Any, names: Any, tmp_path: Path
 ) -> None:
     """Nobody has taken it since: the directory is made again, with all offsets, and told (`store-removed`)."""
@@ -282,22 +254,18 @@ class IsCalledLikeTheOthers(NaiveMember):
         super().__init__(*arguments, **{**options, "instance_name": "DEFAULT"})
 
 
-def members_share_the_queues(cluster: Any, names: Any, member: Kind) -> None:
-    """Two clustering members that were configured alike."""
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=4)
-    with member(cluster, topic, group) as first, member(cluster, topic, group) as second:
-        until(lambda: len(second.held()) >= 2, "the second has queues")
-        until(lambda: len(first.held()) == 2 or set(first.held()) == set(second.held()), "they have settled")
-        both = set(first.held()) & set(second.held())
-        assert not both, f"{len(both)} queues belong to two members"
-
-
 @pytest.mark.hazard("H12")
 @pytest.mark.parametrize("member", [ours, faulty(IsCalledLikeTheOthers, "queues belong to two members")])
-def test_members_that_are_configured_alike_share_the_queues(embedded: Any, names: Any, member: Any) -> None:
+def test_members_that_are_configured_alike_share_the_queues(embedded, names, member):
     """Each clustering consumer has an id of its own, by process and time.
 
     Faulty: clients whose ids can be equal: equal ids get equal queues, consumed twice, and other queues nobody.
     """
-    members_share_the_queues(embedded, names, member)
+    # Two clustering members that were configured alike
+    topic, group = names.topic(), names.group()
+    embedded.create_topic(topic, queues=4)
+    with member(embedded, topic, group) as first, member(embedded, topic, group) as second:
+        until(lambda: len(second.held()) >= 2, "the second has queues")
+        until(lambda: len(first.held()) == 2 or set(first.held()) == set(second.held()), "they have settled")
+        both = set(first.held()) & set(second.held())
+        assert not both, f"{len(both)} queues belong to two members"

@@ -133,7 +133,8 @@ TestStoreAgainstDictionaries.settings = settings(max_examples=trials(80), statef
 
 
 @pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
-def test_eight_threads_persist_at_once_and_every_acknowledged_offset_is_there(tmp_path, durability):
+@pytest.mark.live
+def test_eight_threads_persist_at_once(tmp_path, durability):
     """Each thread has queues of its own, and shares one with all others; the switch interval is made short."""
     shared = MessageQueue("shared", "broker-a", 0)
     rounds = trials(60)
@@ -226,7 +227,8 @@ class Interrupted(Exception):
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system")
-def test_who_is_interrupted_while_waiting_for_a_flush_leaves_nobody_waiting():
+@pytest.mark.live
+def test_an_interrupted_wait_for_a_flush_stops_nobody():
     bench = SlowFlush()
     store, (first, second, third, *_) = bench.store, QUEUES
     waiting, interrupted = threading.Event(), threading.Event()

@@ -49,7 +49,7 @@ def test_a_wrong_way_to_read_is_refused(store, kind):
         store.read_offset(QUEUE, kind)
 
 
-def test_an_update_is_in_memory_at_once_and_in_the_store_when_persisted(store):
+def test_an_update_is_in_the_store_when_persisted(store):
     store.update_offset(QUEUE, 5)
     assert store.read_offset(QUEUE, MEMORY) == store.read_offset(QUEUE) == 5
     assert store.read_offset(QUEUE, STORE) is None
@@ -57,7 +57,7 @@ def test_an_update_is_in_memory_at_once_and_in_the_store_when_persisted(store):
     assert store.read_offset(QUEUE, STORE) == 5
 
 
-def test_increase_only_keeps_the_larger_value_and_a_plain_update_sets_it(store):
+def test_increase_only_keeps_the_larger_value(store):
     store.update_offset(QUEUE, 5)
     store.update_offset(QUEUE, 4, increase_only=True)
     store.update_offset(QUEUE, 0, True)

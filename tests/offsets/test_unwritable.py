@@ -72,7 +72,7 @@ def bench():
         (errno.ENXIO, "check the directory"),
     ],
 )
-def test_an_unwritable_store_raises_keeps_memory_and_heals_on_the_next_persist(bench, number, remedy):
+def test_an_unwritable_store_raises_and_keeps_memory(bench, number, remedy):
     bench.failing.error = number
     for offset in range(10, 15):
         with pytest.raises(OffsetStoreUnwritable, match=f"/s.*{remedy}.*kept in memory"):
@@ -109,7 +109,7 @@ def test_the_reminder_comes_once_a_minute(bench):
 
 @pytest.mark.parametrize("has_links", [True, False], ids=["links", "no-links"])
 @pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
-def test_an_error_at_any_single_file_operation_loses_nothing_and_heals(durability, has_links):
+def test_an_error_at_any_file_operation_loses_nothing(durability, has_links):
     """One operation fails, later ones work: whatever was acknowledged is found after a kill at every later moment."""
     reached = set()
     for broken in range(1, 400):
@@ -170,7 +170,7 @@ def test_an_error_at_any_single_file_operation_loses_nothing_and_heals(durabilit
         assert ("sync", "offsets.journal") in reached
 
 
-def test_after_a_failed_flush_nothing_counts_before_a_checkpoint_has_it(bench):
+def test_after_a_failed_flush_only_a_checkpoint_counts(bench):
     """The kernel reports a failed write-back once; the next flush of the same file 'succeeds'."""
     bench.failing.when = lambda operation, path: operation == "sync" and path.endswith(".journal")
     bench.failing.error = errno.EIO
@@ -192,7 +192,7 @@ def test_after_a_failed_flush_nothing_counts_before_a_checkpoint_has_it(bench):
     assert bench.after_a_kill()[QUEUE] == 8
 
 
-def test_a_write_that_failed_is_not_counted_with_a_later_one_that_succeeds(bench):
+def test_a_failed_write_does_not_count_with_a_later_one(bench):
     bench.failing.error = errno.ENOSPC
     with pytest.raises(OffsetStoreUnwritable):
         bench.persist(9, QUEUES[0])
@@ -212,7 +212,7 @@ def test_a_write_that_failed_is_not_counted_with_a_later_one_that_succeeds(bench
     assert [bench.after_a_kill()[queue] for queue in QUEUES[:2]] == [9, 9]
 
 
-def test_a_flush_that_succeeds_after_a_failed_one_acknowledges_nothing():
+def test_a_flush_after_a_failed_one_acknowledges_nothing():
     """The first flush fails while two others wait; the next on the same descriptor would be told by Linux that all is
     well. The checkpoint fails, too: nobody may be told that anything is durable."""
     names, outcomes = [], {}
@@ -264,7 +264,7 @@ def test_a_flush_that_succeeds_after_a_failed_one_acknowledges_nothing():
 
 
 @pytest.mark.parametrize("operation", ["write_at", "sync"])
-def test_after_an_interrupted_flush_what_it_carried_counts_only_when_written_again(bench, operation):
+def test_what_an_interrupted_flush_carried_is_written_again(bench, operation):
     interrupts = [KeyboardInterrupt]
 
     def interrupt(count, what, path):
@@ -331,7 +331,7 @@ def test_a_full_disk_stops_checkpoints_but_not_the_journal(bench):
     assert bench.kinds() == ["store-unwritable", "store-recovered"]
 
 
-def test_what_needed_a_checkpoint_that_failed_is_not_counted_with_a_later_frame():
+def test_a_failed_checkpoint_does_not_count_with_a_later_frame():
     """A table too large for the journal, on a full disk; what the journal has room for must not count in its place."""
     bench = Bench()
     bench.store.load()
@@ -379,7 +379,7 @@ def test_a_store_on_a_full_disk_starts_and_works_from_memory():
     ],
 )
 @pytest.mark.parametrize("operation", ["make_directories", "lock"])
-def test_a_store_that_cannot_be_opened_says_that_nothing_was_started(number, remedy, operation):
+def test_a_store_that_cannot_be_opened_gives_the_remedy(number, remedy, operation):
     bench = Bench()
     bench.failing.error, bench.failing.when = number, lambda called, path: called == operation
     with pytest.raises(OffsetStoreUnwritable) as refused:
@@ -422,7 +422,7 @@ def no_new_files(operation, path):
 @pytest.mark.parametrize("waits_s", [0, 60])
 @pytest.mark.parametrize("persisted", [True, False])
 @pytest.mark.parametrize("durability", ["fsync", "process"])
-def test_closing_on_a_full_disk_loses_nothing_that_the_journal_has_room_for(durability, persisted, waits_s):
+def test_closing_on_a_full_disk_uses_the_journal(durability, persisted, waits_s):
     bench = Bench(durability)
     bench.store.load()
     bench.persist(5)
@@ -446,7 +446,7 @@ def test_closing_on_a_full_disk_loses_nothing_that_the_journal_has_room_for(dura
 
 @pytest.mark.parametrize("has_links", [True, False], ids=["links", "no-links"])
 @pytest.mark.parametrize("refused", ["create", "replace", "sync_directory"])
-def test_power_may_fail_after_a_close_that_could_not_write_offsets_json(bench, refused, has_links):
+def test_power_may_fail_after_a_close_without_checkpoint(bench, refused, has_links):
     bench.memory_disk.has_links = has_links
     bench.failing.error, bench.failing.when = errno.EIO, lambda operation, path: operation == refused
     bench.store.update_offset(QUEUE, 6)
@@ -458,7 +458,7 @@ def test_power_may_fail_after_a_close_that_could_not_write_offsets_json(bench, r
         assert store.clone_offset_table() == dict.fromkeys(QUEUES, 5) | {QUEUE: 6}
 
 
-def test_closing_on_a_full_disk_says_what_the_journal_has_no_room_for(bench):
+def test_closing_on_a_full_disk_without_room_in_the_journal(bench):
     bench.failing.error, bench.failing.when = errno.ENOSPC, no_new_files
     for number in range(200):
         bench.store.update_offset(MessageQueue("orders", "broker-a", number), 6)
@@ -484,7 +484,7 @@ def test_closing_counts_on_nothing_that_is_removed_meanwhile(bench, removed):
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
 @pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
-def test_a_file_system_that_cannot_sync_directories_is_used_and_told_once(number, durability):
+def test_a_file_system_without_directory_sync_is_used(number, durability):
     bench = Bench(durability)
     bench.failing.error, bench.failing.when = number, lambda operation, path: operation == "sync_directory"
     for offset in range(1, 4):
@@ -500,7 +500,7 @@ def test_a_file_system_that_cannot_sync_directories_is_used_and_told_once(number
 
 
 @pytest.mark.parametrize("operation", ["sync", "write_at", "replace"])
-def test_a_file_that_cannot_be_synced_is_no_matter_of_directories(operation):
+def test_an_error_of_a_file_is_not_taken_for_one_of_directories(operation):
     bench = Bench()
     bench.store.load()
     bench.failing.error, bench.failing.when = errno.EINVAL, lambda called, path: called == operation
@@ -597,6 +597,7 @@ print("closed")
 """
 
 
+@pytest.mark.live
 def test_without_file_descriptors_the_journal_goes_on(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_DESCRIPTORS, str(tmp_path / "s")],
@@ -607,6 +608,7 @@ def test_without_file_descriptors_the_journal_goes_on(tmp_path):
 
 
 @pytest.mark.hazard("H07")
+@pytest.mark.live
 def test_a_real_limit_on_file_sizes_is_survived(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False

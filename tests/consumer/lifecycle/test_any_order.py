@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -34,6 +35,8 @@ from pyrocket_consumer.wire.codes import ResponseCode
 from tests.consuming import WAIT_S, until
 from tests.simulation.history import Consumed, History
 from tests.trials import trials
+
+pytestmark = pytest.mark.search
 
 TOPIC, GROUP, QUEUES = "orders", "app", 3
 

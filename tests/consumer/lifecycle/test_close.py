@@ -48,7 +48,7 @@ def started(cluster, group, topic, listener, **options):
 
 @pytest.mark.parametrize("orderly", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_listener_may_close_its_consumer_and_its_message_counts(embedded, topic, group, is_async, orderly):
+def test_a_listener_may_close_its_consumer(embedded, topic, group, is_async, orderly):
     embedded.create_topic(topic, queues=1)
     seen = Closing()
 
@@ -67,7 +67,7 @@ def test_a_listener_may_close_its_consumer_and_its_message_counts(embedded, topi
     assert embedded.members(group) == []
 
 
-def test_a_listener_that_raises_after_it_has_closed_gets_its_message_again(embedded, topic, group):
+def test_who_closes_and_raises_gets_the_message_again(embedded, topic, group):
     embedded.create_topic(topic, queues=1)
 
     def listen(message):
@@ -82,7 +82,7 @@ def test_a_listener_that_raises_after_it_has_closed_gets_its_message_again(embed
         again.wait_for(1)
 
 
-def test_what_a_listener_has_begun_may_close_the_consumer_too(embedded, topic, group):
+def test_tasks_and_threads_of_a_listener_may_close(embedded, topic, group):
     """A task of an `async def` listener, or the thread it waits for, is waited for as the listener itself."""
     embedded.create_topic(topic, queues=1)
     took = []
@@ -99,7 +99,7 @@ def test_what_a_listener_has_begun_may_close_the_consumer_too(embedded, topic, g
     assert embedded.committed(group, topic) == {0: 1}
 
 
-def test_an_async_listener_on_the_callers_loop_closes_its_consumer(embedded, topic, group):
+def test_an_async_listener_on_the_users_loop_may_close(embedded, topic, group):
     embedded.create_topic(topic, queues=1)
     took = []
 
@@ -143,7 +143,7 @@ def test_closing_from_on_event(embedded, topic, group):
     assert consumer.state is ConsumerState.CLOSED
 
 
-def test_a_close_that_is_cancelled_has_stored_what_is_consumed_and_goes_on(embedded, topic, group):
+def test_a_cancelled_close_has_stored_what_is_consumed(embedded, topic, group):
     embedded.create_topic(topic, queues=2)
     goes_on, held = threading.Event(), threading.Event()
 
@@ -172,7 +172,7 @@ def test_a_close_that_is_cancelled_has_stored_what_is_consumed_and_goes_on(embed
     assert embedded.members(group) == []
 
 
-def test_a_close_that_is_cancelled_at_any_moment_goes_on(embedded, topic, group):
+def test_a_close_cancelled_at_any_moment_goes_on(embedded, topic, group):
     embedded.create_topic(topic, queues=2)
 
     async def main():
@@ -196,7 +196,7 @@ def test_a_close_that_is_cancelled_at_any_moment_goes_on(embedded, topic, group)
     asyncio.run(main())
 
 
-def test_a_close_that_is_cancelled_gives_the_offset_store_back(embedded, topic, group, tmp_path):
+def test_a_cancelled_close_gives_the_offset_store_back(embedded, topic, group, tmp_path):
     """The next consumer of the same name goes on where it ended."""
     embedded.create_topic(topic, queues=1)
     options = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "instance_name": "mine"}
@@ -229,7 +229,7 @@ def test_a_close_that_is_cancelled_gives_the_offset_store_back(embedded, topic, 
     assert bodies == [b"m0", b"slow", b"meanwhile", b"last"]
 
 
-def test_a_close_does_not_wait_for_the_threads_of_its_callers_loop(embedded, topic, group):
+def test_a_close_does_not_need_the_executor_of_the_users_loop(embedded, topic, group):
     """Listeners that do their work with `asyncio.to_thread` have them all, and keep them."""
     embedded.create_topic(topic, queues=1)
     goes_on, begun = threading.Event(), threading.Event()
@@ -452,7 +452,7 @@ service = Service()
 
 
 @pytest.mark.live
-def test_del_at_the_very_end_of_a_process_does_not_wait_for_threads_that_run_no_more(embedded, group):
+def test_del_at_the_end_of_a_process_waits_for_no_thread(embedded, group):
     child = Child("-c", LAST, embedded.name_server, group)
     assert child.ended() == 0
     assert child.lines in (["took 0 s"], ["took 1 s"])

@@ -52,7 +52,8 @@ def test_who_waits_on_a_loop_that_has_ended_disturbs_nobody():
     assert end.wait(0)
 
 
-def test_a_handler_may_say_that_it_has_come_while_the_main_thread_waits():
+@pytest.mark.live
+def test_a_signal_handler_may_end_the_wait_of_the_main_thread():
     end, before = End(), signal.getsignal(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, lambda *_: end.come())
     try:
@@ -62,7 +63,7 @@ def test_a_handler_may_say_that_it_has_come_while_the_main_thread_waits():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_sigterm_is_told_while_somebody_wants_to_know_and_then_as_before():
+def test_sigterm_handlers_nest_and_are_restored():
     told = []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with told_of_sigterm(lambda: told.append("outer")):

@@ -54,30 +54,6 @@ def sent_back(broker: Any, group: str) -> int:
     return sum(each.command.fields["group"] == group for each in broker.requests(SEND_BACK))
 
 
-def closing_finishes_what_runs(cluster: Any, names: Any, member: Kind) -> None:
-    """20 listener calls run when the consumer is closed."""
-    topic, group = filled(cluster, names, queues=1, messages=20)
-    broker = cluster.broker("broker-a")
-
-    release = threading.Event()
-
-    def listener(message: Message) -> None:
-        release.wait(WAIT_S)
-
-    options = {"consume_threads": 20, "shutdown_timeout_s": 20.0, "commit_interval_s": 60.0}
-    with member(cluster, topic, group, listener, **options) as consumer:
-        closer = threading.Thread(target=consumer.close)
-        try:
-            consumer.seen.wait_for(20)
-            closer.start()
-            give_time_to(lambda: sent_back(broker, group) == 20, member)
-        finally:
-            release.set()
-        closer.join(WAIT_S)
-    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} messages were sent back, and will come twice"
-    assert cluster.committed(group, topic) == {0: 20}, "what runs was not waited for"
-
-
 @contextmanager
 def closing_unacknowledged(consumer: Any, broker: Any, topic: str) -> Iterator[None]:
     """Close `consumer`; its last commit is acknowledged after the block, which sees what it has done until then."""
@@ -96,17 +72,6 @@ def closing_unacknowledged(consumer: Any, broker: Any, topic: str) -> Iterator[N
         closer.join(WAIT_S)
 
 
-def it_leaves_when_everything_is_stored(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = filled(cluster, names, queues=1, messages=10)
-    broker = cluster.broker("broker-a")
-    with member(cluster, topic, group, commit_interval_s=60.0, call_timeout_s=20.0) as consumer:
-        until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
-        with closing_unacknowledged(consumer, broker, topic):
-            assert not broker.requests(LEAVE), "it left the group before its last commit was acknowledged"
-    assert broker.requests(LEAVE)
-    assert cluster.committed(group, topic) == {0: 10}
-
-
 @pytest.mark.hazard("H25")
 @pytest.mark.parametrize("member", [ours, faulty(InterruptsListeners, "messages were sent back, and will come twice")])
 def test_close_waits_for_what_runs(embedded, names, member):
@@ -114,67 +79,77 @@ def test_close_waits_for_what_runs(embedded, names, member):
 
     Faulty: Java interrupts them and sends their messages back.
     """
-    closing_finishes_what_runs(embedded, names, member)
+    # 20 listener calls run when the consumer is closed
+    topic, group = filled(embedded, names, queues=1, messages=20)
+    broker = embedded.broker("broker-a")
+
+    release = threading.Event()
+
+    def listener(message: Message) -> None:
+        release.wait(WAIT_S)
+
+    options = {"consume_threads": 20, "shutdown_timeout_s": 20.0, "commit_interval_s": 60.0}
+    with member(embedded, topic, group, listener, **options) as consumer:
+        closer = threading.Thread(target=consumer.close)
+        try:
+            consumer.seen.wait_for(20)
+            closer.start()
+            give_time_to(lambda: sent_back(broker, group) == 20, member)
+        finally:
+            release.set()
+        closer.join(WAIT_S)
+    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} messages were sent back, and will come twice"
+    assert embedded.committed(group, topic) == {0: 20}, "what runs was not waited for"
 
 
 @pytest.mark.hazard("H25")
 @pytest.mark.parametrize(
     "member", [ours, faulty(LeavesFirst, "it left the group before its last commit was acknowledged")]
 )
-def test_the_last_commit_is_acknowledged_before_the_group_is_left(embedded, names, member):
+def test_the_last_commit_comes_before_leaving_the_group(embedded, names, member):
     """The last commits are acknowledged before the consumer leaves the group: whoever takes its queues finds them.
 
     Faulty: Java's and Go's last commits want no acknowledgement, and Go leaves first.
     """
-    it_leaves_when_everything_is_stored(embedded, names, member)
-
-
-def what_is_unfinished_stays_so(cluster: Any, names: Any, member: Kind) -> None:
-    """One of the listener calls does not end in the time that close gives them."""
-    topic, group = filled(cluster, names, queues=1, messages=10)
-    broker, release = cluster.broker("broker-a"), threading.Event()
-
-    def listener(message: Message) -> None:
-        if message.queue_offset == 9:
-            release.wait(30)
-
-    try:
-        with member(cluster, topic, group, listener, consume_threads=20, shutdown_timeout_s=0.2) as consumer:
-            consumer.seen.wait_for(10)
-            until(lambda: consumer.stored() == {queue(topic, 0): 9}, "what is finished is committed")
-    finally:
-        release.set()
-    settle()
-    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} messages were sent back, and will come twice"
-    assert cluster.committed(group, topic) == {0: 9}, "a message was committed that nobody has finished"
-    with ours(cluster, topic, group) as next_one:
-        next_one.seen.wait_for(1)
-        assert next_one.seen.bodies == numbered(1, 9)
+    topic, group = filled(embedded, names, queues=1, messages=10)
+    broker = embedded.broker("broker-a")
+    with member(embedded, topic, group, commit_interval_s=60.0, call_timeout_s=20.0) as consumer:
+        until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
+        with closing_unacknowledged(consumer, broker, topic):
+            assert not broker.requests(LEAVE), "it left the group before its last commit was acknowledged"
+    assert broker.requests(LEAVE)
+    assert embedded.committed(group, topic) == {0: 10}
 
 
 @pytest.mark.hazard("H25")
 @pytest.mark.parametrize(
     "member", [ours, faulty(InterruptsListeners, "1 messages were sent back, and will come twice")]
 )
-def test_what_is_unfinished_at_the_end_is_neither_sent_back_nor_committed(embedded, names, member):
+def test_unfinished_messages_are_not_sent_back_or_committed(embedded, names, member):
     """What does not end in time stays unfinished: the next owner of the queue gets it, once.
 
     Faulty: Java sends it back as well, so that each restart doubles it.
     """
-    what_is_unfinished_stays_so(embedded, names, member)
+    # One of the listener calls does not end in the time that close gives them
+    topic, group = filled(embedded, names, queues=1, messages=10)
+    broker, release = embedded.broker("broker-a"), threading.Event()
 
+    def listener(message: Message) -> None:
+        if message.queue_offset == 9:
+            release.wait(30)
 
-def unlocked_when_committed(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = filled(cluster, names, queues=1, messages=10)
-    broker = cluster.broker("broker-a")
-    options = {"orderly": True, "commit_interval_s": 60.0, "call_timeout_s": 20.0}
-    with member(cluster, topic, group, **options) as consumer:
-        consumer.seen.wait_for(10)
-        until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
-        with closing_unacknowledged(consumer, broker, topic):
-            assert not broker.requests(UNLOCK), "unlocked before its last offset was stored"
-        assert broker.requests(UNLOCK)
-    assert cluster.committed(group, topic) == {0: 10}
+    try:
+        with member(embedded, topic, group, listener, consume_threads=20, shutdown_timeout_s=0.2) as consumer:
+            consumer.seen.wait_for(10)
+            until(lambda: consumer.stored() == {queue(topic, 0): 9}, "what is finished is committed")
+    finally:
+        release.set()
+    settle()
+    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} messages were sent back, and will come twice"
+    assert embedded.committed(group, topic) == {0: 9}, "a message was committed that nobody has finished"
+    with ours(embedded, topic, group) as next_one:
+        next_one.seen.wait_for(1)
+        assert next_one.seen.bodies == numbered(1, 9)
 
 
 @pytest.mark.hazard("H25")
@@ -184,7 +159,16 @@ def test_an_orderly_queue_is_unlocked_after_its_last_commit(embedded, names, mem
 
     Faulty: Java and Go unlock first.
     """
-    unlocked_when_committed(embedded, names, member)
+    topic, group = filled(embedded, names, queues=1, messages=10)
+    broker = embedded.broker("broker-a")
+    options = {"orderly": True, "commit_interval_s": 60.0, "call_timeout_s": 20.0}
+    with member(embedded, topic, group, **options) as consumer:
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
+        with closing_unacknowledged(consumer, broker, topic):
+            assert not broker.requests(UNLOCK), "unlocked before its last offset was stored"
+        assert broker.requests(UNLOCK)
+    assert embedded.committed(group, topic) == {0: 10}
 
 
 # --- H26
@@ -213,10 +197,17 @@ class GivesUpInEachRound(NaiveMember):
             self.closing.wait(0.05)
 
 
-def each_is_given_up_once(cluster: Any, names: Any, member: Kind) -> None:
-    """A batch of four; its first two have had their attempts, and the batch fails while the first is in it."""
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=1)
+@pytest.mark.hazard("H26")
+@pytest.mark.parametrize("member", [ours, faulty(GivesUpInEachRound, r"given up \d+ times")])
+def test_each_message_of_a_batch_is_given_up_once(embedded, names, member):
+    """A message that has had its attempts leaves its batch when the dead-letter topic has it; the others come again
+    without it.
+
+    Faulty: Java and Go give it up again in each round.
+    """
+    # A batch of four; its first two have had their attempts, and the batch fails while the first is in it
+    topic, group, broker = names.topic(), names.group(), embedded.broker("broker-a")
+    embedded.create_topic(topic, queues=1)
     with RawClient(broker.address) as producer:
         for number, body in enumerate(numbered(4)):
             producer.produce(topic, body, reconsumeTimes=3 if number < 2 else 0)
@@ -226,26 +217,15 @@ def each_is_given_up_once(cluster: Any, names: Any, member: Kind) -> None:
         return Suspend(for_s=0.02) if messages[0].queue_offset == 0 else None
 
     def dead() -> Counter[bytes]:
-        return Counter(message.body for message in cluster.messages(f"%DLQ%{group}"))
+        return Counter(message.body for message in embedded.messages(f"%DLQ%{group}"))
 
     options = {"orderly": True, "listener_batch_size": 4, "max_reconsume_times": 3}
-    with member(cluster, topic, group, Seen(judge), **options) as consumer:
+    with member(embedded, topic, group, Seen(judge), **options) as consumer:
         until(lambda: len(dead()) >= 2, "two are given up")
         settle()
         assert set(dead().values()) == {1}, f"given up {max(dead().values())} times"
         assert set(dead()) == set(numbered(2))
         until(lambda: consumer.stored() == {queue(topic, 0): 4}, "all are done with")
-
-
-@pytest.mark.hazard("H26")
-@pytest.mark.parametrize("member", [ours, faulty(GivesUpInEachRound, r"given up \d+ times")])
-def test_each_message_of_a_batch_is_given_up_once(embedded, names, member):
-    """A message that has had its attempts leaves its batch when the dead-letter topic has it; the others come again
-    without it.
-
-    Faulty: Java and Go give it up again in each round.
-    """
-    each_is_given_up_once(embedded, names, member)
 
 
 class EndsWithTheException(NaiveMember):
@@ -315,11 +295,18 @@ def let_rounds_pass(cluster: Any, topic: str) -> None:
     settle()
 
 
-def no_commit_after_the_unlock(cluster: Any, names: Any, member: Kind) -> None:
-    """A queue is taken away from an orderly member while its listener runs."""
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
+@pytest.mark.hazard("H26")
+@pytest.mark.parametrize("member", [ours, faulty(UnlocksTooSoon, "committed after it was unlocked")])
+def test_no_commit_follows_the_unlock(embedded, names, member):
+    """A queue that is taken away is fenced, then committed, then unlocked: whatever its listener does later, no commit
+    follows.
+
+    Faulty: Java unlocks between the listener's end and the commit.
+    """
+    # A queue is taken away from an orderly member while its listener runs
+    topic, group, broker = names.topic(), names.group(), embedded.broker("broker-a")
     begun, release = threading.Event(), threading.Event()
-    cluster.create_topic(topic, queues=2)
+    embedded.create_topic(topic, queues=2)
 
     def listener(message: Message) -> None:
         if message.queue.queue_id == 1:
@@ -327,12 +314,12 @@ def no_commit_after_the_unlock(cluster: Any, names: Any, member: Kind) -> None:
             release.wait(30)
 
     try:
-        with member(cluster, topic, group, listener, orderly=True, rebalance_interval_s=0.2) as consumer:
-            cluster.send(topic, b"m0", queue_id=1)
+        with member(embedded, topic, group, listener, orderly=True, rebalance_interval_s=0.2) as consumer:
+            embedded.send(topic, b"m0", queue_id=1)
             assert begun.wait(30)
             broker.forget_requests()
-            cluster.create_topic(topic, queues=2, read_queues=1)
-            let_rounds_pass(cluster, topic)
+            embedded.create_topic(topic, queues=2, read_queues=1)
+            let_rounds_pass(embedded, topic)
             if member is UnlocksTooSoon:
                 broker.wait_for(UNLOCK, timeout_s=WAIT_S)
             release.set()
@@ -342,20 +329,9 @@ def no_commit_after_the_unlock(cluster: Any, names: Any, member: Kind) -> None:
             is_ours = of(topic, queueId=1)
             commits = [place for place, each in enumerate(requests) if each.code == COMMIT and is_ours(each)]
             assert max(commits, default=-1) < unlocked, "committed after it was unlocked: over the next owner's offset"
-            assert member is not ours or cluster.committed(group, topic).get(1) == 1, "the listener had time to finish"
+            assert member is not ours or embedded.committed(group, topic).get(1) == 1, "the listener had time to finish"
     finally:
         release.set()
-
-
-@pytest.mark.hazard("H26")
-@pytest.mark.parametrize("member", [ours, faulty(UnlocksTooSoon, "committed after it was unlocked")])
-def test_no_commit_follows_the_unlock(embedded, names, member):
-    """A queue that is taken away is fenced, then committed, then unlocked: whatever its listener does later, no commit
-    follows.
-
-    Faulty: Java unlocks between the listener's end and the commit.
-    """
-    no_commit_after_the_unlock(embedded, names, member)
 
 
 # --- H27
@@ -469,8 +445,8 @@ def test_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names, mem
 @pytest.mark.hazard("H25", "H26", "H27")
 def test_the_naive_member_is_right(embedded, names, tmp_path):
     """What the faulty ones are made of passes: it is the fault that the checks find."""
-    closing_finishes_what_runs(embedded, names, NaiveMember)
-    it_leaves_when_everything_is_stored(embedded, names, NaiveMember)
-    unlocked_when_committed(embedded, names, NaiveMember)
+    test_close_waits_for_what_runs(embedded, names, NaiveMember)
+    test_the_last_commit_comes_before_leaving_the_group(embedded, names, NaiveMember)
+    test_an_orderly_queue_is_unlocked_after_its_last_commit(embedded, names, NaiveMember)
     nothing_that_is_raised_stops_a_queue(embedded, names, NaiveMember, KeyError)
     every_member_consumes_in_order(embedded, names, NaiveMember, tmp_path)

@@ -58,7 +58,7 @@ STARTS = {"last": dict, "a time": from_now}
 
 @pytest.mark.parametrize("where", STARTS)
 @pytest.mark.parametrize("model", ["clustering", "broadcasting", "a store of one's own"])
-def test_what_a_closed_consumer_has_not_finished_comes_to_the_next(embedded, topic, group, tmp_path, where, model):
+def test_what_a_closed_consumer_left_comes_to_the_next(embedded, topic, group, tmp_path, where, model):
     embedded.create_topic(topic, queues=4)
     embedded.send(topic, b"old", count=8)
     options = {"offset_store_dir": tmp_path, "message_model": "broadcasting"} if model == "broadcasting" else {}
@@ -94,7 +94,7 @@ class Lasting(MemoryOffsetStore):
 
 
 @pytest.mark.parametrize("where", STARTS)
-def test_what_a_member_has_not_finished_comes_to_the_one_that_takes_its_queues_over(embedded, topic, group, where):
+def test_unfinished_messages_go_to_who_takes_the_queue(embedded, topic, group, where):
     embedded.create_topic(topic, queues=4)
     first, second = Unfinished(), Seen()
     with running(embedded, topic, group, first, **STARTS[where](), instance_name="first"):
@@ -184,7 +184,7 @@ def test_a_beginning_that_has_to_be_stored_again_does_not_move(embedded, broker,
     assert sorted(seen.bodies) == sorted(numbered(10))
 
 
-def test_messages_of_a_queue_are_not_asked_for_while_its_beginning_is_not_stored(embedded, broker, topic, group):
+def test_no_pull_before_the_beginning_is_stored(embedded, broker, topic, group):
     embedded.create_topic(topic, queues=1)
     gate, seen = Gate(), Seen()
 

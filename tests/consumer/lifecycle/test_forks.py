@@ -74,7 +74,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("begin", ["sleeps", "closes", "collects", "joins"])
-def test_a_membership_ends_with_its_process_whatever_was_forked(embedded, topic, group, begin):
+def test_a_membership_ends_with_the_forked_process(embedded, topic, group, begin):
     embedded.create_topic(topic, queues=2)
     with Pair(embedded, topic, group, begin) as pair:
         embedded.send(topic, lambda number: b"m%d" % number, count=10)
@@ -101,7 +101,7 @@ def test_a_child_with_a_consumer_of_its_own_disturbs_nobody(embedded, topic, gro
         pair.parent.wait(lambda lines: sum(pair.parent.bodies.values()) == 30)
 
 
-def test_the_store_is_free_when_its_process_has_ended_whatever_was_forked(embedded, topic, group, tmp_path):
+def test_the_store_is_free_when_the_forked_process_has_ended(embedded, topic, group, tmp_path):
     embedded.create_topic(topic, queues=1)
     options = {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}
     with Pair(embedded, topic, group, **options) as pair:

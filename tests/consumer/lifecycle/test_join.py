@@ -138,6 +138,7 @@ def test_ctrl_c_ends_a_join_on_a_loop_as_asyncio_has_it(embedded, topic, group):
     assert (code, after, errors[-1]) == (-signal.SIGINT, [], "KeyboardInterrupt")
 
 
+@pytest.mark.live
 def test_a_handler_of_the_programs_own_is_left_alone(embedded, group):
     heard, before = threading.Event(), signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: heard.set())
@@ -223,3 +224,16 @@ def test_who_joins_without_a_subscription_is_told_once(embedded, topic, group):
         consumer.subscribe(topic, print)
         consumer.join(0.1)
     assert events.of("nothing-subscribed") == []
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_after_a_signal_at_any_step_of_a_join_close_works(number):
+    """Not even one that comes between two instructions while the wait begins or ends."""
+    child = Child("-m", "tests.consumer.lifecycle.joining", str(int(number)))
+    try:
+        child.wait_for_line("through")
+        assert child.ended() == 0
+    finally:
+        child.process.kill()
+    assert len(child.lines) > 20

@@ -15,6 +15,8 @@ from pyrocket_consumer import AsyncPushConsumer, ConnectError, PushConsumer
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import QUICK, WAIT_S, Seen, consuming, until
 
+pytestmark = pytest.mark.live
+
 CERTIFICATE = Path(__file__).parent.parent / "cluster" / "localhost.pem"  # of no worth: its key is in the same file
 
 
@@ -89,7 +91,6 @@ def test_an_asyncio_consumer_leaves_no_task_on_the_callers_loop(embedded, topic,
     assert at_rest(embedded) == before
 
 
-@pytest.mark.live
 def test_a_consumer_over_tls_with_signed_requests(group):
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(CERTIFICATE)

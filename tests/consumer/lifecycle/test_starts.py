@@ -33,8 +33,15 @@ class BeginsAtTheEnd(NaiveMember):
         return self.max_offset(queue) if queue.topic in self.subscriptions else self.min_offset(queue)
 
 
-def a_new_queue_begins_at_its_first_message(cluster: Any, names: Any, member: Kind) -> None:
-    """A queue is added; five messages are in it before the consumer has heard of it."""
+@pytest.mark.hazard("H22")
+@pytest.mark.parametrize("member", [ours, faulty(BeginsAtTheEnd, "5 messages were skipped")])
+def test_a_queue_that_is_added_begins_at_its_first_message(cluster, names, member):
+    """`consume_from="last"` is for topics that are new to the group. A queue, or a broker, that is added to a topic
+    while we consume it begins at its first message: what was sent before we saw it was sent to us.
+
+    Faulty: all others begin at the end, which is where the queue was up to 30 s later.
+    """
+    # A queue is added; five messages are in it before the consumer has heard of it
     topic, group = names.topic(), names.group()
     cluster.create_topic(topic, queues=1)
     with member(cluster, topic, group, consume_from="last") as consumer:
@@ -57,17 +64,6 @@ def a_new_queue_begins_at_its_first_message(cluster: Any, names: Any, member: Ki
         assert not skipped, f"{len(skipped)} messages were skipped"
 
 
-@pytest.mark.hazard("H22")
-@pytest.mark.parametrize("member", [ours, faulty(BeginsAtTheEnd, "5 messages were skipped")])
-def test_a_queue_that_is_added_begins_at_its_first_message(cluster, names, member):
-    """`consume_from="last"` is for topics that are new to the group. A queue, or a broker, that is added to a topic
-    while we consume it begins at its first message: what was sent before we saw it was sent to us.
-
-    Faulty: all others begin at the end, which is where the queue was up to 30 s later.
-    """
-    a_new_queue_begins_at_its_first_message(cluster, names, member)
-
-
 class TakesZeroForAnOffset(NaiveMember):
     """Asks as clients before 5.0 do: of a young topic brokers then say 0 instead of "none"."""
 
@@ -80,7 +76,14 @@ class TakesZeroForAnOffset(NaiveMember):
         return int(answer.fields["offset"])
 
 
-def last_is_the_end(cluster: Any, names: Any, member: Kind) -> None:
+@pytest.mark.hazard("H22")
+@pytest.mark.parametrize("member", [ours, faulty(TakesZeroForAnOffset, "consumed 6 of 6 messages")])
+def test_last_means_the_end_of_young_topics_too(cluster, names, member):
+    """A new group with `consume_from="last"` begins at the end of a topic of which nothing was deleted yet: the broker
+    is asked not to say 0 for "none". Brokers 4.9 say it all the same: there such a group begins at the first message.
+
+    Faulty: clients that do not ask so.
+    """
     topic, group = filled(cluster, names, queues=1, messages=5)
     with member(cluster, topic, group, consume_from="last") as consumer:
         until(lambda: consumer.held(), "it consumes")
@@ -91,41 +94,11 @@ def last_is_the_end(cluster: Any, names: Any, member: Kind) -> None:
         assert sorted(consumer.seen.bodies) == expected, f"consumed {len(consumer.seen.bodies)} of 6 messages"
 
 
-@pytest.mark.hazard("H22")
-@pytest.mark.parametrize("member", [ours, faulty(TakesZeroForAnOffset, "consumed 6 of 6 messages")])
-def test_last_means_the_end_of_young_topics_too(cluster, names, member):
-    """A new group with `consume_from="last"` begins at the end of a topic of which nothing was deleted yet: the broker
-    is asked not to say 0 for "none". Brokers 4.9 say it all the same: there such a group begins at the first message.
-
-    Faulty: clients that do not ask so.
-    """
-    last_is_the_end(cluster, names, member)
-
-
 class ComputesItTwice(NaiveMember):
     """Computes where to begin at the rebalance and once more before the first pull, as orderly Java and Go do."""
 
     def pull_at(self, queue: MessageQueue, offset: int) -> None:
         super().pull_at(queue, self.start_offset(queue))
-
-
-def the_first_pull_is_where_the_queue_began(cluster: Any, names: Any, member: Kind) -> None:
-    """A message arrives just after the queue's end was computed."""
-    topic, group, broker = names.topic(), names.group(), cluster.broker("broker-a")
-    cluster.create_topic(topic, queues=2, read_queues=1)
-    fill(cluster, topic, 18)
-    gate = Gate(answers=True)
-    broker.on(RequestCode.GET_MAX_OFFSET, gate, when=of(topic))
-    with in_background(member(cluster, topic, group, consume_from="last", orderly=True)) as start:
-        gate.wait_held(timeout_s=WAIT_S)
-        cluster.send(topic, b"early", queue_id=0)
-        gate.open()
-        consumer = start()
-        cluster.send(topic, b"later", queue_id=0)
-        consumer.seen.wait(lambda seen: b"later" in seen.bodies)
-        first = pulled_offsets(broker, topic)[0][1]
-        assert first == 9, f"the first pull was at {first}: a message was skipped"
-        assert consumer.seen.bodies == [b"early", b"later"]
 
 
 @contextmanager
@@ -149,7 +122,22 @@ def test_the_start_is_computed_once(embedded, names, member):
 
     Faulty: Java and Go compute it again before an orderly queue's first pull, and skip what came between.
     """
-    the_first_pull_is_where_the_queue_began(embedded, names, member)
+    # A message arrives just after the queue's end was computed
+    topic, group, broker = names.topic(), names.group(), embedded.broker("broker-a")
+    embedded.create_topic(topic, queues=2, read_queues=1)
+    fill(embedded, topic, 18)
+    gate = Gate(answers=True)
+    broker.on(RequestCode.GET_MAX_OFFSET, gate, when=of(topic))
+    with in_background(member(embedded, topic, group, consume_from="last", orderly=True)) as start:
+        gate.wait_held(timeout_s=WAIT_S)
+        embedded.send(topic, b"early", queue_id=0)
+        gate.open()
+        consumer = start()
+        embedded.send(topic, b"later", queue_id=0)
+        consumer.seen.wait(lambda seen: b"later" in seen.bodies)
+        first = pulled_offsets(broker, topic)[0][1]
+        assert first == 9, f"the first pull was at {first}: a message was skipped"
+        assert consumer.seen.bodies == [b"early", b"later"]
 
 
 # --- H23
@@ -259,22 +247,18 @@ def test_the_nearest_message_is_not_taken_for_the_first(names, member):
         nothing_before_the_time_is_consumed(cluster, names, member)
 
 
-def a_search_that_fails_is_tried_again(cluster: Any, names: Any, member: Kind) -> None:
-    topic, group = filled(cluster, names, queues=1, messages=5)
-    broker = cluster.broker("broker-a")
-    broker.on(SEARCH, answer(1, "index is loading"), times=2, when=of(topic))
-    consume_from = datetime.fromtimestamp(time.time(), UTC) + timedelta(hours=1)
-    with member(cluster, topic, group, consume_from=consume_from, rebalance_interval_s=0.1):
-        broker.wait_for(PULL, timeout_s=WAIT_S, when=of(topic))
-        first = pulled_offsets(broker, topic)[0][1]
-        assert first == 5, f"began at {first}, for the search had failed"
-
-
 @pytest.mark.hazard("H23")
 @pytest.mark.parametrize("member", [ours, faulty(TakesAnErrorForZero, "began at 0, for the search had failed")])
 def test_a_search_that_fails_is_not_zero(embedded, names, member):
     """A queue waits until the broker can tell where the time is."""
-    a_search_that_fails_is_tried_again(embedded, names, member)
+    topic, group = filled(embedded, names, queues=1, messages=5)
+    broker = embedded.broker("broker-a")
+    broker.on(SEARCH, answer(1, "index is loading"), times=2, when=of(topic))
+    consume_from = datetime.fromtimestamp(time.time(), UTC) + timedelta(hours=1)
+    with member(embedded, topic, group, consume_from=consume_from, rebalance_interval_s=0.1):
+        broker.wait_for(PULL, timeout_s=WAIT_S, when=of(topic))
+        first = pulled_offsets(broker, topic)[0][1]
+        assert first == 5, f"began at {first}, for the search had failed"
 
 
 # --- H24
@@ -328,10 +312,10 @@ def test_the_retry_topic_begins_at_its_first_message(cluster, names, member, con
 @pytest.mark.hazard("H22", "H23", "H24")
 def test_the_naive_member_is_right(embedded, names):
     """What the faulty ones are made of passes: it is the fault that the checks find."""
-    a_new_queue_begins_at_its_first_message(embedded, names, NaiveMember)
-    last_is_the_end(embedded, names, NaiveMember)
-    the_first_pull_is_where_the_queue_began(embedded, names, NaiveMember)
+    test_a_queue_that_is_added_begins_at_its_first_message(embedded, names, NaiveMember)
+    test_last_means_the_end_of_young_topics_too(embedded, names, NaiveMember)
+    test_the_start_is_computed_once(embedded, names, NaiveMember)
     a_time_is_the_same_instant_everywhere(embedded, names, StartsAtATime)
     nothing_before_the_time_is_consumed(embedded, names, StartsAtATime)
-    a_search_that_fails_is_tried_again(embedded, names, StartsAtATime)
+    test_a_search_that_fails_is_not_zero(embedded, names, StartsAtATime)
     retries_before_the_first_commit_are_consumed(embedded, names, StartsAtATime, "time")
