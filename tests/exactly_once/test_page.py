@@ -23,7 +23,12 @@ PROGRAM, OWN_TRANSACTION, LIFESPAN = blocks(PAGE, "python")
 BROKER, PROGRAMS, PRODUCE, *OFFSETS = blocks(PAGE, "sh")
 
 
-@pytest.mark.live
+def runs_programs(test):
+    """Mark a test that starts programs, which consume for a while."""
+    return pytest.mark.live(pytest.mark.slow("starts programs, which consume for a while")(test))
+
+
+@runs_programs
 def test_the_page_can_be_followed(tmp_path, monkeypatch):
     monkeypatch.setenv("DATABASE_URL", f"sqlite:///{tmp_path}/billing.db")
     with orders_arriving("orders") as cluster:
@@ -39,7 +44,7 @@ def test_the_page_can_be_followed(tmp_path, monkeypatch):
     assert offsets == dict.fromkeys(range(4), 0)
 
 
-@pytest.mark.live
+@runs_programs
 def test_a_transaction_of_ones_own(tmp_path):
     before, consuming, after = PROGRAM.partition("with PushConsumer")
     program = before + OWN_TRANSACTION + consuming + after.replace("offsets.exactly_once(book)", "book")
@@ -78,7 +83,7 @@ def followed(broker, tmp_path, program, target):
     return tmp_path / placeholder
 
 
-@pytest.mark.live
+@runs_programs
 @pytest.mark.parametrize("kind", ["sqlite", "asyncio", "django"])
 def test_a_program_can_be_followed(broker, tmp_path, kind):
     file = followed(broker, tmp_path, f"ledger_{kind}", None)
@@ -98,7 +103,7 @@ def test_the_program_for_postgresql_can_be_followed(broker, tmp_path, database):
 # --- killed with -9 in the middle, and started again
 
 
-@pytest.mark.live
+@runs_programs
 @pytest.mark.parametrize("kind", ["sqlite", "asyncio", "django"])
 def test_the_ledger_in_a_file(embedded, tmp_path, kind):
     embedded.create_topic("orders", queues=4)
@@ -186,7 +191,7 @@ asyncio.run(serve())
 """
 
 
-@pytest.mark.live
+@runs_programs
 def test_an_application_of_fastapi_books_as_long_as_it_lives(tmp_path):
     """What a server does with the application's lifespan, without a server."""
     shutil.copy(DOCS / "examples" / "ledger_asyncio.py", tmp_path)

@@ -21,18 +21,15 @@ from pyrocket_consumer import (
     SendError,
 )
 from pyrocket_consumer.producer import OutgoingMessage, ProducerState
-from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop
+from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.interrupting import a_start_that_waits
+from tests.producer.programs import producer_threads
 from tests.real_brokers import wait_until
 
 SEND = RequestCode.SEND_MESSAGE_V2
 
 pytestmark = [pytest.mark.cluster(brokers=1), pytest.mark.timeout(120)]
-
-
-def producer_threads():
-    return [each for each in threading.enumerate() if each.name.startswith("pyrocket-io")]
 
 
 def bodies(cluster):
@@ -57,15 +54,6 @@ class LongestStop:
 
     async def __aexit__(self, *_):
         self._task.cancel()
-
-
-@pytest.fixture
-def gate(embedded):
-    """Sends wait here until it opens."""
-    gate = Gate()
-    embedded.broker("broker-a").on(SEND, gate, times=None)
-    yield gate
-    gate.open()
 
 
 def test_a_message_is_stored_where_the_result_says(cluster, topic):
@@ -93,41 +81,31 @@ def until_count(cluster, topic, count):
     return cluster.messages(topic)
 
 
-@pytest.fixture
-def topic(names):
-    return names.topic()
-
-
-def test_ten_thousand_sends_at_once_do_not_hold_up_the_loop(embedded):
+@pytest.mark.live
+@pytest.mark.slow("there must be more than there is room for")
+async def test_ten_thousand_sends_do_not_hold_up_the_loop(embedded):
     """More than there is room for: `Producer.send_async` would stop the loop until there is."""
-
-    async def program():
-        async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
-            await producer.send("orders", b"first")
-            async with LongestStop() as stop:
-                sends = [asyncio.create_task(producer.send("orders", b"%d" % each)) for each in range(10_000)]
-                results = await asyncio.gather(*sends)
-            return stop.seconds, {result.message_id for result in results}
-
-    longest_s, ids = asyncio.run(program())
+    async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
+        await producer.send("orders", b"first")
+        async with LongestStop() as stop:
+            sends = [asyncio.create_task(producer.send("orders", b"%d" % each)) for each in range(10_000)]
+            results = await asyncio.gather(*sends)
+        longest_s, ids = stop.seconds, {result.message_id for result in results}
     assert len(ids) == 10_000
     assert len(embedded.messages("orders")) == 10_001
     assert longest_s < 2  # creating and beginning 10,000 tasks is one stop of some 0.3 s, here
 
 
-def test_a_full_producer_leaves_the_loop_alone(embedded, gate):
-    async def program():
-        producer = AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=2)
-        async with producer:
-            first = [asyncio.create_task(producer.send("orders", b"x", timeout_s=60)) for _ in range(2)]
-            async with LongestStop() as stop:
-                outcomes = await asyncio.gather(
-                    *(producer.send("orders", b"x") for _ in range(3)), return_exceptions=True
-                )
-            gate.open()
-            return stop.seconds, outcomes, await asyncio.gather(*first)
-
-    longest_s, outcomes, stored = asyncio.run(program())
+async def test_a_full_producer_leaves_the_loop_alone(embedded, gate):
+    producer = AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=2)
+    async with producer:
+        first = [asyncio.create_task(producer.send("orders", b"x", timeout_s=60)) for _ in range(2)]
+        async with LongestStop() as stop:
+            outcomes = await asyncio.gather(
+                *(producer.send("orders", b"x") for _ in range(3)), return_exceptions=True
+            )
+        gate.open()
+        longest_s, outcomes, stored = stop.seconds, outcomes, await asyncio.gather(*first)
     assert [type(outcome) for outcome in outcomes] == [SendError] * 3
     assert all("no room within 3 s" in str(outcome) for outcome in outcomes)
     assert len({result.message_id for result in stored}) == 2
@@ -145,110 +123,90 @@ def test_a_message_that_got_room_is_not_given_up_for_having_none(embedded, gate,
             gate.open()
             return outcomes
 
-    outcomes = asyncio.run(program())
-    assert [type(outcome) for outcome in outcomes] == [SendError] * 40
+    assert [type(outcome) for outcome in asyncio.run(program())] == [SendError] * 40
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 @pytest.mark.parametrize("started", [True, False], ids=["started", "by the first message"])
-def test_coroutines_with_one_key_are_stored_in_the_order_in_which_they_begin(embedded, started):
-    async def program():
-        producer = AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=7)
-        if started:
-            await producer.start()
-        tasks = []
-        for number in range(300):
-            tasks.append(asyncio.create_task(producer.send("orders", b"%03d" % number, sharding_key="k")))
-            if number % 40 == 0:
-                await asyncio.sleep(0.002)
-        await asyncio.gather(*tasks)
-        await producer.close()
-
-    asyncio.run(program())
+async def test_coroutines_with_one_key_are_stored_in_their_order(embedded, started):
+    producer = AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=7)
+    if started:
+        await producer.start()
+    tasks = []
+    for number in range(300):
+        tasks.append(asyncio.create_task(producer.send("orders", b"%03d" % number, sharding_key="k")))
+        if number % 40 == 0:
+            await asyncio.sleep(0.002)
+    await asyncio.gather(*tasks)
+    await producer.close()
     assert bodies(embedded) == [b"%03d" % number for number in range(300)]
 
 
-def test_what_is_cancelled_while_it_waits_for_room_is_not_sent(embedded, gate):
-    async def program():
-        async with AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=1) as producer:
-            under_way = asyncio.create_task(producer.send("orders", b"under way"))
-            waits = asyncio.create_task(producer.send("orders", b"cancelled"))
-            last = asyncio.create_task(producer.send("orders", b"last"))
-            await asyncio.to_thread(embedded.broker("broker-a").wait_for, SEND)
-            under_way.cancel()
-            waits.cancel()
-            assert await asyncio.gather(under_way, waits, return_exceptions=True) != []
-            gate.open()
-            await last
-
-    asyncio.run(program())
+async def test_what_is_cancelled_while_it_waits_for_room_is_not_sent(embedded, gate):
+    async with AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=1) as producer:
+        under_way = asyncio.create_task(producer.send("orders", b"under way"))
+        waits = asyncio.create_task(producer.send("orders", b"cancelled"))
+        last = asyncio.create_task(producer.send("orders", b"last"))
+        await asyncio.to_thread(embedded.broker("broker-a").wait_for, SEND)
+        under_way.cancel()
+        waits.cancel()
+        assert await asyncio.gather(under_way, waits, return_exceptions=True) != []
+        gate.open()
+        await last
     assert sorted(bodies(embedded)) == [b"last", b"under way"]
 
 
-def test_errors_are_those_of_a_producer(embedded):
-    async def program():
-        async with AsyncProducer(name_server=embedded.name_server) as producer:
-            for error, call in [
-                (ConfigError, producer.send("orders", "text")),
-                (ConfigError, producer.send("orders", b"x", timeout_s=-1)),
-                (ConfigError, producer.send_batch("orders", b"x")),
-                (ConfigError, producer.send_oneway("orders", b"")),
-            ]:
-                with pytest.raises(error):
-                    await call
-            embedded.broker("broker-a").on(SEND, answer(13, "illegal"))
-            with pytest.raises(SendError, match="illegal"):
-                await producer.send("orders", b"x")
-            with pytest.raises(ConfigError, match="timeout_s"):
-                await producer.flush(0)
-            with pytest.raises(ConfigError, match="timeout_s"):
-                await producer.close(-1)
-        with pytest.raises(ConsumerClosed):
+async def test_errors_are_those_of_a_producer(embedded):
+    async with AsyncProducer(name_server=embedded.name_server) as producer:
+        for error, call in [
+            (ConfigError, producer.send("orders", "text")),
+            (ConfigError, producer.send("orders", b"x", timeout_s=-1)),
+            (ConfigError, producer.send_batch("orders", b"x")),
+            (ConfigError, producer.send_oneway("orders", b"")),
+        ]:
+            with pytest.raises(error):
+                await call
+        embedded.broker("broker-a").on(SEND, answer(13, "illegal"))
+        with pytest.raises(SendError, match="illegal"):
             await producer.send("orders", b"x")
-        with pytest.raises(ConsumerClosed):
-            await producer.start()
-        assert producer.state is ProducerState.CLOSED
-
-    asyncio.run(program())
-    with EmbeddedCluster(auto_create_topics=False) as cluster:
-
-        async def nowhere():
-            async with AsyncProducer(name_server=cluster.name_server) as producer:
-                with pytest.raises(RouteNotFound):
-                    await producer.send("nowhere", b"x")
-
-        asyncio.run(nowhere())
-
-
-def test_a_name_server_that_is_away_is_told_to_every_send_and_may_come_later(embedded):
-    async def program():
-        producer = AsyncProducer(name_server=embedded.name_server)
-        embedded.stop_name_server()
-        with pytest.raises(ConnectError):
-            await producer.start()
-        outcomes = await asyncio.gather(*(producer.send("orders", b"x") for _ in range(3)), return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [ConnectError] * 3
-        embedded.start_name_server()
+        with pytest.raises(ConfigError, match="timeout_s"):
+            await producer.flush(0)
+        with pytest.raises(ConfigError, match="timeout_s"):
+            await producer.close(-1)
+    with pytest.raises(ConsumerClosed):
         await producer.send("orders", b"x")
-        await producer.close()
+    with pytest.raises(ConsumerClosed):
+        await producer.start()
+    assert producer.state is ProducerState.CLOSED
+    with EmbeddedCluster(auto_create_topics=False) as cluster:
+        async with AsyncProducer(name_server=cluster.name_server) as producer:
+            with pytest.raises(RouteNotFound):
+                await producer.send("nowhere", b"x")
 
-    asyncio.run(program())
+
+async def test_a_name_server_that_is_away_is_told_and_may_come_later(embedded):
+    producer = AsyncProducer(name_server=embedded.name_server)
+    embedded.stop_name_server()
+    with pytest.raises(ConnectError):
+        await producer.start()
+    outcomes = await asyncio.gather(*(producer.send("orders", b"x") for _ in range(3)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [ConnectError] * 3
+    embedded.start_name_server()
+    await producer.send("orders", b"x")
+    await producer.close()
     assert bodies(embedded) == [b"x"]
 
 
-def test_a_flush_waits_for_what_was_given_and_tells_what_it_does_not_get(embedded, gate):
-    async def program():
-        async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
-            await producer.flush()
-            sends = [asyncio.create_task(producer.send("orders", b"x")) for _ in range(3)]
-            await asyncio.sleep(0)
-            with pytest.raises(RequestTimeout, match="3 of 3"):
-                await producer.flush(0.2)
-            gate.open()
-            await producer.flush()
-            assert all(send.done() for send in sends) or await asyncio.gather(*sends)
-
-    asyncio.run(program())
+async def test_a_flush_waits_and_tells_what_it_does_not_get(embedded, gate):
+    async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
+        await producer.flush()
+        sends = [asyncio.create_task(producer.send("orders", b"x")) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestTimeout, match="3 of 3"):
+            await producer.flush(0.2)
+        gate.open()
+        await producer.flush()
+        assert all(send.done() for send in sends) or await asyncio.gather(*sends)
 
 
 def test_it_belongs_to_one_loop(embedded):
@@ -295,7 +253,7 @@ def test_cancelled_at_every_step_it_leaves_nothing_behind(embedded, step):
     embedded.wait_until(lambda: not embedded.broker("broker-a").connections)
 
 
-def test_close_cancelled_in_the_middle_gives_up_what_has_no_answer(embedded):
+def test_a_cancelled_close_gives_up_what_has_no_answer(embedded):
     embedded.broker("broker-a").on(SEND, drop, times=None)
 
     async def program():
@@ -349,7 +307,7 @@ def test_it_needs_no_thread_of_the_loop_s_executor(embedded):
 
 
 @pytest.mark.parametrize("first_ends", ["cancelled", "too late"])
-def test_what_waits_behind_one_that_is_too_large_goes_on_when_that_ends(embedded, gate, first_ends):
+def test_what_waits_behind_a_large_one_goes_on_when_that_ends(embedded, gate, first_ends):
     async def program():
         options = {"max_in_flight_bytes": 1000, "compress_above_bytes": 100_000, "send_timeout_s": 60}
         async with AsyncProducer(name_server=embedded.name_server, **options) as producer:
@@ -388,14 +346,11 @@ def test_a_flush_waits_for_what_was_cancelled_on_its_way(embedded, gate):
     assert asyncio.run(program()) == [b"x"]
 
 
-def test_while_no_name_server_answers_sends_say_so_and_close_keeps_its_time(embedded):
-    async def program():
-        producer = AsyncProducer(name_server=embedded.name_server, call_timeout_s=60)
-        with a_start_that_waits(embedded):
-            with pytest.raises(ConnectError, match=r"no answer within 0\.2 s; nothing was sent"):
-                await producer.send("orders", b"x", timeout_s=0.2)
-            await asyncio.wait_for(producer.close(timeout_s=0.1), 20)
-
-    asyncio.run(program())
+async def test_while_no_name_server_answers_close_keeps_its_time(embedded):
+    producer = AsyncProducer(name_server=embedded.name_server, call_timeout_s=60)
+    with a_start_that_waits(embedded):
+        with pytest.raises(ConnectError, match=r"no answer within 0\.2 s; nothing was sent"):
+            await producer.send("orders", b"x", timeout_s=0.2)
+        await asyncio.wait_for(producer.close(timeout_s=0.1), 20)
     embedded.wait_until(lambda: not producer_threads())
     assert bodies(embedded) == []

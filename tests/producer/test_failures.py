@@ -51,6 +51,14 @@ def known(producer):
     return producer
 
 
+def with_code(code):
+    def change(command):
+        command.code = code
+        return command
+
+    return rewrite(change)
+
+
 @for_each(
     "code, remark, meant, new_route",
     [
@@ -110,7 +118,7 @@ def test_after_a_lost_connection_another_broker_is_tried(embedded, producing, fa
     assert sent.queue.broker_name == "broker-b"
 
 
-def test_without_an_answer_another_broker_is_tried_within_the_timeout(embedded, producing):
+def test_without_an_answer_another_broker_is_tried_in_time(embedded, producing):
     producer = known(producing(embedded, send_timeout_s=6))
     embedded.broker("broker-a").on(SEND, drop, times=None)
     started = time.monotonic()
@@ -229,15 +237,6 @@ def test_a_message_for_one_queue_is_tried_there_only(embedded, producing, pin):
 
 
 @pytest.mark.cluster(brokers=1)
-def test_a_lost_answer_may_store_a_message_twice_under_one_id(embedded, producing):
-    producer = known(producing(embedded))
-    embedded.broker("broker-a").on(SEND, handle_and_close)
-    sent = producer.send("orders", b"twice")
-    stored = [message for message in embedded.messages("orders") if message.body == b"twice"]
-    assert [message.message_id for message in stored] == [sent.message_id] * 2
-
-
-@pytest.mark.cluster(brokers=1)
 @pytest.mark.parametrize("timeout_s", [0.2, 0.6])
 def test_a_send_ends_with_its_timeout(embedded, producing, timeout_s):
     producer = known(producing(embedded))
@@ -266,27 +265,15 @@ def test_an_answer_just_in_time_counts(embedded, producing):
     ],
 )
 def test_stored_but_not_as_safely_as_wanted_is_stored(embedded, producing, code, status):
-    def less_safe(command):
-        command.code = code
-        return command
-
     producer = known(producing(embedded))
-    embedded.broker("broker-a").on(SEND, rewrite(less_safe))
+    embedded.broker("broker-a").on(SEND, with_code(code))
     sent = producer.send("orders", b"x")
     assert sent.status is status
     assert len(embedded.messages("orders")) == 5
 
 
-def with_code(code):
-    def change(command):
-        command.code = code
-        return command
-
-    return rewrite(change)
-
-
 @pytest.mark.parametrize("code", [10, 11, 12])
-def test_where_degraded_answers_do_not_count_another_broker_is_tried(embedded, producing, code):
+def test_a_degraded_answer_that_does_not_count_goes_elsewhere(embedded, producing, code):
     producer = known(producing(embedded, accept_degraded=False))
     embedded.broker("broker-a").on(SEND, with_code(code), times=None)
     sent = [producer.send("orders", b"x") for _ in range(4)]
@@ -294,7 +281,7 @@ def test_where_degraded_answers_do_not_count_another_broker_is_tried(embedded, p
 
 
 @pytest.mark.parametrize("pin", [{"queue": A}, {"sharding_key": "k"}])
-def test_where_degraded_answers_do_not_count_a_message_in_order_is_tried_on_its_queue(embedded, producing, pin):
+def test_a_degraded_answer_in_order_is_tried_on_its_queue(embedded, producing, pin):
     producer = known(producing(embedded, accept_degraded=False))
     for broker in embedded.brokers:
         broker.on(SEND, with_code(12), times=None)
@@ -304,7 +291,7 @@ def test_where_degraded_answers_do_not_count_a_message_in_order_is_tried_on_its_
 
 
 @pytest.mark.cluster(brokers=1)
-def test_where_degraded_answers_do_not_count_a_batch_is_tried_again(embedded, producing):
+def test_a_degraded_batch_is_tried_again(embedded, producing):
     producer = known(producing(embedded, accept_degraded=False))
     embedded.broker("broker-a").on(BATCH, with_code(10))
     sent = producer.send_batch("orders", [b"x", b"y"])
@@ -323,7 +310,7 @@ def test_a_broker_that_is_gone_costs_no_message(embedded, producing, how):
     assert {int(message.body) for message in embedded.messages("orders") if message.body != b"first"} == set(range(300))
 
 
-def test_with_every_broker_gone_the_error_comes_in_time_and_later_messages_get_through(embedded, producing):
+def test_with_every_broker_gone_the_error_comes_in_time(embedded, producing):
     producer = known(producing(embedded))
     for broker in embedded.brokers:
         broker.kill()
@@ -334,15 +321,6 @@ def test_with_every_broker_gone_the_error_comes_in_time_and_later_messages_get_t
     for broker in embedded.brokers:
         broker.start()
     assert producer.send("orders", b"x", timeout_s=30)
-
-
-def test_a_deleted_topic_is_told_from_a_broker_in_trouble(embedded, producing):
-    producer = known(producing(embedded))
-    for broker in embedded.brokers:
-        broker.update_config(autoCreateTopicEnable=False)
-    embedded.delete_topic("orders")
-    with pytest.raises(SendError, match=r"TOPIC_NOT_EXIST \(17\): .*; no route for topic 'orders'"):
-        producer.send("orders", b"x")
 
 
 @pytest.mark.cluster(brokers=1)
@@ -395,11 +373,3 @@ def test_a_one_way_message_that_cannot_leave_is_an_error(embedded, producing):
         producer.send_oneway("orders", b"x")
 
 
-@pytest.mark.cluster(brokers=1, account=("key", "secret"))
-def test_a_wrong_key_is_told(embedded, producing):
-    with pytest.raises(SendError) as raised:
-        producing(embedded, access_key="key", secret_key="wrong").send("orders", b"x")
-    assert isinstance(raised.value.__cause__, PermissionDenied)
-    assert producing(embedded, access_key="key", secret_key="secret").send("orders", b"x")
-    results = producing(embedded, access_key="key", secret_key="secret").send_batch("orders", [b"x", b"y"])
-    assert len(results) == 2

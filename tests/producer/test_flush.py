@@ -19,16 +19,7 @@ SEND = RequestCode.SEND_MESSAGE_V2
 pytestmark = pytest.mark.cluster(brokers=1)
 
 
-@pytest.fixture
-def gate(embedded):
-    """Sends wait here until it opens."""
-    gate = Gate()
-    embedded.broker("broker-a").on(SEND, gate, times=None)
-    yield gate
-    gate.open()
-
-
-def test_after_a_flush_each_message_has_its_result_and_more_can_be_sent(embedded, producing):
+def test_after_a_flush_each_message_has_its_result(embedded, producing):
     producer = producing(embedded)
     futures = [producer.send_async("orders", b"%d" % number) for number in range(500)]
     producer.flush()
@@ -57,7 +48,7 @@ def test_a_flush_waits_for_what_was_handed_over_before_it_only(embedded, produci
     assert after.result(30)
 
 
-def test_a_flush_that_takes_too_long_says_how_many_are_still_on_their_way(embedded, producing, gate):
+def test_a_flush_that_takes_too_long_says_how_many_are_left(embedded, producing, gate):
     producer = producing(embedded, send_timeout_s=60)
     futures = [producer.send_async("orders", b"x") for _ in range(7)]
     gate.wait_held(7)
@@ -88,7 +79,7 @@ def test_what_was_refused_has_its_answer_too(embedded, producing):
     assert "too odd" in str(future.exception(0))
 
 
-def test_where_nothing_was_handed_over_there_is_nothing_to_wait_for(embedded):
+def test_with_nothing_handed_over_there_is_nothing_to_wait_for(embedded):
     producer = Producer(name_server=embedded.name_server)
     producer.flush()
     assert producer.state is ProducerState.CREATED
@@ -111,17 +102,11 @@ def test_a_callback_may_flush(embedded, producing):
     assert outcomes.get(timeout=30)
 
 
-def test_two_threads_may_flush_at_once(embedded, producing, gate):
+def test_threads_may_flush_at_once(embedded, producing, gate, together):
     producer = producing(embedded, send_timeout_s=60)
     futures = [producer.send_async("orders", b"x") for _ in range(5)]
     gate.wait_held(5)
-    threads = [threading.Thread(target=producer.flush) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    gate.open()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+    together(producer.flush, 4, meanwhile=gate.open)
     assert all(future.done() for future in futures)
 
 

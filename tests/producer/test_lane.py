@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import wait
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_closing_waits_for_a_burst(embedded, pin):
     assert all(future.result(0) for future in futures)
 
 
-def test_where_a_lane_stands_still_all_that_wait_fail_within_about_one_timeout(embedded, producer):
+def test_where_a_lane_stands_still_all_fail_in_one_timeout(embedded, producer):
     embedded.broker("broker-a").on(SEND, drop, times=None)
     started = time.monotonic()
     futures = [producer.send_async("orders", b"%d" % number, queue=A, timeout_s=1) for number in range(50)]
@@ -106,7 +107,7 @@ def test_a_message_that_timed_out_is_not_overtaken_by_the_next(embedded, produce
     assert stored(embedded) == [b"1", b"2"]
 
 
-def test_with_the_options_as_they_are_a_message_that_timed_out_is_not_overtaken(embedded, producer):
+def test_by_default_a_message_that_timed_out_is_not_overtaken(embedded, producer):
     embedded.broker("broker-a").on(SEND, delay_request(4))
     futures = [producer.send_async("orders", body, sharding_key="key") for body in (b"1", b"2")]
     for future in futures:
@@ -128,7 +129,7 @@ def test_what_is_tried_again_keeps_its_place(embedded, producer, pin, fault):
 
 
 @pinned
-def test_a_connection_that_says_nothing_is_closed_and_the_message_tried_again(embedded, pin):
+def test_a_silent_connection_is_closed_and_its_message_retried(embedded, pin):
     with Producer(name_server=embedded.name_server, call_timeout_s=0.3, send_attempts=20) as producer:
         producer.send("orders", b"first", **pin)
         broker = embedded.broker("broker-a")
@@ -140,7 +141,7 @@ def test_a_connection_that_says_nothing_is_closed_and_the_message_tried_again(em
 
 
 @pinned
-def test_where_an_answer_does_not_come_the_connection_ends_before_the_next_is_sent(embedded, pin):
+def test_without_an_answer_the_connection_ends_before_the_next(embedded, pin):
     """Although it says other things: what it still carries could be stored after the next message."""
     broker, began = embedded.broker("broker-a"), time.monotonic()
 
@@ -158,17 +159,6 @@ def test_where_an_answer_does_not_come_the_connection_ends_before_the_next_is_se
     assert isinstance(first.exception(0), SendError)
     wait_until(lambda: time.monotonic() > began + 5, "the first would have been handled")
     assert stored(embedded) == [b"2"]
-
-
-def test_lanes_do_not_wait_for_each_other(embedded, producer):
-    gate = Gate()
-    embedded.broker("broker-a").on(SEND, gate, times=None, when=lambda request: request.body == b"held")
-    held = producer.send_async("orders", b"held", sharding_key="a", timeout_s=60)
-    gate.wait_held()
-    assert producer.send("orders", b"x", sharding_key="b")
-    assert producer.send("orders", b"x")
-    gate.open()
-    assert held.result(30)
 
 
 @pinned
@@ -204,3 +194,19 @@ def test_a_broker_that_was_killed_is_waited_for_in_order(embedded, producer, pin
     for future in futures:
         assert future.result(30)
     assert list(dict.fromkeys(stored(embedded))) == bodies
+
+
+def test_one_lane_is_sent_one_after_the_other_and_others_beside(embedded, producing, gate):
+    producer = producing(embedded, send_timeout_s=30)
+    first = [producer.send_async("orders", b"a%d" % number, sharding_key="a") for number in range(5)]
+    other = producer.send_async("orders", b"b", sharding_key="b")
+    chosen = [
+        producer.send_async("orders", b"c%d" % number, queue=MessageQueue("orders", "broker-a", 0))
+        for number in range(3)
+    ]
+    assert sorted(request.body for request in gate.wait_held(3)) == [b"a0", b"b", b"c0"]
+    gate.open()
+    wait([*first, other, *chosen], timeout=30)
+    for futures in (first, chosen):
+        offsets = [future.result(0).queue_offset for future in futures]
+        assert offsets == sorted(offsets)

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import pickle
 import queue
-import signal
-import subprocess
-import sys
 import threading
 import time
-from concurrent.futures import wait
 
 import pytest
 
 from pyrocket_consumer import ConfigError, ConnectError, ConsumerClosed, MessageQueue, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
-from pyrocket_consumer.testing import EmbeddedCluster, Gate, drop
+from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.for_each import for_each
-from tests.interrupting import a_signal_once_held, a_start_that_waits, child_that, exit_code
+from tests.interrupting import a_start_that_waits, child_that, exit_code
+from tests.producer.programs import producer_threads, run_program
 
 SEND = RequestCode.SEND_MESSAGE_V2
 
 pytestmark = pytest.mark.cluster(brokers=1)
-
-
-def producer_threads():
-    return [each for each in threading.enumerate() if each.name in ("pyrocket-io", "pyrocket-callbacks")]
-
-
-@pytest.fixture
-def gate(embedded):
-    """Sends wait here until it opens."""
-    gate = Gate()
-    embedded.broker("broker-a").on(SEND, gate, times=None)
-    yield gate
-    gate.open()
 
 
 # --- ids
@@ -67,9 +50,7 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
 
 def makers(program: str, name_server: str) -> list[str]:
     """Return the parts of ids that a process has for itself, each as often as there are messages: address aside."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, name_server], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_program(program, name_server)
     assert (done.returncode, done.stderr) == (0, "")
     return [message_id[8:20] for message_id in done.stdout.split()]
 
@@ -94,7 +75,7 @@ def test_programs_that_seed_random_alike_make_ids_of_their_own(embedded):
 # --- not closed
 
 
-def test_thirty_producers_that_nobody_closes_leave_nothing_and_send_what_they_have(embedded):
+def test_producers_that_nobody_closes_send_what_they_have(embedded):
     with pytest.warns(ResourceWarning, match=r"unclosed <pyrocket_consumer.*Producer.*call close\(\)") as warned:
         futures = [Producer(name_server=embedded.name_server).send_async("orders", b"x") for _ in range(30)]
     assert len(warned) == 30
@@ -102,7 +83,7 @@ def test_thirty_producers_that_nobody_closes_leave_nothing_and_send_what_they_ha
     embedded.wait_until(lambda: not producer_threads() and not embedded.broker("broker-a").connections)
 
 
-def test_a_producer_that_is_dropped_while_messages_wait_sends_them(embedded, gate):
+def test_a_producer_that_is_dropped_sends_what_waits(embedded, gate):
     with pytest.warns(ResourceWarning):
         futures = [Producer(name_server=embedded.name_server).send_async("orders", b"x") for _ in range(2)]
     gate.open()
@@ -110,7 +91,7 @@ def test_a_producer_that_is_dropped_while_messages_wait_sends_them(embedded, gat
     embedded.wait_until(lambda: not producer_threads())
 
 
-def test_closed_and_never_started_producers_are_dropped_without_a_word(embedded, recwarn):
+def test_closed_and_unstarted_ones_are_dropped_silently(embedded, recwarn):
     with Producer(name_server=embedded.name_server) as producer:
         producer.send("orders", b"x")
     Producer(name_server=embedded.name_server).close()
@@ -134,20 +115,16 @@ def test_the_first_message_starts_a_producer(embedded):
     assert producer_threads() == []
 
 
-def test_threads_that_send_first_at_the_same_time_start_it_once(embedded):
+def test_threads_that_send_first_at_the_same_time_start_it_once(embedded, together):
     producer = Producer(name_server=embedded.name_server)
     results = []
-    threads = [threading.Thread(target=lambda: results.append(producer.send("orders", b"x"))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    together(lambda: results.append(producer.send("orders", b"x")), 8)
     assert len(results) == 8
     assert len(producer_threads()) == 1
     producer.close()
 
 
-def test_a_name_server_that_does_not_answer_is_told_at_the_start_and_may_come_later(embedded):
+def test_a_name_server_that_is_away_is_told_and_may_come_later(embedded):
     embedded.stop_name_server()
     producer = Producer(name_server=embedded.name_server)
     for start in (producer.start, lambda: producer.send("orders", b"x")):
@@ -193,7 +170,7 @@ def test_whoever_closes_a_second_time_waits_for_the_same_end(embedded, gate):
 
 
 @for_each("timeout_s", [-1, 3601, float("nan"), "soon", True])
-def test_a_close_with_a_wrong_time_is_refused_and_the_producer_goes_on(embedded, timeout_s):
+def test_a_close_with_a_wrong_time_is_refused(embedded, timeout_s):
     with Producer(name_server=embedded.name_server) as producer:
         with pytest.raises(ConfigError, match="timeout_s=.* is not allowed; it must be a number from 0 to 3600"):
             producer.close(timeout_s=timeout_s)
@@ -236,7 +213,7 @@ def test_closing_gives_up_what_takes_too_long(embedded, gate):
 
 
 @pytest.mark.parametrize("others", [{}, {"sharding_key": "k"}, {"queue": MessageQueue("later", "broker-a", 0)}])
-def test_what_was_given_up_is_no_surprise_when_its_route_comes_after_all(embedded, caplog, others):
+def test_a_route_that_comes_after_the_close_is_no_surprise(embedded, caplog, others):
     embedded.create_topic("later", queues=1)
     route, leave = Gate(answers=True), Gate()
     embedded.broker("broker-a").on(RequestCode.UNREGISTER_CLIENT, leave)
@@ -297,14 +274,8 @@ print("done")
 
 @pytest.mark.live
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_after_a_fork_a_started_producer_refuses_in_the_child_and_works_on_in_the_parent(embedded):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, embedded.name_server],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_after_a_fork_the_child_is_refused_and_the_parent_works(embedded):
+    done = run_program(FORKED, embedded.name_server, flags=("-W", "ignore::DeprecationWarning"))
     assert done.stdout.strip() == "done", done.stderr
     assert sorted(message.body for message in embedded.messages("orders")) == [b"before", b"child", b"parent"]
 
@@ -357,162 +328,7 @@ def test_closing_releases_who_waits_for_room(embedded, gate):
     assert "closed" in str(refused.get_nowait())
 
 
-# --- order
-
-
-def test_messages_with_one_key_are_sent_one_after_the_other_and_others_beside_them(embedded, producing, gate):
-    producer = producing(embedded, send_timeout_s=30)
-    first = [producer.send_async("orders", b"a%d" % number, sharding_key="a") for number in range(5)]
-    other = producer.send_async("orders", b"b", sharding_key="b")
-    chosen = [
-        producer.send_async("orders", b"c%d" % number, queue=MessageQueue("orders", "broker-a", 0))
-        for number in range(3)
-    ]
-    assert sorted(request.body for request in gate.wait_held(3)) == [b"a0", b"b", b"c0"]
-    gate.open()
-    wait([*first, other, *chosen], timeout=30)
-    for futures in (first, chosen):
-        offsets = [future.result(0).queue_offset for future in futures]
-        assert offsets == sorted(offsets)
-
-
-def test_a_message_that_waits_for_those_before_it_keeps_its_own_deadline(embedded, producing, gate):
-    producer = producing(embedded, send_timeout_s=30)
-    first = producer.send_async("orders", b"a", sharding_key="k")
-    gate.wait_held(1)
-    with pytest.raises(SendError, match=r"waited 0\.2 s for messages before it"):
-        producer.send("orders", b"b", sharding_key="k", timeout_s=0.2)
-    last = producer.send_async("orders", b"c", sharding_key="k")
-    gate.open()
-    assert (first.result(30).queue_offset, last.result(30).queue_offset) == (0, 1)
-
-
-def test_after_a_message_that_failed_the_next_with_its_key_is_sent(embedded, producing):
-    producer = producing(embedded)
-    embedded.broker("broker-a").on(SEND, drop)
-    futures = [
-        producer.send_async("orders", b"%d" % number, sharding_key="k", timeout_s=timeout_s)
-        for number, timeout_s in ((1, 2), (2, 0.2))  # the second one's deadline is over before the first one's
-    ]
-    later = producer.send_async("orders", b"3", sharding_key="k", timeout_s=30)
-    for future in futures:
-        with pytest.raises(SendError):
-            future.result(30)
-    assert later.result(30).queue_offset == 0
-
-
-# --- futures
-
-
-def test_a_callback_runs_off_the_io_thread_and_may_send(embedded, producing):
-    producer = producing(embedded)
-    outcomes = queue.SimpleQueue()
-
-    def send_another(future):
-        outcomes.put((threading.current_thread().name, future.result(0), producer.send("orders", b"second")))
-
-    producer.send_async("orders", b"first").add_done_callback(send_another)
-    thread, first, second = outcomes.get(timeout=30)
-    assert thread == "pyrocket-callbacks"
-    assert first.message_id != second.message_id
-
-
-def test_a_callback_that_raises_harms_nobody(embedded, producing, caplog):
-    producer = producing(embedded)
-    seen = queue.SimpleQueue()
-    future = producer.send_async("orders", b"x")
-    future.add_done_callback(lambda future: 1 / 0)
-    future.add_done_callback(seen.put)
-    assert seen.get(timeout=30) is future
-    assert "a callback failed" in caplog.text
-    producer.send("orders", b"x")
-
-
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_a_callback_that_wants_to_exit_does_not_end_the_callbacks_of_others(embedded, producing, caplog, error):
-    def leave(future):
-        raise error
-
-    producer, seen = producing(embedded), queue.SimpleQueue()
-    producer.send_async("orders", b"x").add_done_callback(leave)
-    for number in range(3):
-        producer.send_async("orders", b"x").add_done_callback(lambda future, number=number: seen.put(number))
-    assert sorted(seen.get(timeout=30) for _ in range(3)) == [0, 1, 2]  # brokers answer in no order
-    producer.close()
-    assert caplog.text.count("a callback wants to exit") == 1
-
-
-def test_a_callback_added_when_all_is_over_still_runs(embedded):
-    with Producer(name_server=embedded.name_server) as producer:
-        future = producer.send_async("orders", b"x")
-    seen = []
-    future.add_done_callback(seen.append)
-    assert seen == [future]
-
-
-@pytest.mark.live
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such signals")
-def test_a_signal_that_closes_once_more_while_close_waits_returns_at_once(embedded, gate):
-    producer = Producer(name_server=embedded.name_server, send_timeout_s=60)
-    future = producer.send_async("orders", b"x")
-
-    def close_again(number, frame):
-        producer.close()
-        gate.open()
-
-    before = signal.signal(signal.SIGALRM, close_again)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        producer.close()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert future.result(0).attempts == 1
-
-
-def test_whoever_hears_that_a_future_is_done_has_its_result_at_once(embedded, gate):
-    with Producer(name_server=embedded.name_server) as producer:
-        future, results = producer.send_async("orders", b"x"), queue.SimpleQueue()
-        future.add_done_callback(lambda done: results.put(done.result(0)))
-        gate.open()
-        assert results.get(timeout=30) == future.result(30)
-
-
 # --- in the middle of a start
-
-
-@pytest.mark.live
-@pytest.mark.timeout(60)
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
-def test_a_signal_that_closes_while_it_starts_ends_the_start(embedded):
-    producer = Producer(name_server=embedded.name_server, call_timeout_s=30)
-    with (
-        a_start_that_waits(embedded) as gate,
-        a_signal_once_held(gate, producer.close),
-        pytest.raises(ConsumerClosed),
-    ):
-        producer.start()
-    assert producer.state is ProducerState.CLOSED
-    embedded.wait_until(lambda: not producer_threads())
-
-
-@pytest.mark.live
-@pytest.mark.timeout(60)
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
-def test_a_signal_that_sends_while_it_starts_leaves_one_producer(embedded):
-    producer, sent = Producer(name_server=embedded.name_server, call_timeout_s=30), []
-    with a_start_that_waits(embedded) as gate:
-
-        def handle():
-            gate.open()
-            sent.append(producer.send("orders", b"handler"))
-
-        with a_signal_once_held(gate, handle):
-            producer.start()
-    producer.send("orders", b"main")
-    assert len(sent) == 1
-    embedded.wait_until(lambda: len(producer_threads()) == 1)
-    producer.close()
-    embedded.wait_until(lambda: not producer_threads())
 
 
 def test_close_does_not_wait_for_the_start_of_another_thread(embedded):
@@ -536,7 +352,7 @@ def test_close_does_not_wait_for_the_start_of_another_thread(embedded):
 @pytest.mark.timeout(90)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_forked_while_another_thread_starts_can_close_and_send(embedded):
+def test_a_child_forked_during_a_start_can_close_and_send(embedded):
     producer = Producer(name_server=embedded.name_server, call_timeout_s=60)
     with a_start_that_waits(embedded) as gate:
         starting = threading.Thread(target=producer.start)
@@ -551,40 +367,10 @@ def test_a_child_forked_while_another_thread_starts_can_close_and_send(embedded)
     assert sorted(message.body for message in embedded.messages("orders")) == [b"child", b"parent"]
 
 
-def test_a_callback_may_close_the_producer(embedded):
-    producer = Producer(name_server=embedded.name_server)
-    closed = threading.Event()
-
-    def close(future):
-        producer.close()
-        closed.set()
-
-    producer.send_async("orders", b"x").add_done_callback(close)
-    assert closed.wait(30)
-    assert producer.state is ProducerState.CLOSED
-
-
-def test_a_message_handed_over_cannot_be_cancelled(embedded, producing, gate):
-    future = producing(embedded).send_async("orders", b"x")
-    assert not future.cancel()
-    gate.open()
-    assert future.result(30)
-
-
-def test_a_coroutine_can_await_a_send(embedded, producing):
-    producer = producing(embedded)
-
-    async def send_some():
-        futures = [asyncio.wrap_future(producer.send_async("orders", b"x")) for _ in range(10)]
-        return await asyncio.gather(*futures)
-
-    assert len({each.message_id for each in asyncio.run(send_some())}) == 10
-
-
 # --- names and settings
 
 
-def test_a_namespace_is_put_before_names_on_the_wire_and_taken_off_results(producing):
+def test_a_namespace_is_on_the_wire_and_not_in_results(producing):
     with EmbeddedCluster() as embedded:
         embedded.create_topic("shop%orders", queues=2)
         producer = producing(embedded, group="payments", namespace="shop")

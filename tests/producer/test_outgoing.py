@@ -55,7 +55,7 @@ def test_anything_like_bytes_is_a_body(body):
         ({"topic": "a b"}, "character that is not allowed"),
     ],
 )
-def test_a_message_that_could_not_arrive_as_given_is_refused_at_once(arguments, reason):
+def test_a_message_that_could_not_arrive_as_given_is_refused(arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         OutgoingMessage(**{"body": b"x", **arguments})
 
@@ -69,7 +69,7 @@ def test_tag_keys_and_properties_travel_together():
     assert message.travelling_properties() == {"région": "é&=", "KEYS": "k1 k2", "TAGS": "paid"}
 
 
-def test_the_names_rocketmq_writes_are_reserved_and_those_for_applications_are_not():
+def test_names_that_rocketmq_writes_are_reserved():
     assert {"UNIQ_KEY", "TAGS", "KEYS", "WAIT", "DELAY", "RETRY_TOPIC", "CLUSTER", "TRAN_MSG"} <= RESERVED_PROPERTIES
     assert PropertyName.CHECK_IMMUNITY_TIME_IN_SECONDS not in RESERVED_PROPERTIES
 
@@ -104,12 +104,12 @@ def producer():
     ],
 )
 @for_each("how", ["send", "send_async", "send_oneway"])
-def test_a_wrong_argument_of_a_send_is_told_before_anything_is_sent(producer, how, arguments, reason):
+def test_a_wrong_argument_of_a_send_is_told_first(producer, how, arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         getattr(producer, how)(**{"topic": "orders", "body": b"x", **arguments})
 
 
-def test_a_queue_belongs_to_the_topic_and_excludes_a_sharding_key(producer):
+def test_a_queue_is_of_the_topic_and_excludes_a_sharding_key(producer):
     from pyrocket_consumer import MessageQueue
 
     queue = MessageQueue("other", "broker-a", 0)

@@ -67,7 +67,7 @@ def test_a_sharding_key_goes_to_the_queue_that_java_chooses(key, java_hash, coun
     assert queues.of_sharding_key(key) == MessageQueue("orders", "a", abs(remainder))
 
 
-def test_a_broker_that_failed_is_left_alone_for_a_moment_and_longer_when_it_fails_again():
+def test_a_broker_that_fails_again_is_left_alone_for_longer():
     failed = FailedBrokers()
     failed.failed("a", now=100.0)
     assert failed.names(100.9) == {"a"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer import MessageQueue, RouteNotFound, SendError
+from pyrocket_consumer import MessageQueue, PermissionDenied, RouteNotFound, SendError
 from pyrocket_consumer.producer import OutgoingMessage, Producer, TransactionProducer, TransactionState
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop, drop_answer, handle_and_close
 from pyrocket_consumer.wire.codes import RequestCode
@@ -92,7 +92,7 @@ def test_when_a_topic_gets_fewer_queues_no_message_is_lost(pin, version):
             assert stored(embedded) == bodies
 
 
-def test_a_message_for_a_queue_that_was_taken_away_is_told_so_at_once():
+def test_a_queue_that_was_taken_away_is_told_at_once():
     with producing(queues=8) as (embedded, producer):
         embedded.create_topic("orders", queues=2)
         started = time.monotonic()
@@ -115,7 +115,7 @@ def test_a_topic_made_anew_on_another_broker_is_found_there(pin):
             assert stored(embedded) == bodies
 
 
-def test_all_keys_of_a_topic_made_anew_on_another_broker_are_found_there():
+def test_all_keys_of_a_topic_made_anew_elsewhere_are_found():
     with producing(brokers=2, auto_create_topics=False) as (embedded, producer):
         embedded.delete_topic("orders")
         embedded.create_topic("orders", queues=2, brokers=["broker-b"])
@@ -124,7 +124,7 @@ def test_all_keys_of_a_topic_made_anew_on_another_broker_are_found_there():
 
 
 @by_release
-def test_batches_one_way_messages_and_transactions_follow_the_route_too(version):
+def test_batches_and_transactions_follow_the_route_too(version):
     with EmbeddedCluster(slaves=1, version=version) as embedded:
         embedded.create_topic("orders", queues=2)
         with TransactionProducer(
@@ -143,7 +143,7 @@ def test_batches_one_way_messages_and_transactions_follow_the_route_too(version)
             wait_until(lambda: len(stored(embedded)) == 4, "all four")
 
 
-def test_while_nothing_changes_refusals_are_no_storm_of_questions():
+def test_refusals_are_no_storm_of_questions():
     with producing() as (embedded, producer):
         embedded.broker("broker-a").on(SEND, answer(14, "disk full"), times=None)
         futures = [producer.send_async("orders", b"x", timeout_s=1) for _ in range(200)]
@@ -157,8 +157,9 @@ def test_a_deleted_topic_is_told_at_once():
     with producing(auto_create_topics=False) as (embedded, producer):
         embedded.delete_topic("orders")
         started = time.monotonic()
+        why = r"TOPIC_NOT_EXIST \(17\): .*; "  # from the broker, and only then from the name server
         for pin in ({}, {"sharding_key": "key"}, {"queue": A}):
-            with pytest.raises((SendError, RouteNotFound), match="no route for topic 'orders'"):
+            with pytest.raises((SendError, RouteNotFound), match=f"{'' if pin else why}no route for topic 'orders'"):
                 producer.send("orders", b"x", timeout_s=30, **pin)
         assert time.monotonic() - started < 10
 
@@ -235,7 +236,7 @@ def test_what_is_refused_for_a_while_is_tried_until_it_is_taken(pin):
 
 
 @pinned
-def test_a_message_that_is_refused_to_the_end_fails_in_time_and_tells_why(pin):
+def test_a_message_refused_to_the_end_fails_in_time(pin):
     with producing() as (embedded, producer):
         embedded.broker("broker-a").on(SEND, answer(2, "busy"), times=None)
         started = time.monotonic()
@@ -267,8 +268,10 @@ def test_a_result_tells_that_there_may_be_a_copy(pin):
     with producing() as (embedded, producer):
         assert producer.send("orders", b"once", **pin).attempts == 1
         embedded.broker("broker-a").on(SEND, handle_and_close)
-        assert producer.send("orders", b"twice", **pin).attempts == 2
-        assert stored(embedded).count(b"twice") == 2
+        sent = producer.send("orders", b"twice", **pin)
+        assert sent.attempts == 2
+        copies = [message.message_id for message in embedded.messages("orders") if message.body == b"twice"]
+        assert copies == [sent.message_id] * 2
         embedded.broker("broker-a").on(BATCH, handle_and_close)
         assert [each.attempts for each in producer.send_batch("orders", [b"x", b"y"], **pin)] == [2, 2]
 
@@ -299,6 +302,10 @@ def test_an_account_that_may_not_is_told_at_once():
             ):
                 producer.send("orders", b"x")
             assert len(raised.value.attempts) == 1
+            assert isinstance(raised.value.__cause__, PermissionDenied)
+        with Producer(name_server=embedded.name_server, access_key="key", secret_key="secret") as producer:
+            assert producer.send("orders", b"x")
+            assert len(producer.send_batch("orders", [b"x", b"y"])) == 2
 
 
 @for_each(
@@ -317,8 +324,8 @@ def test_whatever_a_route_names_the_errors_of_messages_are_short(names, perm):
         cluster.name_server_node.on(ROUTE, answer(0, body=body), times=None)
         with Producer(name_server=cluster.name_server, send_timeout_s=2) as producer:
             began = time.process_time()
-            futures = [producer.send_async("orders", b"x") for _ in range(200)]
+            futures = [producer.send_async("orders", b"x") for _ in range(50)]
             errors = [future.exception(30) for future in futures]
-            assert time.process_time() - began < 4
+            assert time.process_time() - began < 1
     assert {type(error) for error in errors} == {SendError}
     assert max(len(str(error)) for error in errors) < 40_000

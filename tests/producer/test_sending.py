@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from concurrent.futures import wait
@@ -151,7 +150,8 @@ def test_a_batch_for_one_queue_stays_together(cluster, topic, producing, pin):
         assert {message.property("__SHARDINGKEY") for message in cluster.messages(topic)} == {"key"}
 
 
-def test_a_batch_of_more_messages_than_brokers_can_count_harms_nothing(cluster, topic, producing):
+@pytest.mark.slow("sends 33 000 messages, more than brokers can count in one request")
+def test_a_batch_of_more_than_brokers_can_count_harms_nothing(cluster, topic, producing):
     """In one request, brokers 5.x would give later messages offsets that exist already."""
     cluster.create_topic(topic, queues=1)
     producer = producing(cluster, send_timeout_s=60)
@@ -176,7 +176,7 @@ def test_many_messages_at_a_time_each_have_their_place(cluster, topic, producing
     assert [stored[each] for each in places] == [b"%d" % number for number in range(3000)]
 
 
-def test_threads_share_a_producer(cluster, topic, producing):
+def test_threads_share_a_producer(cluster, topic, producing, together):
     cluster.create_topic(topic, queues=4)
     producer = producing(cluster, send_timeout_s=30)
     results = []
@@ -185,11 +185,7 @@ def test_threads_share_a_producer(cluster, topic, producing):
         for _ in range(50):
             results.append(producer.send(topic, b"x"))
 
-    threads = [threading.Thread(target=send_some) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    together(send_some, 8)
     assert len({result_place(each) for each in results}) == 400
     assert len({each.message_id for each in results}) == 400
 
@@ -239,7 +235,7 @@ def test_a_message_cannot_be_kept_for_more_than_three_days(cluster, topic, produ
     assert len(raised.value.attempts) == 1
 
 
-def test_a_topic_that_does_not_exist_is_an_error_that_says_what_to_do(cluster, topic, producing):
+def test_a_topic_that_does_not_exist_is_an_error_with_a_remedy(cluster, topic, producing):
     producer = producing(cluster)
     for send in (producer.send, producer.send_oneway):
         with pytest.raises(RouteNotFound, match="create the topic"):

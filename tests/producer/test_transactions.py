@@ -13,6 +13,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode, SysFlag
 from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.asking import Asking
+from tests.producer.programs import producer_threads
 from tests.real_brokers import wait_until
 
 # The broker looks every second, and asks about half messages older than a second.
@@ -113,7 +114,7 @@ def test_what_is_no_state_leaves_the_decision_to_the_check(quick, producing, ret
     quick.wait_until(lambda: quick.messages("orders") != [])
 
 
-def test_an_error_of_the_application_reaches_it_and_leaves_the_decision_to_the_check(quick, producing):
+def test_after_an_error_of_the_application_the_check_decides(quick, producing):
     def run(sent):
         raise KeyError("no such order")
 
@@ -138,7 +139,7 @@ def test_a_decision_that_does_not_reach_the_broker_is_asked_for(quick, producing
     quick.wait_until(lambda: quick.messages("orders") != [])
 
 
-def test_a_decision_that_the_broker_refuses_is_not_returned_as_taken(quick, producing, caplog):
+def test_a_decision_that_the_broker_refuses_is_not_taken(quick, producing, caplog):
     producer = producing(quick, TransactionProducer, group="payments", check=Check())
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, answer(1, "Find prepared transaction message failed"))
     result = producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), commit)
@@ -223,10 +224,10 @@ def test_a_check_that_wants_to_exit_is_asked_again(quick, producing, error):
 def test_a_dropped_producer_checks_nothing_any_more(quick):
     with pytest.warns(ResourceWarning, match="TransactionProducer"):
         TransactionProducer("payments", check=never, topics=["orders"], name_server=quick.name_server).start()
-    quick.wait_until(lambda: not quick.broker("broker-a").connections)
+    quick.wait_until(lambda: not quick.broker("broker-a").connections and not producer_threads())
 
 
-def test_another_producer_of_the_group_answers_for_one_that_is_gone(quick, producing):
+def test_another_producer_answers_for_one_that_is_gone(quick, producing):
     with TransactionProducer("payments", check=never, name_server=quick.name_server) as gone:
         half = gone.send_in_transaction(OutgoingMessage(b"x", topic="orders"), lambda sent: TransactionState.UNKNOWN)
     check = Check(TransactionState.COMMIT)
@@ -261,7 +262,7 @@ def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, producing):
 @pytest.mark.parametrize(
     ("fields", "body"), [({}, b"x" * 900_000), ({"transactionId": "x" * 900_000}, b"x")], ids=["messages", "headers"]
 )
-def test_what_is_asked_again_meanwhile_and_is_larger_then_is_not_held_beyond_the_bound(
+def test_what_is_asked_again_and_larger_then_is_not_held(
     quick, producing, slow_check, fields, body
 ):
     producing(quick, TransactionProducer, group="payments", check=slow_check, topics=["orders"])
@@ -284,7 +285,7 @@ def test_what_is_asked_again_meanwhile_and_is_larger_then_is_not_held_beyond_the
         slow_check.may_answer.set()
 
 
-def test_a_broker_that_asks_without_end_leaves_room_and_turns_to_others(producing, slow_check):
+def test_a_broker_that_asks_without_end_leaves_room_to_others(producing, slow_check):
     with EmbeddedCluster(brokers=2, settings=QUICK_CHECKS) as cluster:
         cluster.create_topic("orders", queues=1)
         producing(cluster, TransactionProducer, group="payments", check=slow_check, topics=["orders"])
@@ -302,7 +303,7 @@ def test_a_broker_that_asks_without_end_leaves_room_and_turns_to_others(producin
         assert "0 of 1" in slow_check.asked[:3]
 
 
-def test_an_answer_that_does_not_say_where_a_message_is_kept_runs_nothing(quick, producing):
+def test_an_answer_without_the_place_of_a_message_runs_nothing(quick, producing):
     """How the transaction ended could not be told: what the application did would be undone, or not delivered."""
     producer = producing(quick, TransactionProducer, group="payments", check=never)
     wrong = answer(0, fields={"msgId": "none", "queueId": "0", "queueOffset": "0"})
@@ -337,7 +338,7 @@ def test_a_topic_to_know_must_exist(quick):
     assert producer.state.value == "closed"
 
 
-def test_a_producer_that_is_closed_while_the_transaction_runs_tells_what_was_decided(embedded):
+def test_closed_while_the_transaction_runs_it_tells_the_decision(embedded):
     """The message is stored and the transaction carried out: an error would have both done once more."""
     producer = TransactionProducer("payments", check=never, name_server=embedded.name_server)
 

@@ -89,7 +89,7 @@ def test_delays() -> None:
         assert broker.committed("G", "T") == {0: 6}
 
 
-def test_a_fault_for_every_request_takes_its_turn_with_those_of_one_code(broker, client):
+def test_faults_of_all_codes_and_of_one_take_turns(broker, client):
     broker.on(MAX, answer(2))
     broker.on(None, answer(1), times=3)
     codes = [client.call(code, QUEUE).code for code in (MAX, RequestCode.GET_MIN_OFFSET, MAX, MAX, MAX)]
@@ -121,7 +121,7 @@ def test_connections_end() -> None:
             assert broker.committed("G", "T") == committed
 
 
-def test_what_was_answered_before_a_connection_ends_still_arrives(broker, client):
+def test_answers_before_a_connection_ends_still_arrive(broker, client):
     broker.on(COMMIT, close_connection)
     first = client.post(MAX, QUEUE)
     client.post(COMMIT, commit_fields())

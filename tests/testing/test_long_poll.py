@@ -69,7 +69,7 @@ def test_only_what_could_find_a_message_is_held() -> None:
         assert broker.held_pulls() == 0
 
 
-def test_an_unwanted_message_wakes_nobody_but_the_next_tick_moves_on() -> None:
+def test_an_unwanted_message_wakes_nobody_till_the_next_tick() -> None:
     with talking(**NO_TICK) as (broker, client), RawClient(broker.address) as producer:
         opaque = client.post_pull("T", 0, 0, subscription="A", **HOLD)
         broker.cluster.wait_until(lambda: broker.held_pulls() == 1)

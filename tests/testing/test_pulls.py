@@ -158,7 +158,7 @@ def test_a_group_is_made_by_a_pull_unless_that_is_forbidden(broker, client):
 
 
 @every_version
-def test_a_missing_or_broken_field_is_an_error_and_the_connection_stays(client):
+def test_a_missing_or_broken_field_ends_no_connection(client):
     assert client.call(RequestCode.PULL_MESSAGE, {"topic": "T"}).code == 1
     assert client.pull("T", 0, 0, maxMsgNums="many").code == 1
     assert client.pull("T", 0, 0).code == 19

@@ -50,7 +50,7 @@ def test_a_slow_listener_is_heard_when_it_returns(cluster: EmbeddedCluster) -> N
         assert time.monotonic() - returned_at[0] < 2  # the next commit, which a node would notice, is 5 s away
 
 
-def test_a_condition_is_looked_at_once_more_when_the_time_is_over(cluster: EmbeddedCluster) -> None:
+def test_a_condition_is_looked_at_once_more_at_the_end(cluster: EmbeddedCluster) -> None:
     began: list[float] = []
 
     def slow() -> bool:

@@ -73,7 +73,7 @@ def test_what_the_broker_refuses_when_it_resets_itself(mode: tuple[str, bool]) -
 
 @for_each("mode", AT_MEMBERS)
 @for_each("language", ["PYTHON", "JAVA", "OTHER", "CPP"])
-def test_every_member_is_told_in_the_form_for_the_admin_s_language(mode: tuple[str, bool], language: str) -> None:
+def test_members_are_told_in_the_form_of_the_admins_language(mode: tuple[str, bool], language: str) -> None:
     with talking(**options(mode)) as (broker, client), RawClient(broker.address, "c2") as second:
         ten_messages(broker)
         client.heartbeat("G", "T")
@@ -185,7 +185,7 @@ def test_one_queue_and_an_exact_offset(broker, client):
 
 
 @pytest.mark.parametrize("mode", AT_MEMBERS)
-def test_members_are_told_of_all_queues_whatever_queue_is_asked_for(mode: tuple[str, bool]) -> None:
+def test_members_are_told_of_all_queues_not_only_the_one_asked(mode: tuple[str, bool]) -> None:
     with talking(**options(mode)) as (broker, client):
         ten_messages(broker)
         client.heartbeat("G", "T")

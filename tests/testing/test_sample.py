@@ -63,7 +63,7 @@ def test_it_can_be_detached_pickled_and_shown():
     assert "offset=7" in repr(made)
 
 
-def test_one_that_comes_again_is_in_the_retry_topic_and_has_its_own():
+def test_one_that_comes_again_has_its_own_topic_and_the_retrys():
     again = message("orders", queue=MessageQueue("%RETRY%orders-app", "broker-a", 0), reconsume_times=1)
     assert again.topic == "orders"
     assert again.queue.topic == "%RETRY%orders-app"

@@ -34,7 +34,7 @@ def end(broker: EmbeddedBroker, client: RawClient, half: RemotingCommand, decisi
 
 
 @every_version
-def test_a_committed_message_appears_and_a_rolled_back_one_does_not(broker, client, version):
+def test_only_a_committed_message_appears(broker, client, version):
     half = produce_half(client)
     assert broker.messages("T") == []
     [parked] = broker.messages(HALF)

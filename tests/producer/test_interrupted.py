@@ -1,21 +1,20 @@
-"""The way of messages from user threads to the I/O thread, when user threads are interrupted."""
+"""Calls of producers that a signal interrupts, and signals whose handlers call a producer."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 
-from pyrocket_consumer import SendError
+from pyrocket_consumer import ConsumerClosed, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
-from pyrocket_consumer.testing import Gate
-from pyrocket_consumer.wire.codes import RequestCode
+from tests.interrupting import a_signal_once_held, a_start_that_waits
+from tests.producer.programs import producer_threads, run_program
 
 pytestmark = [
+    pytest.mark.live,
     pytest.mark.cluster(brokers=1),
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers that interrupt"),
 ]
@@ -50,23 +49,13 @@ print("closed")
 """
 
 
-@pytest.mark.live
 @pytest.mark.parametrize("call", ["send", "send_async", "result", "flush"])
-def test_a_call_may_be_interrupted_at_any_moment_and_the_producer_works_on(embedded, call):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", INTERRUPTED, embedded.name_server, call],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_a_call_may_be_interrupted_at_any_moment(embedded, call):
+    done = run_program(INTERRUPTED, embedded.name_server, call, flags=("-W", "ignore"))
     assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 
-@pytest.mark.live
-def test_closing_may_be_interrupted_and_what_was_on_its_way_is_told(embedded):
-    gate = Gate()
-    embedded.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, gate, times=None)
+def test_closing_may_be_interrupted(embedded, gate):
     producer = Producer(name_server=embedded.name_server, send_timeout_s=60)
     keyed = [producer.send_async("orders", b"x", sharding_key="k") for _ in range(3)]
     free = producer.send_async("orders", b"x")
@@ -86,3 +75,51 @@ def test_closing_may_be_interrupted_and_what_was_on_its_way_is_told(embedded):
     gate.open()
     assert all(isinstance(future.exception(0), SendError) for future in [*keyed, free])
     assert told == [free]
+
+
+def test_a_signal_that_closes_once_more_returns_at_once(embedded, gate):
+    producer = Producer(name_server=embedded.name_server, send_timeout_s=60)
+    future = producer.send_async("orders", b"x")
+
+    def close_again(number, frame):
+        producer.close()
+        gate.open()
+
+    before = signal.signal(signal.SIGALRM, close_again)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        producer.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert future.result(0).attempts == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_that_closes_while_it_starts_ends_the_start(embedded):
+    producer = Producer(name_server=embedded.name_server, call_timeout_s=30)
+    with (
+        a_start_that_waits(embedded) as gate,
+        a_signal_once_held(gate, producer.close),
+        pytest.raises(ConsumerClosed),
+    ):
+        producer.start()
+    assert producer.state is ProducerState.CLOSED
+    embedded.wait_until(lambda: not producer_threads())
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_that_sends_while_it_starts_leaves_one_producer(embedded):
+    producer, sent = Producer(name_server=embedded.name_server, call_timeout_s=30), []
+    with a_start_that_waits(embedded) as gate:
+
+        def handle():
+            gate.open()
+            sent.append(producer.send("orders", b"handler"))
+
+        with a_signal_once_held(gate, handle):
+            producer.start()
+    producer.send("orders", b"main")
+    assert len(sent) == 1
+    embedded.wait_until(lambda: len(producer_threads()) == 1)
+    producer.close()
+    embedded.wait_until(lambda: not producer_threads())
