@@ -55,7 +55,7 @@ def test_what_ci_installs_has_no_known_weakness():
     assert list(too_old(LOCK.read_text(), advisories(TEXT))) == []
 
 
-def test_what_users_install_has_no_known_weakness_that_concerns_them():
+def test_what_users_install_has_no_known_weakness():
     oldest = {each.name: each for extra in demanded().values() for each in extra}
     assert {advisory.name for advisory in FOR_USERS} <= oldest.keys()
     for advisory in FOR_USERS:
@@ -92,6 +92,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.live
 def test_a_database_that_knows_is_asked(tmp_path):
     weak = [{"name": "orjson", "version": "3.9.14", "vulns": [WEAKNESS]}]
     code, text = audited(tmp_path, weak=weak, lock=[{"name": "rich", "version": "15.0.0", "vulns": []}])
@@ -100,18 +101,21 @@ def test_a_database_that_knows_is_asked(tmp_path):
     assert (code, "rich 1: PYSEC-1, CVE-1, mended in 2" in text) == (1, True)
 
 
-def test_a_weakness_that_no_version_lacks_is_told_and_stops_nobody(tmp_path):
+@pytest.mark.live
+def test_a_weakness_of_every_version_is_told_and_stops_nobody(tmp_path):
     weak = [{"name": "orjson", "version": "3.9.14", "vulns": [WEAKNESS]}]
     lock = [{"name": "rich", "version": "1", "vulns": [{**WEAKNESS, "fix_versions": []}]}]
     code, text = audited(tmp_path, weak=weak, lock=lock)
     assert (code, "rich 1: PYSEC-1, CVE-1, mended in no version" in text) == (0, True)
 
 
-def test_a_database_that_does_not_know_what_is_known_is_not_believed(tmp_path):
+@pytest.mark.live
+def test_a_database_that_lacks_what_is_known_is_not_believed(tmp_path):
     code, text = audited(tmp_path, weak=[{"name": "orjson", "skip_reason": "not found on PyPI"}], lock=[])
     assert (code, "WAS NOT ASKED" in text) == (0, True)
 
 
+@pytest.mark.live
 def test_without_an_answer_the_known_weaknesses_decide(tmp_path):
     code, text = run("--pip-audit", str(tmp_path / "not-there"))
     assert (code, "WAS NOT ASKED" in text) == (0, True)

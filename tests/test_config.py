@@ -165,7 +165,7 @@ def test_no_word_is_taken_for_a_truth(word, tmp_path):
         adopt(tmp_path / "a", tmp_path / "b", replace=word)
 
 
-def test_an_embedded_cluster_takes_a_context_and_an_account_of_texts():
+def test_an_embedded_cluster_takes_a_context_and_an_account():
     with pytest.raises(ConfigError, match="tls='no' is not allowed"):
         EmbeddedCluster(tls="no")
     for account in ((5, "x"), ("a", ""), "ab", ("a", "b\n"), ("a", "b", "c")):

@@ -56,7 +56,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 @pytest.mark.parametrize("kind", ["listener", "orderly", "order_by"])
-def test_what_a_listener_or_its_driver_says_of_a_body_forges_no_line(cluster, written, kind):
+def test_what_a_listener_says_of_a_body_forges_no_line(cluster, written, kind):
     def fails(message):
         try:
             raise LookupError(message.body.decode())
@@ -74,7 +74,7 @@ def test_what_a_listener_or_its_driver_says_of_a_body_forges_no_line(cluster, wr
         assert told in whole, whole
 
 
-def test_what_sqlalchemy_says_forges_no_line_and_has_no_bodies_if_they_are_hidden(cluster, written, tmp_path):
+def test_what_sqlalchemy_says_forges_no_line_and_hides_bodies(cluster, written, tmp_path):
     engine = create_engine(f"sqlite:///{tmp_path}/app.db", hide_parameters=True)
 
     def books(message):
@@ -100,7 +100,7 @@ def test_what_on_event_raises_forges_no_line(cluster, written):
     assert "  | ValueError: 12" in assert_fit(written)
 
 
-def test_a_traceback_of_any_length_is_cut_and_shows_where_it_was_raised(written):
+def test_a_long_traceback_is_cut_and_shows_where_it_was_raised(written):
     def fails(depth):
         if depth:
             return fails(depth - 1)
@@ -144,7 +144,7 @@ def test_a_traceback_of_any_length_is_cut_and_shows_where_it_was_raised(written)
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_an_error_that_cannot_be_shown_is_logged_and_raises_nothing(written, error):
+def test_an_error_that_cannot_be_shown_is_logged(written, error):
     class Unshown(Exception):
         def __str__(self) -> str:
             raise error("not shown")
@@ -158,7 +158,7 @@ def test_an_error_that_cannot_be_shown_is_logged_and_raises_nothing(written, err
     assert whole.count("ERROR") == 2 and "Unshown" in whole
 
 
-def test_a_task_whose_error_cannot_be_shown_does_not_end_a_listener(cluster, written):
+def test_an_error_that_cannot_be_shown_ends_no_listener(cluster, written):
     class Unshown(SystemExit):
         def __repr__(self) -> str:
             raise ValueError("not shown")

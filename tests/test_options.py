@@ -37,7 +37,7 @@ def names_of(rows: list[Row]) -> list[str]:
 
 
 @for_each("config, options", KINDS)
-def test_editors_and_type_checkers_know_each_option_with_its_type(config, options):
+def test_editors_know_each_option_with_its_type(config, options):
     hints = get_type_hints(config)
     typed = {field.name: hints[field.name] for field in fields(config) if field.name not in PARAMETERS}
     assert get_type_hints(options) == typed

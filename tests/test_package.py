@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import pyrocket_consumer
+from tests.for_each import for_each
 
 ROOT = Path(pyrocket_consumer.__file__).parent.parent
 
@@ -51,17 +52,17 @@ assert not [each for each in handlers if each.name.startswith("pyrocket")], hand
 
 def run_python(code: str, *, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> str:
     command = [sys.executable, "-W", "error", "-c", code]
-    answer = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    answer = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 
 
+@pytest.mark.live
 def test_importing_has_no_side_effects():
     run_python(SIDE_EFFECTS)
 
 
+@pytest.mark.live
 def test_importing_is_quick(tmp_path):
     """Under 100 ms more than what the interpreter needs by itself: the best of several runs of each, in turn."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -83,8 +84,9 @@ OPTIONAL = {"django", "lz4", "numpy", "pyarrow", "pyspark", "rich", "rocketmq", 
 NEVER = {"decimal", "email", "http", "multiprocessing", "sqlite3", "unittest", "urllib.request", "xml", *OPTIONAL}
 
 
-@pytest.mark.parametrize(
-    ("code", "unused"),
+@pytest.mark.live
+@for_each(
+    "code, unused",
     [
         ("import pyrocket_consumer", {"asyncio", "concurrent", "filelock", "hashlib", "json", "orjson", "uuid"}),
         ("from pyrocket_consumer import PushConsumer, AsyncPushConsumer, Message", {"filelock"}),
@@ -118,43 +120,37 @@ def test_the_version_is_the_one_of_the_metadata():
     assert pyrocket_consumer.__version__ == metadata["metadata"]["version"]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
+class Built:
     """What `python -m build` makes, the wheel from the source distribution; of a copy, so that nothing is left here."""
-    source, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("built")
-    left_out = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "*.egg-info", "*.so")
-    ignore = shutil.ignore_patterns(*left_out)
-    shutil.copytree(ROOT, source, ignore=ignore)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    return out
+
+    def __init__(self, folder: Path) -> None:
+        left_out = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "*.egg-info", "*.so")
+        shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*left_out))
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "tree")]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        (self.wheel,), (self.source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+        self.names = zipfile.ZipFile(self.wheel).namelist()
+        self.metadata = email.message_from_bytes(self.read("METADATA"))
+
+    def read(self, name: str) -> bytes:
+        """Return a file of the wheel's metadata."""
+        with zipfile.ZipFile(self.wheel) as archive:
+            return archive.read(next(each for each in self.names if each.endswith(f".dist-info/{name}")))
 
 
-@pytest.fixture(scope="module")
-def wheel(built) -> Path:
-    return next(built.glob("*.whl"))
-
-
-@pytest.fixture(scope="module")
-def metadata(wheel) -> email.message.Message:
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return email.message_from_bytes(archive.read(name))
-
-
-def test_the_wheel_is_small_and_serves_every_python(wheel):
-    assert re.fullmatch(rf"pyrocket_consumer-{pyrocket_consumer.__version__}-cp311-abi3-\w+\.whl", wheel.name)
-    assert wheel.stat().st_size < 700_000
-    with zipfile.ZipFile(wheel) as archive:
+def the_wheel_is_small_and_serves_every_python(built):
+    assert re.fullmatch(rf"pyrocket_consumer-{pyrocket_consumer.__version__}-cp311-abi3-\w+\.whl", built.wheel.name)
+    assert built.wheel.stat().st_size < 700_000
+    with zipfile.ZipFile(built.wheel) as archive:
         (compiled,) = [each for each in archive.infolist() if each.filename.endswith((".so", ".pyd"))]
         assert compiled.filename.startswith("pyrocket_consumer/wire/_accelerator.")
         assert compiled.file_size < 200_000
         assert not [each for each in archive.namelist() if each.endswith(".c")]
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
+def the_wheel_holds_the_package_and_nothing_else(built):
+    names = built.names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
     assert "pyrocket_consumer/py.typed" in names
@@ -163,14 +159,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert modules <= set(names)
 
 
-def test_the_wheel_runs_alone(wheel, tmp_path):
+def the_wheel_runs_alone(built):
     """From the archive itself, outside the sources."""
-    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import pyrocket_consumer as p; print(p.__file__)"
-    assert str(wheel) in run_python(code, cwd=tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(built.wheel)!r}); import pyrocket_consumer as p; print(p.__file__)"
+    assert str(built.wheel) in run_python(code, cwd=built.wheel.parent)
 
 
-def test_the_source_distribution_has_what_the_readme_speaks_of(built):
-    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+def the_source_distribution_has_what_the_readme_speaks_of(built):
+    with tarfile.open(built.source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     linked = {path.partition("#")[0] for _, path in LINK.findall((ROOT / "README.md").read_text())}
     spoken_of = {path for path in linked if "://" not in path}
@@ -179,22 +175,20 @@ def test_the_source_distribution_has_what_the_readme_speaks_of(built):
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-def test_on_a_package_index_no_link_of_the_readme_leads_nowhere(metadata):
+def on_a_package_index_no_link_of_the_readme_leads_nowhere(built):
     """There is nothing beside it there: what links into the sources becomes the file's name."""
-    shown, readme = metadata.get_payload(decode=True).decode(), (ROOT / "README.md").read_text()
+    shown, readme = built.metadata.get_payload(decode=True).decode(), (ROOT / "README.md").read_text()
     assert [path for _, path in LINK.findall(shown) if not path.startswith("https://")] == []
     assert "docs/spark.md" in shown
     assert "the command line (docs/reference.md#what-the-command-line-takes)" in shown
     assert re.findall(r"^```.*?^```", shown, re.MULTILINE | re.DOTALL) == re.findall(
         r"^```.*?^```", readme, re.MULTILINE | re.DOTALL
     )
-    assert "project-url" not in metadata, "the project has no public address; once it has, name it here"
+    assert "project-url" not in built.metadata, "the project has no public address; once it has, name it here"
 
 
-def test_the_metadata_names_commands_extras_and_dependencies(wheel, metadata):
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
-        entry_points = archive.read(name).decode()
+def the_metadata_names_commands_extras_and_dependencies(built):
+    metadata, entry_points = built.metadata, built.read("entry_points.txt").decode()
     needed = [each for each in metadata.get_all("requires-dist") if ";" not in each]
     assert sorted(re.split("[ >]", each)[0] for each in needed) == ["filelock", "orjson"]
     assert metadata["requires-python"] == ">=3.11"
@@ -204,3 +198,22 @@ def test_the_metadata_names_commands_extras_and_dependencies(wheel, metadata):
     }  # fmt: skip
     assert "pyrocket = pyrocket_consumer.cli:main" in entry_points
     assert "pyrocket_consumer = pyrocket_consumer.testing.pytest_plugin" in entry_points
+
+
+CHECKS = (
+    the_wheel_is_small_and_serves_every_python,
+    the_wheel_holds_the_package_and_nothing_else,
+    the_wheel_runs_alone,
+    the_source_distribution_has_what_the_readme_speaks_of,
+    on_a_package_index_no_link_of_the_readme_leads_nowhere,
+    the_metadata_names_commands_extras_and_dependencies,
+)
+
+
+@pytest.mark.live
+@pytest.mark.slow("builds the package")
+def test_what_is_built(tmp_path, subtests):
+    built = Built(tmp_path)
+    for check in CHECKS:
+        with subtests.test(check.__name__):
+            check(built)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.pages import ROOT, blocks, orders_arriving, run_pyrocket, run_python, title
 
+pytestmark = pytest.mark.live
 README = ROOT / "README.md"
 PYTHON = blocks(README, "python")
 SHELL = blocks(README, "sh")

@@ -41,7 +41,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("pyrocket_consumer")]
 
 
-def test_a_remark_of_a_broker_is_one_short_line_in_errors_and_logs(cluster, caplog):
+def test_a_remark_of_a_broker_is_one_short_line(cluster, caplog):
     caplog.set_level(logging.DEBUG)
     cluster.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(13, HUGE), times=None)
     with Producer(name_server=cluster.name_server) as producer, pytest.raises(SendError) as raised:

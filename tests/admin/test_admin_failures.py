@@ -62,7 +62,7 @@ def test_wrong_options_are_told_at_once():
     "names", [["ab" * 30_000 + str(each) for each in range(30)], ["ab" * 58 + f"{each:04}" for each in range(10_000)]],
     ids=["long", "many"],
 )  # fmt: skip
-def test_of_the_groups_that_a_broker_names_an_error_has_some(embedded, admin, names):
+def test_an_error_names_some_of_many_groups(embedded, admin, names):
     body = json.dumps({"subscriptionGroupTable": {name: {"groupName": name} for name in names}}).encode()
     embedded.broker("broker-a").on(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG, answer(0, body=body), times=None)
     began = time.process_time()
@@ -72,7 +72,7 @@ def test_of_the_groups_that_a_broker_names_an_error_has_some(embedded, admin, na
     assert len(str(told.value)) < 4000
 
 
-def test_of_the_brokers_that_a_name_server_names_an_error_has_some(embedded, admin):
+def test_an_error_names_some_of_many_brokers(embedded, admin):
     brokers = {
         f"broker-{each}": {"brokerName": f"broker-{each}", "cluster": "c", "brokerAddrs": {}} for each in range(5000)
     }
@@ -145,7 +145,7 @@ def test_a_name_server_that_is_gone_is_told(embedded, admin):
 
 
 @pytest.mark.cluster(name_servers=2)
-def test_a_topic_is_there_when_every_name_server_shows_it_and_gone_when_none_does(embedded, admin):
+def test_a_topic_is_there_when_every_name_server_shows_it(embedded, admin):
     admin.create_topic("orders", queues=1)
     for name_server in embedded.name_server_nodes:
         with Admin(name_server=name_server.address) as other:
@@ -216,7 +216,7 @@ def test_an_admin_that_nobody_closes_is_told_and_leaves_nothing(embedded):
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
 @pytest.mark.parametrize("in_the_handler", ["close", "call"])
-def test_a_signal_s_handler_may_use_an_admin_that_is_about_to_start(embedded, in_the_handler):
+def test_a_signal_handler_may_use_an_admin_that_starts(embedded, in_the_handler):
     admin, seen = Admin(name_server=embedded.name_server, call_timeout_s=20), []
     with a_start_that_waits(embedded) as gate:
 
@@ -242,7 +242,7 @@ def test_a_signal_s_handler_may_use_an_admin_that_is_about_to_start(embedded, in
 @pytest.mark.timeout(90)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_forked_while_another_thread_starts_can_close_and_call(embedded):
+def test_a_child_forked_during_a_start_can_close_and_call(embedded):
     admin = Admin(name_server=embedded.name_server, call_timeout_s=60)
     with a_start_that_waits(embedded) as gate:
         starting = threading.Thread(target=admin.start)

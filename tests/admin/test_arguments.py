@@ -111,7 +111,7 @@ def test_an_admin_is_not_made_with_wrong_options(options):
         Admin(**{**given, **options})
 
 
-def test_who_changes_a_topic_at_the_same_time_is_told_what_there_is():
+def test_who_changes_a_topic_at_once_is_told_what_there_is():
     with administered() as (_, admin):
         together = threading.Barrier(4)
         outcomes = {}

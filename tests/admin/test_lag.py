@@ -101,7 +101,7 @@ def test_a_broker_at_which_nothing_was_committed_counts():
         assert rows == {queue("T", 0): (5, 0), queue("T", 0, "broker-b"): (None, 5)}
 
 
-def test_a_topic_that_members_subscribe_to_counts_before_they_commit(embedded, admin):
+def test_a_topic_of_members_counts_before_they_commit(embedded, admin):
     with ForeignMember(embedded, "G", "T", {}, model="CLUSTERING"):
         assert by_topic(admin.lag("G")) == {"T": 10}
 
@@ -123,7 +123,7 @@ def test_broadcasting_members_that_are_all_offline_are_not_known(embedded, admin
     assert (code, "not known: nobody of G is online, and it has committed nothing" in told) == (3, True)
 
 
-def test_of_broadcasting_members_that_are_offline_the_last_reset_is_known(embedded, admin, exit_code, tmp_path):
+def test_the_last_reset_of_offline_broadcasting_members_is_known(embedded, admin, exit_code, tmp_path):
     with consuming(embedded, "T", "G", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         wait_until_seen(seen, 1, 10)
         assert reset(admin, "G", "T", {queue("T", 0): 3}).verified
@@ -220,7 +220,7 @@ WAYS = {"connection": close_connection, "silence": drop, "refusal": answer(Respo
      RequestCode.GET_MIN_OFFSET, RequestCode.GET_MAX_OFFSET],
     ids=lambda code: code.name,
 )  # fmt: skip
-def test_what_a_broker_answers_in_part_is_missing_and_the_others_are_shown(pair, code, call, way):
+def test_a_broker_that_answers_in_part_is_missing(pair, code, call, way):
     pair.broker("broker-b").commit("G", "T", {0: 0})  # what is committed is not sure, then, and asked for
     pair.broker("broker-b").on(code, WAYS[way], times=None)
     with Admin(name_server=pair.name_server, call_timeout_s=0.5) as admin:
@@ -233,7 +233,7 @@ def test_what_a_broker_answers_in_part_is_missing_and_the_others_are_shown(pair,
 
 
 @for_each("at_ms", [2**63 - 1, 253_402_300_800_000, -1])
-def test_a_time_that_no_calendar_has_is_not_known_and_the_lag_is_shown(embedded, admin, exit_code, at_ms):
+def test_a_time_that_no_calendar_has_is_not_known(embedded, admin, exit_code, at_ms):
     broker = embedded.broker("broker-a")
     broker.create_group("G")
     broker.commit("G", "T", {0: 3, 1: 3})
@@ -259,7 +259,7 @@ def test_when_no_broker_answers_a_later_question_it_is_an_error(pair, code):
         admin.lag("G")
 
 
-def test_the_queues_of_a_broker_that_tells_no_ends_are_missing_of_broadcasting_members(pair, tmp_path):
+def test_broadcasting_members_lack_queues_without_ends(pair, tmp_path):
     with consuming(pair, "T", "B", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         wait_until_seen(seen, 1, 10)
         with Admin(name_server=pair.name_server) as admin:
@@ -280,7 +280,7 @@ def test_the_queues_of_a_broker_that_tells_no_ends_are_missing_of_broadcasting_m
             assert list(found.missing) == ["broker-b"]
 
 
-def test_a_broadcasting_member_is_shown_without_the_broker_that_is_away(pair, tmp_path):
+def test_a_broadcasting_member_is_shown_without_an_absent_broker(pair, tmp_path):
     with consuming(pair, "T", "B", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         wait_until_seen(seen, 1, 10)
         with Admin(name_server=pair.name_server) as admin:

@@ -73,7 +73,7 @@ def test_an_unknown_topic_is_told(admin):
         admin.plan_reset("G", "nowhere", "earliest")
 
 
-def test_a_group_that_left_nothing_behind_must_be_named_for_what_it_is(embedded, admin):
+def test_the_model_of_an_unknown_group_must_be_named(embedded, admin):
     embedded.broker("broker-a").create_group("G")
     with pytest.raises(ConfigError, match="model='clustering'"):
         admin.plan_reset("G", "T", "earliest")
@@ -158,7 +158,7 @@ def test_another_admin_who_was_faster_is_reported(embedded, admin, stores):
         assert "Somebody else" in str(result)
 
 
-def test_another_admin_who_chose_the_same_epoch_does_not_divide_the_members(embedded, admin, stores):
+def test_two_admins_with_one_epoch_do_not_divide_the_members(embedded, admin, stores):
     """Members follow an epoch once: with the same for both, each would be where who reached it first wanted it."""
     with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         plan = admin.plan_reset("G", "T", "earliest")
@@ -217,7 +217,7 @@ def test_a_broker_that_is_down_stops_it_all_and_partial_goes_on(embedded, admin,
 
 
 @pytest.mark.cluster(brokers=2)
-def test_a_broker_that_refuses_to_record_stops_it_before_anything_moves(embedded, admin, stores):
+def test_a_broker_that_does_not_record_stops_it_at_once(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 20, **stores) as (_, seen):
         plan = admin.plan_reset("G", "T", "earliest")
         embedded.broker("broker-b").on(RequestCode.UPDATE_CONSUMER_OFFSET, answer(1, "disk full"))
@@ -241,7 +241,7 @@ def test_a_broker_known_to_be_away_is_in_the_plan(embedded, admin, stores):
 
 
 @pytest.mark.cluster(brokers=2)
-def test_partial_resets_a_group_that_is_offline_beside_a_broker_that_does_not_answer(embedded, admin):
+def test_partial_resets_an_offline_group_beside_a_silent_broker(embedded, admin):
     fill(embedded, "T", 20)
     admin.create_group("G")
     embedded.broker("broker-a").commit("G", "T", {0: 5, 1: 5})
@@ -317,7 +317,7 @@ def test_a_plan_says_what_will_be_and_what_it_speaks_to(embedded, admin, stores)
         assert "4.9.4" not in text
 
 
-def test_when_members_may_not_be_spoken_to_the_record_reaches_them(embedded, admin, stores):
+def test_members_that_cannot_be_called_get_the_record(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 10, reset_record_interval_s=0.3, **stores) as (consumer, seen):
         for code in (RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_CONNECTION_LIST):
             embedded.broker("broker-a").on(code, answer(16, "no permission"), times=None)
@@ -378,7 +378,7 @@ def test_who_cannot_be_moved_alone_is_told(embedded, admin, stores):
     assert embedded.committed("G", RETRY) == {}
 
 
-def test_members_of_a_clustering_group_have_no_offsets_of_their_own(embedded, admin):
+def test_clustering_members_have_no_offsets_of_their_own(embedded, admin):
     with (
         caught_up(embedded, "T", "G", 10) as (consumer, _),
         pytest.raises(ConfigError, match="share its offsets; leave it out"),
@@ -391,7 +391,7 @@ def test_members_of_a_clustering_group_have_no_offsets_of_their_own(embedded, ad
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
 @pytest.mark.parametrize("all_queues", [True, False], ids=["all-queues", "one-of-each"])
-def test_who_answers_is_moved_and_verified_though_another_member_is_frozen(version, all_queues):
+def test_who_answers_is_moved_beside_a_frozen_member(version, all_queues):
     with (
         administered(version=version, relay_timeout_s=0.5) as (cluster, admin),
         caught_up(cluster, "T", "G", 40, queues=4, instance_name="ours") as (consumer, seen),
@@ -450,7 +450,7 @@ def test_what_is_not_known_is_not_shown_as_nothing(embedded, admin, stores):
 
 
 @pytest.mark.parametrize("model", ["broadcasting", "clustering"])
-def test_a_topic_that_no_member_subscribes_to_is_reset_only_on_an_explicit_word(embedded, admin, stores, model):
+def test_a_topic_without_members_is_reset_only_on_demand(embedded, admin, stores, model):
     fill(embedded, "U", 10, queues=2)
     with consuming(embedded, "T", "G", **{**stores, "message_model": model}):
         plan = admin.plan_reset("G", "U", "latest")
@@ -520,7 +520,7 @@ def test_a_java_member_needs_all_queues_or_another_broker(stores):
 
 
 @pytest.mark.parametrize(("version", "server_side"), [("4.9.7", None), ("5.5.0", False), ("5.5.0", True)])
-def test_a_clustering_group_with_a_java_member_is_reset_by_its_broker(version, server_side):
+def test_a_group_with_a_java_member_is_reset_by_its_broker(version, server_side):
     with (
         administered(version=version, server_side_reset=server_side, long_poll_tick_s=0.2) as (cluster, admin),
         caught_up(cluster, "T", "G", 20, queues=2, instance_name="ours", pull_hold_s=0.3) as (consumer, seen),
@@ -541,7 +541,7 @@ def test_a_clustering_group_with_a_java_member_is_reset_by_its_broker(version, s
             assert {message.queue for message in seen.messages[20:]} == {ours}
 
 
-def test_single_queues_cannot_be_named_to_an_old_broker_with_a_java_member():
+def test_an_old_broker_with_a_java_member_takes_no_single_queues():
     with administered(version="4.9.7") as (cluster, admin):
         cluster.create_topic("T", queues=2)
         with (
@@ -591,7 +591,7 @@ def test_two_processes_that_share_a_client_id_are_told_of(embedded, admin, store
         assert not plan.execute(wait_s=0).verified
 
 
-def test_who_may_not_ask_for_offsets_sees_those_of_the_queues_held(embedded, admin, stores):
+def test_who_may_not_ask_sees_offsets_of_queues_held(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         wait_until_stored(consumer, "T", 10)
         embedded.broker("broker-a").on(

@@ -15,8 +15,8 @@ import pytest
 from tests.compat.old_package import old_package
 from tests.compat.port import name_server_at_its_port
 from tests.compat.running import running
-from tests.consuming import until
 from tests.consumer.processes import Child
+from tests.consuming import until
 
 pytestmark = [
     pytest.mark.versions("4.9.7", "5.5.0"),

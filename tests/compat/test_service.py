@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.compat.running import running
-from tests.consuming import until
 from tests.consumer.processes import Child
+from tests.consuming import until
 
 SERVICE = Path(__file__).with_name("service.py")
 TOPICS = ("orders", "payments", "mails", "audit", "prices")
