@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from datetime import UTC, datetime
 
 import pytest
@@ -13,8 +13,7 @@ import pytest
 from pyrocket_consumer import Admin, ConfigError, PushConsumer
 from pyrocket_consumer.admin import ResetState
 from tests.consumer.processes import member
-from tests.consuming import PATIENT_S, QUICK, Events, Seen, consuming, numbered, until
-from tests.real_brokers.remoting import Peer, Refused
+from tests.consuming import PATIENT_S, QUICK, Events, Seen, consuming, until
 from tests.resetting import caught_up, fill, queue, reset, wait_until_seen, wait_until_stored
 
 BROADCASTING = {"message_model": "broadcasting"}
@@ -212,38 +211,6 @@ def test_two_admins_at_once_end_at_one_target_each_queue(cluster, topic, group, 
         assert set(ends()[0]) <= {3, 6}
         epochs = [result.epoch for result in results]
         assert epochs[0] != epochs[1] or any(result.raced for result in results)
-
-
-@pytest.mark.hazard("H04")
-def test_a_reset_made_at_the_broker_reaches_every_member(cluster, topic, group, stores):
-    """As the dashboard does it (222): brokers that keep resets tell who pulls first, and that member the others."""
-    fill(cluster, topic, 10, queues=2)
-    with ExitStack() as stack:
-        members = [
-            stack.enter_context(consuming(cluster, topic, group, instance_name=name, pull_hold_s=1, **stores))
-            for name in "abc"
-        ]
-        for _, seen in members:
-            wait_until_seen(seen, 1, 10)
-        told = reset_at_broker(cluster, group, topic)
-        if not told:
-            return  # this broker refuses: that is what the scheme is for
-        fill(cluster, topic, 2, start=10)  # ends the pulls that are held
-        for _, seen in members:
-            seen.wait(lambda seen: all(seen.bodies.count(body) == 2 for body in numbered(10)))
-            seen.wait_for(12)
-
-
-def reset_at_broker(cluster, group, topic) -> bool:
-    """Have the broker reset the group to the beginning; returns False if it refuses because it is broadcasting."""
-    with closing(Peer(cluster.broker("broker-a").address)) as peer:
-        try:
-            peer.call(222, {"topic": topic, "group": group, "timestamp": 0, "isForce": True})
-        except Refused as refusal:
-            if "not exist" not in str(refusal):
-                raise
-            return False
-    return True
 
 
 # --- clustering
