@@ -1,8 +1,11 @@
-"""One topic and one group of its own for each test."""
+"""One topic and one group of its own for each test, an admin, and a place for offsets."""
 
 from __future__ import annotations
 
 import pytest
+
+from pyrocket_consumer import Admin
+from tests.consuming import PATIENT_S
 
 
 @pytest.fixture
@@ -13,3 +16,15 @@ def topic(names):
 @pytest.fixture
 def group(names):
     return names.group()
+
+
+@pytest.fixture
+def admin(cluster):
+    with Admin(name_server=cluster.name_server, call_timeout_s=PATIENT_S) as admin:
+        yield admin
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """Options of a broadcasting member whose offsets are below this test's directory."""
+    return {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}

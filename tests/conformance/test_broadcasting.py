@@ -9,12 +9,11 @@ from tests.consuming import Events, Seen, consuming, numbered
 from tests.resetting import fill
 
 
-def test_every_member_sees_every_message(cluster, topic, group, tmp_path):
+def test_every_member_sees_every_message(cluster, topic, group, stores):
     cluster.create_topic(topic, queues=4)
-    options = {"message_model": "broadcasting", "offset_store_dir": tmp_path}
     with (
-        consuming(cluster, topic, group, instance_name="one", **options) as (_, first),
-        consuming(cluster, topic, group, instance_name="two", **options) as (_, second),
+        consuming(cluster, topic, group, instance_name="one", **stores) as (_, first),
+        consuming(cluster, topic, group, instance_name="two", **stores) as (_, second),
     ):
         fill(cluster, topic, 40)
         first.wait_for(40)
@@ -22,22 +21,21 @@ def test_every_member_sees_every_message(cluster, topic, group, tmp_path):
     assert Counter(first.bodies) == Counter(second.bodies) == Counter(numbered(40))
 
 
-def test_a_restarted_member_goes_on_from_its_file(cluster, topic, group, tmp_path):
+def test_a_restarted_member_goes_on_from_its_file(cluster, topic, group, stores, tmp_path):
     cluster.create_topic(topic, queues=2)
-    options = {"message_model": "broadcasting", "offset_store_dir": tmp_path}
     fill(cluster, topic, 20)
-    with consuming(cluster, topic, group, **options) as (_, seen):
+    with consuming(cluster, topic, group, **stores) as (_, seen):
         seen.wait_for(20)
     (file,) = tmp_path.rglob("offsets.json")
     with LocalFileOffsetStore(file.parent) as store:
         assert sum(store.clone_offset_table(topic).values()) == 20
     fill(cluster, topic, 20, start=20)
-    with consuming(cluster, topic, group, **options) as (_, again):
+    with consuming(cluster, topic, group, **stores) as (_, again):
         again.wait_for(20)
     assert Counter(again.bodies) == Counter(numbered(20, 20))
 
 
-def test_a_failed_message_counts_as_consumed(cluster, topic, group, tmp_path):
+def test_a_failed_message_counts_as_consumed(cluster, topic, group, stores):
     fill(cluster, topic, 5, queues=1)
 
     def judge(message):
@@ -45,40 +43,23 @@ def test_a_failed_message_counts_as_consumed(cluster, topic, group, tmp_path):
             raise ValueError("not this one")
 
     events = Events()
-    options = {"message_model": "broadcasting", "offset_store_dir": tmp_path}
-    with consuming(cluster, topic, group, Seen(judge), on_event=events, **options) as (_, seen):
+    with consuming(cluster, topic, group, Seen(judge), on_event=events, **stores) as (_, seen):
         seen.wait_for(5)
         events.wait_for("message-given-up")
-    with consuming(cluster, topic, group, **options) as (_, again):
+    with consuming(cluster, topic, group, **stores) as (_, again):
         fill(cluster, topic, 1, start=5)
         again.wait_for(1)
     assert again.bodies == [b"m5"]
 
 
-def test_two_members_of_one_host_get_a_store_each(cluster, topic, group, tmp_path):
+def test_two_members_of_one_host_get_a_store_each(cluster, topic, group, stores, tmp_path):
     cluster.create_topic(topic, queues=1)
-    options = {"message_model": "broadcasting", "offset_store_dir": tmp_path}
     with (
-        consuming(cluster, topic, group, **options) as (first, one),
-        consuming(cluster, topic, group, **options) as (second, two),
+        consuming(cluster, topic, group, **stores) as (first, one),
+        consuming(cluster, topic, group, **stores) as (second, two),
     ):
         assert first.client_id != second.client_id
         fill(cluster, topic, 5)
         one.wait_for(5)
         two.wait_for(5)
     assert len(list(tmp_path.rglob("offsets.json"))) == 2
-
-
-def test_reset_in_process_moves_this_member_only(cluster, topic, group, tmp_path):
-    cluster.create_topic(topic, queues=2)
-    options = {"message_model": "broadcasting", "offset_store_dir": tmp_path}
-    fill(cluster, topic, 10)
-    with (
-        consuming(cluster, topic, group, instance_name="one", **options) as (first, one),
-        consuming(cluster, topic, group, instance_name="two", **options) as (_, two),
-    ):
-        one.wait_for(10)
-        two.wait_for(10)
-        first.reset_offsets(topic, "earliest")
-        one.wait(lambda seen: len(seen.messages) == 20)
-    assert len(two.messages) == 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -9,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pyrocket_consumer import AsyncPushConsumer, ConsumeContext, MessageQueue, PushConsumer, QueueProgress, Retry
+from pyrocket_consumer import AsyncPushConsumer, ConsumeContext, MessageQueue, Retry
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
-from tests.resetting import fill
+from tests.resetting import fill, held
 
 
 def test_every_message_is_seen_once_and_committed(cluster, topic, group):
@@ -55,7 +56,7 @@ def test_two_members_share_the_queues_and_one_takes_over(cluster, topic, group):
     seen = Seen()
     with consuming(cluster, topic, group, seen) as (first, _):
         with consuming(cluster, topic, group, seen) as (second, _):
-            until(lambda: shares(first, second, topic) == [2, 2], "two queues each")
+            until(lambda: len(held(first, topic)) == len(held(second, topic)) == 2, "two queues each")
             assert not set(held(first, topic)) & set(held(second, topic))
             fill(cluster, topic, 40)
             seen.wait_for(40)
@@ -63,15 +64,6 @@ def test_two_members_share_the_queues_and_one_takes_over(cluster, topic, group):
         fill(cluster, topic, 40, start=40)
         seen.wait_for(80)
     assert Counter(seen.bodies) == Counter(numbered(80))
-
-
-def held(consumer: PushConsumer, topic: str) -> list[MessageQueue]:
-    return [queue for queue in consumer.progress() if queue.topic == topic]
-
-
-def shares(*consumers_and_topic) -> list[int]:
-    *consumers, topic = consumers_and_topic
-    return [len(held(each, topic)) for each in consumers]
 
 
 def test_tags_select(cluster, topic, group):
@@ -176,8 +168,6 @@ def test_async_listeners(cluster, topic, group, size):
 
 
 def test_an_asyncio_consumer_calls_listeners_on_the_callers_loop(cluster, topic, group):
-    import asyncio
-
     fill(cluster, topic, 30, queues=2)
 
     async def main():
@@ -218,35 +208,6 @@ def test_the_context_tells_queue_and_attempt(cluster, topic, group):
         seen.wait(lambda seen: len(seen.bodies) == 2)
     assert [context.attempt for context in contexts] == [1, 2]
     assert contexts[0].queue == MessageQueue(topic, "broker-a", 0)
-
-
-def of_topic(consumer: PushConsumer, topic: str) -> list[QueueProgress]:
-    return [each for queue, each in consumer.progress().items() if queue.topic == topic]
-
-
-def test_a_new_group_may_start_at_the_end(cluster, topic, group):
-    fill(cluster, topic, 5, queues=1)
-    with consuming(cluster, topic, group, consume_from="last") as (consumer, seen):
-        (progress,) = until(lambda: of_topic(consumer, topic), "the queue is held")
-        late = fill(cluster, topic, 5, start=5)
-        # a 4.9 broker answers 0 for a queue that was never consumed: there the start is the beginning
-        wanted = [*numbered(5), *late] if progress.origin == "stored" else late
-        seen.wait_for(len(wanted))
-    assert sorted(seen.bodies) == wanted
-
-
-def test_a_new_group_may_start_at_a_time(cluster, topic, group):
-    fill(cluster, topic, 3, queues=1)
-    time.sleep(0.05)
-    at = datetime.fromtimestamp(time.time(), UTC)
-    time.sleep(0.05)
-    late = fill(cluster, topic, 3, start=3)
-    with consuming(cluster, topic, group, consume_from=at) as (consumer, seen):
-        (progress,) = until(lambda: of_topic(consumer, topic), "the queue is held")
-        # a 4.9 broker answers 0 for a queue that was never consumed: there the start is the beginning
-        wanted = [*numbered(3), *late] if progress.origin == "stored" else late
-        seen.wait_for(len(wanted))
-    assert sorted(seen.bodies) == wanted
 
 
 def test_pause_and_resume(cluster, topic, group):

@@ -12,6 +12,7 @@ from pyrocket_consumer import Producer, Suspend
 from tests.by_key import ByKey, key_of
 from tests.consumer.processes import member
 from tests.consuming import WAIT_S, Events, consuming, until
+from tests.resetting import held
 
 
 def by_key(cluster, topic, group, seen, **options):
@@ -52,10 +53,6 @@ def test_a_key_that_never_succeeds_is_given_up_and_holds_up_no_other(cluster, to
     assert cluster.committed(group, topic) == {0: 12}
 
 
-def own(consumer, topic):
-    return [queue for queue in consumer.progress() if queue.topic == topic]
-
-
 def test_order_is_kept_when_a_second_member_takes_queues(cluster, topic, group):
     cluster.create_topic(topic, queues=4)
     seen = ByKey(lambda message: time.sleep(0.002))
@@ -73,9 +70,9 @@ def test_order_is_kept_when_a_second_member_takes_queues(cluster, topic, group):
         try:
             seen.wait_for(40)
             with by_key(cluster, topic, group, seen) as (second, _):
-                until(lambda: len(own(first, topic)) == len(own(second, topic)) == 2, "two queues each")
+                until(lambda: len(held(first, topic)) == len(held(second, topic)) == 2, "two queues each")
                 seen.wait_for(len(set(seen.bodies)) + 80)
-            until(lambda: len(own(first, topic)) == 4, "all queues again")
+            until(lambda: len(held(first, topic)) == 4, "all queues again")
             seen.wait_for(len(set(seen.bodies)) + 40)
         finally:
             stop.set()

@@ -6,16 +6,17 @@ import signal
 import threading
 import time
 from collections import defaultdict
+from contextlib import closing
 
 import pytest
 
-from pyrocket_consumer import ConfigError, ConsumeResult, PushConsumer, Suspend
+from pyrocket_consumer import ConsumeResult, Suspend
 from pyrocket_consumer.wire.bodies import LockRequest, decode_lock_answer, encode_lock_request
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.processes import member
 from tests.consuming import Events, Seen, consuming, numbered, until
 from tests.real_brokers.remoting import Peer
-from tests.resetting import fill
+from tests.resetting import fill, held, queue
 
 
 class InOrder(Seen):
@@ -72,9 +73,7 @@ def test_a_failure_holds_its_queue_and_comes_again_first(cluster, topic, group, 
     with consuming(cluster, topic, group, seen, orderly=True):
         seen.wait(lambda seen: len(seen.messages) == 22)
     assert failures == [0, 1]
-    for queue, offsets in seen.offsets().items():
-        expected = sorted(offsets)
-        assert offsets == expected, queue
+    assert all(offsets == sorted(offsets) for offsets in seen.offsets().values())
     assert sum(cluster.committed(group, topic).values()) == 20
 
 
@@ -113,22 +112,17 @@ def test_order_is_kept_when_a_second_member_takes_queues(cluster, topic, group):
         try:
             seen.wait_for(40)
             with consuming(cluster, topic, group, seen, orderly=True) as (second, _):
-                until(lambda: len(own(first, topic)) == len(own(second, topic)) == 2, "two queues each")
+                until(lambda: len(held(first, topic)) == len(held(second, topic)) == 2, "two queues each")
                 count = len(seen.messages)
                 seen.wait_for(count + 80)
-            until(lambda: len(own(first, topic)) == 4, "all queues again")
+            until(lambda: len(held(first, topic)) == 4, "all queues again")
             seen.wait_for(len(seen.messages) + 40)
         finally:
             stop.set()
             sending.join()
         seen.wait_for(sent)
     assert not seen.overlaps
-    for queue, offsets in seen.offsets().items():
-        assert offsets == sorted(offsets), queue
-
-
-def own(consumer, topic):
-    return [queue for queue in consumer.progress() if queue.topic == topic]
+    assert all(offsets == sorted(offsets) for offsets in seen.offsets().values())
 
 
 @pytest.mark.live
@@ -205,51 +199,18 @@ def test_a_message_that_never_succeeds_is_given_up_after_its_attempts(cluster, t
 
 def test_a_queue_that_another_member_has_locked_is_waited_for(cluster, topic, group):
     fill(cluster, topic, 3, queues=1)
-    with closing_peer(cluster) as peer:
-        queue = lock(peer, group, topic, "somebody-else")
+    with closing(Peer(cluster.broker("broker-a").address)) as peer:
+        locked = lock(peer, group, topic, "somebody-else")
         with consuming(cluster, topic, group, orderly=True) as (consumer, seen):
             assert not seen.messages
-            assert not own(consumer, topic)
-            unlock(peer, group, topic, "somebody-else")
+            assert not held(consumer, topic)
+            lock(peer, group, topic, "somebody-else", RequestCode.UNLOCK_BATCH_MQ)
             seen.wait_for(3)
             assert lock(peer, group, topic, "somebody-else") == set(), "it is locked for us"
-        assert lock(peer, group, topic, "somebody-else") == queue, "and unlocked when we have closed"
+        assert lock(peer, group, topic, "somebody-else") == locked, "and unlocked when we have closed"
 
 
-def closing_peer(cluster):
-    from contextlib import closing
-
-    return closing(Peer(cluster.broker("broker-a").address))
-
-
-def lock(peer, group, topic, client_id):
-    body = encode_lock_request(LockRequest(group, client_id, queues_of(topic)))
-    return decode_lock_answer(peer.call(RequestCode.LOCK_BATCH_MQ, body=body).body)
-
-
-def unlock(peer, group, topic, client_id):
-    body = encode_lock_request(LockRequest(group, client_id, queues_of(topic)))
-    peer.call(RequestCode.UNLOCK_BATCH_MQ, body=body)
-
-
-def queues_of(topic):
-    from pyrocket_consumer import MessageQueue
-
-    return frozenset({MessageQueue(topic, "broker-a", 0)})
-
-
-def test_orderly_broadcasting_takes_no_locks(cluster, topic, group, tmp_path):
-    fill(cluster, topic, 5, queues=1)
-    options = {"orderly": True, "message_model": "broadcasting", "offset_store_dir": tmp_path}
-    with (
-        consuming(cluster, topic, group, InOrder(), instance_name="one", **options) as (_, one),
-        consuming(cluster, topic, group, InOrder(), instance_name="two", **options) as (_, two),
-    ):
-        one.wait_for(5)
-        two.wait_for(5)
-    assert one.bodies == two.bodies == numbered(5)
-
-
-def test_auto_commit_off_needs_orderly():
-    with pytest.raises(ConfigError, match="orderly"):
-        PushConsumer("g", name_server="127.0.0.1:9876", auto_commit=False)
+def lock(peer, group, topic, client_id, code=RequestCode.LOCK_BATCH_MQ):
+    body = encode_lock_request(LockRequest(group, client_id, frozenset({queue(topic, 0)})))
+    answer = peer.call(code, body=body).body
+    return decode_lock_answer(answer) if code == RequestCode.LOCK_BATCH_MQ else None

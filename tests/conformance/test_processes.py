@@ -57,16 +57,15 @@ def test_a_member_killed_with_9_loses_nothing(cluster, topic, group):
 
 
 @pytest.mark.live
-def test_a_broadcasting_member_killed_with_9_goes_on_from_its_file(cluster, topic, group, tmp_path):
+def test_a_broadcasting_member_killed_with_9_goes_on_from_its_file(cluster, topic, group, stores):
     cluster.create_topic(topic, queues=2)
-    options = {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}
     fill(cluster, topic, 50)
-    with member(cluster, topic, group, **options) as first:
+    with member(cluster, topic, group, **stores) as first:
         first.wait(lambda lines: len(first.bodies) == 50)
         first.send(signal.SIGKILL)
         first.ended()
     fill(cluster, topic, 50, start=50)
-    with member(cluster, topic, group, **options) as second:
+    with member(cluster, topic, group, **stores) as second:
         second.wait(lambda lines: texts(50, 50) <= set(second.bodies))
     assert set(first.bodies) | set(second.bodies) == texts(100)
 

@@ -13,23 +13,8 @@ import pytest
 from pyrocket_consumer import Admin, ConfigError, PushConsumer
 from pyrocket_consumer.admin import ResetState
 from tests.consumer.processes import member
-from tests.consuming import PATIENT_S, QUICK, Events, Seen, consuming, until
+from tests.consuming import QUICK, Events, Seen, consuming, until
 from tests.resetting import caught_up, fill, queue, reset, wait_until_seen, wait_until_stored
-
-BROADCASTING = {"message_model": "broadcasting"}
-
-
-@pytest.fixture
-def admin(cluster):
-    with Admin(name_server=cluster.name_server, call_timeout_s=PATIENT_S) as admin:
-        yield admin
-
-
-@pytest.fixture
-def stores(tmp_path):
-    """Options of a broadcasting member whose offsets are below this test's directory."""
-    return {**BROADCASTING, "offset_store_dir": str(tmp_path)}
-
 
 # --- broadcasting
 
