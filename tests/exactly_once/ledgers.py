@@ -120,6 +120,20 @@ def consumed(cluster: Any, ledger: Ledger, bodies: list[str] = BODIES, queues: i
         until_all(cluster, ledger, bodies)
 
 
+def booked_once(
+    cluster: Any, ledger: Ledger, listener: Any = None, *, queues: int = 4, bodies: list[str] = BODIES,
+    offsets: Any = None, own: bool = False, **options: Any,
+) -> None:
+    """Send messages to a new topic: a consumer books each once, and stands at the end of each queue."""
+    send(cluster, bodies, queues)
+    consumer = consuming_own if own else billing
+    with consumer(cluster, ledger, listener, offsets, **options):
+        cluster.wait_until(
+            lambda: sum(each.next_offset for each in ledger.offsets.offsets(GROUP, TOPIC)) == len(bodies)
+        )
+    assert ledger.bodies() == once(bodies)
+
+
 def failing(ledger: Ledger, *outcomes: Any, when: Callable[[list[Message]], bool] = lambda messages: True) -> Any:
     """Return a listener that books; its first calls end with `outcomes`, and are in its `failed`."""
     left = list(outcomes)

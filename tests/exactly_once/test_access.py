@@ -22,7 +22,7 @@ from tests.exactly_once.ledgers import (
     INSERT,
     TOPIC,
     billing,
-    consuming_own,
+    booked_once,
     once,
     row,
     send,
@@ -69,10 +69,7 @@ def test_a_session_is_not_the_listeners_to_end(embedded, ledger, events, end):
             ended.append(end)
             getattr(session, end)()
 
-    send(embedded)
-    with billing(embedded, ledger, book, offsets, on_event=events):
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, offsets=offsets, on_event=events)
     assert len(events.of("listener-failed")) == 1
 
 
@@ -126,10 +123,7 @@ def test_an_asynchronous_transaction_of_ones_own(embedded, ledger):
             await connection.execute(INSERT, [row(message) for message in messages])
             await offsets.advance(connection, messages)
 
-    send(embedded)
-    with consuming_own(embedded, ledger, book, offsets):
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, offsets=offsets, own=True)
     asyncio.run(engine.dispose())
 
 
@@ -149,10 +143,7 @@ def test_a_listener_that_is_cancelled_is_rolled_back(embedded, ledger):
             task.cancel()
         await asyncio.sleep(0.001)
 
-    send(embedded)
-    with billing(embedded, ledger, book, offsets):
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, offsets=offsets)
     asyncio.run(engine.dispose())
 
 
@@ -204,10 +195,7 @@ def test_django(embedded, ledger, events, alias):
             case "set_rollback":
                 transaction.set_rollback(True, using=alias)
 
-    send(embedded)
-    with billing(embedded, ledger, book, offsets, on_event=events):
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, offsets=offsets, on_event=events)
     assert len(events.of("listener-failed")) == 3
 
 
@@ -252,10 +240,7 @@ def test_django_transactions_of_ones_own(embedded, ledger, alias):
                     cursor.execute("INSERT INTO ledger VALUES (%s, %s, %s)", list(row(message).values()))
             offsets.advance(None, messages)
 
-    send(embedded)
-    with consuming_own(embedded, ledger, book, offsets):
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, offsets=offsets, own=True)
 
 
 @pytest.mark.databases("sqlite")

@@ -18,8 +18,8 @@ from tests.exactly_once.ledgers import (
     INSERT,
     TOPIC,
     billing,
+    booked_once,
     consumed,
-    consuming_own,
     failing,
     ledger_in,
     once,
@@ -31,8 +31,7 @@ from tests.exactly_once.ledgers import (
 
 
 def test_each_message_has_its_effect_once_and_in_order(embedded, ledger):
-    consumed(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger)
     assert [offset for _, _, offset in ledger.rows()] == [offset for _ in range(4) for offset in range(25)]
     assert [ledger.offset(queue_id=queue) for queue in range(4)] == [25] * 4
 
@@ -60,8 +59,7 @@ def test_the_broker_is_told_and_never_asked(embedded, ledger):
 
 def test_what_a_listener_raises_rolls_everything_back(embedded, ledger, events):
     book = failing(ledger, *[ValueError("not now")] * 3)
-    consumed(embedded, ledger, queues=1, listener=book, on_event=events)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, queues=1, on_event=events)
     first, second, third = [[message.body for message in messages] for messages in book.failed]
     assert first == second == third
     assert len(events.of("listener-failed")) == 3
@@ -78,8 +76,7 @@ def test_what_a_listener_returns_rolls_everything_back(embedded, ledger, answer)
         if len(seen) < 3:
             return Retry(messages[2:]) if answer == "some" else answer
 
-    consumed(embedded, ledger, queues=1, listener=book)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, queues=1)
     assert seen[0] == seen[1] == seen[2] == list(range(8))
 
 
@@ -90,8 +87,7 @@ def test_what_means_success_commits(embedded, ledger, answer):
         ledger.book(messages, connection)
         return answer
 
-    consumed(embedded, ledger, queues=1, listener=book)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, queues=1)
 
 
 @pytest.mark.databases("sqlite")
@@ -99,8 +95,7 @@ def test_one_message_at_a_time(embedded, ledger):
     def book(message, connection):
         connection.execute(INSERT, row(message))
 
-    consumed(embedded, ledger, listener=book, listener_batch_size=1)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, listener_batch_size=1)
 
 
 def test_who_lost_its_claim_changes_nothing(embedded, ledger, events):
@@ -291,10 +286,7 @@ def test_transactions_that_meet_are_tried_again(embedded, database, events):
             n = connection.execute(text("SELECT n FROM total")).scalar_one()
             connection.execute(text("UPDATE total SET n = :n"), {"n": n + len(messages)})
 
-        send(embedded, queues=8)
-        with billing(embedded, ledger, book, offsets, on_event=events):
-            until_all(embedded, ledger)
-        assert ledger.bodies() == once(BODIES)
+        booked_once(embedded, ledger, book, queues=8, offsets=offsets, on_event=events)
         assert ledger.query("SELECT n FROM total") == [(100,)]
         assert not events.of("listener-failed")
     engine.dispose()
@@ -313,10 +305,7 @@ def test_deadlocks_are_tried_again(embedded, ledger, events):
             )
         ledger.book(messages, connection)
 
-    send(embedded, BODIES[:32], queues=2)
-    with billing(embedded, ledger, book, on_event=events):
-        until_all(embedded, ledger, BODIES[:32])
-    assert ledger.bodies() == once(BODIES[:32])
+    booked_once(embedded, ledger, book, queues=2, bodies=BODIES[:32], on_event=events)
     assert ledger.query("SELECT n FROM total") == [(32,), (32,)]
     assert not events.of("listener-failed")
 
@@ -355,10 +344,7 @@ def test_a_transaction_of_ones_own(embedded, ledger):
             if len(calls) == 2:
                 raise ValueError("rolled back")
 
-    send(embedded)
-    with consuming_own(embedded, ledger, book):
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, own=True)
 
 
 def test_a_transaction_of_ones_own_is_fenced(embedded, ledger, events):
@@ -376,10 +362,7 @@ def test_a_transaction_of_ones_own_is_fenced(embedded, ledger, events):
                 raised.append(messages)
                 raise
 
-    send(embedded, queues=1)
-    with consuming_own(embedded, ledger, book, on_event=events):
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, queues=1, on_event=events, own=True)
     assert raised
 
 

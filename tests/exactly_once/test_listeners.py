@@ -21,6 +21,7 @@ from tests.exactly_once.ledgers import (
     GROUP,
     TOPIC,
     billing,
+    booked_once,
     consumed,
     consuming_own,
     every_database,
@@ -74,10 +75,7 @@ def test_a_wrapper_that_drops_the_outcome_loses_nothing(embedded, ledger, outcom
         with suppress(ValueError):
             booked(messages)
 
-    send(embedded, SOME, queues=1)
-    with consuming_own(embedded, ledger, handle):
-        until_at(embedded, ledger, LAST)
-    assert ledger.bodies() == once(SOME)
+    booked_once(embedded, ledger, handle, queues=1, bodies=SOME, own=True)
 
 
 def test_a_wrapper_that_tries_again_does(embedded, ledger):
@@ -91,10 +89,7 @@ def test_a_wrapper_that_tries_again_does(embedded, ledger):
                 return None
         return result
 
-    send(embedded, SOME[:8], queues=1)
-    with consuming_own(embedded, ledger, handle, max_reconsume_times=0):
-        until_at(embedded, ledger, 8)
-    assert ledger.bodies() == once(SOME[:8])
+    booked_once(embedded, ledger, handle, queues=1, bodies=SOME[:8], max_reconsume_times=0, own=True)
     assert [result is None for result in tries[:2]] == [False, True]
 
 
@@ -112,10 +107,7 @@ def test_a_wrapper_that_tries_again_what_was_raised(embedded, ledger):
         for message in again:
             booked([message])
 
-    send(embedded, SOME, queues=1)
-    with consuming_own(embedded, ledger, handle):
-        until_at(embedded, ledger, LAST)
-    assert ledger.bodies() == once(SOME)
+    booked_once(embedded, ledger, handle, queues=1, bodies=SOME, own=True)
 
 
 def test_what_was_refused_in_a_part_is_owed_as_a_whole(embedded, ledger):
@@ -133,10 +125,7 @@ def test_what_was_refused_in_a_part_is_owed_as_a_whole(embedded, ledger):
             if rest:
                 booked(rest)
 
-    send(embedded, SOME[:4], queues=1)
-    with consuming_own(embedded, ledger, handle):
-        until_at(embedded, ledger, 4)
-    assert ledger.bodies() == once(SOME[:4])
+    booked_once(embedded, ledger, handle, queues=1, bodies=SOME[:4], own=True)
 
 
 def test_a_transaction_for_each_message_of_a_list(embedded, ledger):
@@ -172,10 +161,7 @@ def test_messages_that_are_not_the_next_ones_are_refused(embedded, ledger, choos
             errors.append(str(error))
             raise
 
-    send(embedded, SOME, queues=1)
-    with consuming_own(embedded, ledger, handle):
-        until_at(embedded, ledger, LAST)
-    assert ledger.bodies() == once(SOME)
+    booked_once(embedded, ledger, handle, queues=1, bodies=SOME, own=True)
     assert errors and "from offset 0 of orders" in errors[0] and "in order" in errors[0]
 
 
@@ -196,10 +182,7 @@ def test_messages_of_another_queue_are_refused(embedded, ledger):
                 raise
         booked(messages)
 
-    send(embedded, queues=2)
-    with consuming_own(embedded, ledger, handle):
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, handle, queues=2, own=True)
     assert "those of the listener call" in errors[0]
 
 
@@ -217,10 +200,7 @@ def test_a_transaction_within_a_transaction_is_refused(embedded, ledger, events,
                 errors.append(str(error))
                 raise
 
-    send(embedded, SOME, queues=1)
-    with billing(embedded, ledger, book, on_event=events):
-        until_at(embedded, ledger, LAST)
-    assert ledger.bodies() == once(SOME)
+    booked_once(embedded, ledger, book, queues=1, bodies=SOME, on_event=events)
     assert "within a listener of exactly_once" in errors[0]
     assert not events.of("store-unreachable")
 
@@ -307,10 +287,7 @@ def test_a_transaction_that_is_ended_by_text_is_noticed(embedded, ledger, events
             ended.append(end)
         ledger.book(messages, connection)
 
-    send(embedded, SOME[:8], queues=1)
-    with billing(embedded, ledger, book, on_event=events):
-        until_at(embedded, ledger, 8)
-    assert ledger.bodies() == once(SOME[:8])
+    booked_once(embedded, ledger, book, queues=1, bodies=SOME[:8], on_event=events)
     assert "has ended the transaction" in events.of("listener-failed")[0].facts["error"]
 
 
@@ -326,10 +303,7 @@ def test_an_error_that_a_listener_catches_is_its_failure(embedded, ledger, event
             except Exception as error:
                 caught.append(error)
 
-    send(embedded, SOME[:8], queues=1)
-    with billing(embedded, ledger, book, on_event=events):
-        until_at(embedded, ledger, 8)
-    assert ledger.bodies() == once(SOME[:8])
+    booked_once(embedded, ledger, book, queues=1, bodies=SOME[:8], on_event=events)
     assert len(events.of("listener-failed")) == 2
     assert not events.of("store-unreachable")
 

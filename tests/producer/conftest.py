@@ -56,6 +56,11 @@ def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
 
 
 @pytest.fixture
+def producer(embedded: EmbeddedCluster, producing: StartProducer) -> Producer:
+    return producing(embedded)
+
+
+@pytest.fixture
 def gate(embedded: EmbeddedCluster) -> Iterator[Gate]:
     """Sends wait here until it opens."""
     gate = Gate()

@@ -35,8 +35,8 @@ def callbacks():
     thread.stop(10)
 
 
-def test_a_message_on_its_way_is_a_running_future(embedded, producing, gate):
-    future = producing(embedded).send_async("orders", b"x")
+def test_a_message_on_its_way_is_a_running_future(producer, gate):
+    future = producer.send_async("orders", b"x")
     assert isinstance(future, Future)
     assert (future.running(), future.done(), future.cancelled()) == (True, False, False)
     assert "state=running" in repr(future)
@@ -50,8 +50,8 @@ def test_a_message_on_its_way_is_a_running_future(embedded, producing, gate):
     assert "state=finished" in repr(future)
 
 
-def test_a_message_handed_over_cannot_be_taken_back(embedded, producing, gate):
-    future = producing(embedded).send_async("orders", b"x")
+def test_a_message_handed_over_cannot_be_taken_back(embedded, producer, gate):
+    future = producer.send_async("orders", b"x")
     assert not future.cancel()
     gate.open()
     assert future.result(30)
@@ -60,9 +60,9 @@ def test_a_message_handed_over_cannot_be_taken_back(embedded, producing, gate):
     assert len(embedded.messages("orders")) == 1
 
 
-def test_a_failed_message_raises_its_error_each_time(embedded, producing):
+def test_a_failed_message_raises_its_error_each_time(embedded, producer):
     embedded.broker("broker-a").on(SEND, answer(ResponseCode.MESSAGE_ILLEGAL, "no"), times=None)
-    future = producing(embedded).send_async("orders", b"x")
+    future = producer.send_async("orders", b"x")
     errors = []
     for _ in range(2):
         with pytest.raises(SendError) as caught:
@@ -72,8 +72,7 @@ def test_a_failed_message_raises_its_error_each_time(embedded, producing):
 
 
 @pytest.mark.parametrize("until", [ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION])
-def test_the_standard_wait_takes_them(embedded, producing, gate, until):
-    producer = producing(embedded)
+def test_the_standard_wait_takes_them(producer, gate, until):
     futures = [producer.send_async("orders", b"%d" % number) for number in range(100)]
     done, pending = concurrent.futures.wait(futures, timeout=0.01, return_when=until)
     assert (len(done), len(pending)) == (0, 100)
@@ -84,8 +83,7 @@ def test_the_standard_wait_takes_them(embedded, producing, gate, until):
     assert until == FIRST_COMPLETED or not pending
 
 
-def test_as_completed_gives_each_of_them_once(embedded, producing):
-    producer = producing(embedded)
+def test_as_completed_gives_each_of_them_once(producer):
     futures = [producer.send_async("orders", b"%d" % number) for number in range(3000)]
     random.shuffle(futures)
     came = list(concurrent.futures.as_completed(futures, timeout=30))
@@ -93,8 +91,7 @@ def test_as_completed_gives_each_of_them_once(embedded, producing):
     assert set(came) == set(futures)
 
 
-def test_a_coroutine_waits_for_them(embedded, producing):
-    producer = producing(embedded)
+def test_a_coroutine_waits_for_them(producer):
 
     async def send() -> list[int]:
         futures = [producer.send_async("orders", b"%d" % number) for number in range(100)]
@@ -104,8 +101,8 @@ def test_a_coroutine_waits_for_them(embedded, producing):
     assert sorted(asyncio.run(send())) == sorted([*range(50), *range(50)])
 
 
-def test_callbacks_run_in_order_on_one_thread(embedded, producing, gate):
-    future, calls, ended = producing(embedded).send_async("orders", b"x"), [], threading.Event()
+def test_callbacks_run_in_order_on_one_thread(producer, gate):
+    future, calls, ended = producer.send_async("orders", b"x"), [], threading.Event()
 
     def note(name):
         return lambda done: calls.append((name, done is future, done.done(), threading.current_thread().name))
@@ -120,8 +117,8 @@ def test_callbacks_run_in_order_on_one_thread(embedded, producing, gate):
     assert calls == [(name, True, True, "pyrocket-callbacks") for name in ("first", "second", "late")]
 
 
-def test_a_callback_may_send_and_wait_and_one_may_fail(embedded, producing, caplog):
-    producer, results, ended = producing(embedded), [], threading.Event()
+def test_a_callback_may_send_and_wait_and_one_may_fail(producer, caplog):
+    results, ended = [], threading.Event()
 
     def fails(done):
         raise ValueError("of the callback")
@@ -140,11 +137,11 @@ def test_a_callback_may_send_and_wait_and_one_may_fail(embedded, producing, capl
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_a_callback_that_wants_to_exit_ends_no_others(embedded, producing, caplog, error):
+def test_a_callback_that_wants_to_exit_ends_no_others(producer, caplog, error):
     def leave(future):
         raise error
 
-    producer, seen = producing(embedded), queue.SimpleQueue()
+    seen = queue.SimpleQueue()
     producer.send_async("orders", b"x").add_done_callback(leave)
     for number in range(3):
         producer.send_async("orders", b"x").add_done_callback(lambda future, number=number: seen.put(number))
@@ -225,8 +222,7 @@ def test_however_threads_meet_nobody_waits_in_vain(callbacks):
 
 
 @for_each("wrong", [None, 1, "print"])
-def test_what_is_not_callable_is_refused_where_it_is_added(embedded, producing, gate, wrong):
-    producer = producing(embedded)
+def test_what_is_not_callable_is_refused_where_it_is_added(producer, gate, wrong):
     future = producer.send_async("orders", b"x")
     with pytest.raises(TypeError, match=f"{wrong!r} is not callable; pass a function"):
         future.add_done_callback(wrong)
@@ -237,8 +233,7 @@ def test_what_is_not_callable_is_refused_where_it_is_added(embedded, producing, 
 
 
 @pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}], ids=["free", "key"])
-def test_a_user_cannot_tell_the_outcome_of_a_message(embedded, producing, gate, pin):
-    producer = producing(embedded)
+def test_a_user_cannot_tell_the_outcome_of_a_message(producer, gate, pin):
     futures = [producer.send_async("orders", b"%d" % number, **pin) for number in range(10)]
     for tell in (lambda: futures[3].set_result(None), lambda: futures[3].set_exception(ValueError())):
         with pytest.raises(InvalidStateError, match="the producer tells"):

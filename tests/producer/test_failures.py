@@ -51,6 +51,11 @@ def known(producer):
     return producer
 
 
+@pytest.fixture
+def producer(embedded, producing):
+    return known(producing(embedded))
+
+
 def with_code(code):
     def change(command):
         command.code = code
@@ -84,8 +89,7 @@ def test_what_brokers_answer_means(code, remark, meant, new_route):
 
 
 @pytest.mark.parametrize("code", [17, 14, 1, 2, 16, 204, 205, 215, 1500])
-def test_another_broker_may_take_what_one_refuses(embedded, producing, code):
-    producer = known(producing(embedded))
+def test_another_broker_may_take_what_one_refuses(embedded, producer, code):
     refused_by, takes = embedded.brokers
     refused_by.on(SEND, answer(code, "not now"), times=None)
     sent = [producer.send("orders", b"x") for _ in range(4)]
@@ -93,8 +97,7 @@ def test_another_broker_may_take_what_one_refuses(embedded, producing, code):
 
 
 @pytest.mark.parametrize("code", [13, 29, 15, 3, 26])
-def test_what_every_broker_would_refuse_is_tried_once(embedded, producing, code):
-    producer = known(producing(embedded))
+def test_what_every_broker_would_refuse_is_tried_once(embedded, producer, code):
     for broker in embedded.brokers:
         broker.forget_requests()
         broker.on(SEND, answer(code, "never"), times=None)
@@ -105,8 +108,7 @@ def test_what_every_broker_would_refuse_is_tried_once(embedded, producing, code)
 
 
 @pytest.mark.parametrize("fault", [close_connection, reset_connection, handle_and_close, cut_after(20)])
-def test_after_a_lost_connection_another_broker_is_tried(embedded, producing, fault):
-    producer = known(producing(embedded))
+def test_after_a_lost_connection_another_broker_is_tried(embedded, producer, fault):
     failing = embedded.broker("broker-a")
     failing.forget_requests()
     failing.on(SEND, fault, times=1)
@@ -127,8 +129,7 @@ def test_without_an_answer_another_broker_is_tried_in_time(embedded, producing):
     assert time.monotonic() - started < 8  # one message waited for an answer, those after it knew better
 
 
-def test_a_broker_that_failed_is_left_alone_for_a_moment(embedded, producing):
-    producer = known(producing(embedded))
+def test_a_broker_that_failed_is_left_alone_for_a_moment(embedded, producer):
     failing = embedded.broker("broker-a")
     for _ in range(3):
         failing.forget_requests()
@@ -143,9 +144,8 @@ def test_a_broker_that_failed_is_left_alone_for_a_moment(embedded, producing):
     assert (sent, asked) == ({"broker-b"}, 1)
 
 
-def test_what_a_broker_refuses_at_one_time_is_one_failure_of_it(embedded, producing):
+def test_what_a_broker_refuses_at_one_time_is_one_failure_of_it(embedded, producer):
     """However many messages that were: it is not left alone for longer, and none of them is lost."""
-    producer = known(producing(embedded))
     refuses, takes = embedded.brokers
     refuses.on(SEND, answer(14, "not now"), times=None)
     before = len(takes.messages("orders"))
@@ -161,8 +161,7 @@ def test_what_a_broker_refuses_at_one_time_is_one_failure_of_it(embedded, produc
 
 
 @pytest.mark.cluster(brokers=1)
-def test_an_only_broker_is_asked_again_after_a_pause(embedded, producing):
-    producer = known(producing(embedded))
+def test_an_only_broker_is_asked_again_after_a_pause(embedded, producer):
     broker = embedded.broker("broker-a")
     broker.forget_requests()
     broker.on(SEND, answer(2, "busy"), times=2)
@@ -173,8 +172,7 @@ def test_an_only_broker_is_asked_again_after_a_pause(embedded, producing):
 
 
 @pytest.mark.cluster(brokers=1)
-def test_the_error_tells_every_attempt(embedded, producing):
-    producer = known(producing(embedded))
+def test_the_error_tells_every_attempt(embedded, producer):
     broker = embedded.broker("broker-a")
     broker.on(SEND, answer(2, "busy one"))
     broker.on(SEND, close_connection)
@@ -205,8 +203,7 @@ def test_the_error_tells_every_attempt(embedded, producing):
         (answer(0, fields={"msgId": "x"}), ProtocolError),
     ],
 )
-def test_the_last_attempts_error_is_the_cause(embedded, producing, fault, cause):
-    producer = known(producing(embedded))
+def test_the_last_attempts_error_is_the_cause(embedded, producer, fault, cause):
     embedded.broker("broker-a").on(SEND, fault, times=None)
     with pytest.raises(SendError) as raised:
         producer.send("orders", b"x", timeout_s=3)
@@ -225,8 +222,7 @@ def test_attempts_are_counted(embedded, producing):
 
 
 @pytest.mark.parametrize("pin", [{"queue": A}, {"sharding_key": "key"}])
-def test_a_message_for_one_queue_is_tried_there_only(embedded, producing, pin):
-    producer = known(producing(embedded))
+def test_a_message_for_one_queue_is_tried_there_only(embedded, producer, pin):
     for broker in embedded.brokers:
         broker.forget_requests()
         broker.on(SEND, close_connection, times=None)
@@ -238,8 +234,7 @@ def test_a_message_for_one_queue_is_tried_there_only(embedded, producing, pin):
 
 @pytest.mark.cluster(brokers=1)
 @pytest.mark.parametrize("timeout_s", [0.2, 0.6])
-def test_a_send_ends_with_its_timeout(embedded, producing, timeout_s):
-    producer = known(producing(embedded))
+def test_a_send_ends_with_its_timeout(embedded, producer, timeout_s):
     embedded.broker("broker-a").on(SEND, drop, times=None)
     started = time.monotonic()
     with pytest.raises(SendError):
@@ -248,8 +243,7 @@ def test_a_send_ends_with_its_timeout(embedded, producing, timeout_s):
 
 
 @pytest.mark.cluster(brokers=1)
-def test_an_answer_just_in_time_counts(embedded, producing):
-    producer = known(producing(embedded))
+def test_an_answer_just_in_time_counts(embedded, producer):
     embedded.broker("broker-a").on(SEND, delay(0.3))
     assert producer.send("orders", b"x", timeout_s=20).status is SendStatus.OK
     assert len(embedded.messages("orders")) == 5
@@ -264,8 +258,7 @@ def test_an_answer_just_in_time_counts(embedded, producing):
         (12, SendStatus.FLUSH_SLAVE_TIMEOUT),
     ],
 )
-def test_stored_but_not_as_safely_as_wanted_is_stored(embedded, producing, code, status):
-    producer = known(producing(embedded))
+def test_stored_but_not_as_safely_as_wanted_is_stored(embedded, producer, code, status):
     embedded.broker("broker-a").on(SEND, with_code(code))
     sent = producer.send("orders", b"x")
     assert sent.status is status
@@ -300,8 +293,7 @@ def test_a_degraded_batch_is_tried_again(embedded, producing):
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_broker_that_is_gone_costs_no_message(embedded, producing, how):
-    producer = known(producing(embedded))
+def test_a_broker_that_is_gone_costs_no_message(embedded, producer, how):
     futures = [producer.send_async("orders", b"%d" % number) for number in range(200)]
     getattr(embedded.broker("broker-a"), how)()
     futures += [producer.send_async("orders", b"%d" % number) for number in range(200, 300)]
@@ -310,8 +302,7 @@ def test_a_broker_that_is_gone_costs_no_message(embedded, producing, how):
     assert {int(message.body) for message in embedded.messages("orders") if message.body != b"first"} == set(range(300))
 
 
-def test_with_every_broker_gone_the_error_comes_in_time(embedded, producing):
-    producer = known(producing(embedded))
+def test_with_every_broker_gone_the_error_comes_in_time(embedded, producer):
     for broker in embedded.brokers:
         broker.kill()
     started = time.monotonic()
@@ -364,8 +355,7 @@ def test_a_batch_that_fails_half_way_tells_how_much_is_stored(embedded, producin
 
 
 @pytest.mark.cluster(brokers=1)
-def test_a_one_way_message_that_cannot_leave_is_an_error(embedded, producing):
-    producer = known(producing(embedded))
+def test_a_one_way_message_that_cannot_leave_is_an_error(embedded, producer):
     embedded.broker("broker-a").kill()
     with pytest.raises((SendError, RouteNotFound)):
         producer.send("orders", b"x", timeout_s=1)  # now the producer has noticed

@@ -19,8 +19,7 @@ SEND = RequestCode.SEND_MESSAGE_V2
 pytestmark = pytest.mark.cluster(brokers=1)
 
 
-def test_after_a_flush_each_message_has_its_result(embedded, producing):
-    producer = producing(embedded)
+def test_after_a_flush_each_message_has_its_result(embedded, producer):
     futures = [producer.send_async("orders", b"%d" % number) for number in range(500)]
     producer.flush()
     assert all(future.done() for future in futures)
@@ -71,8 +70,7 @@ def test_a_flush_ends_with_the_deadlines_of_the_messages(embedded, producing):
             future.result(0)
 
 
-def test_what_was_refused_has_its_answer_too(embedded, producing):
-    producer = producing(embedded)
+def test_what_was_refused_has_its_answer_too(embedded, producer):
     embedded.broker("broker-a").on(SEND, answer(ResponseCode.MESSAGE_ILLEGAL, "too odd"))
     future = producer.send_async("orders", b"x")
     producer.flush()
@@ -89,8 +87,7 @@ def test_with_nothing_handed_over_there_is_nothing_to_wait_for(embedded):
     producer.flush()
 
 
-def test_a_callback_may_flush(embedded, producing):
-    producer = producing(embedded)
+def test_a_callback_may_flush(producer):
     outcomes = queue.SimpleQueue()
 
     def send_another(_):
@@ -111,9 +108,9 @@ def test_threads_may_flush_at_once(embedded, producing, gate, together):
 
 
 @for_each("wrong", [0, -1, "3", True])
-def test_a_wrong_timeout_is_refused(embedded, producing, wrong):
+def test_a_wrong_timeout_is_refused(producer, wrong):
     with pytest.raises(ValueError, match="timeout_s"):
-        producing(embedded).flush(timeout_s=wrong)
+        producer.flush(timeout_s=wrong)
 
 
 def test_closing_ends_a_flush(embedded, gate):

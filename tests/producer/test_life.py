@@ -384,8 +384,7 @@ def test_a_namespace_is_on_the_wire_and_not_in_results(producing):
         assert (request.command.fields["a"], request.command.fields["b"]) == ("shop%payments", "shop%orders")
 
 
-def test_results_and_configurations_pickle(embedded, producing):
-    producer = producing(embedded)
+def test_results_and_configurations_pickle(producer):
     sent = producer.send("orders", b"x")
     assert pickle.loads(pickle.dumps(sent)) == sent
     assert pickle.loads(pickle.dumps(producer.config)) == producer.config
