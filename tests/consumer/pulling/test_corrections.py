@@ -1,70 +1,85 @@
-"""Offsets that brokers correct and users reset: each counts once, and what comes from before counts for nothing."""
+"""H06, H07, H16–H18: brokers that correct offsets: what is believed, how soon, and what of it is stored."""
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from pyrocket_consumer import MessageQueue
-from pyrocket_consumer.testing import Exchange, Gate, answer
+from pyrocket_consumer import EventKind, MessageQueue
+from pyrocket_consumer.errors import OffsetStoreError, ProtocolError, RocketError
+from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.offsets.directories import store_directory
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.recovery import recover
+from pyrocket_consumer.testing import Exchange, Fault, Gate, answer
 from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.message import StoredMessage, encode_message
-from tests.consumer.orders import GROUP, QUEUE, TOPIC
-from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
+from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of
+from tests.consuming import WAIT_S, Seen, consuming, numbered, until
+from tests.hazards.members import Held, broadcasting, committed_values, faulty, full_disk, ours, pulled_offsets, settle
+from tests.hazards.naive import NaiveMember, Window
+from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
+from tests.resetting import fill, queue
 
-QUICK = {"commit_interval_s": 0.05, "pull_hold_s": 0.5}
+PULL, MAX_OFFSET = RequestCode.PULL_MESSAGE, RequestCode.GET_MAX_OFFSET
 
 
-def fill(cluster, topic, count, start=0):
-    cluster.send(topic, lambda number: b"m%d" % (start + number), count=count)
-
-
-def moved(next_offset, low, high, remark="OFFSET_OVERFLOW_BADLY"):
+def moved(next_offset: int, low: int, high: int, remark: str = "OFFSET_OVERFLOW_BADLY") -> Fault:
     fields = {"nextBeginOffset": next_offset, "minOffset": low, "maxOffset": high, "suggestWhichBrokerId": 0}
     return answer(21, remark, {name: str(value) for name, value in fields.items()})
 
 
-def of(topic):
-    return lambda command: command.fields["topic"] == topic
+def corrected(events: Any) -> tuple[int, int]:
+    """Wait until a correction is told, and return from where and to where."""
+    facts = events.wait_for("offset-corrected").facts
+    return facts["from"], facts["to"]
 
 
-# --- corrections
+class ObeysAtOnce(NaiveMember):
+    """Every client but ours: where the broker says, there it goes."""
+
+    def on_offset_moved(self, window: Window, answer: RemotingCommand) -> None:
+        self.on_correction(window, int(answer.fields["nextBeginOffset"]))
+
+
+# --- forwards
 
 
 def test_messages_that_expired_are_skipped_and_told(orders, broker):
     orders.fill(10)
     broker.commit(GROUP, TOPIC, {0: 2})
     broker.delete_before(TOPIC, 0, 6)
-    with orders.consuming(**QUICK) as (_, seen):
+    with orders.consuming() as (_, seen):
         seen.wait_for(4)
-        corrected = orders.events.wait_for("offset-corrected")
-        assert (corrected.facts["from"], corrected.facts["to"]) == (2, 6)
+        assert corrected(orders.events) == (2, 6)
         assert "2 to 5" in orders.events.wait_for("range-skipped").text
     assert seen.bodies == numbered(4, 6)
     assert orders.committed == {0: 10}
     assert len(orders.events.of("offset-corrected")) == 1
 
 
-def test_a_correction_while_consuming_takes_effect_once(orders, broker):
-
+def test_a_correction_while_consuming_takes_effect_once(orders):
     def skip(exchange: Exchange) -> None:
         orders.fill(10, 10)  # before it is told: else offset 15 lies behind the queue's end for a while
         moved(15, 15, 20, "OFFSET_TOO_SMALL")(exchange)
 
-    with orders.consuming(**QUICK) as (_, seen):
+    with orders.consuming(pull_hold_s=0.5) as (_, seen):
         orders.fill(10)
         seen.wait_for(10)
-        broker.on(RequestCode.PULL_MESSAGE, skip, when=of(TOPIC))
+        orders.on(PULL, skip)
         orders.events.wait_for("offset-corrected")
         seen.wait_for(15)
         orders.wait_committed(20)
     assert seen.bodies == numbered(10) + numbered(5, 15), "what the broker says it has no more is not waited for"
 
 
-def test_what_is_cached_is_consumed_before_a_correction_is_followed(orders, broker):
+def test_what_is_cached_is_consumed_before_a_correction(orders, broker):
     """Not even messages that nobody has begun are passed over; those the broker lost exist only here."""
     begun, release, held = threading.Event(), threading.Event(), Held()
 
@@ -73,260 +88,380 @@ def test_what_is_cached_is_consumed_before_a_correction_is_followed(orders, brok
         release.wait(30)
 
     orders.fill(10)
-    broker.on(RequestCode.PULL_MESSAGE, held, when=lambda each: of(TOPIC)(each) and each.fields["queueOffset"] == "10")
-    seen = Seen(judge)
-    options = {**QUICK, "consume_threads": 1, "shutdown_timeout_s": 1}
-    try:
-        with orders.consuming(seen, **options) as (consumer, _):
-            assert begun.wait(WAIT_S)
-            pull = held.wait()
-            orders.fill(10, 10)
-            broker.delete_before(TOPIC, 0, 15)
-            pull.later(0, lambda: pull.handle(pull.answer))
-            threading.Event().wait(0.2)
-            assert orders.committed.get(0, 0) == 0
-            assert orders.events.of("offset-corrected") == []
-            release.set()
-            seen.wait_for(10)
-            fact = orders.events.wait_for("offset-corrected").facts
-            assert (fact["from"], fact["to"]) == (10, 15)
-            orders.wait_committed(20)
-    finally:
+    orders.on(PULL, held, queueOffset=10)
+    with orders.consuming(Seen(judge), consume_threads=1, shutdown_timeout_s=1) as (_, seen):
+        assert begun.wait(WAIT_S)
+        pull = held.wait()
+        orders.fill(10, 10)
+        broker.delete_before(TOPIC, 0, 15)
+        pull.later(0, lambda: pull.handle(pull.answer))
+        settle()
+        assert orders.committed.get(0, 0) == 0
+        assert orders.events.of("offset-corrected") == []
         release.set()
+        seen.wait_for(10)
+        assert corrected(orders.events) == (10, 15)
+        orders.wait_committed(20)
     assert Counter(seen.bodies) == Counter(numbered(10) + numbered(5, 15))
 
 
-def test_a_correction_backwards_is_believed_when_the_broker_keeps_to_it(orders, broker):
-    """A broker that was restarted may say for a while that all its queues are empty: min = max = 0."""
-    loading, silent, emptied = topics = [f"{GROUP}-{what}" for what in ("loading", "silent", "emptied")]
-    seen, events = {TOPIC: Seen() for TOPIC in topics}, Events()
-    orders.make(1, loading)
-    with consuming(orders.cluster, loading, GROUP, seen[loading], **QUICK) as (consumer, _):
-        for TOPIC in topics[1:]:
-                    consumer.subscribe(TOPIC, seen[TOPIC])
-        for TOPIC in topics:
-            orders.fill(10)
-            seen[TOPIC].wait_for(10)
-            until(lambda topic=TOPIC: orders.committed == {0: 10}, "committed")
-        for code in (RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET):
-            broker.on(code, answer(0, fields={"offset": "0"}), when=of(loading))
-        broker.on(RequestCode.GET_MAX_OFFSET, answer(2, "busy"), times=5, when=of(silent))
-        for TOPIC in (loading, silent):
-            broker.on(RequestCode.PULL_MESSAGE, moved(0, 0, 0), when=of(TOPIC))
-        broker.truncate(emptied, 0, 0)
+class CorrectsMemoryOnly(NaiveMember):
+    """Java before 5.2: the queue is removed without being persisted, and added again with what the file says."""
 
-        broker.wait_for(RequestCode.GET_MAX_OFFSET, when=of(loading))
+    def on_correction(self, window: Window, target: int) -> None:
+        with self.lock:
+            window.dropped = True
+            self.windows.pop(window.queue, None)
+            self.offsets.pop(window.queue, None)
+        self._rebalance_due.set()
+
+
+@pytest.mark.hazard("H06")
+@pytest.mark.parametrize(
+    "member", [ours, NaiveMember, faulty(CorrectsMemoryOnly, "wrong pulls go on after a correction")]
+)
+def test_where_every_offset_is_wrong_each_queue_is_corrected_once(embedded, broker, tmp_path, member):
+    """A correction is in the file before the queue is pulled again, though no message was consumed; then it is over.
+
+    Faulty: Java before 5.2 asks at the old place for ever, because it never writes the new one.
+    """
+    orders = Orders(embedded, queues=2, messages=60)
+    places = [queue(TOPIC, 0), queue(TOPIC, 1)]
+    for queue_id in range(2):
+        broker.delete_before(TOPIC, queue_id, 30)
+    directory = store_directory(tmp_path, "127.0.0.1@DEFAULT", GROUP)
+    directory.mkdir(parents=True)
+    (directory / "offsets.json").write_bytes(encode_offsets(dict.fromkeys(places, 5)))
+
+    def wrong_pulls() -> list[tuple[int, int]]:
+        return sorted(each for each in pulled_offsets(broker, TOPIC) if each[1] < 30)
+
+    expected = dict.fromkeys(places, 30)
+    options = broadcasting(tmp_path, commit_interval_s=3600, rebalance_interval_s=0.2)
+    with member(embedded, TOPIC, GROUP, **options) as consumer:
+        until(lambda: consumer.stored() == expected or len(wrong_pulls()) > 2, "the correction is stored")
+        settle()
+        assert wrong_pulls() == [(0, 5), (1, 5)], f"wrong pulls go on after a correction: {wrong_pulls()}"
+        assert consumer.stored() == expected
+        assert len(consumer.events.of("offset-corrected")) == 2
+        assert not consumer.seen.messages
+        orders.fill(2, 60)
+        consumer.seen.wait_for(2)
+
+
+# --- backwards
+
+
+class SaysNothing(NaiveMember):
+    """Follows a correction, and tells nobody but its log."""
+
+    def tell(self, kind: EventKind, text: str, queue: MessageQueue | None = None, **facts: object) -> None:
+        pass
+
+
+@pytest.mark.hazard("H16")
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(SaysNothing, "no offset-corrected")])
+def test_an_offset_beyond_the_end_of_the_queue_is_told(embedded, broker, member):
+    """An offset beyond the end is followed to the end, with the event `offset-corrected` that has both numbers; reset
+    the group if it shall have all of a topic that was made anew. An offset that such a topic has overtaken cannot be
+    told from a right one: delete a group's offsets with its topic.
+
+    Faulty: all others move on without a word but in a log.
+    """
+    orders = Orders(embedded, messages=20)
+    broker.commit(GROUP, TOPIC, {0: 500})
+    with member(embedded, TOPIC, GROUP) as consumer:
+        until(lambda: consumer.stored() == {QUEUE: 20}, "the correction is stored")
+        orders.fill(3, 20)
+        consumer.seen.wait_for(3)
+        assert sorted(consumer.seen.bodies) == numbered(3, 20)
+        assert corrected(consumer.events) == (500, 20)
+
+
+@pytest.mark.hazard("H17")
+@pytest.mark.parametrize("member", [ours, faulty(ObeysAtOnce, "went on at 0: everything is consumed again")])
+def test_a_correction_to_zero_is_not_obeyed_blindly(embedded, broker, member):
+    """A correction backwards is followed only after the broker was asked five times, a second apart, where the queue
+    begins and ends; then it goes to the nearest offset there is, never to 0 because the broker said so.
+
+    Faulty: Java, Go and C++ obey at once, and consume days of messages again.
+    """
+    orders = Orders(embedded, messages=10)  # one beyond the end, as after a failover
+    broker.commit(GROUP, TOPIC, {0: 11})
+    orders.on(PULL, moved(0, 0, 10), times=None, queueOffset=11)  # as those up to 4.9.3 say
+    with member(embedded, TOPIC, GROUP) as consumer:
+        offsets = until(lambda: [each for _, each in pulled_offsets(broker, TOPIC) if each != 11], "it goes on")
+        assert offsets[0] == 10, f"went on at {offsets[0]}: everything is consumed again"
+        broker.clear_faults(PULL)
+        orders.fill(3, 10)
+        consumer.seen.wait_for(3)
+        assert sorted(consumer.seen.bodies) == numbered(3, 10)
+
+
+@pytest.mark.hazard("H18")
+@pytest.mark.parametrize("stored", [7, 10])
+@pytest.mark.parametrize("member", [ours, faulty(ObeysAtOnce, "consumed again from the start")])
+def test_a_broker_that_is_loading_is_waited_for(embedded, broker, member, stored):
+    """A broker that was just started and says that a queue is empty is asked again, for up to five seconds; its queue
+    goes on where it was, and nothing before is consumed again.
+
+    Faulty: all others begin at 0.
+    """
+    orders = Orders(embedded)
+    orders.fill(10, stored_at_ms=int(time.time() * 1000) - 60_000)
+    broker.commit(GROUP, TOPIC, {0: stored})
+    orders.on(PULL, moved(0, 0, 0, "NO_MESSAGE_IN_QUEUE"))
+    for code in (MAX_OFFSET, RequestCode.GET_MIN_OFFSET):
+        orders.on(code, answer(0, fields={"offset": "0"}))
+    with member(embedded, TOPIC, GROUP) as consumer:
+        until(lambda: broker.requests(MAX_OFFSET) or consumer.seen.messages, "it asks")
+        orders.fill(3, 10)
+        consumer.seen.wait_for(13 - stored)
+        assert sorted(consumer.seen.bodies) == sorted(numbered(13 - stored, stored)), "consumed again from the start"
+        until(lambda: consumer.stored() == {QUEUE: 13}, "committed")
+        assert min(offset for _, offset in committed_values(broker, TOPIC)) >= stored
+        assert not consumer.events.of("offset-corrected")
+
+
+@pytest.mark.hazard("H18")
+@pytest.mark.versions("4.9.7", "5.5.0")  # the others take as long, and say the same
+def test_a_broker_that_was_killed_and_comes_back(cluster, topic, group):
+    """A member that pulls while its broker comes back from a kill consumes nothing again, and commits again what the
+    broker has forgotten."""
+    cluster.create_topic(topic, queues=2)
+    with ours(cluster, topic, group) as consumer:
+        fill(cluster, topic, 20)
+        consumer.seen.wait_for(20)
+        until(lambda: consumer.stored() == {queue(topic, 0): 10, queue(topic, 1): 10}, "committed")
+        cluster.broker("broker-a").kill()
+        cluster.broker("broker-a").start()
+        fill(cluster, topic, 4, start=20)
+        consumer.seen.wait_for(24, 90)
+        until(lambda: consumer.stored() == {queue(topic, 0): 12, queue(topic, 1): 12}, "committed again", 60)
+        assert Counter(consumer.seen.bodies) == Counter(numbered(24))
+        assert not consumer.events.of("offset-corrected")
+
+
+def test_a_correction_backwards_is_believed_in_the_end(orders, broker):
+    """When the broker keeps to it. One that was restarted may say for a while that all its queues are empty."""
+    loading, silent, emptied = topics = [orders.make(1, each) for each in ("loading", "silent", "emptied")]
+    seen, events = {each: Seen() for each in topics}, orders.events
+
+    def committed(each):
+        return orders.cluster.committed(GROUP, each)
+
+    with consuming(orders.cluster, loading, GROUP, seen[loading], on_event=events, pull_hold_s=0.5) as (consumer, _):
+        for each in (silent, emptied):
+            consumer.subscribe(each, seen[each])
+        for each in topics:
+            orders.fill(10, topic=each)
+            seen[each].wait_for(10)
+            until(lambda each=each: committed(each) == {0: 10}, "committed")
+        for code in (MAX_OFFSET, RequestCode.GET_MIN_OFFSET):
+            broker.on(code, answer(0, fields={"offset": "0"}), when=of(loading))
+        broker.on(MAX_OFFSET, answer(2, "busy"), times=5, when=of(silent))
+        for each in (loading, silent):
+            broker.on(PULL, moved(0, 0, 0), when=of(each))
+        broker.truncate(emptied, 0, 0)
+        broker.wait_for(MAX_OFFSET, when=of(loading))
         orders.fill(10, 10, topic=loading)
         seen[loading].wait_for(20)
-        corrected = events.wait_for("offset-corrected")
-        assert (corrected.queue.topic, corrected.facts["from"], corrected.facts["to"]) == (emptied, 10, 0)
+        assert corrected(events) == (10, 0)
+        assert events.of("offset-corrected")[0].queue.topic == emptied
         orders.fill(3, 10, topic=emptied)
         seen[emptied].wait_for(13)
-        broker.wait_for(RequestCode.GET_MAX_OFFSET, 6, when=of(silent))
+        broker.wait_for(MAX_OFFSET, 6, when=of(silent))
         orders.fill(5, 10, topic=silent)
         seen[silent].wait_for(15)
     assert len(events.of("offset-corrected")) == 1, "the others were not corrected after all: silence confirms nothing"
     assert events.of("range-skipped") == []
-    assert [orders.committed[0] for TOPIC in topics] == [20, 15, 3]
-    for TOPIC, count in zip(topics, (20, 15, 13), strict=True):
-        assert Counter(seen[TOPIC].bodies) == Counter(numbered(count))
+    assert [committed(each)[0] for each in topics] == [20, 15, 3]
+    for each, count in zip(topics, (20, 15, 13), strict=True):
+        assert Counter(seen[each].bodies) == Counter(numbered(count))
 
 
 @pytest.mark.parametrize("count", [4, 60], ids=["few", "more than were lost"])
-def test_what_is_sent_while_a_correction_backwards_is_doubted_is_consumed(orders, broker, count):
+def test_what_is_sent_while_a_correction_is_doubted_is_consumed(orders, broker, count):
     """The broker came back without its last messages: what has their places is new, and we have not read it."""
-    events, asked = Events(), Gate()
-    with orders.consuming(**QUICK) as (consumer, seen):
+    asked = Gate()
+    with orders.consuming(pull_hold_s=0.5) as (_, seen):
         orders.fill(100)
         seen.wait_for(100)
         orders.wait_committed(100)
-        broker.on(RequestCode.GET_MAX_OFFSET, asked, times=None, when=of(TOPIC))
+        orders.on(MAX_OFFSET, asked, times=None)
         broker.truncate(TOPIC, 0, 60)
         asked.wait_held()
         orders.fill(count, 100)
         asked.open()
         seen.wait_for(100 + count)
-        facts = events.wait_for("offset-corrected").facts
-        assert (facts["from"], facts["to"]) == (100, 60)
+        assert corrected(orders.events) == (100, 60)
         orders.fill(1, 200)
         seen.wait_for(101 + count)
     assert Counter(seen.bodies) == Counter([*numbered(100 + count), b"m200"])
-    assert events.of("range-skipped") == []
+    assert orders.events.of("range-skipped") == []
 
 
-def test_a_broker_that_is_loading_is_not_followed_though_nothing_was_read_before(orders, broker):
-    """A restarted member has only its stored offset; what lies at the end the broker spoke of is old."""
-    long_ago_ms = int(time.time() * 1000) - 60_000
-    orders.send(lambda number: b"m%d" % number, count=10, stored_at_ms=long_ago_ms)
-    broker.commit(GROUP, TOPIC, {0: 10})
-    broker.on(RequestCode.PULL_MESSAGE, moved(0, 0, 0), when=of(TOPIC))
-    with orders.consuming(**QUICK) as (consumer, seen):
-        broker.wait_for(RequestCode.GET_MAX_OFFSET, when=of(TOPIC))
-        orders.fill(3, 10)
-        seen.wait_for(3)
-        orders.wait_committed(13)
-    assert seen.bodies == numbered(3, 10)
-    assert orders.events.of("offset-corrected") == []
+# --- while nothing can be stored
 
 
-# --- resets, and what comes late
+class ReadsTheFileAfterACorrection(NaiveMember):
+    """Java from 5.2 on: a correction is persisted, removed from memory although that failed, and read from the file."""
+
+    def on_correction(self, window: Window, target: int) -> None:
+        with self.lock:
+            window.dropped = True
+            self.windows.pop(window.queue, None)
+            self.offsets[window.queue] = target
+        with suppress(OSError):
+            self.persist(window.queue)
+        self.offsets.pop(window.queue, None)
+        self._rebalance_due.set()
 
 
-class Held:
-    """A fault that keeps pulls back, so that the test can answer them."""
+@pytest.mark.hazard("H07")
+@pytest.mark.parametrize(
+    "member",
+    [
+        ours,
+        NaiveMember,
+        faulty(ReadsTheFileAfterACorrection, "corrections, one after the other"),
+        faulty(SaysNothing, "nobody was told"),
+    ],
+)
+def test_a_disk_that_is_full_while_an_offset_is_corrected(embedded, broker, tmp_path, member):
+    """A correction that cannot be written is followed from memory, once; `store-unwritable` tells, and the next tick
+    that succeeds writes it.
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self.exchanges: list[Exchange] = []
-
-    def __call__(self, exchange: Exchange) -> None:
-        with self._changed:
-            self.exchanges.append(exchange)
-            self._changed.notify_all()
-
-    def wait(self) -> Exchange:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.exchanges, WAIT_S)
-        return self.exchanges[0]
-
-
-def late_answer(exchange: Exchange, what: str) -> None:
-    fields = {"nextBeginOffset": "30", "minOffset": "0", "maxOffset": "40", "suggestWhichBrokerId": "0"}
-    code, remark, body = {
-        "found": (0, "FOUND", b"".join(record(offset) for offset in range(10, 30))),
-        "no new": (19, "OFFSET_OVERFLOW_ONE", b""),
-        "no matched": (20, "NO_MATCHED_MESSAGE", b""),
-        "offset moved": (21, "OFFSET_OVERFLOW_BADLY", b""),
-        "reset": (21, "OFFSET_RESET", b""),
-        "refused": (1, "late", b""),
-    }[what]
-    if what == "reset":
-        fields["nextBeginOffset"] = "8"
-    said = exchange.request.answer(code, remark, fields, body)
-    exchange.later(0, lambda: exchange.answer(said))
-
-
-def record(offset: int) -> bytes:
-    return encode_message(StoredMessage(topic="stray", body=b"stray", queue_offset=offset))
-
-
-@pytest.mark.parametrize("what", ["found", "no new", "no matched", "offset moved", "refused", "reset"])
-def test_the_answer_of_a_pull_from_before_a_reset_changes_nothing_unless_it_is_a_reset(orders, broker, what):
-    queue, held, events = QUEUE, Held(), Events()
-    orders.fill(10)
-    broker.on(RequestCode.PULL_MESSAGE, held, when=lambda each: of(TOPIC)(each) and each.fields["queueOffset"] == "10")
-    with orders.consuming(**QUICK) as (consumer, seen):
-        seen.wait_for(10)
-        held.wait()
-        assert consumer.reset_offsets(TOPIC, {queue: 5}) == {queue: 5}
-        seen.wait(lambda seen: len(seen.bodies) == 15)
-        orders.wait_committed(10)
-        late_answer(held.wait(), what)
-        if what == "reset":
-            events.wait_for("offset-reset", 2)
-            seen.wait(lambda seen: len(seen.bodies) == 17)
-        orders.fill(3, 10)
-        seen.wait_for(13)
-    again = numbered(5, 5) + (numbered(2, 8) if what == "reset" else [])
-    assert Counter(seen.bodies) == Counter(numbered(13) + again)
-    assert events.of("offset-corrected") == []
-    assert len(events.of("offset-reset")) == (2 if what == "reset" else 1)
-    assert orders.committed == {0: 13}
+    Faulty: Java and Go read the old offset back from the file and are corrected again, for ever; none tells its user.
+    """
+    orders = Orders(embedded, messages=10)
+    options = broadcasting(tmp_path, rebalance_interval_s=0.2, pull_hold_s=0.1)
+    with member(embedded, TOPIC, GROUP, **options) as consumer:
+        consumer.seen.wait_for(10)
+        until(lambda: consumer.stored() == {QUEUE: 10}, "consumed")
+        consumer.pause()
+        settle()  # a pull may be on its way still
+        until(lambda: not broker.held_pulls(TOPIC), "no pull is held")
+        with full_disk():
+            orders.fill(10, 10)
+            broker.delete_before(TOPIC, 0, 15)
+            broker.forget_requests()
+            consumer.resume()
+            until(lambda: len(consumer.seen.bodies) == 15 or len(pulled_offsets(broker, TOPIC)) > 3, "consumed")
+            settle()
+            wrong = pulled_offsets(broker, TOPIC).count((0, 10))
+            assert wrong == 1, f"{wrong} corrections, one after the other"
+            assert sorted(consumer.seen.bodies[10:]) == numbered(5, 15)
+            assert consumer.stored() == {QUEUE: 10}, "the disk is full"
+            assert consumer.events.of("store-unwritable"), "nobody was told that offsets are not stored"
+        until(lambda: consumer.stored() == {QUEUE: 20}, "the next tick writes what memory has")
 
 
-def test_two_resets_in_a_row_end_at_the_second(orders, broker):
-    orders.make(queues=2)
-    orders.fill(20)
-    queues = [MessageQueue(TOPIC, "broker-a", number) for number in (0, 1)]
-    with orders.consuming(**QUICK) as (consumer, seen):
-        seen.wait_for(20)
-        outcomes = []
+class StartsWhateverTheDirectory(NaiveMember):
+    """The directory is made at the first write, and what fails there is logged."""
 
-        def reset(target):
-            outcomes.append(consumer.reset_offsets(TOPIC, dict.fromkeys(queues, target)))
-
-        for target in (9, 4, 7):
-            reset(target)
-        assert [sorted(outcome.values()) for outcome in outcomes] == [[9, 9], [4, 4], [7, 7]]
-        at_once = [threading.Thread(target=reset, args=(target,)) for target in (3, 3, 3, 3)]
-        for thread in at_once:
-            thread.start()
-        for thread in at_once:
-            thread.join(WAIT_S)
-        assert len(outcomes) == 7
-        seen.wait(lambda seen: seen.places[queues[0], 3] > 1 and seen.places[queues[1], 9] > 1)
-        orders.wait_committed(10, 10)
-        orders.fill(4, 20)
-        seen.wait_for(24)
+    def read_file(self) -> dict[MessageQueue, int]:
+        try:
+            return super().read_file()
+        except OSError:
+            return {}
 
 
-def test_the_late_acknowledgement_of_a_listener_from_before_a_reset_is_ignored(orders, broker):
-    queue = QUEUE
-    begun, release, ended = threading.Event(), threading.Event(), threading.Event()
+@pytest.mark.hazard("H07")
+@pytest.mark.parametrize("member", [ours, faulty(StartsWhateverTheDirectory, "it started, and can store nothing")])
+def test_a_directory_that_cannot_be_made_fails_the_start(embedded, tmp_path, member):
+    """A store that could never be written is found out at the start, which fails and names the directory.
 
-    def judge(message):
-        if message.body == b"m9" and not begun.is_set():
-            begun.set()
-            release.wait(30)
-            ended.set()
-
-    orders.fill(10)
-    seen = Seen(judge)
+    Faulty: a client that works all the same, and begins anew at each restart.
+    """
+    Orders(embedded)
+    (stores := tmp_path / "stores").write_text("")
+    failure = ""
     try:
-        with orders.consuming(seen, **QUICK) as (consumer, _):
-            seen.wait_for(10)
-            assert begun.wait(WAIT_S)
-            orders.wait_committed(9)
-            consumer.pause([queue])
-            assert consumer.reset_offsets(TOPIC, {queue: 2}) == {queue: 2}
-            assert orders.committed == {0: 2}
-            release.set()
-            assert ended.wait(WAIT_S)
-            threading.Event().wait(0.2)  # several commits
-            assert orders.committed == {0: 2}, "its acknowledgement of 9 reached nothing"
-            consumer.resume([queue])
-            seen.wait(lambda seen: len(seen.bodies) == 18)
-            orders.wait_committed(10)
-    finally:
-        release.set()
-    assert Counter(seen.bodies) == Counter(numbered(10) + numbered(8, 2))
+        with member(embedded, TOPIC, GROUP, **broadcasting(stores / "store")):
+            pass
+    except (RocketError, OSError) as error:
+        failure = str(error)
+    assert str(stores) in failure, "it started, and can store nothing"
+    assert "Nothing was started" in failure, f"the start failed, and this is said: {failure}"
 
 
-def test_a_failed_message_from_before_a_reset_is_not_sent_back(orders, broker):
-    queue = QUEUE
-    begun, release = threading.Event(), threading.Event()
-
-    def judge(message):
-        if message.body == b"m4" and not begun.is_set():
-            begun.set()
-            release.wait(WAIT_S)
-            raise ValueError("too late to matter")
-
-    orders.fill(5)
-    seen = Seen(judge)
-    try:
-        with orders.consuming(seen, **QUICK) as (consumer, _):
-            seen.wait_for(5)
-            assert begun.wait(WAIT_S)
-            consumer.reset_offsets(TOPIC, {queue: 4})
-            release.set()
-            orders.events.wait_for("listener-failed")
-            seen.wait(lambda seen: seen.bodies.count(b"m4") == 2)
-            orders.wait_committed(5)
-    finally:
-        release.set()
-    assert Counter(seen.bodies) == Counter([*numbered(5), b"m4"])
-    assert orders.events.of("message-sent-back") == []
+QUEUES = [queue(TOPIC, number) for number in range(3)]
 
 
-def test_a_reset_the_broker_does_not_acknowledge_waits_and_then_counts(orders, broker):
-    queue = QUEUE
-    orders.fill(10)
-    with orders.consuming(**QUICK) as (consumer, seen):
-        seen.wait_for(10)
-        orders.wait_committed(10)
-        broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, answer(1, "no"), times=3, when=of(TOPIC))
-        assert consumer.reset_offsets(TOPIC, {queue: 6}) == {queue: 6}
-        assert "6 is not acknowledged yet" in orders.events.wait_for("commit-failed").text
-        seen.wait(lambda seen: len(seen.bodies) == 14)
-    assert Counter(seen.bodies) == Counter(numbered(10) + numbered(4, 6))
+class OurFile:
+    """Our store, behind what the check below needs."""
+
+    def __init__(self, disk: Any) -> None:
+        self._store = LocalFileOffsetStore("/s", "checkpoint", disk=disk)
+        self._store.load()
+
+    def write(self, offset: int) -> None:
+        for each in QUEUES:
+            self._store.update_offset(each, offset)
+        self._store.persist_all()
+
+    @staticmethod
+    def found(files: dict[str, bytes]) -> dict[MessageQueue, int]:
+        main, backup, journal = (files.get("/s/offsets" + end) for end in (".json", ".json.bak", ".journal"))
+        return dict(recover(main, backup, journal).offsets)
+
+
+class WritesInPlace:
+    """Java from 5.1 on: what the file holds is copied over the backup, then the file is truncated and written."""
+
+    def __init__(self, disk: Any) -> None:
+        self._disk = disk
+
+    def write(self, offset: int) -> None:
+        before = self._disk.read("/s/offsets.json")
+        if before is not None:
+            self._disk.open("/s/offsets.json.bak", create=True).write_at(before, 0)
+        self._disk.open("/s/offsets.json", create=True).write_at(encode_offsets(dict.fromkeys(QUEUES, offset)), 0)
+
+    @staticmethod
+    def found(files: dict[str, bytes]) -> dict[MessageQueue, int]:
+        text = files.get("/s/offsets.json") or files.get("/s/offsets.json.bak")
+        return decode_checkpoint(text)[0] if text else {}
+
+
+@pytest.mark.hazard("H07")
+@pytest.mark.parametrize(
+    ("file", "operations"),
+    [  # a file can be emptied on a full disk
+        (OurFile, WRITES),
+        (OurFile, ["write_at"]),
+        (OurFile, ["write_at", "sync"]),
+        faulty(WritesInPlace, "a restart finds", ["write_at"]),
+    ],
+)
+def test_a_disk_that_gets_full_in_the_middle_of_a_write(file, operations):
+    """A file is replaced as a whole or not at all: whichever operation fails, the one before is still there.
+
+    Faulty: Java from 5.1 on writes into file and backup: one tick of its timer empties the file, the next the backup.
+    """
+    for number in range(1, 40):  # the first, second, third … operation fails, and all after it, at the next tick, too
+        memory, failing, done = MemoryDisk(), Failing(), 0
+
+        def when(operation: str, path: str, number: int = number) -> bool:
+            nonlocal done
+            done += operation in operations
+            return operation in operations and done >= number
+
+        failing.when = when
+        store = file(WatchedDisk(memory, failing))
+        store.write(5)
+        failing.error = errno.ENOSPC
+        for offset in (6, 7):
+            with suppress(OSError, OffsetStoreError):
+                store.write(offset)
+        try:
+            found = file.found(memory.files())
+        except (OffsetStoreError, ProtocolError) as error:
+            raise AssertionError(f"full from operation {number} on, a restart finds {error}") from error
+        whole = set(found.values()) <= {5, 6, 7} and set(found) == set(QUEUES)
+        assert whole, f"full from operation {number} on, a restart finds {found}"
+        if not failing.failures:
+            assert number > 1, "the disk was never full"
+            return
+    raise AssertionError("more operations than this test counts")

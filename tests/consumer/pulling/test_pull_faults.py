@@ -136,7 +136,7 @@ class LosesItsPull(NaiveMember):
     ("member", "what"),
     [
         *(pytest.param(ours, what, id=what) for what in FAULTS),
-        *(faulty(LosesItsPull, "all of the first", what) for what in ("next offset no number", "no frame")),
+        *(faulty(LosesItsPull, "all of the first", what) for what in ("next offset no number", "next offset missing")),
     ],
 )
 def test_nothing_is_lost_or_repeated(embedded, member, what):

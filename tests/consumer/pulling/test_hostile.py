@@ -1,0 +1,219 @@
+"""Answers that cannot be right, lead nowhere, are nested too deep or too large: who hears them goes on with others."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+
+from pyrocket_consumer import ConfigError, ConsumerState, ProducerConfig, ProtocolError, PushConsumer
+from pyrocket_consumer.model import EventKind
+from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.testing import EmbeddedCluster, Exchange, answer
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from tests.consumer.orders import GROUP, TOPIC, Orders
+from tests.consuming import Events, Seen, until
+from tests.for_each import for_each
+from tests.hostile.attacks import Found, Moved, NothingAtOnce, ResetEndlessly, record
+from tests.hostile.server import BROKER, MAX_OFFSET, Attack, HostileServer, pulled
+
+
+@contextmanager
+def beside(attack, tmp_path, **options):
+    """A consumer with default options, between a broker of ours and one that attacks."""
+    seen, told = Seen(), Events()
+    with EmbeddedCluster() as cluster:
+        cluster.create_topic(TOPIC, queues=2)
+        honest = cluster.brokers[0]
+        with HostileServer(TOPIC, (honest.name, honest.address), honest_queues=2) as server:
+            server.do(attack)
+            consumer = PushConsumer(
+                GROUP, name_server=server.name_server, consume_from="first", on_event=told, offset_store_dir=tmp_path,
+                **options,
+            )  # fmt: skip
+            consumer.subscribe(TOPIC, seen)
+            with consumer:
+                cluster.send(TOPIC, b"honest")
+                yield consumer, server, seen, told
+                cluster.send(TOPIC, b"honest to the end")
+                seen.wait(lambda seen: {b"honest", b"honest to the end"} <= set(seen.bodies))
+                assert consumer.state is ConsumerState.RUNNING
+
+
+class Leads(Attack):
+    """Answers pulls with another place, until it is told to stop."""
+
+    def __init__(self, to, code):
+        self.to, self.code = to, code
+
+    def answer(self, peer, command):
+        if command.code != RequestCode.PULL_MESSAGE:
+            return NotImplemented
+        return pulled(command, self.code, nextBeginOffset=self.to)
+
+
+@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
+@pytest.mark.parametrize(
+    "code", [ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCode.PULL_RETRY_IMMEDIATELY]
+)
+@pytest.mark.parametrize("to", [2**63 - 1, 2**63, 2**64, 10**30, -1, MAX_OFFSET + 100_000])
+def test_a_place_that_no_queue_has_is_not_followed(to, code, model, tmp_path):
+    with beside(Leads(to, code), tmp_path, message_model=model) as (consumer, server, _, told):
+        event = told.wait_for(EventKind.ANSWER_REFUSED)
+        assert event.queue.broker_name == BROKER
+        pulls = server.requests[RequestCode.PULL_MESSAGE]
+        server.do(Attack())
+        until(lambda: server.requests[RequestCode.PULL_MESSAGE] > pulls, "the next pull")
+        offsets = [each.next_to_pull for queue, each in consumer.progress().items() if queue.broker_name == BROKER]
+        assert set(offsets) <= {0}
+    assert all(offset <= MAX_OFFSET for offset in server.commits)
+
+
+class OutOfOrder(Found):
+    def records(self, offset, queue_id):
+        places = (offset, offset + 7, offset + 3)
+        return b"".join(record(place, b"x", topic=TOPIC, queue_id=queue_id) for place in places)
+
+
+def test_messages_in_no_order_of_offset_are_asked_for_again(tmp_path):
+    with beside(OutOfOrder(), tmp_path) as (_, _, seen, told):
+        assert "out of order" in told.wait_for(EventKind.ANSWER_REFUSED).text
+        assert b"x" not in seen.bodies
+
+
+@pytest.mark.parametrize("attack", [Moved, ResetEndlessly, NothingAtOnce])
+def test_a_broker_that_leads_about_takes_no_time_from_others(attack, tmp_path):
+    with beside(attack(), tmp_path) as (_, server, _, told):
+        time.sleep(4)
+        pulls = server.requests[RequestCode.PULL_MESSAGE]
+        assert 4 < pulls < 150  # it was thousands
+        assert len(told.all) < 250
+
+
+# --- JSON that is nested deeper than anybody needs
+
+
+def nested(depth: int, kind: str) -> bytes:
+    return b"[" * depth + b"]" * depth if kind == "lists" else b'{"a":' * depth + b"1" + b"}" * depth
+
+
+def headed(header: bytes) -> bytes:
+    return struct.pack(">II", 4 + len(header), len(header)) + header
+
+
+def deep_header(depth: int, kind: str, place: str):
+    """A fault: an answer whose header is as deep as that in one of its fields."""
+
+    def apply(exchange: Exchange) -> None:
+        deep, opaque = nested(depth, kind), exchange.request.opaque
+        texts = {
+            "extFields": b'{"code":0,"flag":1,"opaque":%d,"extFields":{"a":%b}}' % (opaque, deep),
+            "code": b'{"code":%b,"flag":1,"opaque":%d}' % (deep, opaque),
+            "remark": b'{"code":0,"flag":1,"opaque":%d,"remark":%b}' % (opaque, deep),
+        }
+        exchange.connection.write(headed(texts[place]))
+
+    return apply
+
+
+def deep_body(depth: int, kind: str):
+    """A fault: the answer has a body as deep as that, where its tables should be."""
+    deep = nested(depth, kind)
+    names = [b'"%b":%b' % (name, deep) for name in (b"queueDatas", b"brokerDatas", b"consumerIdList", b"lockOKMQSet")]
+    return answer(0, body=b"{%b}" % b",".join(names))
+
+
+FAULTS = {
+    f"{place} of {depth} {kind}": deep_header(depth, kind, place)
+    for depth, kind in ((300, "lists"), (1000, "lists"), (1000, "objects"), (100_000, "lists"))
+    for place in ("extFields", "code", "remark")
+} | {f"body of {depth} lists": deep_body(depth, "lists") for depth in (300, 1000, 100_000)}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_consumer_goes_on_with_the_name_server_that_answers_well(what):
+    asked_first = []
+
+    def judge(node):
+        def apply(exchange: Exchange) -> None:
+            asked_first.append(node)
+            if asked_first[0] is node:
+                FAULTS[what](exchange)
+            else:
+                exchange.handle(exchange.answer)
+
+        return apply
+
+    with EmbeddedCluster(name_servers=2) as cluster:
+        orders, seen = Orders(cluster, messages=3), Seen()
+        for node in cluster.name_server_nodes:
+            node.on(None, judge(node), times=None)
+        with orders.consumer(seen, consume_from="first") as consumer:
+            seen.wait_for(3)
+            assert consumer.state is ConsumerState.RUNNING
+        assert len(set(map(id, asked_first))) == 2
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_consumer_goes_on_with_the_broker_that_answers_well(what):
+    with EmbeddedCluster(brokers=2) as cluster:
+        orders, seen = Orders(cluster, queues=4), Seen()
+        good, bad = (broker.name for broker in cluster.brokers)
+        with orders.consumer(seen, consume_from="first") as consumer:
+            orders.fill(3, 0, broker_name=good)
+            orders.fill(3, 3, broker_name=bad)
+            seen.wait_for(6)
+            asked: Counter[tuple[int, str | None, str | None]] = Counter()
+
+            def apply(exchange: Exchange) -> None:
+                request = exchange.request
+                asked[request.code, request.fields.get("topic"), request.fields.get("queueId")] += 1
+                FAULTS[what](exchange)
+
+            cluster.broker(bad).on(None, apply, times=None)
+            cluster.broker(bad).close_connections()
+            until(lambda: max(asked.values(), default=0) >= 3, "something is asked again")
+            orders.fill(3, 6, broker_name=good)
+            orders.fill(3, 9, broker_name=bad)
+            seen.wait_for(9)
+            assert consumer.state is ConsumerState.RUNNING
+            cluster.broker(bad).clear_faults()
+            seen.wait_for(12)
+            assert consumer.state is ConsumerState.RUNNING
+
+
+# --- frames that are too large
+
+
+@for_each("value", [0, 65535, 2**30 + 1, 1e6, True, "16777216", None])
+def test_what_is_no_size_of_a_frame_is_refused(value):
+    with pytest.raises(ConfigError, match=r"max_frame_bytes=.* from 65536 to 1073741824"):
+        ProducerConfig(name_server="127.0.0.1:1", max_frame_bytes=value)
+
+
+def test_a_message_that_no_frame_has_room_for_is_an_error(orders, caplog):
+    with Producer(name_server=orders.cluster.name_server, max_frame_bytes=64 * 1024) as producer:
+        producer.send(TOPIC, b"small")
+        with pytest.raises(ProtocolError, match=r"frame of \d+ bytes; at most max_frame_bytes=65536 are sent"):
+            producer.send(TOPIC, os.urandom(65536))
+        assert producer.send(TOPIC, b"small").queue.topic == TOPIC
+    assert "surprise" not in caplog.text
+
+
+def test_an_answer_larger_than_frames_may_be_is_told():
+    """With the option; other queues go on."""
+    with EmbeddedCluster(brokers=2) as cluster:
+        orders = Orders(cluster)
+        first, second = (broker.name for broker in cluster.brokers)
+        orders.send(os.urandom(100_000), broker_name=first)
+        orders.fill(3, broker_name=second)
+        with orders.consuming(max_frame_bytes=64 * 1024) as (consumer, seen):
+            seen.wait_for(3)
+            assert "max_frame_bytes=65536" in str(orders.events.wait_for("answer-refused"))
+            assert consumer.state is ConsumerState.RUNNING
+        with orders.consuming(seen):
+            seen.wait_for(4)
