@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
-
-import pytest
 
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
 from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 
 VERSIONS = ("4.9.7", "5.1.4", "5.3.3", "5.5.0")
-every_version = pytest.mark.parametrize("version", VERSIONS)
 
 
 @contextmanager
@@ -29,6 +29,26 @@ def talking(**options: Any) -> Iterator[tuple[EmbeddedBroker, RawClient]]:
     """Yield a broker with the topic `T`, and a client connected to it."""
     with talking_to(**options) as broker, RawClient(broker.address) as client:
         yield broker, client
+
+
+def every_version(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test on each release, all in one item; the `broker` and `client` that it takes are of that release."""
+    body, inner = getattr(test, "cases", (test, None))
+    takes = inspect.signature(body).parameters.keys()
+
+    @functools.wraps(body)
+    def on_release(version: str, **given: Any) -> None:
+        talk = talking(version=version) if takes & {"broker", "client"} else nullcontext((None, None))
+        with talk as (broker, client):
+            made = {"version": version, "broker": broker, "client": client}
+            body(**given, **{name: made[name] for name in takes & made.keys()})
+
+    every = inspect.signature(test).parameters.values()
+    fixtures = [each for each in every if each.name not in ("version", "broker", "client")]
+    vars(on_release)["__signature__"] = inspect.Signature(fixtures)
+    if inner is not None:
+        vars(on_release)["cases"] = on_release, inner
+    return for_each("version", VERSIONS)(on_release)
 
 
 def facts(answer: RemotingCommand) -> tuple[int, str | None, int, int, int]:
