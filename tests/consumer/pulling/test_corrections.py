@@ -120,7 +120,7 @@ class CorrectsMemoryOnly(NaiveMember):
 @pytest.mark.parametrize(
     "member", [ours, NaiveMember, faulty(CorrectsMemoryOnly, "wrong pulls go on after a correction")]
 )
-def test_where_every_offset_is_wrong_each_queue_is_corrected_once(embedded, broker, tmp_path, member):
+def test_every_wrong_offset_is_corrected_once(embedded, broker, tmp_path, member):
     """A correction is in the file before the queue is pulled again, though no message was consumed; then it is over.
 
     Faulty: Java before 5.2 asks at the old place for ever, because it never writes the new one.

@@ -228,7 +228,7 @@ PULL = 32 * (BODY + 300)
 """Bytes of an answer with default options, at most 300 of a message besides its body."""
 
 
-def test_the_memory_of_all_queues_is_bounded_and_each_has_its_turn(orders):
+def test_the_memory_of_all_queues_is_bounded(orders):
     """A share of the limit would be far less than one pull brings."""
     limit, count = 1_000_000, 100 * 32
     orders.make(queues=100)

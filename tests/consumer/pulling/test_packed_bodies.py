@@ -167,7 +167,7 @@ def test_the_longest_body_is_an_option_and_holds_in_every_thread(orders):
     assert "holds more than 1024" in found[0]
 
 
-def test_others_are_consumed_beside_a_call_that_holds_a_large_body(orders):
+def test_a_call_that_holds_a_large_body_stops_no_other(orders):
     """What is not packed needs no room; what is and small waits for none as long as there is any."""
     send(orders.cluster, TOPIC, zlib.compress(bytes(8 * MIB)), sys_flag=ZLIB)
     send(orders.cluster, TOPIC, b"plain")
@@ -214,7 +214,7 @@ def test_a_consumer_closes_while_calls_wait_for_room(orders, is_async):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_calls_that_wait_for_room_have_it_after_others_that_are_wanted_no_more(orders, is_async):
+def test_calls_wait_for_room_behind_some_that_are_not_wanted(orders, is_async):
     """Queues whose messages wait for room are reset meanwhile; those of the one that was not are consumed."""
     orders.make(queues=12)
     packed = zlib.compress(bytes(MIB))
@@ -350,7 +350,7 @@ def test_a_batch_that_is_damaged_is_one_failed_message(orders):
     assert all("batch item" in error for error in errors)
 
 
-def test_an_answer_with_more_records_than_anybody_asks_for_is_refused_and_tried_again(orders, broker):
+def test_an_answer_with_too_many_records_is_refused(orders, broker):
     send(orders.cluster, TOPIC, b"fine")
 
     def flood(answer):

@@ -63,7 +63,7 @@ def test_the_oldest_unfinished_message_holds_the_commit_offset():
     assert window.commit_offset() == 106
 
 
-def test_an_empty_answer_moves_the_edge_only_while_nothing_is_unfinished():
+def test_an_empty_answer_moves_the_edge_of_an_empty_window():
     told = Told()
     window = started_window(0, told)
     (message,) = put(window, 0)
@@ -157,7 +157,7 @@ def test_room_made_is_told_once():
     assert woken == [window]
 
 
-def test_acknowledged_messages_behind_a_stuck_one_still_count_as_memory():
+def test_what_is_done_behind_a_stuck_message_counts_as_memory():
     window = started_window(0, budget=Budget(600))
     made = put(window, 0, 1, 2)
     window.ack(made[1:])
@@ -251,7 +251,7 @@ def test_what_a_window_holds_is_free_when_it_ends():
     assert sharing.budget.held == 0
 
 
-async def test_while_workers_are_idle_one_after_the_other_goes_beyond_what_may_be_held():
+async def test_while_workers_are_idle_one_window_goes_beyond_the_limit():
     is_idle = False
     sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: is_idle))
     assert sharing.asks(0)
@@ -275,7 +275,7 @@ async def test_while_workers_are_idle_one_after_the_other_goes_beyond_what_may_b
     assert sharing.acks(0, stuck) == [0]
 
 
-async def test_a_pull_beyond_what_may_be_held_that_is_not_answered_does_not_hold_up_the_next_for_long():
+async def test_an_unanswered_pull_beyond_the_limit_holds_up_none():
     """Its broker is silent, or holds it because its queue is empty."""
     sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: True))
     assert sharing.asks(0)
@@ -292,7 +292,7 @@ async def test_a_pull_beyond_what_may_be_held_that_is_not_answered_does_not_hold
     assert sharing.woken == [1, 2, 3]
 
 
-async def test_a_window_that_holds_something_goes_on_when_others_have_made_room():
+async def test_a_window_goes_on_when_others_have_made_room():
     """Its own message may be stuck: no acknowledgement of its own tells it."""
     sharing = Sharing(1000, 3, Budget(1000, asyncio.get_running_loop()))
     assert sharing.asks(0)
@@ -308,7 +308,7 @@ async def test_a_window_that_holds_something_goes_on_when_others_have_made_room(
     assert sharing.asks(0)
 
 
-async def test_room_by_count_that_comes_while_there_are_no_bytes_is_not_forgotten():
+async def test_room_by_count_without_bytes_is_not_forgotten():
     woken: list[ProcessQueue] = []
     budget = Budget(1000, asyncio.get_running_loop())
     window = ProcessQueue(QUEUE, 1, Limits(messages=2), Told(), woken.append, budget=budget)
@@ -324,7 +324,7 @@ async def test_room_by_count_that_comes_while_there_are_no_bytes_is_not_forgotte
     assert woken == [window, window]
 
 
-def test_a_window_that_holds_something_does_not_pass_those_that_hold_nothing():
+def test_a_window_does_not_pass_those_that_hold_nothing():
     sharing = Sharing(1000, 3)
     assert sharing.asks(0)
     first = sharing.gets(0, 100)
@@ -338,7 +338,7 @@ def test_a_window_that_holds_something_does_not_pass_those_that_hold_nothing():
     assert sharing.acks(0, second) == [0], "it holds nothing"
 
 
-def test_an_answer_that_was_not_foreseen_is_not_taken_when_there_is_no_room():
+def test_an_answer_that_was_not_foreseen_needs_room():
     sharing = Sharing(100, 2)
     assert sharing.takes(1, 70)
     assert sharing.asks(0)
@@ -387,7 +387,7 @@ def test_all_is_consumed_and_never_much_more_is_held(limit, sizes, random):
     assert (sharing.budget.held, sharing.budget.expect(sharing.windows[0], 0, 1)) == (0, True)
 
 
-def test_the_estimate_of_listener_time_rises_fast_and_falls_slowly():
+def test_the_estimate_of_listener_time_falls_slowly():
     window = started_window(0)
     first, second, _ = put(window, 0, 1, 2)
     window.ack([first], elapsed_s=0.1, units=1)

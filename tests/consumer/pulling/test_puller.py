@@ -223,7 +223,7 @@ async def test_what_a_pull_carries(signs):
     assert header.commit_offset == 0
 
 
-async def test_the_next_pull_is_asked_before_the_answer_is_decoded_and_delivered():
+async def test_the_next_pull_is_asked_before_the_answer_is_decoded():
     pulling = Pulling()
     deliver = (await pulling.asked()).answer_later(found(0))
     assert pulling.host.asked[0].offset == BATCH
@@ -232,7 +232,7 @@ async def test_the_next_pull_is_asked_before_the_answer_is_decoded_and_delivered
     assert pulling.host.offsets == list(range(BATCH))
 
 
-async def test_one_pull_is_under_way_until_the_steps_are_known_then_two_then_one_near_the_end():
+async def test_two_pulls_are_under_way_once_the_steps_are_known():
     pulling = Pulling()
     first = await pulling.asked()
     assert pulling.silent, "nothing is known of the queue yet"
@@ -279,7 +279,7 @@ async def test_a_wrong_guess_ends_all_that_follow_it():
     assert pulling.host.offsets == list(range(27))
 
 
-async def test_answers_in_the_wrong_order_are_delivered_in_the_right_one():
+async def test_answers_are_delivered_in_order():
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
     fourth.found()
@@ -370,7 +370,7 @@ async def test_a_reset_told_to_an_abandoned_pull_is_passed_on(early):
 
 
 @pytest.mark.parametrize("signs", [False, True])
-async def test_a_reset_told_to_a_pull_that_has_timed_out_is_passed_on_and_nothing_else_is(signs):
+async def test_of_what_comes_after_a_timeout_only_a_reset_counts(signs):
     pulling = Pulling(host=Host(signs=signs))
     first = await pulling.asked()
     first.answer(RequestTimeout("PULL_MESSAGE", "broker-a", 30))
@@ -384,7 +384,7 @@ async def test_a_reset_told_to_a_pull_that_has_timed_out_is_passed_on_and_nothin
     assert pulling.host.offsets == list(range(BATCH))
 
 
-async def test_a_reset_with_fields_missing_that_came_early_does_not_stop_the_puller():
+async def test_an_early_reset_with_fields_missing_stops_nothing():
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
     fourth.answer(LATE["fields missing"])
@@ -393,7 +393,7 @@ async def test_a_reset_with_fields_missing_that_came_early_does_not_stop_the_pul
     assert pulling.host.late == []
 
 
-async def test_after_a_correction_the_puller_waits_for_the_consumers_decision():
+async def test_after_a_correction_the_puller_waits_for_the_consumer():
     pulling = Pulling(500)
     (await pulling.asked()).answer(answer(MOVED, 10, remark="OFFSET_OVERFLOW_BADLY", end=10))
     ((asked, told),) = pulling.host.moved
@@ -439,7 +439,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("ahead", ["alone", "before a good one", "after a good one came early"])
 @pytest.mark.parametrize("what", UNUSABLE)
-async def test_an_answer_that_is_no_good_is_told_and_the_same_offset_asked_for_again(what, ahead):
+async def test_after_an_unusable_answer_the_same_offset_is_asked_for(what, ahead):
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
     if ahead == "after a good one came early":
@@ -460,7 +460,7 @@ async def test_an_answer_that_is_no_good_is_told_and_the_same_offset_asked_for_a
     assert pulling.edges[-1] == 24
 
 
-async def test_messages_beyond_the_next_offset_come_once_with_the_next_answer():
+async def test_messages_beyond_the_next_offset_come_once():
     pulling = Pulling()
     (await pulling.asked()).found(next_offset=5)
     assert pulling.host.offsets == list(range(5))
@@ -477,7 +477,7 @@ async def test_messages_before_the_offset_are_left_out():
     assert pulling.host.offsets == [3, 4, 5, 6, 7]
 
 
-async def test_good_answers_behind_one_that_cannot_be_decoded_are_asked_for_again():
+async def test_good_answers_behind_a_bad_one_are_asked_for_again():
     """Both answers are taken before the first is decoded: the second must not be put behind the hole."""
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
