@@ -11,7 +11,8 @@ import pytest
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import ConnectError, RequestTimeout
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.model import TopicRoute
+from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
 from pyrocket_consumer.wire.bodies import ConsumerData
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.consumer.coroutines import pytest_pyfunc_call
@@ -78,6 +79,34 @@ def embedded() -> Iterator[EmbeddedCluster]:
     with EmbeddedCluster() as cluster:
         cluster.create_topic("orders", queues=4)
         yield cluster
+
+
+@pytest.fixture
+def broker(embedded: EmbeddedCluster) -> EmbeddedBroker:
+    return embedded.broker("broker-a")
+
+
+@pytest.fixture
+def client(embedded: EmbeddedCluster, connect: Connect) -> Cluster:
+    return connect(embedded)
+
+
+def join(client: Cluster, *, consumer: str = "", producer: str = "", topic: str = "orders") -> int:
+    """Make `client` a member, with the route known; returns how many brokers took its heartbeat."""
+
+    async def work() -> int:
+        if consumer:
+            client.add_consumer(consumer, consumer_of(consumer, topic))
+        if producer:
+            client.add_producer(producer)
+        await client.route(topic)
+        return await client.heartbeat()
+
+    return client.run(work(), 30)
+
+
+def find_route(client: Cluster, topic: str = "orders", *, refresh: bool = False) -> TopicRoute:
+    return client.run(client.route(topic, refresh=refresh), 30)
 
 
 def consumer_of(group: str, topic: str = "orders") -> Callable[[], ConsumerData]:

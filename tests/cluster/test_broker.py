@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 
 import pytest
 
@@ -26,7 +27,7 @@ from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import PullMessageHeader, SendMessageHeader
 from pyrocket_consumer.wire.message import BatchItem, encode_batch
 from pyrocket_consumer.wire.subscription import parse_subscription
-from tests.cluster.conftest import consumer_of
+from tests.cluster.conftest import find_route, join
 
 QUEUE = MessageQueue("orders", "broker-a", 0)
 ALL = parse_subscription("orders", "*")
@@ -85,8 +86,7 @@ def test_a_queue_without_more_answers_at_once(embedded, do):
     assert (found.status, found.next_offset, messages) == (PullStatus.NO_NEW_MESSAGE, 0, [])
 
 
-def test_a_held_pull_is_woken_by_a_message(embedded, connect):
-    client = connect(embedded)
+def test_a_held_pull_is_woken_by_a_message(embedded, client):
     waiting = client.submit(client.broker("broker-a").pull(QUEUE, 0, group="app", subscription=ALL, hold_s=20))
     embedded.wait_until(lambda: embedded.broker("broker-a").held_pulls() == 1)
     embedded.send("orders", b"hello", queue_id=0)
@@ -179,20 +179,24 @@ def test_a_message_of_15_mb_goes_there_and_back(connect):
 @pytest.mark.parametrize(
     ("code", "remark", "kind", "retryable"),
     [
-        (16, "the group is not allowed to consume", PermissionDenied, False),
-        (1, "org.apache.rocketmq.acl.common.AclException: Check signature failed", PermissionDenied, False),
-        (2, "[TIMEOUT_CLEAN_QUEUE]broker busy", FlowControl, True),
+        (16, "User:u has no permission to access Topic:T", PermissionDenied, False),
+        (1, "org.apache.rocketmq.acl.common.AclException: No accessKey is configured", PermissionDenied, False),
+        (1, "java.lang.NullPointerException", BrokerError, True),
+        (2, "[TIMEOUT_CLEAN_QUEUE]broker busy, start flow control for a while", FlowControl, True),
         (215, "slow down", FlowControl, True),
-        (23, "parse failed", BrokerError, False),
+        (23, "parse the consumer's subscription failed", BrokerError, False),
         (24, "the consumer's subscription not exist", BrokerError, True),
+        (9999, "something new", BrokerError, False),
     ],
 )
-def test_a_refused_pull_says_why(embedded, do, code, remark, kind, retryable):
-    embedded.broker("broker-a").on(PULL, answer(code, remark))
-    with pytest.raises(kind) as raised:
+def test_a_refused_pull_says_why(broker, do, code, remark, kind, retryable):
+    broker.on(PULL, answer(code, remark))
+    with pytest.raises(BrokerError) as raised:
         pull(do, 0)
-    assert (raised.value.code, raised.value.remark, raised.value.retryable) == (code, remark, retryable)
-    assert raised.value.address == embedded.broker("broker-a").address
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert type(error) is kind
+    assert (error.code, error.remark, error.address, error.retryable) == (code, remark, broker.address, retryable)
+    assert broker.address in str(error) and remark in str(error)
 
 
 @pytest.mark.parametrize("missing", ["nextBeginOffset", "minOffset", "maxOffset"])
@@ -219,9 +223,8 @@ def test_a_queue_of_a_static_topic_is_refused_not_misread(embedded, do):
         pull(do, 0)
 
 
-def test_answers_that_overtake_each_other_find_their_calls(embedded, connect):
-    client = connect(embedded)
-    client.run(client.route("orders"), 30)
+def test_answers_that_overtake_each_other_find_their_calls(embedded, client):
+    find_route(client)
     for queue_id in range(4):
         embedded.send("orders", b"%d" % queue_id, count=queue_id + 1, queue_id=queue_id)
     embedded.broker("broker-a").on(RequestCode.GET_MAX_OFFSET, delay(0.1), times=2)
@@ -260,7 +263,7 @@ def test_without_a_master_a_queue_is_read_and_not_committed(with_slave, connect)
     client = connect(with_slave)
     do = doing(client)
     with_slave.broker("broker-a").kill()
-    client.run(client.route("orders", refresh=True), 30)
+    find_route(client, refresh=True)
     assert offsets(pull(do, 0)[1]) == [0, 1]
     for call in [
         lambda: do("commit_offset", "app", QUEUE, 1),
@@ -342,10 +345,9 @@ def test_the_range_of_a_queue(embedded, do):
     assert (do("min_offset", QUEUE), do("max_offset", QUEUE)) == (2, 5)
 
 
-def test_ranges_of_several_queues_and_their_errors(embedded, do):
+def test_ranges_of_several_queues_and_their_errors(embedded, broker, do):
     embedded.send("orders", b"x", count=5, queue_id=0)
     embedded.send("orders", b"x", count=3, queue_id=1)
-    broker = embedded.broker("broker-a")
     broker.delete_before("orders", 0, 2)
     queues = [QUEUE, MessageQueue("orders", "broker-a", 1)]
     assert do("min_offsets", queues) == dict(zip(queues, (2, 0), strict=True))
@@ -360,7 +362,7 @@ def test_ranges_of_several_queues_and_their_errors(embedded, do):
 
 def test_a_connection_that_answers_no_call_of_several_is_closed(embedded, connect):
     client = connect(embedded, call_timeout_s=0.2)
-    client.run(client.route("orders"), 30)
+    find_route(client)
     do, broker = doing(client), embedded.broker("broker-a")
     queues = [MessageQueue("orders", "broker-a", number) for number in (0, 1)]
 
@@ -382,7 +384,7 @@ def test_signed_requests_sent_together_are_let_in(connect):
     with EmbeddedCluster(account=("app", "a-secret-key")) as cluster:
         cluster.create_topic("orders", queues=2)
         client = connect(cluster, access_key="app", secret_key="a-secret-key")
-        client.run(client.route("orders"), 30)
+        find_route(client)
         queues = [MessageQueue("orders", "broker-a", number) for number in (0, 1)]
         assert doing(client)("max_offsets", queues) == dict.fromkeys(queues, 0)
 
@@ -468,14 +470,8 @@ def test_the_members_of_a_group_are_told_in_order(embedded, connect):
     clients = [connect(embedded) for _ in range(3)]
     do = doing(clients[0])
     assert do("consumer_ids", "app", "orders") == []
-
-    async def join(client):
-        client.add_consumer("app", consumer_of("app"))
-        await client.route("orders")
-        await client.heartbeat()
-
     for client in clients:
-        client.run(join(client), 30)
+        join(client, consumer="app")
     assert do("consumer_ids", "app") == sorted(client.client_id for client in clients)
 
 

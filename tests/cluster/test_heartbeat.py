@@ -20,7 +20,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, delay, drop
 from pyrocket_consumer.wire.bodies import decode_heartbeat
 from pyrocket_consumer.wire.codes import RequestCode, version_ordinal
 from pyrocket_consumer.wire.command import UnregisterClientHeader
-from tests.cluster.conftest import Told, consumer_of
+from tests.cluster.conftest import Told, consumer_of, find_route, join
 from tests.consuming import until
 
 HEARTBEAT = RequestCode.HEART_BEAT
@@ -33,20 +33,6 @@ def with_slaves():
     with EmbeddedCluster(brokers=2, slaves=1) as cluster:
         cluster.create_topic("orders", queues=4)
         yield cluster
-
-
-def join(client, *, consumer=None, producer=None, topic="orders"):
-    """Make `client` a member, with the route known, and return how many brokers took its heartbeat."""
-
-    async def work():
-        if consumer:
-            client.add_consumer(consumer, consumer_of(consumer, topic))
-        if producer:
-            client.add_producer(producer)
-        await client.route(topic)
-        return await client.heartbeat()
-
-    return client.run(work(), 30)
 
 
 def watch(client, hook):
@@ -87,8 +73,7 @@ def test_a_client_without_groups_sends_no_heartbeat(embedded, connect):
     assert embedded.broker("broker-a").requests(HEARTBEAT) == []
 
 
-def test_a_heartbeat_tells_all_groups_and_asks_for_no_v2(embedded, connect):
-    client = connect(embedded)
+def test_a_heartbeat_tells_all_groups_and_asks_for_no_v2(embedded, client):
     join(client, consumer="app", producer="maker")
     body = embedded.broker("broker-a").requests(HEARTBEAT)[-1].command.body
     told = decode_heartbeat(body)
@@ -120,10 +105,9 @@ def test_a_silent_broker_keeps_no_heartbeat_from_the_others(with_slaves, connect
     assert join(connect(with_slaves, call_timeout_s=1.5), consumer="app") == 3
 
 
-def test_a_heartbeat_to_one_broker_tells_what_went_wrong(embedded, connect):
+def test_a_heartbeat_to_one_broker_tells_what_went_wrong(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=1)
     join(client, consumer="app")
-    broker = embedded.broker("broker-a")
     broker.on(HEARTBEAT, drop)
     with pytest.raises(RequestTimeout):
         client.run(client.heartbeat_broker(broker.address), 30)
@@ -135,9 +119,7 @@ def test_a_heartbeat_to_one_broker_tells_what_went_wrong(embedded, connect):
         client.run(client.heartbeat_broker(broker.address), 30)
 
 
-def test_a_member_connection_has_had_one_heartbeat(embedded, connect):
-    client = connect(embedded)
-    broker = embedded.broker("broker-a")
+def test_a_member_connection_has_had_one_heartbeat(client, broker):
     broker.on(HEARTBEAT, delay(0.1))
 
     async def pullers():
@@ -153,9 +135,7 @@ def test_a_member_connection_has_had_one_heartbeat(embedded, connect):
     assert broker.members("app") == [client.client_id]
 
 
-def test_a_broker_that_refuses_heartbeats_fails_who_pulls(embedded, connect):
-    client = connect(embedded)
-    broker = embedded.broker("broker-a")
+def test_a_broker_that_refuses_heartbeats_fails_who_pulls(client, broker):
     broker.on(HEARTBEAT, answer(16, "no permission"), times=None)
 
     async def pull():
@@ -174,7 +154,7 @@ def test_a_new_broker_hears_of_us_as_soon_as_a_route_names_it(connect):
         client = connect(cluster)
         assert join(client, consumer="app") == 1
         cluster.create_topic("orders", brokers=["broker-a", "broker-b"])
-        client.run(client.route("orders", refresh=True), 30)
+        find_route(client, refresh=True)
         cluster.broker("broker-b").wait_for(HEARTBEAT)
         assert cluster.broker("broker-b").members("app") == [client.client_id]
 
@@ -187,7 +167,7 @@ def test_a_broker_no_route_names_any_more_is_disconnected(connect):
         assert join(client, consumer="app") == 2
         gone = cluster.broker("broker-b")
         cluster.call(lambda: cluster.unregister(gone))  # it runs on: only its registration is gone
-        client.run(client.route("orders", refresh=True), 30)
+        find_route(client, refresh=True)
         cluster.wait_until(lambda: not gone.connections)
         assert set(client.broker_addresses()) == {"broker-a"}
         assert client.address("broker-b") is None
@@ -204,7 +184,7 @@ def test_a_broker_that_left_the_routes_is_kept_while_in_use(connect):
         gone = cluster.broker("broker-b")
         address = client.address("broker-b")
         cluster.call(lambda: cluster.unregister(gone))
-        client.run(client.route("orders", refresh=True), 30)
+        find_route(client, refresh=True)
         assert client.address("broker-b") == address
         assert client.run(client.heartbeat(), 30) == 2
         assert gone.connections
@@ -227,11 +207,9 @@ def test_a_lost_connection_has_the_routes_asked_for_at_once(connect):
 
 
 @pytest.mark.parametrize("end", ["kill", "stop", "cut"])
-def test_a_broker_that_returns_gets_a_heartbeat_and_is_reported(embedded, connect, end):
-    client = connect(embedded)
+def test_a_broker_that_returns_gets_a_heartbeat_and_is_reported(client, broker, end):
     lost, returned = watch(client, "on_broker_lost"), watch(client, "on_broker_reconnected")
     join(client, consumer="app")
-    broker = embedded.broker("broker-a")
     for _ in range(2):
         if end == "cut":
             broker.close_connections()
@@ -245,9 +223,7 @@ def test_a_broker_that_returns_gets_a_heartbeat_and_is_reported(embedded, connec
     assert client.peek_member(broker.address) is not None
 
 
-def test_a_broker_that_ends_each_connection_is_called_rarely(embedded, connect, caplog):
-    broker, client = embedded.broker("broker-a"), connect(embedded)
-
+def test_a_broker_that_ends_each_connection_is_called_rarely(broker, client, caplog):
     def answer_and_close(exchange):
         exchange.answer(exchange.request.answer(0))
         exchange.later(0.001, lambda: exchange.connection.close(False))
@@ -255,7 +231,7 @@ def test_a_broker_that_ends_each_connection_is_called_rarely(embedded, connect, 
     client.add_consumer("app", consumer_of("app"))
     broker.on(RequestCode.HEART_BEAT, answer_and_close, times=None)
     began = time.monotonic()
-    client.run(client.route("orders"), 30)
+    find_route(client)
     broker.wait_for(RequestCode.HEART_BEAT, 8)
     assert time.monotonic() - began > 2
     assert len([each for each in caplog.records if "connection lost" in each.getMessage()]) < 8
@@ -263,11 +239,10 @@ def test_a_broker_that_ends_each_connection_is_called_rarely(embedded, connect, 
     broker.wait_for(RequestCode.HEART_BEAT, 9)
 
 
-def test_calls_fail_when_the_broker_dies_and_later_ones_work(embedded, connect):
+def test_calls_fail_when_the_broker_dies_and_later_ones_work(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=30)
     join(client, consumer="app")
-    broker = embedded.broker("broker-a")
-    queue = client.run(client.route("orders"), 30).consume_queues()[0]
+    queue = find_route(client).consume_queues()[0]
     broker.on(RequestCode.GET_MAX_OFFSET, drop)
     waiting = client.submit(client.broker("broker-a").max_offset(queue))
     broker.wait_for(RequestCode.GET_MAX_OFFSET)
@@ -285,11 +260,10 @@ def test_calls_fail_when_the_broker_dies_and_later_ones_work(embedded, connect):
     until(works, "a call that works")
 
 
-def test_a_silent_broker_is_reconnected_after_two_heartbeats(embedded, connect):
+def test_a_silent_broker_is_reconnected_after_two_heartbeats(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=1, heartbeat_interval_s=0.1)
     lost, returned = watch(client, "on_broker_lost"), watch(client, "on_broker_reconnected")
     join(client, consumer="app")
-    broker = embedded.broker("broker-a")
     broker.on(HEARTBEAT, drop, times=2)
     address, reason = lost.next()
     assert (address, "2 calls in a row" in reason) == (broker.address, True)
@@ -297,12 +271,11 @@ def test_a_silent_broker_is_reconnected_after_two_heartbeats(embedded, connect):
     assert broker.members("app") == [client.client_id]
 
 
-def test_slow_calls_end_no_connection_with_heartbeats(embedded, connect):
+def test_slow_calls_end_no_connection_with_heartbeats(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=1)
     lost = watch(client, "on_broker_lost")
     join(client, consumer="app")
-    broker = embedded.broker("broker-a")
-    queue = client.run(client.route("orders"), 30).consume_queues()[0]
+    queue = find_route(client).consume_queues()[0]
     broker.on(RequestCode.GET_MAX_OFFSET, drop, times=3)
     for _ in range(3):
         with pytest.raises(RequestTimeout):
@@ -336,10 +309,8 @@ def test_leaving_does_not_wait_for_a_broker_that_is_away(with_slaves, connect):
     client.run(client.unregister(consumer_group="app"), 10)
 
 
-def test_a_heartbeat_under_way_does_not_join_again_who_leaves(embedded, connect):
-    client = connect(embedded)
+def test_a_heartbeat_under_way_does_not_join_again_who_leaves(client, broker):
     join(client, consumer="app")
-    broker = embedded.broker("broker-a")
     gate = Gate()
     broker.on(HEARTBEAT, gate)
     heartbeat = client.submit(client.heartbeat())

@@ -19,7 +19,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.cluster.conftest import Told, consumer_of
+from tests.cluster.conftest import Told, consumer_of, find_route
 from tests.consuming import until
 
 
@@ -27,16 +27,12 @@ def io_threads():
     return [thread for thread in threading.enumerate() if thread.name == "pyrocket-io"]
 
 
-def refused_address():
+@pytest.fixture
+def nobody():
     """An address where nobody listens: the port is taken, so that nobody will."""
     with EmbeddedCluster() as cluster:
         cluster.stop_name_server()
         yield cluster.name_server
-
-
-@pytest.fixture
-def nobody():
-    yield from refused_address()
 
 
 def test_a_wrong_name_server_address_leaves_nothing_running(nobody):
@@ -82,7 +78,7 @@ def test_start_fails_within_its_own_deadline(embedded):
 def test_close_ends_thread_and_connections_and_can_be_repeated(embedded, connect):
     before = io_threads()
     client = connect(embedded)
-    client.run(client.route("orders"), 30)
+    find_route(client)
     assert embedded.name_server_node.connections
     client.close()
     client.close()
@@ -90,10 +86,9 @@ def test_close_ends_thread_and_connections_and_can_be_repeated(embedded, connect
     until(lambda: io_threads() == before, "its thread has ended")
 
 
-def test_close_gives_waiting_calls_an_error(embedded, connect):
+def test_close_gives_waiting_calls_an_error(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=60)
-    client.run(client.route("orders"), 30)
-    broker = embedded.broker("broker-a")
+    find_route(client)
     broker.on(RequestCode.GET_MAX_OFFSET, drop)
     waiting = client.submit(client.broker("broker-a").max_offset(MessageQueue("orders", "broker-a", 0)))
     broker.wait_for(RequestCode.GET_MAX_OFFSET)
@@ -114,8 +109,7 @@ def test_a_client_that_is_not_running_says_so(embedded, connect, moment):
             call(client.route("orders"), 30)
 
 
-def test_a_client_starts_once(embedded, connect):
-    client = connect(embedded)
+def test_a_client_starts_once(client):
     with pytest.raises(ConsumerClosed, match="only once"):
         client.start()
     client.close()
@@ -127,11 +121,9 @@ def test_a_client_that_was_never_started_closes_without_a_word(nobody):
     Cluster(ClientConfig(name_server=nobody), "me").close()
 
 
-def test_a_blocking_call_on_the_io_thread_is_refused(embedded, connect):
-    client = connect(embedded)
-
+def test_a_blocking_call_on_the_io_thread_is_refused(client):
     async def block():
-        return client.run(client.route("orders"), 30)
+        return find_route(client)
 
     with pytest.raises(RuntimeError, match="await it instead"):
         client.run(block(), 30)
@@ -141,7 +133,7 @@ def test_a_blocking_call_on_the_io_thread_is_refused(embedded, connect):
 
     with pytest.raises(RuntimeError, match="await it instead"):
         client.run(close(), 30)
-    assert client.run(client.route("orders"), 30).topic == "orders"
+    assert find_route(client).topic == "orders"
 
 
 def test_a_blocking_call_ends_at_its_deadline(embedded, connect):
@@ -159,7 +151,7 @@ def test_clients_can_share_an_io_thread_that_is_not_theirs(embedded):
     first.start()
     second.start()
     first.close()
-    assert second.run(second.route("orders"), 30).topic == "orders"
+    assert find_route(second).topic == "orders"
     second.close()
     assert io_threads() != []
     io.stop()
@@ -220,7 +212,7 @@ def test_what_fails_in_a_callback_is_reported_and_harms_no_call(embedded, hook):
     if hook == "on_route_changed":
         client.on_route_changed(fail)
     client.start()
-    route = client.run(client.route("orders"), 30)
+    route = find_route(client)
     assert len(route.consume_queues()) == 4
     if hook == "on_answer":
 
@@ -230,7 +222,7 @@ def test_what_fails_in_a_callback_is_reported_and_harms_no_call(embedded, hook):
 
         client.run(pull(), 30)
     assert isinstance(told.next()[0], ZeroDivisionError)
-    assert client.run(client.route("orders", refresh=True), 30) is route
+    assert find_route(client, refresh=True) is route
     client.close()
 
 

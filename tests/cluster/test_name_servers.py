@@ -12,7 +12,7 @@ from pyrocket_consumer.errors import BrokerError, ConnectError, RequestTimeout, 
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, delay, drop, garbage, rewrite
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import GetKvConfigHeader, HeartbeatHeader, PutKvConfigHeader
-from tests.cluster.conftest import Told
+from tests.cluster.conftest import Told, find_route
 from tests.consuming import quick
 
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
@@ -30,7 +30,7 @@ def asked(cluster, client):
     """Which name server was asked for the route last."""
     for node in cluster.name_server_nodes:
         node.forget_requests()
-    client.run(client.route("orders", refresh=True), 30)
+    find_route(client, refresh=True)
     return [node for node in cluster.name_server_nodes if node.requests(ROUTE)]
 
 
@@ -54,7 +54,7 @@ def test_start_needs_only_one_of_them(three, connect):
     for node in three.name_server_nodes[:2]:
         node.stop()
     client = connect(three)
-    assert client.run(client.route("orders"), 30).topic == "orders"
+    assert find_route(client).topic == "orders"
 
 
 def test_when_all_fail_every_address_and_reason_is_told(three, connect):
@@ -64,7 +64,7 @@ def test_when_all_fail_every_address_and_reason_is_told(three, connect):
     silent.on(ROUTE, drop, times=None)
     broken.on(ROUTE, answer(1, "name server not ready"), times=None)
     with pytest.raises(ConnectError) as raised:
-        client.run(client.route("orders"), 30)
+        find_route(client)
     text = str(raised.value)
     for node in three.name_server_nodes:
         assert node.address in text
@@ -84,14 +84,13 @@ def test_a_no_is_an_answer(three, connect):
     for node in three.name_server_nodes:
         node.forget_requests()
     with pytest.raises(RouteNotFound, match="'nowhere'"):
-        client.run(client.route("nowhere"), 30)
+        find_route(client, "nowhere")
     assert sum(len(node.requests(ROUTE)) for node in three.name_server_nodes) == 1
 
 
-def test_a_connection_that_ends_while_idle_is_opened_again(embedded, connect):
-    client = connect(embedded)
+def test_a_connection_that_ends_while_idle_is_opened_again(embedded, client):
     embedded.name_server_node.on(ROUTE, close_connection, times=1)
-    assert client.run(client.route("orders"), 30).topic == "orders"
+    assert find_route(client).topic == "orders"
 
 
 def test_a_silent_connection_is_given_up_after_two_calls(embedded, connect):
@@ -101,17 +100,16 @@ def test_a_silent_connection_is_given_up_after_two_calls(embedded, connect):
     name_server.on(ROUTE, drop, times=2)
     for _ in range(2):
         with pytest.raises(RequestTimeout):
-            client.run(client.route("orders"), 30)
+            find_route(client)
     embedded.wait_until(lambda: before not in name_server.connections)
-    assert client.run(client.route("orders"), 30).topic == "orders"
+    assert find_route(client).topic == "orders"
 
 
-def test_bytes_that_are_no_frame_do_not_end_the_client(embedded, connect):
-    client = connect(embedded)
+def test_bytes_that_are_no_frame_do_not_end_the_client(embedded, client):
     embedded.name_server_node.on(ROUTE, garbage(b"HTTP/1.1 400 Bad Request\r\n\r\n"), times=1)
     with pytest.raises(Exception, match="frame"):
-        client.run(client.route("orders"), 30)
-    assert client.run(client.route("orders"), 30).topic == "orders"
+        find_route(client)
+    assert find_route(client).topic == "orders"
 
 
 def test_a_name_server_4_9_does_not_answer_unknown_codes(connect):
@@ -120,12 +118,11 @@ def test_a_name_server_4_9_does_not_answer_unknown_codes(connect):
         client = connect(cluster)
         with pytest.raises(RequestTimeout, match="CODE_9999"):
             client.run(client.call(cluster.name_server, HeartbeatHeader(), code=9999, timeout_s=0.2), 30)
-        assert client.run(client.route("orders"), 30).topic == "orders"
+        assert find_route(client).topic == "orders"
         assert len(cluster.name_server_node.connections) == 1
 
 
-def test_a_name_server_5_says_that_it_does_not_know(embedded, connect):
-    client = connect(embedded)
+def test_a_name_server_5_says_that_it_does_not_know(embedded, client):
     with pytest.raises(BrokerError) as raised:
         client.run(client.call(embedded.name_server, HeartbeatHeader(), code=9999), 30)
     assert raised.value.code == 3
@@ -135,10 +132,10 @@ def test_a_late_answer_is_ignored(embedded, connect):
     client = connect(embedded, call_timeout_s=1)
     embedded.name_server_node.on(ROUTE, delay(1.2), times=1)
     with pytest.raises(RequestTimeout):
-        client.run(client.route("orders"), 30)
+        find_route(client)
     for _ in range(3):  # the late answer arrives during one of these
         embedded.name_server_node.on(ROUTE, delay(0.1), times=1)
-        assert client.run(client.route("orders", refresh=True), 30).topic == "orders"
+        assert find_route(client, refresh=True).topic == "orders"
 
 
 def test_changes_are_told_to_every_name_server(three, connect):
@@ -171,23 +168,23 @@ def test_routes_in_use_stay_fresh_and_outlive_name_servers(embedded, connect):
         client.on_route_changed(told)
 
     client.run(watch(), 30)
-    route = client.run(client.route("orders"), 30)
+    route = find_route(client)
     assert told.next() == ("orders", route)
     embedded.create_topic("orders", queues=6)
     topic, changed = told.next()
     assert len(changed.consume_queues()) == 6
     embedded.stop_name_server()
     began = time.monotonic()
-    assert client.run(client.route("orders"), 30) == changed  # the known one, at once
+    assert find_route(client) == changed  # the known one, at once
     with pytest.raises(ConnectError):
-        client.run(client.route("orders", refresh=True), 30)
+        find_route(client, refresh=True)
     assert time.monotonic() - began < 20
     embedded.start_name_server(register=False)
     with pytest.raises(RouteNotFound):  # it knows nothing until brokers register
-        client.run(client.route("orders", refresh=True), 30)
+        find_route(client, refresh=True)
     assert client.known_route("orders") == changed
     embedded.name_server_node.register()
-    assert client.run(client.route("orders", refresh=True), 30) == changed
+    assert find_route(client, refresh=True) == changed
     assert told.nothing
 
 
@@ -197,8 +194,7 @@ def padded(body: bytes) -> bytes:
 
 
 @pytest.mark.live
-def test_a_large_answer_does_not_stop_the_io_thread(embedded, connect):
-    client = connect(embedded)
+def test_a_large_answer_does_not_stop_the_io_thread(embedded, client):
     embedded.name_server_node.on(ROUTE, rewrite(lambda answer: replace(answer, body=padded(answer.body))), times=None)
 
     async def longest_piece() -> float:
@@ -225,11 +221,11 @@ def test_an_unreadable_answer_makes_it_ask_another(three, connect, body):
     first.on(ROUTE, answer(0, body=body), times=None)
     for node in three.name_server_nodes:
         node.forget_requests()
-    assert client.run(client.route("orders", refresh=True), 30).topic == "orders"
+    assert find_route(client, refresh=True).topic == "orders"
     assert first not in asked(three, client)
     for node in three.name_server_nodes:
         node.on(ROUTE, answer(0, body=body), times=None)
     with pytest.raises(ConnectError) as failure:
-        client.run(client.route("orders", refresh=True), 30)
+        find_route(client, refresh=True)
     assert all(node.address in str(failure.value) for node in three.name_server_nodes)
     assert len(str(failure.value)) < 1000

@@ -12,6 +12,7 @@ from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.cluster.conftest import find_route
 from tests.for_each import for_each
 
 AT = datetime(2026, 11, 21, 8, tzinfo=UTC)
@@ -77,7 +78,7 @@ def test_what_is_none_is_told_with_the_remedy(to, reason):
 
 def test_every_broker_says_where_its_queues_begin_and_end(two_brokers, connect):
     client = connect(two_brokers)
-    client.run(client.route("T"), 30)
+    find_route(client, "T")
     assert list(ask(client, "first").values()) == [1, 0, 0, 0]
     assert list(ask(client, "last").values()) == [2, 2, 2, 2]
     assert list(ask(client, AT).values()) == [1, 0, 0, 0]
@@ -98,7 +99,7 @@ def test_every_broker_says_where_its_queues_begin_and_end(two_brokers, connect):
 )
 def test_a_broker_that_does_not_say_is_named(two_brokers, connect, place, code):
     client = connect(two_brokers)
-    client.run(client.route("T"), 30)
+    find_route(client, "T")
     two_brokers.broker("broker-b").on(code, answer(1, "not well"), times=None)
     with pytest.raises(RocketError, match=r"not known of 1 of 2 brokers: broker-b: .*not well") as raised:
         ask(client, place)
@@ -111,7 +112,7 @@ def test_old_brokers_are_searched_with_the_first_group_that_may(connect):
         for _ in range(3):
             cluster.send("T")
         client = connect(cluster)
-        client.run(client.route("T"), 30)
+        find_route(client, "T")
         cluster.broker("broker-a").on(
             RequestCode.PULL_MESSAGE,
             answer(16, "no permission"),

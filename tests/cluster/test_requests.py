@@ -12,20 +12,13 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import GetConsumerRunningInfoHeader, NotifyConsumerIdsChangedHeader
 from tests.asking import Asking
-from tests.cluster.conftest import Told, consumer_of
+from tests.cluster.conftest import Told, find_route, join
 
 
 @pytest.fixture
-def member(embedded, connect):
+def member(client):
     """A member of the group `app`."""
-    client = connect(embedded)
-
-    async def join():
-        client.add_consumer("app", consumer_of("app"))
-        await client.route("orders")
-        await client.heartbeat()
-
-    client.run(join(), 30)
+    join(client, consumer="app")
     return client
 
 
@@ -76,7 +69,7 @@ def test_a_handler_that_fails_is_answered_with_the_reason(embedded, connect, mem
     assert raised.value.code == 1
 
 
-def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, connect, member):
+def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connect, member):
     told = Told()
     told_to_end = asyncio.Event()
 
@@ -90,21 +83,13 @@ def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, connect, membe
     handle(member, RequestCode.GET_CONSUMER_RUNNING_INFO, slow)
     handle(member, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, changed)
     admin = connect(embedded)
-    broker = embedded.broker("broker-a")
     asking = admin.submit(
         admin.call(broker.address, GetConsumerRunningInfoHeader("app", member.client_id), timeout_s=5)
     )
     broker.wait_for(RequestCode.GET_CONSUMER_RUNNING_INFO)
-    other = connect(embedded)
-
-    async def join():
-        other.add_consumer("app", consumer_of("app"))
-        await other.route("orders")
-        await other.heartbeat()
-
-    other.run(join(), 30)
+    join(connect(embedded), consumer="app")
     assert told.next() == ("app",)  # one-way: the member list changed
-    queue = member.run(member.route("orders"), 30).consume_queues()[0]
+    queue = find_route(member).consume_queues()[0]
     assert member.run(member.broker("broker-a").max_offset(queue), 30) == 0
 
     async def end():
@@ -120,21 +105,16 @@ def test_only_brokers_in_routes_or_in_use_may_ask(connect):
         embedded.create_topic("orders", queues=2)
         client, told, held = connect(embedded, route_refresh_interval_s=0.1), Told(), True
 
-        async def join():
-            client.on_request_refused(told)
-            client.keep_brokers(lambda broker_name: held)
-            client.add_consumer("app", consumer_of("app"))
-            await client.route("orders")
-            await client.heartbeat()
-
         async def answer(command, address):
             return command.answer(body=b"{}")
 
-        client.run(join(), 30)
+        client.on_request_refused(told)
+        client.keep_brokers(lambda broker_name: held)
+        join(client, consumer="app")
         handle(client, RequestCode.GET_CONSUMER_RUNNING_INFO, answer)
         other, fields = embedded.broker("broker-b"), {"consumerGroup": "app", "clientId": client.client_id}
         embedded.call(lambda: embedded.unregister(other))
-        embedded.wait_until(lambda: client.run(client.route("orders"), 30).brokers[-1].broker_name == "broker-a")
+        embedded.wait_until(lambda: find_route(client).brokers[-1].broker_name == "broker-a")
         assert Asking(other).ask(RequestCode.GET_CONSUMER_RUNNING_INFO, fields).body == b"{}"
         assert told.nothing
         answer = Asking(embedded.name_server_node).ask(RequestCode.GET_CONSUMER_RUNNING_INFO, fields)
@@ -146,9 +126,8 @@ def test_only_brokers_in_routes_or_in_use_may_ask(connect):
         embedded.wait_until(lambda: not other.connections)
 
 
-def test_a_refused_request_is_logged_once(embedded, connect, caplog):
-    client = connect(embedded)
-    client.run(client.route("orders"), 30)
+def test_a_refused_request_is_logged_once(embedded, client, caplog):
+    find_route(client)
     for _ in range(3):
         assert Asking(embedded.name_server_node).ask(RequestCode.CHECK_TRANSACTION_STATE, {}).code == 1
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

@@ -11,6 +11,11 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "bills") for broker in ("a", "b") for n in range(3)]
 
 
+def put(store: LocalFileOffsetStore, queue: MessageQueue, offset: int) -> None:
+    store.update_offset(queue, offset)
+    store.persist(queue)
+
+
 class History:
     """For each queue, the value last acknowledged as durable and those written since: any of them may be found."""
 

@@ -16,6 +16,7 @@ from pyrocket_consumer.offsets.journal import HEADER_BYTES, decode_header, repla
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.offsets.disks import MemoryDisk
+from tests.offsets.driving import put
 from tests.trials import trials
 
 QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(3)]
@@ -37,10 +38,8 @@ def used_and_killed() -> MemoryDisk:
     now[0] += 10  # a checkpoint is due
     store.persist_all()
     for offset in range(121, 131):
-        store.update_offset(QUEUES[0], offset)
-        store.persist(QUEUES[0])
-    store.update_offset(QUEUES[1], 122)
-    store.persist(QUEUES[1])
+        put(store, QUEUES[0], offset)
+    put(store, QUEUES[1], 122)
     return disk.after_kill()
 
 
@@ -57,8 +56,7 @@ def loaded(changes: dict[str, bytes | None], **options):
     try:
         store.load()
         offsets = store.clone_offset_table()
-        store.update_offset(QUEUES[2], 555)
-        store.persist(QUEUES[2])
+        put(store, QUEUES[2], 555)
         again = LocalFileOffsetStore("/s", journal_bytes=4096, disk=disk.after_kill())
         again.load()
         assert again.clone_offset_table() == offsets | {QUEUES[2]: 555}
@@ -291,8 +289,7 @@ def test_an_empty_main_file_is_never_copied_over_a_good_backup():
     seen.clear()
     with LocalFileOffsetStore("/s", "checkpoint", journal_bytes=4096, disk=looking) as store:
         for offset in range(600, 603):
-            store.update_offset(QUEUES[0], offset)
-            store.persist(QUEUES[0])
+            put(store, QUEUES[0], offset)
     assert len(seen) > 5
     for files in seen:
         again = MemoryDisk()

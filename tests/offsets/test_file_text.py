@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import MessageQueue, OffsetStoreCorrupt
-from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore
+from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, QueueReset
 from tests.consuming import consuming, until
 from tests.hazards.members import faulty
+from tests.offsets.driving import put
 from tests.real_brokers import JavaOffsetStore
 
 TOPIC, BROKER = "orders", "broker-a"
@@ -238,29 +239,48 @@ class WritesLikeGo(MemoryOffsetStore):
         self._file.write_text(go([offsets[queue] for queue in sorted(offsets)]))
 
 
-def java_reads(version: str, make_store: MakeStore) -> None:
-    offsets = [5, 2**40, 2**63 - 1]
-    with JavaOffsetStore(version, "app") as java:
-        java.path.parent.mkdir(parents=True, exist_ok=True)
-        with make_store(java.path.parent) as store:
-            for queue, offset in table(offsets).items():
-                store.update_offset(queue, offset)
-            store.persist_all()
-        java.load()
-        assert java.clone_offset_table() == table(offsets), "Java does not find the offsets"
-
-
 @pytest.mark.hazard("H42")
-def test_java_reads_what_we_wrote(real_version):
+@pytest.mark.parametrize("durability", ["fsync", "checkpoint"])
+def test_java_reads_what_we_wrote_and_we_what_java_wrote(real_version, durability):
     """Java of either era reads the file we write, so that a group may change its clients back.
 
     Faulty: the Go client's file, from 5.4 on.
     """
-    java_reads(real_version, ours)
+    offsets = table([5, 2**40]) | {MessageQueue("%RETRY%g", "broker-b", 0): 2**63 - 1}
+    first = next(iter(offsets))
+    with JavaOffsetStore(real_version, "g") as java:
+        with LocalFileOffsetStore(java.path.parent, durability) as store:
+            for queue, offset in offsets.items():
+                store.update_offset(queue, offset)
+            store.persist_all()
+        java.load()
+        assert java.clone_offset_table() == offsets, "Java does not find the offsets"
+
+        java.update_offset(first, 70)
+        java.persist_all(list(offsets))
+        with LocalFileOffsetStore(java.path.parent, durability, on_unreadable="raise") as store:
+            assert store.found.source == "file"
+            assert store.clone_offset_table() == offsets | {first: 70}
+            store.update_offset(first, 71)
+            store.persist_resets({first: QueueReset(9, 1234)})  # epochs are in a table of their own
+            if durability == "checkpoint":
+                for offset in range(100, 105):  # Java sees every persist at once
+                    put(store, first, offset)
+                    assert java.read_offset(first, "READ_FROM_STORE") == offset
+                put(store, first, 9)
+        java.load()
+        assert java.clone_offset_table() == offsets | {first: 9}
 
 
 @pytest.mark.hazard("H42")
 @pytest.mark.versions("5.5.0")
 @pytest.mark.parametrize("store", [faulty(WritesLikeGo, "Java does not find the offsets")])
 def test_java_reads_not_what_go_wrote(real_version, store):
-    java_reads(real_version, store)
+    offsets = table([5, 2**40, 2**63 - 1])
+    with JavaOffsetStore(real_version, "app") as java:
+        java.path.parent.mkdir(parents=True, exist_ok=True)
+        with store(java.path.parent) as written:
+            for queue, offset in offsets.items():
+                written.update_offset(queue, offset)
+        java.load()
+        assert java.clone_offset_table() == offsets, "Java does not find the offsets"

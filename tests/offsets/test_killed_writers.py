@@ -23,6 +23,7 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import consuming, numbered, until
 from tests.hazards.members import faulty
 from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
+from tests.offsets.driving import put
 
 QUEUE, OTHER = MessageQueue("orders", "broker-a", 0), MessageQueue("orders", "broker-a", 1)
 MAIN, BACKUP = "/s/offsets.json", "/s/offsets.json.bak"
@@ -285,8 +286,7 @@ def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
     store = make(WatchedDisk(MemoryDisk(), read))
     store.load()
     for offset in range(acknowledged, acknowledged + 5):
-        store.update_offset(QUEUE, offset)
-        store.persist(QUEUE)
+        put(store, QUEUE, offset)
         watching.append(True)
         for operation, path, found in seen:
             assert found in (offset - 1, offset), f"{found} was read before {operation} {path}, {offset - 1} was stored"
@@ -310,8 +310,7 @@ def test_a_correction_is_not_overwritten_by_the_timer(make):
     disk, corrector = MemoryDisk(), threading.Thread()
 
     def correct() -> None:
-        store.update_offset(QUEUE, 40)
-        store.persist(QUEUE)
+        put(store, QUEUE, 40)
         store.remove_offset(QUEUE)
 
     def interfere(count: int, operation: str, path: str) -> None:

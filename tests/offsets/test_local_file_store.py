@@ -20,6 +20,7 @@ from pyrocket_consumer.offsets.directories import base_directory, find_orphans, 
 from pyrocket_consumer.offsets.journal import decode_header, replay
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from tests.offsets.disks import MemoryDisk, WatchedDisk
+from tests.offsets.driving import put
 
 MEMORY, STORE = ReadOffsetType.READ_FROM_MEMORY, ReadOffsetType.READ_FROM_STORE
 QUEUES = [MessageQueue("orders", "broker-a", queue_id) for queue_id in range(8)]
@@ -51,8 +52,7 @@ def test_what_was_persisted_is_there_after_a_restart(tmp_path, durability):
     with LocalFileOffsetStore(tmp_path / "store", durability) as store:
         assert store.found.source == "new"
         for number, queue in enumerate(QUEUES):
-            store.update_offset(queue, number)
-            store.persist(queue)
+            put(store, queue, number)
         store.update_offset(QUEUE, 100)
         store.persist_all(QUEUES)
     with LocalFileOffsetStore(tmp_path / "store", durability) as store:
@@ -75,16 +75,14 @@ def test_the_journal_holds_what_the_checkpoint_does_not(tmp_path):
     store.load()
     store.update_offset(QUEUE, 1)
     store.persist(QUEUE)  # the first persist of a new store writes both
-    store.update_offset(QUEUE, 2)
-    store.persist(QUEUE)
+    put(store, QUEUE, 2)
     assert main_file(tmp_path) == {QUEUE: 1}
     assert frames_in(tmp_path).offsets == {QUEUE: 2}
     clock.now = 5.0
     store.persist_all()  # nothing has changed, but offsets.json is behind
     assert main_file(tmp_path) == {QUEUE: 2}
     assert frames_in(tmp_path).offsets == {}
-    store.update_offset(QUEUE, 3)
-    store.persist(QUEUE)
+    put(store, QUEUE, 3)
     assert main_file(tmp_path) == {QUEUE: 2}
     store.close()
     assert main_file(tmp_path) == {QUEUE: 3}
@@ -95,8 +93,7 @@ def test_with_checkpoint_durability_each_persist_is_readable(tmp_path):
     store = LocalFileOffsetStore(tmp_path, "checkpoint")
     store.load()
     for offset in range(5):
-        store.update_offset(QUEUE, offset)
-        store.persist(QUEUE)
+        put(store, QUEUE, offset)
         assert (tmp_path / "offsets.json").read_bytes() == encode_offsets({QUEUE: offset})
     store.close()
     assert not (tmp_path / "offsets.journal").exists()
@@ -112,22 +109,18 @@ def test_a_generation_never_comes_again():
         again = disk.after_kill()
         store = LocalFileOffsetStore("/s", disk=again)
         store.load()
-        store.update_offset(QUEUE, 2)
-        store.persist(QUEUE)
+        put(store, QUEUE, 2)
         generations.add(decode_header(again.files()["/s/offsets.journal"]).generation)
     assert len(generations) == 5
 
 
 def test_an_unchanged_offset_costs_no_write(tmp_path):
     with LocalFileOffsetStore(tmp_path) as store:
-        store.update_offset(QUEUE, 5)
-        store.persist(QUEUE)
-        store.update_offset(QUEUE, 6)
-        store.persist(QUEUE)
+        put(store, QUEUE, 5)
+        put(store, QUEUE, 6)
         before = frames_in(tmp_path).frames
         for _ in range(10):
-            store.update_offset(QUEUE, 6)
-            store.persist(QUEUE)
+            put(store, QUEUE, 6)
             store.persist_all()
         assert frames_in(tmp_path).frames == before
 
@@ -137,8 +130,7 @@ def test_a_full_journal_becomes_a_checkpoint_and_nothing_is_lost(tmp_path):
     store.load()
     for offset in range(2000):
         queue = QUEUES[offset % 8]
-        store.update_offset(queue, offset)
-        store.persist(queue)
+        put(store, queue, offset)
         if offset % 97 == 0:
             assert read_store(tmp_path).offsets[queue] == offset
     assert (tmp_path / "offsets.journal").stat().st_size == 4096
@@ -153,8 +145,7 @@ def test_a_batch_too_large_for_the_journal_becomes_a_checkpoint(tmp_path):
                 store.update_offset(queue, round_)
             store.persist_all(many)
             assert set(read_store(tmp_path).offsets.values()) == {round_}
-            store.update_offset(many[3], 77)
-            store.persist(many[3])
+            put(store, many[3], 77)
             assert read_store(tmp_path).offsets[many[3]] == 77
 
 
@@ -186,8 +177,7 @@ def test_the_queues_of_a_table_may_be_named_in_any_way(tmp_path, named):
 def test_another_journal_size_takes_effect_at_the_next_start(tmp_path):
     for size in (8192, 4096, 1 << 16):
         with LocalFileOffsetStore(tmp_path, journal_bytes=size) as store:
-            store.update_offset(QUEUE, size)
-            store.persist(QUEUE)
+            put(store, QUEUE, size)
             assert (tmp_path / "offsets.journal").stat().st_size == size
     assert main_file(tmp_path) == {QUEUE: 1 << 16}
 
@@ -195,15 +185,13 @@ def test_another_journal_size_takes_effect_at_the_next_start(tmp_path):
 def test_an_offset_may_step_back(tmp_path):
     with LocalFileOffsetStore(tmp_path) as store:
         for offset in (9, 100, 10, 10):
-            store.update_offset(QUEUE, offset)
-            store.persist(QUEUE)
+            put(store, QUEUE, offset)
             assert read_store(tmp_path).offsets == {QUEUE: offset}
 
 
 def test_reading_from_the_store_never_forgets_what_memory_has(tmp_path):
     with LocalFileOffsetStore(tmp_path) as store:
-        store.update_offset(QUEUE, 5)
-        store.persist(QUEUE)
+        put(store, QUEUE, 5)
         store.update_offset(QUEUE, 9)
         assert store.read_offset(QUEUE, STORE) == 5
         assert store.read_offset(QUEUE, MEMORY) == 9
@@ -285,8 +273,7 @@ def test_a_relative_directory_does_not_follow_the_process(tmp_path, monkeypatch)
     monkeypatch.chdir(others)
     with store:
         for offset in range(7):
-            store.update_offset(QUEUE, offset)
-            store.persist(QUEUE)
+            put(store, QUEUE, offset)
     monkeypatch.chdir(mine)
     with store:  # opened again
         monkeypatch.chdir(others)
@@ -359,8 +346,7 @@ def test_a_store_that_is_dropped_leaves_no_file_and_no_lock(tmp_path):
     for offset in range(5):
         store = LocalFileOffsetStore(tmp_path)
         store.load()
-        store.update_offset(QUEUE, offset)
-        store.persist(QUEUE)
+        put(store, QUEUE, offset)
         store.update_offset(QUEUE, 100)
         del store
         assert read_store(tmp_path).offsets == {QUEUE: offset}
@@ -392,8 +378,7 @@ def test_names_of_any_script_and_with_percent_signs_survive(tmp_path):
     store.load()
     for number in range(2):
         for queue in queues:
-            store.update_offset(queue, number)
-            store.persist(queue)
+            put(store, queue, number)
         assert read_store(tmp_path).offsets == dict.fromkeys(queues, number)
     store.close()
     assert main_file(tmp_path) == dict.fromkeys(queues, 1)
@@ -442,19 +427,11 @@ def test_files_of_another_program_are_left_alone(tmp_path):
 # -- Java beside us ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.hazard("H42")
-def test_what_java_wrote_is_found(tmp_path):
-    (tmp_path / "offsets.json").write_bytes(encode_offsets({QUEUE: 2**40}))
-    with LocalFileOffsetStore(tmp_path) as store:
-        assert (store.found.source, store.read_offset(QUEUE)) == ("file", 2**40)
-
-
 def test_what_java_wrote_after_us_counts(tmp_path):
     events = []
     store = LocalFileOffsetStore(tmp_path)
     store.load()
-    store.update_offset(QUEUE, 5)
-    store.persist(QUEUE)
+    put(store, QUEUE, 5)
     store.update_offset(QUEUE, 6)
     store.persist(QUEUE)  # in the journal only
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -464,8 +441,7 @@ def test_what_java_wrote_after_us_counts(tmp_path):
     (tmp_path / "offsets.json").write_bytes(encode_offsets({QUEUE: 50, QUEUES[1]: 1}))  # … and a run of a Java client
     with LocalFileOffsetStore(tmp_path, on_event=events.append) as store:
         assert store.clone_offset_table() == {QUEUE: 50, QUEUES[1]: 1}
-        store.update_offset(QUEUE, 51)
-        store.persist(QUEUE)
+        put(store, QUEUE, 51)
         assert read_store(tmp_path).offsets == {QUEUE: 51, QUEUES[1]: 1}
     assert [str(event.kind) for event in events] == ["store-fallback"]
     assert "another program" in events[0].text
@@ -552,8 +528,7 @@ def test_an_update_during_the_last_write_is_written_too():
     disk = MemoryDisk()
     store = LocalFileOffsetStore("/s", disk=WatchedDisk(disk, update_once))
     store.load()
-    store.update_offset(QUEUE, 1)
-    store.persist(QUEUE)
+    put(store, QUEUE, 1)
     store.update_offset(QUEUE, 2)
     store.remove_offset(QUEUE)
     assert (store.read_offset(QUEUE, MEMORY), store.read_offset(QUEUE, STORE)) == (None, 3)
@@ -585,33 +560,6 @@ def config(tmp_path, **options):
     return ConsumerConfig(group="g", name_server="127.0.0.1:9876", offset_store_dir=tmp_path, **options)
 
 
-def test_the_second_store_of_a_group_takes_the_next_slot(tmp_path):
-    first = LocalFileOffsetStore.for_group(config(tmp_path), "10.0.0.5@DEFAULT")
-    second = LocalFileOffsetStore.for_group(config(tmp_path), "10.0.0.5@DEFAULT")
-    for store, offset in ((first, 100), (second, 200)):
-        store.load()
-        store.update_offset(QUEUE, offset)
-    assert (first.client_id, second.client_id) == ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1")
-    assert second.directory == tmp_path / "10.0.0.5@DEFAULT-1" / "g"
-    first.close()
-    second.close()
-    for offset in (100, 200):
-        store = LocalFileOffsetStore.for_group(config(tmp_path), "10.0.0.5@DEFAULT")
-        first = store if offset == 100 else first
-        store.load()
-        assert store.read_offset(QUEUE) == offset
-    store.close()
-    first.close()
-
-
-def test_an_instance_name_of_ones_own_is_not_changed(tmp_path):
-    own = config(tmp_path, instance_name="blue")
-    with LocalFileOffsetStore.for_group(own, "10.0.0.5@blue"):
-        second = LocalFileOffsetStore.for_group(own, "10.0.0.5@blue")
-        with pytest.raises(OffsetStoreLocked, match=f"in use by this process|{os.getpid()}"):
-            second.load()
-
-
 @pytest.mark.hazard("H11")
 def test_a_changed_client_id_names_the_store_it_leaves_behind(tmp_path):
     events = []
@@ -641,8 +589,7 @@ def test_a_disk_without_hard_links_keeps_a_backup_too():
     disk.has_links = False
     with LocalFileOffsetStore("/s", "checkpoint", disk=disk) as store:
         for offset in range(4):
-            store.update_offset(QUEUE, offset)
-            store.persist(QUEUE)
+            put(store, QUEUE, offset)
     files = disk.files()
     assert decode_checkpoint(files["/s/offsets.json"])[0] == {QUEUE: 3}
     assert decode_checkpoint(files["/s/offsets.json.bak"])[0] == {QUEUE: 2}
@@ -661,8 +608,7 @@ def test_a_queue_needs_little_memory_beyond_its_key(tmp_path):
         for number, queue in enumerate(MANY):
             store.update_offset(queue, 10**9 + number)
         store.persist_all()
-        store.update_offset(QUEUE, 1)
-        store.persist(QUEUE)
+        put(store, QUEUE, 1)
         gc.collect()
         assert (tracemalloc.get_traced_memory()[0] - before) / len(MANY) <= 200  # bytes, the offset itself included
         store.close()
@@ -692,8 +638,7 @@ def test_a_persist_writes_few_bytes_checkpoints_included(queues):
     while not disk.checkpoints:
         queue = chosen[persists % queues]
         persists += 1
-        store.update_offset(queue, 10**9 + persists)
-        store.persist(queue)
+        put(store, queue, 10**9 + persists)
     assert persists > 46_000
     assert disk.bytes / persists <= 32
     store.close()

@@ -84,11 +84,6 @@ def test_no_broker_name_is_empty_and_a_negative_offset_none():
     assert decode_checkpoint(text)[0] == {MessageQueue("t", "", 1): 5}
 
 
-def test_large_offsets_are_exact():
-    table = {MessageQueue("t", "b", 0): 2**31, MessageQueue("t", "b", 1): 2**63 - 1, MessageQueue("t", "b", 2): 0}
-    assert decode_checkpoint(encode_offsets(table))[0] == table
-
-
 @pytest.mark.parametrize("text", [FASTJSON_1, FASTJSON_2, COMPACT, GO, encode_offsets({})])
 def test_a_text_cut_anywhere_is_damaged_never_shorter(text):
     for length in range(len(text)):

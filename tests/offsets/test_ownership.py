@@ -21,6 +21,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.disk import LocalDisk
 from pyrocket_consumer.offsets.ownership import read_owner
+from tests.offsets.driving import put
 
 ROOT = Path(__file__).parents[2]
 QUEUE = MessageQueue("orders", "broker-a", 0)
@@ -64,46 +65,31 @@ def persist(process, offset):
     assert process.stdout.readline() == "persisted\n"
 
 
-@pytest.mark.hazard("H12")
 @pytest.mark.live
-def test_a_second_process_is_told_who_owns_the_store_until_that_one_is_killed(tmp_path):
+@pytest.mark.hazard("H12")
+def test_a_store_belongs_to_one_process_until_that_is_killed(tmp_path):
+    """Processes of a host have a store each. Who ends leaves it to the next one, even by kill -9."""
     directory = tmp_path / "10.0.0.5@DEFAULT" / "g"
-    with owner(tmp_path) as (process, _, _):
-        persist(process, 41)
-        store = LocalFileOffsetStore(directory)
-        with pytest.raises(OffsetStoreLocked, match=rf"in use by process {process.pid} on host .*instance_name"):
-            store.load()
-        assert read_store(directory).offsets == {QUEUE: 41}  # looking is allowed
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
-        store.load()
-        assert store.read_offset(QUEUE) == 41
-        assert read_owner(LocalDisk(), str(directory)).pid == os.getpid()
-        store.close()
-
-
-@pytest.mark.hazard("H12")
-@pytest.mark.live
-def test_two_processes_of_a_host_have_a_store_each_and_find_it_again(tmp_path):
     with owner(tmp_path) as (first, first_id, nothing), owner(tmp_path) as (second, second_id, none):
-        assert (first_id, second_id) == ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1")
-        assert (nothing, none) == (None, None)
+        assert (first_id, second_id, nothing, none) == ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1", None, None)
         for offset in range(5):
             persist(first, 100 + offset)
             persist(second, 200 + offset)
-    with owner(tmp_path) as (_, first_id, one), owner(tmp_path) as (_, second_id, two):
-        assert (first_id, one) == ("10.0.0.5@DEFAULT", 104)
-        assert (second_id, two) == ("10.0.0.5@DEFAULT-1", 204)
-
-
-@pytest.mark.live
-def test_a_slot_left_by_a_process_that_ended_is_taken_again(tmp_path):
-    with owner(tmp_path) as (first, _, _), owner(tmp_path):
-        persist(first, 7)
-        first.kill()
+        store = LocalFileOffsetStore(directory)
+        with pytest.raises(OffsetStoreLocked, match=rf"in use by process {first.pid} on host .*instance_name"):
+            store.load()
+        assert read_store(directory).offsets == {QUEUE: 104}  # looking is allowed
+        first.send_signal(signal.SIGKILL)
         first.wait(30)
         with owner(tmp_path) as (_, third_id, offset):
-            assert (third_id, offset) == ("10.0.0.5@DEFAULT", 7)
+            assert (third_id, offset) == ("10.0.0.5@DEFAULT", 104)
+            second.kill()
+            second.wait(30)
+            with owner(tmp_path) as (_, fourth_id, offset):
+                assert (fourth_id, offset) == ("10.0.0.5@DEFAULT-1", 204)
+    with store:
+        assert store.read_offset(QUEUE) == 104
+        assert read_owner(LocalDisk(), str(directory)).pid == os.getpid()
 
 
 def slot(base, instance="DEFAULT"):
@@ -210,8 +196,7 @@ def error_of(call):
 @pytest.mark.live
 def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
     with LocalFileOffsetStore(tmp_path) as store:
-        store.update_offset(QUEUE, 1)
-        store.persist(QUEUE)
+        put(store, QUEUE, 1)
 
         def child():
             store.update_offset(QUEUE, 99)
@@ -226,8 +211,7 @@ def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
         assert read_store(tmp_path).offsets == {QUEUE: 1}
         with pytest.raises(OffsetStoreLocked):  # the child's end has not freed it
             LocalFileOffsetStore(tmp_path).load()
-        store.update_offset(QUEUE, 2)
-        store.persist(QUEUE)
+        put(store, QUEUE, 2)
     assert read_store(tmp_path).offsets == {QUEUE: 2}
 
 
@@ -243,30 +227,3 @@ def test_a_store_made_after_the_fork_works(tmp_path):
     assert in_a_fork(child) == "done"
     with unopened as store:
         assert store.read_offset(QUEUE) == 3
-
-
-FORKING = """
-import os, sys, time
-from pyrocket_consumer.offsets import LocalFileOffsetStore
-store = LocalFileOffsetStore(sys.argv[1])
-store.load()
-child = os.fork()
-if child == 0:
-    print(os.getpid(), flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.live
-def test_a_child_that_lives_on_does_not_keep_the_store_of_its_killed_parent(tmp_path):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", FORKING, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    child = int(parent.stdout.readline())
-    try:
-        parent.kill()
-        parent.wait(30)
-        LocalFileOffsetStore(tmp_path).load()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        parent.stdout.close()

@@ -15,6 +15,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
 from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.disk import LocalDisk
 from pyrocket_consumer.offsets.ownership import read_owner
+from tests.offsets.driving import put
 from tests.offsets.test_ownership import owner, persist
 
 QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(3)]
@@ -67,8 +68,7 @@ def test_after_its_lock_is_removed_the_old_owner_stops(tmp_path):
     events = []
     store = LocalFileOffsetStore(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)
     store.load()
-    store.update_offset(QUEUE, 5)
-    store.persist(QUEUE)
+    put(store, QUEUE, 5)
     (store.directory / "offsets.lock").unlink()
     with owner(tmp_path) as (process, _, found):
         assert found == 5
@@ -77,8 +77,7 @@ def test_after_its_lock_is_removed_the_old_owner_stops(tmp_path):
         with pytest.raises(OffsetStoreLocked, match=f"taken by process {process.pid} .*offsets.lock had been removed"):
             while time.monotonic() < deadline:
                 offset += 1
-                store.update_offset(QUEUE, offset)
-                store.persist(QUEUE)
+                put(store, QUEUE, offset)
                 assert read_store(store.directory).offsets == {QUEUE: 500}
         for call in (store.load, store.persist_all, lambda: store.remove_offset(QUEUE), store.close):
             with pytest.raises(OffsetStoreLocked, match=f"process {process.pid}"):
@@ -100,8 +99,7 @@ def test_an_old_owner_damages_nothing_before_it_notices(tmp_path, durability):
     (tmp_path / "s" / "offsets.lock").unlink()
     with LocalFileOffsetStore(tmp_path / "s", "fsync") as second:
         for offset in range(400, 501):
-            second.update_offset(QUEUE, offset)
-            second.persist(QUEUE)
+            put(second, QUEUE, offset)
         for offset in range(300, 310):
             if durability != "checkpoint":  # which notices at once
                 first.persist(offset, QUEUES[1])
@@ -170,8 +168,7 @@ def test_a_directory_removed_under_an_idle_store_comes_back(tmp_path, how):
     """With default options, and without any offset that has changed."""
     store = LocalFileOffsetStore(tmp_path / "s")
     store.load()
-    store.update_offset(QUEUE, 5)
-    store.persist(QUEUE)
+    put(store, QUEUE, 5)
     shutil.rmtree(tmp_path / "s")
     deadline = time.monotonic() + 30
     while how == "persist" and not (tmp_path / "s").exists() and time.monotonic() < deadline:

@@ -12,6 +12,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ResetEpochs
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint
 from tests.offsets.disks import Failing, MemoryDisk, PowerCut, WatchedDisk
+from tests.offsets.driving import put
 from tests.trials import crash_points, trials
 
 QUEUES = [MessageQueue("orders%", "broker-a", number) for number in range(3)]
@@ -45,8 +46,7 @@ def test_a_killed_process_leaves_both(tmp_path, durability):
     store = store_in("/s", durability, disk=disk)
     store.load()
     store.persist_resets({FIRST: QueueReset(10, 1000)})
-    store.update_offset(FIRST, 12)
-    store.persist(FIRST)
+    put(store, FIRST, 12)
     disk.free_locks()
     with store_in("/s", durability, disk=disk) as again:
         assert (again.read_offset(FIRST), again.reset_epoch(FIRST)) == (12, 1000)
@@ -92,8 +92,7 @@ def test_a_full_disk_is_told_and_a_later_persist_stores_both():
     disk, failing = MemoryDisk(), Failing()
     store = store_in("/s", disk=WatchedDisk(disk, failing))
     store.load()
-    store.update_offset(FIRST, 50)
-    store.persist(FIRST)
+    put(store, FIRST, 50)
     failing.error = errno.ENOSPC
     with pytest.raises(OffsetStoreUnwritable):
         store.persist_resets({FIRST: QueueReset(10, 1000)})

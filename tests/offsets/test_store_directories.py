@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 from pyrocket_consumer import OffsetStoreLocked
 from pyrocket_consumer.offsets.directories import store_directory
-from tests.consumer.processes import member as child_member
 from tests.consuming import until
 from tests.hazards.members import broadcasting, faulty, filled, ours
 from tests.hazards.naive import NaiveMember
@@ -155,39 +153,6 @@ def test_two_processes_of_a_host_have_a_store_each(embedded, names, member, tmp_
         for each, count in ((first, 7), (second, 3)):
             each.seen.wait(lambda seen, count=count: len(seen.messages) == count)
             until(lambda each=each: each.stored() == {place: 10}, "consumed")
-
-
-@pytest.mark.hazard("H12")
-@pytest.mark.live
-def test_a_killed_process_leaves_its_store_to_the_next(embedded: Any, names: Any, tmp_path: Path) -> None:
-    """The ownership ends with the process, even by kill -9: the next one goes on there, not in a new slot."""
-    topic, group = names.topic(), names.group()
-    embedded.create_topic(topic, queues=1)
-    fill(embedded, topic, 5)
-    options = broadcasting(tmp_path, client_ip="127.0.0.1", commit_interval_s=0.05)
-    with child_member(embedded, topic, group, **{**options, "offset_store_dir": str(tmp_path)}) as child:
-        child.wait(lambda lines: len(child.bodies) == 5)
-        with ours(embedded, topic, group, **options) as second:
-            assert second.client_id == "127.0.0.1@DEFAULT-1", "the first slot is taken"
-            second.seen.wait_for(5)
-        child.send(signal.SIGKILL)
-        child.ended()
-    with ours(embedded, topic, group, **options) as third:
-        assert third.client_id == "127.0.0.1@DEFAULT"
-
-
-@pytest.mark.hazard("H12")
-def test_a_name_of_ones_own_is_for_one_process(embedded: Any, names: Any, tmp_path: Path) -> None:
-    """With an instance name that the user chose there is one store, and a second process is refused, not mixed in."""
-    topic, group = names.topic(), names.group()
-    embedded.create_topic(topic, queues=1)
-    options = broadcasting(tmp_path, instance_name="blue")
-    with (
-        ours(embedded, topic, group, **options),
-        pytest.raises(OffsetStoreLocked, match="in use by this process"),
-        ours(embedded, topic, group, **options),
-    ):
-        pass
 
 
 class LocksNothing(NaiveMember):

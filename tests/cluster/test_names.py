@@ -1,9 +1,10 @@
-"""The text that tells the members of a group apart."""
+"""Client ids, and the names of topics and groups within a namespace."""
 
 import os
 import re
 
 from pyrocket_consumer.cluster.client_id import choose_ip, local_ip, make_client_id
+from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.config import ClientConfig
 from tests.for_each import for_each
 
@@ -49,3 +50,36 @@ def test_the_address_is_chosen_as_java_does(addresses, chosen):
 
 def test_this_machine_has_an_address_and_keeps_it():
     assert local_ip() == local_ip() != ""
+
+
+# --- namespaces
+
+
+WRAPPED = [
+    ("T", "ns%T"),
+    ("%RETRY%G", "%RETRY%ns%G"),
+    ("%DLQ%G", "%DLQ%ns%G"),
+    ("a%b", "ns%a%b"),
+]
+
+
+@for_each("name, wrapped", WRAPPED)
+def test_a_name_gets_the_namespace_in_front_and_loses_it_again(name, wrapped):
+    assert wrap("ns", name) == wrapped
+    assert unwrap("ns", wrapped) == name
+
+
+@for_each("name", ["ns%T", "%RETRY%ns%G", "TBW102", "RMQ_SYS_TRACE_TOPIC", "rmq_sys_wheel", "CID_RMQ_SYS_X"])
+def test_wrapped_names_and_the_systems_own_are_unchanged(name):
+    assert wrap("ns", name) == name
+
+
+@for_each("namespace", [None, ""])
+def test_without_a_namespace_nothing_changes(namespace):
+    assert wrap(namespace, "T") == unwrap(namespace, "T") == "T"
+    assert unwrap(namespace, "other%T") == "other%T"
+
+
+def test_names_of_another_namespace_are_left_alone():
+    assert unwrap("ns", "other%T") == "other%T"
+    assert unwrap("ns", "%RETRY%other%G") == "%RETRY%other%G"
