@@ -111,7 +111,7 @@ def test_a_raising_listener_is_a_retry_even_for_base_exceptions(cluster, topic, 
         until(lambda: cluster.committed(group, topic).get(0) == 2, "the rest is committed")
 
 
-def test_after_the_last_attempt_a_message_is_given_up_to_the_dead_letters(cluster, topic, group):
+def test_after_the_last_attempt_a_message_is_a_dead_letter(cluster, topic, group):
     cluster.create_topic(topic, queues=1)
     cluster.send(topic, b"poison")
     seen = Seen(lambda message: Retry(delay_level=1))
@@ -245,7 +245,7 @@ def test_subscribe_and_unsubscribe_while_running(cluster, topic, group):
     assert len(seen.bodies) == 3
 
 
-def test_a_listener_that_takes_too_long_is_told_and_its_message_comes_again(cluster, topic, group):
+def test_a_message_that_takes_too_long_is_told_and_comes_again(cluster, topic, group):
     cluster.create_topic(topic, queues=1)
     events, release = Events(), threading.Event()
 

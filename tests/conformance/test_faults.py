@@ -53,7 +53,7 @@ def test_one_of_two_name_servers_is_enough(cluster, topic, group, closed_port):
         seen.wait_for(3)
 
 
-def test_a_topic_that_does_not_exist_yet_is_consumed_once_it_does(cluster, topic, group):
+def test_a_topic_that_comes_later_is_consumed(cluster, topic, group):
     events = Events()
     with consuming(cluster, topic, group, on_event=events) as (consumer, seen):
         event = events.wait_for("broker-unreachable")

@@ -39,7 +39,7 @@ def test_keys_of_one_queue_run_beside_each_other(cluster, topic, group, order_by
     assert cluster.committed(group, topic) == {0: 20}
 
 
-def test_a_key_that_never_succeeds_is_given_up_and_holds_up_no_other(cluster, topic, group):
+def test_a_key_that_never_succeeds_holds_up_no_other(cluster, topic, group):
     cluster.create_topic(topic, queues=1)
     send(cluster, topic, 12)
     events = Events()

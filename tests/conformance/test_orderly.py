@@ -180,7 +180,7 @@ def test_a_rollback_brings_everything_since_the_commit_again(cluster, topic, gro
     assert seen.bodies == [b"m0", b"m1", b"m2", b"m3", b"m2", b"m3", b"m4", b"m5"]
 
 
-def test_a_message_that_never_succeeds_is_given_up_after_its_attempts(cluster, topic, group):
+def test_a_message_that_never_succeeds_is_given_up(cluster, topic, group):
     fill(cluster, topic, 3, queues=1)
 
     def judge(message):

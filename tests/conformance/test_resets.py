@@ -20,7 +20,7 @@ from tests.resetting import caught_up, fill, queue, reset, wait_until_seen, wait
 
 
 @pytest.mark.hazard("H03")
-def test_every_member_of_a_broadcasting_group_is_reset_and_verified(cluster, admin, topic, group, stores):
+def test_every_broadcasting_member_is_reset_and_verified(cluster, admin, topic, group, stores):
     fill(cluster, topic, 20, queues=2)
     with ExitStack() as stack:
         members = [
@@ -48,7 +48,7 @@ def test_every_member_of_a_broadcasting_group_is_reset_and_verified(cluster, adm
     assert cluster.committed(group, topic) == {}, "nothing is left where a clustering group's offsets are"
 
 
-def test_a_member_that_was_away_for_two_resets_follows_both_at_its_next_start(
+def test_a_member_away_for_two_resets_follows_both_at_its_start(
     cluster, admin, topic, group, stores
 ):
     with caught_up(cluster, topic, group, 30, queues=3, instance_name="away", **stores):
@@ -71,7 +71,7 @@ def test_a_member_that_was_away_for_two_resets_follows_both_at_its_next_start(
     assert len(again.messages) == 3, "a reset is followed once"
 
 
-def test_a_group_of_which_nobody_is_online_is_reset_at_its_next_start(cluster, admin, topic, group, stores):
+def test_a_group_that_is_offline_is_reset_at_its_next_start(cluster, admin, topic, group, stores):
     with caught_up(cluster, topic, group, 10, queues=1, **stores):
         pass
     until(lambda: cluster.members(group) == [], "it has left")
@@ -235,7 +235,7 @@ def test_a_clustering_group_of_which_nobody_is_online(cluster, admin, topic, gro
         wait_until_seen(again, 1, 5)
 
 
-def test_a_reset_to_a_time_begins_at_the_first_message_stored_then(cluster, admin, topic, group):
+def test_a_reset_to_a_time_begins_at_the_first_message_since(cluster, admin, topic, group):
     fill(cluster, topic, 5, queues=1)
     time.sleep(0.05)
     between = datetime.fromtimestamp(time.time(), UTC)
@@ -251,7 +251,7 @@ def test_a_reset_to_a_time_begins_at_the_first_message_stored_then(cluster, admi
         assert [target.target for target in in_future.targets] == [10]
 
 
-def test_a_target_outside_of_the_queue_is_shown_as_what_it_becomes(cluster, admin, topic, group):
+def test_a_target_outside_of_the_queue_is_shown_as_it_becomes(cluster, admin, topic, group):
     with caught_up(cluster, topic, group, 5, queues=1) as (_, seen):
         plan = admin.plan_reset(group, topic, {queue(topic, 0): 99})
         assert [(target.wanted, target.target, target.clamped) for target in plan.targets] == [(99, 5, True)]

@@ -44,7 +44,7 @@ def test_who_looks_sees_everything_and_leaves_nothing(cluster, topic, pyrocket):
     assert cluster.committed("TOOLS_CONSUMER", topic) == {}
 
 
-def test_a_member_changes_nothing_but_the_offsets_of_what_it_printed(cluster, topic, group, pyrocket):
+def test_a_member_changes_only_the_offsets_of_what_it_printed(cluster, topic, group, pyrocket):
     fill(cluster, topic, COUNT, queues=2)
     code, printed = pyrocket("consume", topic, "--group", group, "--from", "first", "--count", "3")
     assert (code, len(printed)) == (0, 3)

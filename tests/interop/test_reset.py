@@ -37,7 +37,7 @@ def test_two_members_replay_from_a_time(real_cluster, mqadmin, topic, group):
 
 
 @pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # those before know one way only
-def test_two_members_replay_from_a_time_in_the_way_that_is_not_the_releases_own(real_cluster, mqadmin, topic, group):
+def test_two_members_replay_in_the_way_of_other_releases(real_cluster, mqadmin, topic, group):
     with server_side(real_cluster, real_cluster.version == "5.1.4"):
         replay(real_cluster, mqadmin, topic, group)
 

@@ -15,7 +15,7 @@ AT_ONCE = 1
 
 @pytest.mark.parametrize("kind", ["real", "embedded"])
 @pytest.mark.parametrize("holder", ["ours", "java"])
-def test_a_failed_message_comes_again_at_the_holder_of_the_retry_queue(either_cluster, java, topic, group, holder):
+def test_a_failed_message_goes_to_the_holder_of_the_retry_queue(either_cluster, java, topic, group, holder):
     """Both members fail what they get first; all of it comes again at the member whose id sorts first."""
     either_cluster.create_topic(topic, queues=4)
     either_cluster.create_topic(retry_topic(group), queues=1)  # else Java looks for its route 30 s after its start
@@ -67,7 +67,7 @@ def test_a_failed_message_comes_again_at_the_holder_of_the_retry_queue(either_cl
     assert either_cluster.committed(group, retried) == {0: 8}
 
 
-def test_a_message_given_up_is_the_same_dead_letter_as_a_java_members(real_cluster, java, topic, names):
+def test_dead_letters_are_the_same_as_a_java_members(real_cluster, java, topic, names):
     """Twice failed, at a group of ours and at one of Java's: both dead letters say the same, and both can read both."""
     real_cluster.create_topic(topic, queues=1)
     our_group, java_group = names.group("ours"), names.group("java")

@@ -13,6 +13,7 @@ from pyrocket_consumer.testing import rewrite
 from pyrocket_consumer.wire.bodies import decode_route, encode_route
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, Seen, until
+from tests.resetting import fill
 
 CLUSTER = {"brokers": 2}
 COUNT = 100
@@ -31,10 +32,9 @@ def without(**parts: tuple[()]):
 
 @pytest.mark.parametrize("then", ["it is there again", "the consumer closes"])
 @pytest.mark.parametrize("trouble", ["one broker is missing", "no broker is named", "no queue is left"])
-def test_a_route_that_lacks_brokers_for_a_moment_has_nothing_repeated(embedded, topic, group, trouble, then):
+def test_a_route_without_brokers_for_a_moment_repeats_nothing(embedded, topic, group, trouble, then):
     """They are up, only the name server has lost sight of them: the last offsets are stored there all the same."""
-    embedded.create_topic(topic, queues=2)
-    embedded.send(topic, lambda number: b"m%d" % number, count=COUNT)
+    fill(embedded, topic, COUNT, queues=2)
     name_server = embedded.name_server_node
     seen, events = Seen(), Events()
 
@@ -73,7 +73,7 @@ def test_a_route_that_lacks_brokers_for_a_moment_has_nothing_repeated(embedded, 
 
 
 @pytest.mark.parametrize("then", ["moves", "closes"])
-def test_two_thousand_finished_messages_beside_a_long_call_are_not_repeated(embedded, topic, group, then):
+def test_what_is_finished_beside_a_long_call_is_not_repeated(embedded, topic, group, then):
     embedded.create_topic(topic, queues=2, brokers=["broker-a"])
     go_on = threading.Event()
 
@@ -111,7 +111,7 @@ def member(cluster, topic, group, name, listener, **options):
 def test_offsets_that_went_back_at_the_broker(embedded, topic, group, explained):
     """A broker that was away may have lost what it acknowledged; else somebody may have reset the group."""
     embedded.create_topic(topic, queues=1, brokers=["broker-a"])
-    embedded.send(topic, lambda number: b"m%d" % number, count=20, broker_name="broker-a")
+    fill(embedded, topic, 20, broker_name="broker-a")
     queue = MessageQueue(topic, "broker-a", 0)
     broker, seen, events = embedded.broker("broker-a"), Seen(), Events()
     with member(embedded, topic, group, "it", seen, on_event=events, commit_interval_s=0.1) as consumer:

@@ -16,7 +16,7 @@ from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.consuming import Seen
 
 
-def test_a_machine_that_has_slept_does_not_believe_in_its_locks_any_more():
+def test_a_machine_that_has_slept_does_not_trust_its_locks():
     """Its monotonic clock stood still meanwhile. The broker's did not, and the queue may be another member's by now."""
     slept_s = 0.0
     with EmbeddedCluster() as embedded:

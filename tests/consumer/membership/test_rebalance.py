@@ -180,7 +180,7 @@ def begun(group: Group) -> list[int]:
     return [what[1] for what in group.happened if what[0] == "begin"]
 
 
-async def test_what_is_not_ours_ends_brokers_are_told_and_what_is_ours_begins():
+async def test_what_is_not_ours_ends_and_what_is_ours_begins():
     group = Group()
     group.mine = set(queues(3, 7))
     async with rebalancing(group):
@@ -203,7 +203,7 @@ async def test_members_share():
         assert group.mine == set(queues(3, 4, 5))
 
 
-async def test_a_member_of_a_company_leaves_the_old_owners_time_to_store():
+async def test_old_owners_have_time_to_store():
     group = Group()
     group.ids = ["me", "you"]
     group.mine = set(queues(1))
@@ -214,7 +214,7 @@ async def test_a_member_of_a_company_leaves_the_old_owners_time_to_store():
         assert group.happened == [("version", "orders"), "heartbeat", ("begin", 0)]
 
 
-async def test_what_is_another_s_by_now_is_given_up_while_queues_are_awaited():
+async def test_what_is_anothers_is_given_up_while_queues_are_awaited():
     """Else its new owner, which waits as long as we do, begins before our last offset of it is stored."""
 
     group = Group()
@@ -252,7 +252,7 @@ async def test_each_queue_waits_for_its_own_second_only():
         assert len(group.mine) == 3
 
 
-async def test_a_queue_that_was_given_up_between_rounds_is_waited_for_again():
+async def test_a_queue_given_up_between_rounds_is_waited_for_again():
     """After unsubscribing: somebody else may have it until we subscribe again."""
 
     group = Group()
@@ -269,7 +269,7 @@ async def test_a_queue_that_was_given_up_between_rounds_is_waited_for_again():
         assert group.mine == set(queues(0, 1))
 
 
-async def test_a_queue_that_could_not_begin_is_tried_again_and_waits_as_little_as_before():
+async def test_a_queue_that_could_not_begin_is_tried_again():
     group = Group()
     group.refuses = set(queues(2))
     async with rebalancing(group):
@@ -282,7 +282,7 @@ async def test_a_queue_that_could_not_begin_is_tried_again_and_waits_as_little_a
         assert group.mine == set(queues(0, 1, 2, 3))
 
 
-async def test_a_queue_that_is_not_ours_any_more_after_the_wait_does_not_begin():
+async def test_a_queue_that_is_lost_during_the_wait_does_not_begin():
     group = Group()
     group.ids = ["me", "you"]
     async with rebalancing(group):
@@ -294,7 +294,7 @@ async def test_a_queue_that_is_not_ours_any_more_after_the_wait_does_not_begin()
         assert begun(group) == [0]
 
 
-async def test_a_queue_that_is_not_ours_any_more_while_it_begins_is_not_taken_on():
+async def test_a_queue_that_is_lost_while_it_begins_is_not_taken_on():
     group = Group()
     group.begin_s = dict.fromkeys(queues(2, 3), 5.0)
     async with rebalancing(group):
@@ -306,7 +306,7 @@ async def test_a_queue_that_is_not_ours_any_more_while_it_begins_is_not_taken_on
         assert ("end", 2) not in group.happened, "it was never ours"
 
 
-async def test_a_queue_that_begins_in_the_moment_in_which_it_goes_to_another_is_given_up():
+async def test_a_queue_that_begins_as_it_is_lost_is_given_up():
     """The round that finds it gone comes between its begin and the notice of that."""
 
     group = Group()
@@ -336,7 +336,7 @@ async def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
         assert begun(group).count(2) == 1
 
 
-async def test_a_broker_that_does_not_take_a_heartbeat_holds_up_a_round_for_a_second():
+async def test_a_heartbeat_without_an_answer_holds_a_round_up_for_1_s():
     group = Group()
     group.heartbeat_s = 60.0
     async with rebalancing(group):
@@ -353,7 +353,7 @@ async def test_a_broadcasting_member_takes_all_and_asks_nobody():
 
 
 @pytest.mark.parametrize(("ids", "waits_s"), [(["me"], 0.0), (["me", "you"], HANDOVER_S)])
-async def test_a_start_waits_until_the_queues_of_the_first_round_have_begun(ids, waits_s):
+async def test_a_start_waits_for_the_queues_of_the_first_round(ids, waits_s):
     group = Group()
     group.ids = ids
     async with rebalancing(group) as rebalance:
@@ -402,7 +402,7 @@ async def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
 
 
 @pytest.mark.parametrize("error", [RouteNotFound("orders", "ns:1"), ConnectError("ns:1", "refused")], ids=str)
-async def test_trouble_with_one_topic_leaves_it_alone_and_does_not_stop_the_others(error):
+async def test_trouble_with_one_topic_does_not_stop_the_others(error):
     group = Group()
     group.routes = {"orders": error, "payments": route(2, "payments")}
     group.mine = set(queues(0, 1))
@@ -412,7 +412,7 @@ async def test_trouble_with_one_topic_leaves_it_alone_and_does_not_stop_the_othe
     assert len([text for kind, text in group.told if "orders" in text]) == (1 if "refused" not in str(error) else 2)
 
 
-async def test_a_member_the_broker_does_not_list_sends_a_heartbeat_and_asks_again():
+async def test_a_member_that_is_not_listed_sends_a_heartbeat():
     group = Group()
     group.ids, group.ids_after_heartbeat = ["you"], ["me", "you"]
     async with rebalancing(group):
@@ -421,7 +421,7 @@ async def test_a_member_the_broker_does_not_list_sends_a_heartbeat_and_asks_agai
     assert group.mine == set(queues(0, 1))
 
 
-async def test_a_broker_that_does_not_know_us_costs_no_queues_of_one_that_does():
+async def test_a_broker_that_forgot_us_costs_no_queues_of_others():
     group = Group()
     group.routes["orders"] = route(2, brokers=("a", "b"))
     group.mine = set(queues(0, 1) + queues(0, 1, broker="b"))
@@ -431,7 +431,7 @@ async def test_a_broker_that_does_not_know_us_costs_no_queues_of_one_that_does()
         assert len(group.mine) == 2
 
 
-async def test_a_member_that_is_still_not_listed_holds_nothing_and_looks_again_soon():
+async def test_a_member_that_is_still_not_listed_looks_again_soon():
     """Its queues are being taken by those who are listed; the next round must not wait for the timer."""
 
     group = Group()
@@ -463,7 +463,7 @@ def refusing(*arguments):
         (lambda: None, "strategy"),
     ],
 )
-def test_a_strategy_that_fails_keeps_the_assignment_and_is_told_and_tried_again(strategy, words):
+def test_a_strategy_that_fails_keeps_the_assignment(strategy, words):
     async def scenario():
         group = Group(strategy)
         group.mine = set(queues(0, 1))
@@ -522,7 +522,7 @@ async def test_an_unknown_strategy_is_refused_at_once():
 # --- when rounds are held
 
 
-async def test_rounds_come_by_the_timer_soon_after_a_request_and_quickly_while_unsettled():
+async def test_when_rounds_are_held():
     group = Group()
     rounds = []
 

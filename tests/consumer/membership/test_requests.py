@@ -9,13 +9,13 @@ from collections import Counter
 import pytest
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.testing import EmbeddedCluster, RequestCode
+from pyrocket_consumer.testing import RequestCode
 from pyrocket_consumer.wire import fastjson
 from pyrocket_consumer.wire.bodies import decode_consumer_status, decode_running_info, encode_offset_table
 from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.asking import Asking, directly, stored
 from tests.consuming import Events, Seen, consuming, until
-from tests.resetting import fill, wait_until_stored
+from tests.resetting import caught_up, fill, held, wait_until_stored
 
 ASKED = {
     RequestCode.RESET_CONSUMER_CLIENT_OFFSET: {"topic": "T", "group": "G", "timestamp": "0", "isForce": "true"},
@@ -29,16 +29,8 @@ ASKED = {
 
 
 @pytest.fixture
-def whole():
-    with EmbeddedCluster(long_poll_tick_s=0.1) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def embedded(whole):
-    yield whole
-    for topic in ("T", "U"):
-        whole.delete_topic(topic)
+def asking(broker):
+    return Asking(broker)
 
 
 def body_of(code, embedded):
@@ -52,10 +44,8 @@ def body_of(code, embedded):
 
 @pytest.mark.parametrize("code", ASKED)
 def test_a_name_server_may_ask_nothing(embedded, code):
-    fill(embedded, "T", 5, queues=1)
     events = Events()
-    with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
-        seen.wait_for(5)
+    with caught_up(embedded, "T", "G", 5, queues=1, on_event=events) as (consumer, seen):
         wait_until_stored(consumer, "T", 5)
         answer = Asking(embedded.name_server_node).ask(code, ASKED[code], body_of(code, embedded))
         assert answer.code == 1
@@ -71,10 +61,8 @@ def test_a_name_server_may_ask_nothing(embedded, code):
 
 
 def test_a_name_server_gets_no_answer_to_what_wants_none(embedded):
-    fill(embedded, "T", 5, queues=1)
     events = Events()
-    with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
-        seen.wait_for(5)
+    with caught_up(embedded, "T", "G", 5, queues=1, on_event=events) as (consumer, seen):
         wait_until_stored(consumer, "T", 5)
         code = RequestCode.RESET_CONSUMER_CLIENT_OFFSET
         Asking(embedded.name_server_node).tell(code, ASKED[code], body_of(code, embedded))
@@ -84,11 +72,9 @@ def test_a_name_server_gets_no_answer_to_what_wants_none(embedded):
         assert len(seen.messages) == 6
 
 
-def test_of_what_is_asked_in_vain_some_is_told_with_how_often_it_was(embedded):
-    fill(embedded, "T", 1, queues=1)
+def test_what_is_asked_in_vain_is_told_with_how_often(embedded):
     events = Events()
-    with consuming(embedded, "T", "G", on_event=events) as (_, seen):
-        seen.wait_for(1)
+    with caught_up(embedded, "T", "G", 1, queues=1, on_event=events) as (_, seen):
         name_server, code = Asking(embedded.name_server_node), RequestCode.NOTIFY_CONSUMER_IDS_CHANGED
         name_server.tell(code, ASKED[code], times=2000)
         fill(embedded, "T", 1, start=1)
@@ -133,19 +119,15 @@ def retried(group, topic):
     return encode_message(StoredMessage(f"%RETRY%{group}", b"again", {"TAGS": "A", "RETRY_TOPIC": topic}))
 
 
-def test_a_message_that_comes_again_is_consumed_by_the_listener_of_its_topic(embedded):
-    fill(embedded, "T", 1, queues=1)
-    with consuming(embedded, "T", "G") as (_, seen):
-        seen.wait_for(1)
+def test_a_message_that_comes_again_goes_to_its_topics_listener(embedded):
+    with caught_up(embedded, "T", "G", 1, queues=1) as (_, seen):
         assert fastjson.loads(directed(embedded, retried("G", "T")).body)["consumeResult"] == "CR_SUCCESS"
         assert [(message.topic, message.queue.topic) for message in seen.messages[1:]] == [("T", "%RETRY%G")]
 
 
-def test_without_server_messages_nothing_that_a_broker_passes_on_is_consumed(embedded):
-    fill(embedded, "T", 1, queues=1)
+def test_without_server_messages_nothing_passed_on_is_consumed(embedded):
     events = Events()
-    with consuming(embedded, "T", "G", server_messages=False, on_event=events) as (_, seen):
-        seen.wait_for(1)
+    with caught_up(embedded, "T", "G", 1, queues=1, server_messages=False, on_event=events) as (_, seen):
         answer = directed(embedded)
         assert (answer.code, answer.remark) == (1, "this consumer has server_messages=False")
         assert "this consumer has server_messages=False" in events.wait_for("request-refused").text
@@ -154,13 +136,12 @@ def test_without_server_messages_nothing_that_a_broker_passes_on_is_consumed(emb
         assert len(seen.messages) == 2
 
 
-def test_a_message_that_its_listener_would_never_get_is_not_consumed(embedded):
+def test_what_its_listener_would_never_get_is_not_consumed(embedded, broker):
     embedded.create_topic("T", queues=1)
     embedded.create_topic("U", queues=1)
     embedded.send("T", b"first", tags="A")
     embedded.send("U", b"u", tags="A")
     events = Events()
-    broker = embedded.broker("broker-a")
     with consuming(embedded, "T", "G", selector="A || B", on_event=events) as (_, seen):
         seen.wait_for(1)
         embedded.send("T", b"of another tag", tags="C")
@@ -184,7 +165,7 @@ def test_a_message_that_its_listener_would_never_get_is_not_consumed(embedded):
         assert seen.bodies == [b"first", b"last"]
 
 
-def test_a_consumer_that_closes_consumes_nothing_that_a_broker_passes_on(embedded):
+def test_a_consumer_that_closes_consumes_nothing_passed_on(embedded):
     fill(embedded, "T", 1, queues=1)
     began, go_on = threading.Event(), threading.Event()
 
@@ -202,7 +183,7 @@ def test_a_consumer_that_closes_consumes_nothing_that_a_broker_passes_on(embedde
         closing.join(60)
 
 
-def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded):
+def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded, broker, asking):
     fill(embedded, "T", 1, queues=1)
     events, go_on = Events(), threading.Event()
 
@@ -212,11 +193,10 @@ def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded):
             go_on.wait(60)
 
     seen = Seen()
-    broker = Asking(embedded.broker("broker-a"))
     with consuming(embedded, "T", "G", handle, consume_threads=3, on_event=events):
         seen.wait_for(1)
-        record = stored(embedded.broker("broker-a"), "T")
-        broker.tell(RequestCode.CONSUME_MESSAGE_DIRECTLY, directly("G"), record, times=50)
+        record = stored(broker, "T")
+        asking.tell(RequestCode.CONSUME_MESSAGE_DIRECTLY, directly("G"), record, times=50)
         told = events.wait_for("request-refused")
         assert "3 messages of brokers are being consumed already" in told.text
         seen.wait(lambda _: len(seen.messages) == 4)
@@ -229,15 +209,12 @@ def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded):
 # --- how much
 
 
-def test_a_request_that_is_too_large_is_refused_and_its_connection_goes_on(embedded):
-    embedded.create_topic("T", queues=1)
-    broker, events = embedded.broker("broker-a"), Events()
-    with consuming(embedded, "T", "G", on_event=events) as (_, seen):
-        fill(embedded, "T", 1)
-        seen.wait_for(1)
+def test_a_request_too_large_is_refused_and_the_connection_kept(embedded, broker, asking):
+    events = Events()
+    with caught_up(embedded, "T", "G", 1, queues=1, on_event=events) as (_, seen):
         connections = broker.connections
         code = RequestCode.GET_CONSUMER_RUNNING_INFO
-        answer = Asking(broker).ask(code, ASKED[code], bytes(10 << 20))
+        answer = asking.ask(code, ASKED[code], bytes(10 << 20))
         assert (answer.code, answer.remark) == (
             1, f"GET_CONSUMER_RUNNING_INFO is not obeyed: {10 << 20} bytes are too many"
         )  # fmt: skip
@@ -247,15 +224,13 @@ def test_a_request_that_is_too_large_is_refused_and_its_connection_goes_on(embed
         assert broker.connections == connections
 
 
-def test_a_reset_of_a_thousand_queues_and_a_message_of_four_mebibytes_are_none_too_large(embedded):
-    fill(embedded, "T", 4, queues=2)
-    broker, events = embedded.broker("broker-a"), Events()
-    with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
-        seen.wait_for(4)
+def test_a_reset_of_a_thousand_queues_and_4_mib_are_obeyed(embedded, asking):
+    events = Events()
+    with caught_up(embedded, "T", "G", 4, queues=2, on_event=events) as (consumer, seen):
         wait_until_stored(consumer, "T", 4)
         body = encode_offset_table({MessageQueue("T", "broker-a", number): 1 for number in range(2)})
         code = RequestCode.RESET_CONSUMER_CLIENT_OFFSET
-        Asking(broker).tell(code, ASKED[code], body + b" " * 214_000)  # as many as queues with long names take
+        asking.tell(code, ASKED[code], body + b" " * 214_000)  # as many as queues with long names take
         seen.wait(lambda _: len(seen.messages) == 6)
         record = encode_message(StoredMessage("T", bytes(4 << 20)))
         assert fastjson.loads(directed(embedded, record).body)["consumeResult"] == "CR_SUCCESS"
@@ -264,7 +239,7 @@ def test_a_reset_of_a_thousand_queues_and_a_message_of_four_mebibytes_are_none_t
 
 @pytest.mark.live
 @pytest.mark.parametrize("by", ["the broker", "an admin of ours"])
-def test_messages_do_not_wait_while_resets_are_read_that_take_long_to_read(embedded, by):
+def test_messages_do_not_wait_while_long_resets_are_read(embedded, broker, asking, by):
     embedded.create_topic("T", queues=1)
     events = Events()
     with consuming(embedded, "T", "G", on_event=events) as (_, seen):
@@ -273,7 +248,7 @@ def test_messages_do_not_wait_while_resets_are_read_that_take_long_to_read(embed
         if by != "the broker":
             code = RequestCode.GET_CONSUMER_RUNNING_INFO
             more = {"pyrocketOp": "reset", "pyrocketV": "1", "pyrocketId": "1"}
-        Asking(embedded.broker("broker-a")).tell(code, {**ASKED[code], **more}, slow, times=5)
+        asking.tell(code, {**ASKED[code], **more}, slow, times=5)
         fill(embedded, "T", 1)
         seen.wait_for(1)
         assert len(events.of("offset-reset")) < 5
@@ -283,20 +258,20 @@ def test_messages_do_not_wait_while_resets_are_read_that_take_long_to_read(embed
 # --- how it is
 
 
-def test_of_many_queues_each_is_told(embedded):
+def test_of_many_queues_each_is_told(embedded, asking):
     embedded.create_topic("T", queues=120)
     with consuming(embedded, "T", "G") as (consumer, _):
-        until(lambda: sum(queue.topic == "T" for queue in consumer.progress()) == 120, "all queues are held")
+        until(lambda: len(held(consumer, "T")) == 120, "all queues are held")
         for code, told in (
             (RequestCode.GET_CONSUMER_RUNNING_INFO, lambda body: decode_running_info(body).queues),
             (RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, decode_consumer_status),
         ):
-            answer = Asking(embedded.broker("broker-a")).ask(code, ASKED[code])
+            answer = asking.ask(code, ASKED[code])
             assert sum(queue.topic == "T" for queue in told(answer.body)) == 120
 
 
 @pytest.mark.live
-def test_stacks_tell_where_threads_are_and_no_more(embedded):
+def test_stacks_tell_where_threads_are_and_no_more(embedded, asking):
     fill(embedded, "T", 1, queues=1)
     deep, go_on = threading.Event(), threading.Event()
 
@@ -311,7 +286,7 @@ def test_stacks_tell_where_threads_are_and_no_more(embedded):
     with consuming(embedded, "T", "G", handle):
         deep.wait(60)
         code = RequestCode.GET_CONSUMER_RUNNING_INFO
-        stacks = decode_running_info(Asking(embedded.broker("broker-a")).ask(code, ASKED[code]).body).jstack
+        stacks = decode_running_info(asking.ask(code, ASKED[code]).body).jstack
         go_on.set()
     worker = next(each for each in stacks.split("\n\n") if each.startswith("pyrocket-consume-") and "handle" in each)
     lines = worker.splitlines()
@@ -332,13 +307,13 @@ def test_stacks_tell_where_threads_are_and_no_more(embedded):
     ],
     ids=["info", "our status", "status"],
 )
-def test_questions_in_their_thousands_are_answered_busy(embedded, code, more):
+def test_questions_in_their_thousands_are_answered_busy(embedded, asking, code, more):
     """And messages are consumed, and offsets stored, meanwhile."""
     question = {**ASKED[code], **more}
     embedded.create_topic("T", queues=4)
     events = Events()
     with consuming(embedded, "T", "G", on_event=events) as (consumer, seen):
-        answers = Asking(embedded.broker("broker-a")).ask_each(code, 3000 * [question])
+        answers = asking.ask_each(code, 3000 * [question])
         first = next(answers)
         fill(embedded, "T", 20)
         seen.wait_for(20)
@@ -347,35 +322,30 @@ def test_questions_in_their_thousands_are_answered_busy(embedded, code, more):
         assert codes.keys() == {0, 2}
         assert codes[2] > codes[0]
         assert "64 of them are under way" in events.wait_for("request-refused").text
-        assert Asking(embedded.broker("broker-a")).ask(code, question).code == 0
+        assert asking.ask(code, question).code == 0
         assert events.of("commit-failed") == []
 
 
 @pytest.mark.parametrize("code", [RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, RequestCode.RESET_CONSUMER_CLIENT_OFFSET])
-def test_notices_in_their_thousands_hold_up_nothing(embedded, code):
-    embedded.create_topic("T", queues=1)
-    broker = embedded.broker("broker-a")
-    with consuming(embedded, "T", "G") as (_, seen):
-        fill(embedded, "T", 1)
-        seen.wait_for(1)
+def test_notices_in_their_thousands_hold_up_nothing(embedded, broker, asking, code):
+    with caught_up(embedded, "T", "G", 1, queues=1) as (_, seen):
         elsewhere = encode_offset_table({MessageQueue("T", "broker-a", 77): 0})
-        Asking(broker).tell(code, ASKED[code], elsewhere, times=20_000)
+        asking.tell(code, ASKED[code], elsewhere, times=20_000)
         broker.forget_requests()
         fill(embedded, "T", 5, start=1)
         seen.wait_for(6)
         assert len(broker.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP)) < 100
 
 
-def test_a_flood_of_notices_moves_queues_now_and_then_only(embedded):
+def test_a_flood_of_notices_moves_queues_now_and_then_only(embedded, broker, asking):
     """Each has the member ask who is there; a broker that always tells others would have queues move without end."""
     embedded.create_topic("notices", queues=1)
-    broker = embedded.brokers[0]
     with consuming(embedded, "notices", "notified", rebalance_interval_s=3600) as (_, seen):
         embedded.send("notices", b"first")
         seen.wait_for(1)
         broker.forget_requests()
         for _ in range(60):
-            Asking(broker).tell(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, {"consumerGroup": "notified"})
+            asking.tell(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, {"consumerGroup": "notified"})
             time.sleep(0.2)
         asked = len(broker.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP))
         assert 3 < asked < 18

@@ -126,7 +126,7 @@ def test_an_order_that_is_none_is_refused_and_nothing_moves(embedded, broker, st
         assert set(seen.places.values()) == {1}
 
 
-def test_a_target_for_a_queue_that_was_added_just_now_is_kept_for_it(embedded, broker, stores):
+def test_a_target_for_a_queue_added_just_now_is_kept_for_it(embedded, broker, stores):
     fill(embedded, "T", 2)
     with consuming(embedded, "T", "G", rebalance_interval_s=3600, route_refresh_interval_s=3600, **stores) as (
         consumer,
@@ -154,7 +154,7 @@ def test_a_target_for_a_queue_that_was_added_just_now_is_kept_for_it(embedded, b
         (PlanBody("T", (time.time_ns() // 1_000_000) + 25 * 3_600_000, {queue("T", 0): 3}), "more than a day ahead"),
     ],
 )
-def test_a_plan_that_cannot_be_for_us_is_refused_and_nothing_is_stored(embedded, broker, admin, stores, plan, reason):
+def test_a_plan_that_cannot_be_for_us_is_refused(embedded, broker, admin, stores, plan, reason):
     events = Events()
     with caught_up(embedded, "T", "G", 20, on_event=events, **stores) as (consumer, seen):
         answer = order(broker, consumer.client_id, encode_plan(plan))
@@ -167,7 +167,7 @@ def test_a_plan_that_cannot_be_for_us_is_refused_and_nothing_is_stored(embedded,
     assert not any(text in files for text in (b'"U"', b"broker-x", b'"2":'))
 
 
-def test_a_plan_for_queues_that_are_not_there_is_refused_while_no_name_server_answers(embedded, broker, stores):
+def test_a_plan_for_unknown_queues_is_refused_all_the_same(embedded, broker, stores):
     with caught_up(embedded, "T", "G", 2, **stores) as (consumer, seen):
         refusal = answer(ResponseCode.SYSTEM_ERROR, "not now")
         embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, refusal, times=None)
@@ -233,7 +233,7 @@ def test_a_record_that_makes_no_sense_is_told_and_written_over(embedded, broker,
             at_last.wait_for(21)
 
 
-def test_any_number_in_any_place_of_a_record_ends_no_member_and_stops_no_reset(embedded, broker, admin, stores):
+def test_any_number_in_a_record_stops_no_reset(embedded, broker, admin, stores):
     fill(embedded, "T", 20)
     chance = random.Random(7)
     area = next(record_areas("T"))
@@ -279,7 +279,7 @@ def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, broke
         assert "does not count" in events.wait_for("record-ignored").text
 
 
-def test_a_broker_s_word_for_what_was_just_done_is_not_done_again(embedded, broker, stores):
+def test_a_brokers_word_for_what_was_just_done_is_not_obeyed(embedded, broker, stores):
     with caught_up(embedded, "T", "G", 20, **stores) as (consumer, seen):
         order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, TARGETS)))
         seen.wait(lambda seen: len(seen.messages) == 31)
@@ -330,7 +330,7 @@ def test_a_store_without_epochs_works_and_says_what_it_cannot(embedded, broker, 
         again.wait(lambda seen: len(seen.messages) >= 5)
 
 
-def test_a_store_that_cannot_be_written_moves_in_memory_and_confirms_when_it_can(embedded, broker):
+def test_a_full_disk_moves_in_memory_and_is_confirmed_later(embedded, broker):
     fill(embedded, "T", 20)
     disk, failing = MemoryDisk(), Failing()
     store = LocalFileOffsetStore("/s", disk=WatchedDisk(disk, failing))
@@ -381,7 +381,7 @@ def test_a_slow_store_is_answered_pending_in_time_and_done_later(embedded, broke
 # --- the record
 
 
-def test_a_record_that_may_not_be_read_is_told_and_the_member_works(embedded, broker, stores):
+def test_a_record_that_may_not_be_read_is_told(embedded, broker, stores):
     broker.on(
         RequestCode.QUERY_CONSUMER_OFFSET,
         answer(16, "no permission"),
@@ -393,7 +393,7 @@ def test_a_record_that_may_not_be_read_is_told_and_the_member_works(embedded, br
         assert "may not be read" in events.wait_for("broker-unreachable").text
 
 
-def test_a_record_that_cannot_be_read_at_the_start_is_followed_soon(embedded, broker, stores):
+def test_a_record_not_read_at_the_start_is_followed_soon(embedded, broker, stores):
     with caught_up(embedded, "T", "G", 10, **stores):
         pass
     record(broker, 1000, {0: 0, 1: 0})

@@ -80,7 +80,7 @@ def test_a_broker_that_does_not_say_where_it_is_is_named(cluster, names):
         assert consumer.progress()[HELD].next_to_pull == 5
 
 
-def test_an_offset_outside_of_what_the_queue_holds_becomes_the_nearest_one(cluster, names):
+def test_an_offset_outside_of_the_queue_becomes_the_nearest(cluster, names):
     events, group = Events(), names.group()
     cluster.broker("broker-a").delete_before("orders", 0, 2)
     with consuming(cluster, "orders", group, on_event=events) as (consumer, seen):

@@ -12,6 +12,7 @@ from pyrocket_consumer import ConsumerState, MessageQueue
 from pyrocket_consumer.testing import Gate, answer, close_connection, drop, garbage
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, Seen, consuming, numbered, until
+from tests.resetting import fill
 
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
 CLUSTER = {"brokers": 2, "slaves": 1, "auto_create_topics": False}
@@ -41,12 +42,12 @@ def members_of(*client_ids):
 def test_heartbeats_that_fail_for_a_while_cost_nothing_but_time(embedded, broker, topic, group, trouble):
     embedded.create_topic(topic, queues=2, brokers=["broker-a"])
     with consuming(embedded, topic, group, **IMPATIENT) as (consumer, seen):
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10)
         seen.wait_for(10)
         broker.forget_requests()
         broker.on(RequestCode.HEART_BEAT, trouble, times=6)
         broker.wait_for(RequestCode.HEART_BEAT, 4)
-        embedded.send(topic, lambda number: b"m%d" % (10 + number), count=10)
+        fill(embedded, topic, 10, start=10)
         seen.wait_for(20)
         broker.wait_for(RequestCode.HEART_BEAT, 8)
         until(lambda: embedded.members(group), "it is known again")
@@ -68,7 +69,7 @@ def test_a_consumer_starts_although_no_heartbeat_is_answered(embedded, broker, t
 
 
 @pytest.mark.parametrize("trouble", [answer(1, "boom"), drop], ids=["error", "lost"])
-def test_an_assignment_is_kept_while_the_members_cannot_be_learned(embedded, broker, topic, group, trouble):
+def test_an_assignment_is_kept_while_members_cannot_be_learned(embedded, broker, topic, group, trouble):
     embedded.create_topic(topic, queues=2, brokers=["broker-a"])
     events = Events()
     with consuming(embedded, topic, group, on_event=events, **IMPATIENT) as (consumer, seen):
@@ -77,19 +78,19 @@ def test_an_assignment_is_kept_while_the_members_cannot_be_learned(embedded, bro
         broker.forget_requests()
         broker.on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, trouble, times=None)
         broker.wait_for(RequestCode.GET_CONSUMER_LIST_BY_GROUP, 4)
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10)
         seen.wait_for(10)
         assert held(consumer, topic) == ours
         assert events.of("queue-revoked") == []
     assert Counter(seen.bodies) == Counter(numbered(10))
 
 
-def test_a_member_that_is_not_listed_gives_its_queues_up_and_takes_them_back_soon(embedded, broker, topic, group):
+def test_a_member_not_listed_gives_queues_up_and_gets_them_back(embedded, broker, topic, group):
     embedded.create_topic(topic, queues=2, brokers=["broker-a"])
     events = Events()
     options = {**QUICK, "rebalance_interval_s": 60}
     with consuming(embedded, topic, group, on_event=events, **options) as (consumer, seen):
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10)
         seen.wait_for(10)
         broker.on(
             RequestCode.GET_CONSUMER_LIST_BY_GROUP,
@@ -103,7 +104,7 @@ def test_a_member_that_is_not_listed_gives_its_queues_up_and_takes_them_back_soo
         broker.clear_faults()
         assert sum(embedded.committed(group, topic).values()) == 10, "their offsets were stored first"
         until(lambda: len(held(consumer, topic)) == 2, "they are taken back without waiting for the next round")
-        embedded.send(topic, lambda number: b"m%d" % (10 + number), count=10)
+        fill(embedded, topic, 10, start=10)
         seen.wait_for(20)
     assert Counter(seen.bodies) == Counter(numbered(20))
 
@@ -118,10 +119,10 @@ def test_consuming_goes_on_while_the_name_server_is_away(embedded, topic, group)
         seen.wait_for(1)
         embedded.stop_name_server()
         try:
-            embedded.send(topic, lambda number: b"m%d" % (1 + number), count=10)
+            fill(embedded, topic, 10, start=1)
             seen.wait_for(11)
             embedded.broker("broker-a").close_connections()
-            embedded.send(topic, lambda number: b"m%d" % (11 + number), count=10)
+            fill(embedded, topic, 10, start=11)
             seen.wait_for(21)
             assert consumer.state is ConsumerState.RUNNING
         finally:
@@ -163,13 +164,13 @@ def test_bad_routes_change_nothing_for_long(embedded, topic, group):
             assert consumer.state is ConsumerState.RUNNING, what
         node.forget_requests()
         node.wait_for(ROUTE, 2, when=is_ours)
-        embedded.send(topic, lambda number: b"m%d" % number, count=20)
+        fill(embedded, topic, 20)
         seen.wait_for(20)
         until(lambda: len(held(consumer, topic)) == 4, "the queues of both brokers")
     assert Counter(seen.bodies) == Counter(numbered(20))
 
 
-def test_a_broker_that_leaves_the_route_while_it_is_away_and_comes_back(embedded, broker, topic, group):
+def test_a_broker_leaves_the_route_and_comes_back(embedded, broker, topic, group):
     """Its address is forgotten while heartbeats and pulls are trying to reach it: they must survive that."""
     other = embedded.broker("broker-b")
     embedded.create_topic(topic, queues=2)
@@ -186,12 +187,12 @@ def test_a_broker_that_leaves_the_route_while_it_is_away_and_comes_back(embedded
         until(lambda: len(held(consumer, topic)) == 2, "the queues of the broker that is gone are given up")
         broker.forget_requests()
         broker.wait_for(RequestCode.HEART_BEAT, 3)  # they go on
-        embedded.send(topic, lambda number: b"m%d" % number, count=10, broker_name="broker-a")
+        fill(embedded, topic, 10, broker_name="broker-a")
         seen.wait_for(10)
         other.start()
         embedded.broker("broker-b-1").start()
         until(lambda: len(held(consumer, topic)) == 4, "and taken back when it returns")
-        embedded.send(topic, lambda number: b"m%d" % (10 + number), count=10, broker_name="broker-b")
+        fill(embedded, topic, 10, start=10, broker_name="broker-b")
         seen.wait_for(20)
         assert consumer.state is ConsumerState.RUNNING
     assert Counter(seen.bodies) == Counter(numbered(20))
@@ -200,31 +201,31 @@ def test_a_broker_that_leaves_the_route_while_it_is_away_and_comes_back(embedded
 # --- slaves
 
 
-def test_a_slave_is_read_when_it_is_suggested_and_left_when_it_says_so(embedded, broker, topic, group):
+def test_a_slave_is_read_while_it_is_suggested(embedded, broker, topic, group):
     slave = embedded.broker("broker-a-1")
     embedded.create_topic(topic, queues=1, brokers=["broker-a"])
     with consuming(embedded, topic, group, **QUICK) as (_, seen):
         broker.suggest_broker(1)
-        embedded.send(topic, lambda number: b"m%d" % number, count=40)
+        fill(embedded, topic, 40)
         slave.wait_for(RequestCode.PULL_MESSAGE, when=lambda command: command.fields["topic"] == topic)
         seen.wait_for(40)
         broker.suggest_broker(0)
         broker.forget_requests()
-        embedded.send(topic, lambda number: b"m%d" % (40 + number), count=40)
+        fill(embedded, topic, 40, start=40)
         seen.wait_for(80)
         broker.wait_for(RequestCode.PULL_MESSAGE, when=lambda command: command.fields["topic"] == topic)
         until(lambda: embedded.committed(group, topic) == {0: 80}, "committed at the master")
     assert Counter(seen.bodies) == Counter(numbered(80))
 
 
-def test_a_slave_that_is_behind_is_neither_believed_nor_asked_without_end(embedded, broker, topic, group):
+def test_a_slave_that_is_behind_is_asked_now_and_then(embedded, broker, topic, group):
     slave = embedded.broker("broker-a-1")
     embedded.create_topic(topic, queues=1, brokers=["broker-a"])
     events = Events()
     with consuming(embedded, topic, group, on_event=events, **QUICK) as (_, seen):
         slave.pause_replication()
         try:
-            embedded.send(topic, lambda number: b"m%d" % number, count=20)
+            fill(embedded, topic, 20)
             seen.wait_for(20)
             broker.kill()
             slave.forget_requests()
@@ -241,7 +242,7 @@ def test_a_slave_that_is_behind_is_neither_believed_nor_asked_without_end(embedd
         finally:
             slave.resume_replication()
             broker.start()
-        embedded.send(topic, lambda number: b"m%d" % (20 + number), count=20)
+        fill(embedded, topic, 20, start=20)
         seen.wait_for(40)
     assert Counter(seen.bodies) == Counter(numbered(40))
 

@@ -104,7 +104,7 @@ async def test_what_changes_while_it_is_stored_counts_as_changed():
     await commits.close()
 
 
-async def test_a_store_that_cannot_write_says_so_for_each_queue_and_is_asked_again():
+async def test_a_store_that_cannot_write_is_asked_again():
     commits, store = in_store()
     commits.update(ONE, 5)
     commits.update(TWO, 6)
@@ -132,7 +132,7 @@ async def test_whatever_a_store_raises_is_an_error_of_that_call_only():
 
 
 @pytest.mark.parametrize(("memory_first", "expected"), [(True, 9), (False, 5)])
-async def test_broadcasting_goes_on_from_memory_and_others_from_the_store(memory_first, expected):
+async def test_broadcasting_goes_on_from_memory_others_from_the_store(memory_first, expected):
     commits, store = in_store(memory_first)
     commits.update(ONE, 5)
     await commits.persist([ONE])
@@ -161,7 +161,7 @@ async def test_queues_that_begin_together_share_a_sync():
     await commits.close()
 
 
-async def test_a_beginning_that_could_not_be_stored_is_an_error_for_each_and_the_next_may_work():
+async def test_a_beginning_that_could_not_be_stored_is_an_error():
     commits, store = in_store()
     store.error = OffsetStoreError("disk full")
     outcomes = await asyncio.gather(*(commits.begin_at(each, 7) for each in (ONE, TWO)), return_exceptions=True)

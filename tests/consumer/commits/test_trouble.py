@@ -11,14 +11,11 @@ from pyrocket_consumer import ConsumerState
 from pyrocket_consumer.testing import answer, close_connection, drop, drop_answer
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import PATIENT_S, Events, Seen, consuming, numbered, until
+from tests.resetting import fill
 
 OPTIONS = {"commit_interval_s": 0.05, "pull_hold_s": 0.2}
 IMPATIENT = {**OPTIONS, "call_timeout_s": 0.2}
 SENDS = (RequestCode.SEND_MESSAGE, RequestCode.SEND_MESSAGE_V2)
-
-
-def fill(cluster, topic, count, start=0):
-    cluster.send(topic, lambda number: b"m%d" % (start + number), count=count)
 
 
 def fails_once(body):
@@ -32,9 +29,8 @@ def fails_once(body):
 @pytest.mark.parametrize(
     "trouble", [answer(1, "no"), answer(2, "busy"), drop, close_connection], ids=["refused", "busy", "lost", "closed"]
 )
-def test_commits_are_tried_again_and_trouble_is_told_once_in_a_while(embedded, broker, topic, group, trouble):
-    embedded.create_topic(topic, queues=2)
-    fill(embedded, topic, 10)
+def test_commits_are_tried_again_and_told_once_in_a_while(embedded, broker, topic, group, trouble):
+    fill(embedded, topic, 10, queues=2)
     events = Events()
 
     def is_ours(command):
@@ -58,8 +54,7 @@ def test_commits_are_tried_again_and_trouble_is_told_once_in_a_while(embedded, b
 
 
 def test_a_commit_whose_answer_is_lost_is_made_again(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    fill(embedded, topic, 5)
+    fill(embedded, topic, 5, queues=1)
     broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop_answer, when=lambda each: each.fields["topic"] == topic)
     with consuming(embedded, topic, group, **IMPATIENT) as (consumer, seen):
         seen.wait_for(5)
@@ -74,8 +69,7 @@ def test_a_commit_whose_answer_is_lost_is_made_again(embedded, broker, topic, gr
 
 
 def test_a_busy_broker_is_asked_again_to_take_a_message_back(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    fill(embedded, topic, 3)
+    fill(embedded, topic, 3, queues=1)
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy"), times=2)
     with consuming(embedded, topic, group, Seen(fails_once(b"m1")), **OPTIONS) as (_, seen):
         seen.wait(lambda seen: seen.bodies.count(b"m1") == 2)
@@ -86,7 +80,7 @@ def test_a_busy_broker_is_asked_again_to_take_a_message_back(embedded, broker, t
 
 
 @pytest.mark.parametrize("trouble", [answer(1, "no"), answer(999)], ids=["refused", "unknown"])
-def test_a_message_the_broker_does_not_take_back_is_sent_to_the_retry_topic(embedded, broker, topic, group, trouble):
+def test_what_is_not_taken_back_is_sent_to_the_retry_topic(embedded, broker, topic, group, trouble):
     embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"m0", tags="t", keys=["k"], properties={"own": "ä"})
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, trouble, times=3)
@@ -102,7 +96,7 @@ def test_a_message_the_broker_does_not_take_back_is_sent_to_the_retry_topic(embe
 
 
 @pytest.mark.parametrize("trouble", [drop, close_connection], ids=["lost", "closed"])
-def test_a_message_whose_send_back_is_not_answered_comes_again_here(embedded, broker, topic, group, trouble):
+def test_what_may_have_been_taken_back_comes_again_here(embedded, broker, topic, group, trouble):
     """The broker may have it: to send it in another way would make copies of it."""
     embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"m0")
@@ -113,22 +107,3 @@ def test_a_message_whose_send_back_is_not_answered_comes_again_here(embedded, br
         until(lambda: embedded.committed(group, topic) == {0: 1}, "committed")
     assert [(each.queue.topic, each.reconsume_times) for each in seen.messages] == [(topic, 1), (topic, 1)]
     assert embedded.messages(f"%RETRY%{group}") == []
-
-
-def test_a_message_nobody_takes_back_holds_the_offset_and_goes_to_the_next_member(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    for code in (RequestCode.CONSUMER_SEND_MSG_BACK, *SENDS):
-        broker.on(code, answer(1, "no"), times=None)
-    fill(embedded, topic, 20)
-    events = Events()
-    options = {**OPTIONS, "on_event": events}
-    with consuming(embedded, topic, group, Seen(fails_once(b"m7")), **options) as (consumer, seen):
-        seen.wait_for(20)
-        events.wait_for("send-back-failed")
-        until(lambda: embedded.committed(group, topic) == {0: 7}, "committed up to the message")
-        (progress,) = [each for queue, each in consumer.progress().items() if queue.topic == topic]
-        assert progress.unfinished == 1
-    assert embedded.committed(group, topic) == {0: 7}
-    with consuming(embedded, topic, group, **OPTIONS) as (_, again):
-        again.wait_for(13)
-    assert Counter(again.bodies) == Counter(numbered(13, 7))

@@ -8,6 +8,7 @@ from pyrocket_consumer import PushConsumer
 from pyrocket_consumer.testing import answer
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, Seen, until
+from tests.resetting import fill
 
 
 def member(cluster, topic, group, name, events) -> PushConsumer:
@@ -18,7 +19,7 @@ def member(cluster, topic, group, name, events) -> PushConsumer:
     return consumer
 
 
-def test_they_tell_once_who_differs_in_what_and_do_not_wear_brokers_out(embedded, broker, topic, group):
+def test_they_tell_once_who_differs_in_what(embedded, broker, topic, group):
     one, other = f"{topic}-one", f"{topic}-other"
     for each in (one, other):
         embedded.create_topic(each, queues=8)
@@ -44,7 +45,7 @@ def test_they_tell_once_who_differs_in_what_and_do_not_wear_brokers_out(embedded
         assert f"{client_id} to" in event.text
 
 
-def test_a_broker_that_forgot_us_for_a_moment_is_told_at_once_and_nothing_is_said(embedded, broker, topic, group):
+def test_a_broker_that_forgot_us_for_a_moment_is_told_at_once(embedded, broker, topic, group):
     embedded.create_topic(topic, queues=4)
     events, seen = Events(), Seen()
     consumer = PushConsumer(group, name_server=embedded.name_server, consume_from="first", on_event=events)
@@ -52,6 +53,6 @@ def test_a_broker_that_forgot_us_for_a_moment_is_told_at_once_and_nothing_is_sai
     refused = answer(24, "the consumer's subscription not exist")
     broker.on(RequestCode.PULL_MESSAGE, refused, times=6, when=lambda command: command.fields["topic"] == topic)
     with consumer:
-        embedded.send(topic, lambda number: b"m%d" % number, count=20)
+        fill(embedded, topic, 20)
         seen.wait_for(20, timeout_s=10)
     assert not events.of("subscription-differs")

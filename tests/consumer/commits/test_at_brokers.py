@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.consumer.commit import BrokerCommits, StoreCommits
+from pyrocket_consumer.consumer.commit_timer import CommitTimer
+from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.errors import BrokerError, ConnectionLost, RequestTimeout
-from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.model import EventKind, MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore
 
 ONE, TWO, FAR = (
@@ -74,7 +76,7 @@ TROUBLE = [
 
 
 @pytest.mark.parametrize("trouble", TROUBLE, ids=str)
-async def test_an_offset_that_cannot_be_read_is_an_error_and_never_none(trouble):
+async def test_an_offset_that_cannot_be_read_is_an_error_not_none(trouble):
     commits, brokers = at_brokers()
     assert await commits.start_offset(ONE) is None
     brokers.stored[ONE] = 7
@@ -88,7 +90,7 @@ async def test_an_offset_that_cannot_be_read_is_an_error_and_never_none(trouble)
     assert brokers.commits == [], "what was read is stored"
 
 
-async def test_only_what_has_changed_is_stored_and_noted_offsets_only_grow():
+async def test_only_what_has_changed_is_stored():
     commits, brokers = at_brokers()
     for offset in (5, 3, 9, 8):
         commits.update(ONE, offset)
@@ -104,7 +106,7 @@ async def test_only_what_has_changed_is_stored_and_noted_offsets_only_grow():
 
 
 @pytest.mark.parametrize("trouble", TROUBLE, ids=str)
-async def test_what_could_not_be_stored_is_returned_and_stored_next_time(trouble):
+async def test_what_could_not_be_stored_is_stored_next_time(trouble):
     commits, brokers = at_brokers()
     await commits.begin_at(ONE, 1)
     commits.update(ONE, 5)
@@ -117,7 +119,7 @@ async def test_what_could_not_be_stored_is_returned_and_stored_next_time(trouble
     assert brokers.stored == {ONE: 8, TWO: 6}
 
 
-async def test_after_a_commit_without_an_answer_the_next_one_is_made_twice():
+async def test_after_a_commit_without_an_answer_the_next_is_made_twice():
     """The broker may execute the one that was not answered last, and the older offset would stay."""
 
     commits, brokers = at_brokers()
@@ -134,7 +136,7 @@ async def test_after_a_commit_without_an_answer_the_next_one_is_made_twice():
     assert len(brokers.commits) == made
 
 
-async def test_a_commit_the_broker_ignores_for_a_reset_is_not_taken_for_stored():
+async def test_a_commit_ignored_for_a_reset_is_not_taken_for_stored():
     commits, brokers = at_brokers()
     waiting: list[MessageQueue] = []
     commits.on_reset_waiting = waiting.append
@@ -148,7 +150,7 @@ async def test_a_commit_the_broker_ignores_for_a_reset_is_not_taken_for_stored()
     assert waiting == [ONE], "whoever pulls it is told, once for each commit that was ignored"
 
 
-async def test_commits_of_one_queue_follow_each_other_and_carry_the_newest_value():
+async def test_commits_of_a_queue_take_turns_with_the_newest_value():
     commits, brokers = at_brokers()
     commits.update(ONE, 1)
     first = asyncio.ensure_future(commits.persist([ONE]))
@@ -163,7 +165,7 @@ async def test_commits_of_one_queue_follow_each_other_and_carry_the_newest_value
     assert brokers.most_at_once == {ONE: 1}
 
 
-async def test_a_commit_under_way_is_finished_although_nobody_waits_any_more():
+async def test_a_commit_that_nobody_waits_for_is_finished():
     commits, brokers = at_brokers()
     brokers.call_s = 1.0
     commits.update(ONE, 5)
@@ -218,7 +220,7 @@ async def test_a_released_queue_is_stored_and_forgotten():
     assert brokers.stored == {ONE: 2}, "it belongs to another member already"
 
 
-async def test_what_was_known_of_a_queue_is_remembered_when_it_is_given_up():
+async def test_what_was_known_of_a_queue_is_remembered():
     commits, brokers = at_brokers()
     assert commits.last_known(ONE) is None
     brokers.stored[ONE] = 7
@@ -295,7 +297,7 @@ async def test_an_offset_that_was_read_proves_a_table_and_0_does_not(stored, too
 
 
 @pytest.mark.parametrize("trouble", TROUBLE[2:], ids=str)
-async def test_no_answer_to_the_first_is_none_for_those_that_wait_and_another_is_first_next_time(trouble):
+async def test_no_answer_to_the_first_is_none_for_those_that_wait(trouble):
     commits, brokers = at_brokers()
     for queue in MANY:
         commits.update(queue, 7)
@@ -321,7 +323,7 @@ async def test_a_refusal_of_the_first_concerns_that_one_only():
 # --- ends that do not wait
 
 
-async def test_what_is_not_acknowledged_in_time_is_returned_and_goes_on():
+async def test_what_is_not_acknowledged_in_time_goes_on():
     commits, brokers = at_brokers()
     await commits.begin_at(ONE, 1)
     commits.update(ONE, 5)
@@ -337,3 +339,57 @@ async def test_what_is_not_acknowledged_in_time_is_returned_and_goes_on():
     assert brokers.stored == {ONE: 1}
     await asyncio.sleep(10)
     assert brokers.stored == {ONE: 5, TWO: 6}
+
+
+# --- the timer
+
+
+class Member:
+    """Stands for the member and its commits: one place may hang until it is let go."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.tasks = Tasks(self.loop, lambda what, error: None)
+        self.config = SimpleNamespace(commit_interval_s=5.0)
+        self.lets_go = asyncio.Event()
+        self.hangs: set[str] = set()
+        self.stored: list[MessageQueue] = []
+        self.told: list[tuple[float, EventKind, str]] = []
+
+    def trouble(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:
+        self.told.append((self.loop.time(), kind, text))
+
+    def all(self) -> list[MessageQueue]:
+        return [ONE, FAR]
+
+    def places(self, queues: list[MessageQueue]) -> dict[str, list[MessageQueue]]:
+        return {queue.broker_name: [queue] for queue in queues}
+
+    def doubt(self) -> None:
+        pass
+
+    async def persist(self, queues: Any = ()) -> dict[MessageQueue, Exception]:
+        if any(queue.broker_name in self.hangs for queue in queues):
+            await self.lets_go.wait()
+        self.stored += queues
+        return {}
+
+
+async def test_what_is_not_stored_for_long_is_told_and_delays_no_other():
+    member = Member()
+    member.hangs = {"b"}
+    timer = asyncio.create_task(CommitTimer(member, member, member, member).run())  # type: ignore[arg-type]
+    await asyncio.sleep(14)
+    assert member.told == []
+    await asyncio.sleep(7)
+    ((at, kind, text),) = member.told[:1]
+    assert (at, kind) == (15.0, EventKind.COMMIT_FAILED)
+    assert "b has not stored offsets for 10 s" in text
+    assert member.stored == [ONE] * 4
+    member.lets_go.set()
+    await asyncio.sleep(5)
+    member.told.clear()
+    await asyncio.sleep(50)
+    assert member.told == [], "it stores again"
+    assert member.stored.count(FAR) > 10
+    timer.cancel()
