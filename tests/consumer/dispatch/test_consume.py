@@ -195,7 +195,7 @@ class Nonsense:
      StopAsyncIteration(), MemoryError(), Unspeakable()],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_a_listener_raises_its_message_failed_and_the_others_are_consumed(either, error):
+def test_whatever_a_listener_raises_only_its_message_failed(either, error):
     def handle(message):
         if message.queue_offset == 1:
             raise error
@@ -221,7 +221,7 @@ def test_a_result_that_means_nothing_is_told_and_counts_as_retry(either, result)
     assert window.finished == 0
 
 
-def test_results_that_mean_nothing_are_told_once_for_each_listener_and_type(either):
+def test_wrong_results_are_told_once_a_listener_and_type(either):
     results = [True, 1, False, 2, "x"]
 
     def listener():
@@ -233,7 +233,7 @@ def test_results_that_mean_nothing_are_told_once_for_each_listener_and_type(eith
     assert either.told.unknown == [True, 1, "x", True, 1, "x"]
 
 
-def test_a_coroutine_that_is_returned_and_not_awaited_means_nothing(threads):
+def test_a_coroutine_that_is_returned_means_nothing(threads):
     async def handle(message):
         pass
 
@@ -325,7 +325,7 @@ async def ends_its_generator():
     ids=lambda deed: deed.__name__,
 )
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
-def test_async_workers_outlive_whatever_listeners_do_to_their_tasks_and_their_loop(coroutines, deed):
+def test_async_workers_outlive_whatever_listeners_do(coroutines, deed):
     async def handle(message):
         if message.queue_offset == 0:
             await deed()
@@ -338,7 +338,7 @@ def test_async_workers_outlive_whatever_listeners_do_to_their_tasks_and_their_lo
     assert coroutines.told.worker_failures == []
 
 
-def test_a_listener_may_close_the_loop_of_async_workers_no_more_than_any_running_one(coroutines):
+def test_a_listener_cannot_close_the_loop_of_async_workers(coroutines):
     async def handle(message):
         asyncio.get_running_loop().close()
 
@@ -432,7 +432,7 @@ def test_a_logging_that_raises_costs_no_message(either):
     until(lambda: after.finished == 2)
 
 
-def test_tasks_that_async_listeners_leave_behind_end_with_their_loop(coroutines):
+def test_tasks_of_async_listeners_end_with_their_loop(coroutines):
     ended = []
 
     async def goes_on():
@@ -452,7 +452,7 @@ def test_tasks_that_async_listeners_leave_behind_end_with_their_loop(coroutines)
     assert ended == [True, True, True]
 
 
-def test_a_store_that_raises_inside_an_ack_is_told_and_ends_no_worker(either):
+def test_a_store_that_raises_inside_an_ack_ends_no_worker(either):
     """The offset store is called under the window's lock, and may be the user's."""
 
     def tell(queue, offset):
@@ -466,7 +466,7 @@ def test_a_store_that_raises_inside_an_ack_is_told_and_ends_no_worker(either):
         until(lambda window=window: window.finished == 1)
 
 
-def test_nothing_of_a_dropped_queue_begins_and_what_runs_still_counts(either):
+def test_of_a_dropped_queue_what_runs_counts_and_nothing_begins(either):
     begun, release = threading.Event(), threading.Event()
     seen = []
 
@@ -517,7 +517,7 @@ def test_stopped_workers_begin_nothing_and_finish_what_runs(either):
     assert len(seen) == 2
 
 
-def test_abandoned_coroutines_are_cancelled_and_their_messages_stay_unfinished(coroutines):
+def test_messages_of_abandoned_coroutines_stay_unfinished(coroutines):
     begun = threading.Event()
 
     async def handle(message):
@@ -556,7 +556,7 @@ class Emptied(deque):
         raise IndexError("pop from an empty deque")
 
 
-def test_a_worker_survives_that_its_units_were_taken_back_this_moment(either):
+def test_a_worker_survives_that_its_units_were_taken_back(either):
     window, messages = filled(1)
     for _ in range(4):
         either.hand_over(Chunk(window, Listener.of(as_kind(lambda message: None, either)), Emptied(messages)))
@@ -583,7 +583,7 @@ class Turn:
         self.ended.set()
 
 
-def test_a_turn_that_no_worker_has_begun_is_ended_when_work_stops(either):
+def test_a_turn_that_no_worker_has_begun_ends_with_the_work(either):
     """Or its queue would count as running, and closing would wait for it in vain."""
     begun, release = threading.Semaphore(0), threading.Event()
 
@@ -673,7 +673,7 @@ async def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, 
     service.stop()
 
 
-async def test_what_a_stuck_worker_has_not_begun_is_given_to_the_others_and_what_it_has_done_counts():
+async def test_what_a_stuck_worker_has_not_begun_goes_to_others():
     service, desk = serving()
     window, messages = filled(32)
     window.listener_time_s = 1e-6
@@ -692,7 +692,7 @@ async def test_what_a_stuck_worker_has_not_begun_is_given_to_the_others_and_what
     service.stop()
 
 
-async def test_what_a_worker_has_finished_does_not_wait_for_the_last_call_of_its_chunk():
+async def test_what_is_finished_does_not_wait_for_its_chunk_to_end():
     """There is nothing left then that could be given to others."""
     service, desk = serving()
     window, messages = filled(2)
@@ -719,7 +719,7 @@ async def test_a_stop_hands_over_what_stuck_workers_have_finished():
     assert not chunk.todo
 
 
-async def test_looking_for_stuck_workers_ends_with_the_work_that_could_be_given_to_others():
+async def test_nobody_looks_for_stuck_workers_when_nothing_waits():
     """A listener that never returns must not keep the I/O thread awake for ever."""
     service, desk = serving()
     window, messages = filled(4)
@@ -742,7 +742,7 @@ async def test_looking_for_stuck_workers_ends_with_the_work_that_could_be_given_
     service.stop()
 
 
-async def test_a_call_counts_as_stuck_once_it_was_seen_running_for_the_whole_time():
+async def test_a_call_is_stuck_when_it_was_seen_running_all_the_time():
     service, desk = serving()
     window, messages = filled(2)
     service.dispatch(window, Listener.of(handle), messages[:1])

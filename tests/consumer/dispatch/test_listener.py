@@ -283,7 +283,7 @@ def test_an_expression_that_is_refused_changes_no_subscription(orders, broker):
 
 @pytest.mark.parametrize("orderly", [False, True], ids=["any order", "orderly"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["thread", "asyncio"])
-def test_a_listener_that_unsubscribes_its_topic_waits_for_nothing(orders, orderly, is_async):
+def test_a_listener_that_unsubscribes_waits_for_nothing(orders, orderly, is_async):
     """It would wait for itself; its message counts when it returns."""
     orders.send(b"m")
     took_s = []

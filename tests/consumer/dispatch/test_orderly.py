@@ -162,7 +162,7 @@ async def test_a_rollback_brings_each_message_back_to_its_own_listener():
     assert window.commit_offset() == 4
 
 
-async def test_a_part_of_a_list_that_failed_comes_again_with_what_follows():
+async def test_a_failed_part_of_a_list_comes_again_with_what_follows():
     serving = Serving()
     window, messages = window_of(6)
     serving.service.dispatch(window, Listener.of(one, 3), messages)
@@ -209,7 +209,7 @@ async def test_what_the_former_period_left_is_not_the_new_one_s(result):
     assert serving.desk.chunks[0].window is again
 
 
-async def test_messages_that_had_their_attempts_leave_the_line_when_they_are_given_up():
+async def test_messages_that_are_given_up_leave_the_line():
     serving = Serving(max_attempts=0, pauses=[0.0, 3.0, 0.0])
     window, messages = window_of(3)
     serving.service.dispatch(window, Listener.of(one, 2), messages)

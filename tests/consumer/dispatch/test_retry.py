@@ -169,7 +169,7 @@ async def test_a_busy_broker_is_asked_again_after_a_pause():
 
 
 @pytest.mark.parametrize("trouble", [REFUSED, AWAY, BUSY], ids=str)
-async def test_a_message_that_cannot_be_taken_back_is_sent_as_a_new_one(trouble):
+async def test_what_cannot_be_taken_back_is_sent_as_a_new_message(trouble):
     member = Member(trouble)
     window, messages = await sent_back(member)
     assert window.commit_offset() == 1
@@ -203,7 +203,7 @@ async def test_another_broker_is_tried():
     [route(masters=False), route(PERM_READ), TopicRoute(RETRY), RouteNotFound(RETRY, "ns:1"), AWAY],
     ids=["no master", "read only", "no queue", "no route", "no name server"],
 )
-async def test_a_message_nobody_takes_stays_unfinished_and_is_tried_here_again(found):
+async def test_a_message_nobody_takes_is_tried_here_again(found):
     member = Member(AWAY)
     member.found = found
     window, messages = await sent_back(member)
@@ -218,7 +218,7 @@ async def test_a_message_nobody_takes_stays_unfinished_and_is_tried_here_again(f
 
 
 @pytest.mark.parametrize("trouble", [REFUSED, SILENT], ids=["refused", "unanswered"])
-async def test_a_message_that_fails_here_again_at_once_is_not_forgotten(trouble):
+async def test_a_message_that_fails_again_at_once_is_not_forgotten(trouble):
     member = Member(trouble, trouble, trouble, None, sends=[REFUSED, REFUSED, REFUSED, REFUSED, None])
     retries, (window, messages) = member.retries, filled()
     member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
@@ -229,7 +229,7 @@ async def test_a_message_that_fails_here_again_at_once_is_not_forgotten(trouble)
 
 
 @pytest.mark.parametrize("trouble", [SILENT, LOST], ids=["silent", "lost"])
-async def test_what_may_have_been_done_is_not_done_again_in_another_form(trouble):
+async def test_what_may_have_been_done_is_not_done_in_another_form(trouble):
     member = Member(trouble)
     window, messages = await sent_back(member)
     assert member.kinds_of_calls == ["send_back"]
@@ -238,14 +238,14 @@ async def test_what_may_have_been_done_is_not_done_again_in_another_form(trouble
 
 
 @pytest.mark.parametrize("trouble", [SILENT, LOST], ids=["silent", "lost"])
-async def test_a_new_message_that_may_be_stored_is_not_sent_to_another_broker(trouble):
+async def test_a_new_message_that_may_be_stored_goes_nowhere_else(trouble):
     member = Member(REFUSED, sends=[trouble])
     window, messages = await sent_back(member)
     assert member.kinds_of_calls == ["send_back", "send"]
     assert window.commit_offset() == 0
 
 
-async def test_each_try_that_is_not_answered_is_followed_by_a_longer_pause():
+async def test_tries_without_an_answer_have_longer_and_longer_pauses():
     member = Member(SILENT)
     retries, (window, messages) = member.retries, filled()
     member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
@@ -356,7 +356,7 @@ async def test_messages_that_only_look_alike_are_sent_back_each():
     assert window.unfinished()[0] == 3
 
 
-async def test_a_message_whose_call_still_runs_is_not_given_to_its_listener_once_more():
+async def test_a_message_whose_call_still_runs_is_not_delivered_again():
     member = Member(REFUSED, sends=[REFUSED])
     retries, (window, messages) = member.retries, filled()
     retries.add(window, [(messages[0], 3)], running=True)
@@ -368,7 +368,7 @@ async def test_a_message_whose_call_still_runs_is_not_given_to_its_listener_once
     assert member.delivered == messages
 
 
-async def test_a_send_back_that_is_answered_after_its_queue_was_dropped_counts_until_the_end():
+async def test_a_send_back_of_a_dropped_queue_counts_until_the_end():
     member = Member()
     member.call_s = 1.0
     retries, (window, messages) = member.retries, filled()

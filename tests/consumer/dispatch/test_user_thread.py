@@ -11,7 +11,7 @@ import pytest
 from pyrocket_consumer.consumer.user_thread import UserThread
 
 
-def test_calls_run_one_after_the_other_on_one_thread_until_the_end():
+def test_calls_run_one_after_the_other_on_one_thread():
     thread, order = UserThread("pyrocket-store"), []
     futures = [thread.submit(lambda number: order.append(number) or threading.current_thread(), n) for n in range(20)]
     thread.shutdown()

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from pyrocket_consumer import Admin, ConsumerState, ProtocolError, PushConsumer
+from pyrocket_consumer import Admin, ConsumerState, ProtocolError
 from pyrocket_consumer.testing import rewrite
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.message import BatchItem, StoredMessage, encode_batch, encode_message
-from tests.consumer.orders import DEAD, GROUP, TOPIC
-from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
+from tests.consumer.orders import GROUP, TOPIC
+from tests.consuming import QUICK, WAIT_S, Seen, until
 from tests.packing import LZ4, PACKED, ZLIB, ZSTD, send
 
 MIB = 1 << 20
@@ -122,7 +122,7 @@ def test_a_body_is_not_kept_once_its_listener_has_returned(orders):
 def test_a_body_that_is_too_large_is_given_up_at_once(orders, kind, limit, orderly):
     send(orders.cluster, TOPIC, PACKED[kind](bytes(limit + MIB)), sys_flag=kind)
     send(orders.cluster, TOPIC, b"next")
-    events, errors = Events(), []
+    errors = []
 
     def judge(message):
         try:
@@ -131,19 +131,18 @@ def test_a_body_that_is_too_large_is_given_up_at_once(orders, kind, limit, order
             errors.append(error)
             raise ValueError("not what I want") from error
 
-    seen = Seen(judge)
     options = {"orderly": orderly} if kind == ZSTD else {"orderly": orderly, "max_body_bytes": limit}
-    with orders.consuming(seen, **options) as (consumer, _):
-        event = events.wait_for("message-too-large")
+    with orders.consuming(Seen(judge), **options) as (consumer, seen):
+        event = orders.events.wait_for("message-too-large")
         assert f"max_body_bytes={limit}" in event.text
         assert event.facts["offset"] == 0
-        events.wait_for("message-given-up")
+        orders.events.wait_for("message-given-up")
         seen.wait(lambda seen: len(seen.messages) == 2)
         orders.wait_committed(2)
         assert consumer.state is ConsumerState.RUNNING
-    assert len(orders.cluster.messages(DEAD)) == 1
-    assert len(errors) == 1
-    assert f"holds more than {limit}" in str(errors[0])
+    assert len(orders.dead) == 1
+    (error,) = errors
+    assert f"holds more than {limit}" in str(error)
 
 
 def test_the_longest_body_is_an_option_and_holds_in_every_thread(orders):
@@ -183,7 +182,7 @@ def test_a_call_that_holds_a_large_body_stops_no_other(orders):
             holds.wait(WAIT_S)
             bodies.append(message.body)
 
-    with orders.consuming(listener):
+    with orders.consuming(listener, max_cached_bytes=25 * MIB):
         until(lambda: sorted(bodies) == [b"plain", b"small"], "consumed")
         goes_on.set()
 
@@ -202,14 +201,9 @@ def test_a_consumer_closes_while_calls_wait_for_room(orders, is_async):
         while not goes_on.is_set():
             await asyncio.sleep(0.01)
 
-    consumer = PushConsumer(
-        GROUP, name_server=orders.cluster.name_server, **{**QUICK, "max_cached_bytes": MIB // 8, "consume_threads": 3}
-    )
-    consumer.subscribe(TOPIC, awaited if is_async else listener)
-    consumer.start()
-    assert began.wait(WAIT_S)
-    threading.Timer(0.3, goes_on.set).start()
-    consumer.close()
+    with orders.consuming(awaited if is_async else listener, max_cached_bytes=MIB // 8, consume_threads=3):
+        assert began.wait(WAIT_S)
+        threading.Timer(0.3, goes_on.set).start()
     assert orders.committed == {0: 1}, "the others had not begun"
 
 
@@ -233,10 +227,10 @@ def test_calls_wait_for_room_behind_some_that_are_not_wanted(orders, is_async):
 
     options = {"max_cached_bytes": MIB // 8, "consume_threads": 3}
     with orders.consuming(awaited if is_async else listener, **options) as (consumer, _):
-        mine = [queue for queue in consumer.progress() if queue.topic == TOPIC]
         until(lambda: sum(each.unfinished for each in consumer.progress().values()) == 60, "waiting")
+        unwanted = [queue for queue in consumer.progress() if queue.topic == TOPIC and queue.queue_id != 11]
         with Admin(name_server=orders.cluster.name_server) as admin:
-            admin.plan_reset(GROUP, TOPIC, "last", [queue for queue in mine if queue.queue_id != 11]).execute()
+            admin.plan_reset(GROUP, TOPIC, "last", unwanted).execute()
         goes_on.set()
         until(lambda: len([each for each in seen if each[0] == 11]) == 5, "consumed")
 
@@ -245,10 +239,6 @@ def test_calls_wait_for_room_behind_some_that_are_not_wanted(orders, is_async):
 
 BATCH = 0xC0  # sysFlag: an inner batch, to be unpacked
 ITEM = struct.pack(">IIIiIH", 22, 0, 0, 0, 0, 0)
-
-
-def batch(*bodies):
-    return encode_batch(BatchItem(body) for body in bodies)
 
 
 class IoPauses:
@@ -268,17 +258,14 @@ class IoPauses:
         self._on = False
 
 
-def one_failed_message(cluster, topic, group, batch, sys_flag, orderly=False):
+def one_failed_message(orders, batch, sys_flag, orderly=False):
     """A batch that cannot be unpacked fails as one message; what is behind it is consumed."""
-    cluster.create_topic(topic, queues=1)
-    send(cluster, topic, batch, sys_flag=BATCH | sys_flag)
-    send(cluster, topic, b"next")
-    events, bodies = Events(), []
-    with consuming(
-        cluster, topic, group, lambda message: bodies.append(message.body), on_event=events, orderly=orderly
-    ):
-        assert events.wait_for("message-too-large").facts["offset"] == 0
-        until(lambda: cluster.committed(group, topic) == {0: 2}, "consumed")
+    send(orders.cluster, TOPIC, batch, sys_flag=BATCH | sys_flag)
+    send(orders.cluster, TOPIC, b"next")
+    bodies = []
+    with orders.consuming(lambda message: bodies.append(message.body), orderly=orderly):
+        assert orders.events.wait_for("message-too-large").facts["offset"] == 0
+        orders.wait_committed(2)
     assert bodies == [b"next"]
 
 
@@ -286,14 +273,15 @@ def one_failed_message(cluster, topic, group, batch, sys_flag, orderly=False):
 @pytest.mark.parametrize("orderly", [False, True])
 def test_a_batch_that_no_broker_could_count_is_one_message(orders, kind, orderly):
     batch = ITEM * 40_000
-    one_failed_message(orders.cluster, TOPIC, GROUP, PACKED[kind](batch * 5) if kind else batch, kind, orderly)
+    one_failed_message(orders, PACKED[kind](batch * 5) if kind else batch, kind, orderly)
 
 
+@pytest.mark.live
 @pytest.mark.slow("tracemalloc counts 33 000 messages")
 def test_a_batch_that_no_broker_could_count_fills_no_memory(orders):
     """3.4 KB that hold 610 000 messages."""
     with traced() as peak:
-        one_failed_message(orders.cluster, TOPIC, GROUP, PACKED[ZSTD](ITEM * 610_000), ZSTD)
+        one_failed_message(orders, PACKED[ZSTD](ITEM * 610_000), ZSTD)
     assert peak[0] < 120 * MIB
 
 
@@ -303,21 +291,17 @@ def test_a_batch_that_no_broker_could_count_fills_no_memory(orders):
 def test_a_large_batch_leaves_the_io_thread_alone(orders, broker, bits):
     """As large as a broker takes it, and legitimate."""
     bodies = [b"%d" % number for number in range(20_000)]
-    whole = batch(*bodies)
+    whole, count = encode_batch(map(BatchItem, bodies)), len(bodies)
     send(orders.cluster, TOPIC, zlib.compress(whole) if bits else whole, sys_flag=BATCH | bits)
-    count = len(bodies)
 
     def stretched(answer):
         """As a broker answers that knows how many messages are in it."""
-        return dataclasses.replace(
-            answer, fields={**answer.fields, "nextBeginOffset": str(count), "maxOffset": str(count)}
-        )
+        ends = {"nextBeginOffset": str(count), "maxOffset": str(count)}
+        return dataclasses.replace(answer, fields={**answer.fields, **ends})
 
     broker.on(RequestCode.PULL_MESSAGE, rewrite(lambda answer: stretched(answer) if answer.body else answer))
     seen = set()
-    consumer = orders.consumer(**QUICK)
-    consumer.subscribe(TOPIC, lambda message: seen.add(message.body))
-    consumer.start()
+    consumer = orders.consumer(lambda message: seen.add(message.body), **QUICK).start()
     gc.collect()
     gc.freeze()  # what other tests have left would be looked through, by whichever thread makes objects
     pauses = IoPauses(consumer)

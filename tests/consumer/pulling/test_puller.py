@@ -545,7 +545,7 @@ async def test_a_broker_that_cannot_be_reached_is_tried_again():
 # --- answers without messages
 
 
-async def test_an_empty_answer_moves_on_and_the_edge_only_while_nothing_is_unfinished():
+async def test_an_empty_answer_moves_on_and_an_empty_window_s_edge():
     pulling = Pulling()
     (await pulling.asked()).answer(answer(NO_MATCHED, 50))
     assert pulling.edges == [50]
@@ -557,7 +557,7 @@ async def test_an_empty_answer_moves_on_and_the_edge_only_while_nothing_is_unfin
     assert pulling.edges[-1] == 90
 
 
-async def test_messages_with_another_tag_of_the_same_hash_are_left_out_and_count_as_passed():
+async def test_messages_with_another_tag_of_the_same_hash_are_passed():
     pulling = Pulling(host=Host("Aa"))
     (await pulling.asked()).found(4, tags="BB")  # "Aa" and "BB" have the same hash code
     assert pulling.host.offsets == []
@@ -567,7 +567,7 @@ async def test_messages_with_another_tag_of_the_same_hash_are_left_out_and_count
 
 
 @pytest.mark.parametrize("end", [0, 500])
-async def test_a_broker_that_does_not_move_on_is_not_asked_without_a_pause(end):
+async def test_a_broker_that_does_not_move_on_is_asked_with_pauses(end):
     pulling = Pulling(500)
     asked = 0
     while pulling.host.loop.time() < 30:
@@ -577,7 +577,7 @@ async def test_a_broker_that_does_not_move_on_is_not_asked_without_a_pause(end):
 
 
 @pytest.mark.parametrize("step", [1, 2])
-async def test_a_queue_of_which_nothing_is_wanted_though_messages_come_takes_no_time_from_others(step):
+async def test_a_queue_of_which_nothing_is_wanted_is_asked_slowly(step):
     pulling = Pulling(host=Host("Aa"))
     asked = 0
     while pulling.host.loop.time() < 30 and asked < 10_000:
@@ -623,7 +623,7 @@ async def test_a_broker_that_is_busy_for_long_is_asked_less_and_less():
 # --- slaves
 
 
-async def test_the_broker_an_answer_suggests_is_asked_next_and_the_master_after_trouble():
+async def test_the_broker_that_an_answer_suggests_is_asked_next():
     pulling = Pulling()
     (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
     second = await pulling.asked()
@@ -636,7 +636,7 @@ async def test_the_broker_an_answer_suggests_is_asked_next_and_the_master_after_
     assert (await pulling.asked()).broker_id == 0
 
 
-async def test_a_master_that_has_a_reset_is_asked_once_whatever_is_suggested():
+async def test_a_master_that_has_a_reset_is_asked_once():
     pulling = Pulling()
     (await pulling.asked()).answer(answer(NO_MATCHED, 5, broker_id=1))
     second = await pulling.asked()
@@ -657,7 +657,7 @@ async def test_a_slave_without_a_connection_is_connected_to_first():
     assert host.connected == [1]
 
 
-async def test_an_answer_that_comes_while_a_slave_is_connected_to_is_taken():
+async def test_an_answer_during_a_connect_to_a_slave_is_taken():
     """The slave was suggested while a second pull was under way at the master; its answer comes meanwhile."""
     host = Host()
     host.known_at, host.gate = {0}, asyncio.Event()
@@ -691,7 +691,7 @@ async def test_no_more_is_asked_for_than_there_is_room_and_room_wakes():
 
 
 @pytest.mark.parametrize("limit", [1, BATCH - 3, BATCH, BATCH + 1, 2 * BATCH - 1, 100])
-async def test_the_limit_holds_and_a_stuck_message_does_not_stop_what_there_is_room_for(limit):
+async def test_a_stuck_message_does_not_stop_what_there_is_room_for(limit):
     batch = min(BATCH, limit)
     pulling = Pulling(messages=limit, batch=batch)
     stuck, rounds = 0, 0
@@ -707,7 +707,7 @@ async def test_the_limit_holds_and_a_stuck_message_does_not_stop_what_there_is_r
         assert len(pulling.host.delivered) > 2 * limit or limit == 100
 
 
-async def test_a_stuck_message_does_not_stop_a_queue_of_which_few_messages_match():
+async def test_a_stuck_message_does_not_stop_a_queue_with_few_matches():
     """An answer with few messages may move far ahead; the distance is no room that is taken."""
     pulling = Pulling(host=Host("paid"), messages=100, span=1_000_000)
     (await pulling.asked()).found(1, next_offset=1000, tags="paid")
@@ -726,7 +726,7 @@ async def test_a_full_window_whose_answer_was_left_out_goes_on():
     assert pulling.puller.next_offset > 20 * BATCH
 
 
-async def test_paused_queues_are_not_asked_for_and_go_on_where_they_were():
+async def test_paused_queues_go_on_where_they_were():
     pulling = Pulling()
     asked = await pulling.asked()
     pulling.host.is_paused = True
@@ -739,7 +739,7 @@ async def test_paused_queues_are_not_asked_for_and_go_on_where_they_were():
     assert (await pulling.asked()).offset == BATCH
 
 
-async def test_nothing_is_asked_for_a_topic_that_is_no_longer_subscribed():
+async def test_nothing_is_asked_for_a_topic_without_a_subscription():
     pulling = Pulling()
     asked = await pulling.asked()
     pulling.host.subscribed = None
