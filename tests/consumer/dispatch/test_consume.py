@@ -22,25 +22,12 @@ from pyrocket_consumer.consumer.consume import (
     Workers,
 )
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, Retry
-from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
-from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.net.io_thread import IoThread
-from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, encode_message
+from pyrocket_consumer.wire.message import Message
+from tests.consumer.windows import QUEUE, window_of
 
-QUEUE = MessageQueue("orders", "broker-a", 0)
 PATIENCE_S = 30.0
-
-
-def filled(count: int, tell: Callable[[MessageQueue, int], None] = lambda queue, offset: None):
-    """A window that holds `count` messages, and those."""
-    window = ProcessQueue(QUEUE, 1, Limits(), tell)
-    window.start(0)
-    data = b"".join(
-        encode_message(StoredMessage(topic="orders", body=b"x", queue_offset=offset)) for offset in range(count)
-    )
-    messages = decode_messages(data, QUEUE)
-    window.put(messages, count, len(data))
-    return window, messages
 
 
 class Told:
@@ -91,7 +78,7 @@ class Working:
 
     def consume(self, function: Any, count: int, *, batch_size: int = 1, tell=lambda queue, offset: None):
         """Hand over `count` messages as one chunk; returns their window."""
-        window, messages = filled(count, tell)
+        window, messages = window_of(count, tell=tell)
         self.put(window, function, messages, batch_size)
         return window
 
@@ -351,7 +338,7 @@ def test_a_listener_cannot_close_the_loop_of_async_workers(coroutines):
 def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
     """Whoever runs asyncio cancels every task at the end, and waits until it is gone."""
     told, began = Told(), threading.Event()
-    window, messages = filled(1)
+    window, messages = window_of(1)
 
     async def main():
         async def listen(message):
@@ -382,7 +369,7 @@ def test_workers_know_their_own_calls_and_what_those_have_begun(either):
         known.append(await asyncio.create_task(asyncio.to_thread(service.is_own_call)))
 
     listener = handle if isinstance(either.workers, ThreadWorkers) else listen
-    window, messages = filled(1)
+    window, messages = window_of(1)
     either.loop.call_soon_threadsafe(service.dispatch, window, Listener.of(listener), messages)
     until(lambda: window.finished == 1)
     assert known == [True, True]
@@ -404,7 +391,7 @@ def test_one_call_beside_the_work_runs_where_the_others_do(either, error):
             raise error
         return 5
 
-    _, (message,) = filled(1)
+    _, (message,) = window_of(1)
     listener = Listener.of(as_kind(handle, either))
     context = ConsumeContext(QUEUE, 1, 0.0)
     assert either.run(service.call_once(listener, message, context)) == (None if error else 5, error)
@@ -557,7 +544,7 @@ class Emptied(deque):
 
 
 def test_a_worker_survives_that_its_units_were_taken_back(either):
-    window, messages = filled(1)
+    window, messages = window_of(1)
     for _ in range(4):
         either.hand_over(Chunk(window, Listener.of(as_kind(lambda message: None, either)), Emptied(messages)))
     after = [either.consume(as_kind(lambda message: None, either), 2) for _ in range(4)]
@@ -597,7 +584,7 @@ def test_a_turn_that_no_worker_has_begun_ends_with_the_work(either):
             await asyncio.sleep(0.001)
 
     listener = Listener.of(handle if isinstance(either.workers, ThreadWorkers) else listen)
-    window, messages = filled(5)
+    window, messages = window_of(5)
     turns = []
     for message in messages:
         chunk = Chunk(window, listener, deque([message]))
@@ -664,7 +651,7 @@ def handle(message):
 )
 async def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, sizes):
     service, desk = serving()
-    window, messages = filled(100)
+    window, messages = window_of(100)
     window.listener_time_s = listener_time_s
     service.dispatch(window, Listener.of(handle), messages)
     assert [len(chunk.todo) for chunk in desk.chunks] == sizes
@@ -675,7 +662,7 @@ async def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, 
 
 async def test_what_a_stuck_worker_has_not_begun_goes_to_others():
     service, desk = serving()
-    window, messages = filled(32)
+    window, messages = window_of(32)
     window.listener_time_s = 1e-6
     service.dispatch(window, Listener.of(handle), messages)
     chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
@@ -695,7 +682,7 @@ async def test_what_a_stuck_worker_has_not_begun_goes_to_others():
 async def test_what_is_finished_does_not_wait_for_its_chunk_to_end():
     """There is nothing left then that could be given to others."""
     service, desk = serving()
-    window, messages = filled(2)
+    window, messages = window_of(2)
     window.listener_time_s = 1e-6
     service.dispatch(window, Listener.of(handle), messages)
     chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
@@ -708,7 +695,7 @@ async def test_what_is_finished_does_not_wait_for_its_chunk_to_end():
 
 async def test_a_stop_hands_over_what_stuck_workers_have_finished():
     service, desk = serving()
-    window, messages = filled(3)
+    window, messages = window_of(3)
     window.listener_time_s = 1e-6
     service.dispatch(window, Listener.of(handle), messages)
     chunk = desk.begin(0, asyncio.get_running_loop().time())
@@ -722,7 +709,7 @@ async def test_a_stop_hands_over_what_stuck_workers_have_finished():
 async def test_nobody_looks_for_stuck_workers_when_nothing_waits():
     """A listener that never returns must not keep the I/O thread awake for ever."""
     service, desk = serving()
-    window, messages = filled(4)
+    window, messages = window_of(4)
     window.listener_time_s = 1e-6
     service.dispatch(window, Listener.of(handle), messages)
     desk.begin(0, asyncio.get_running_loop().time() + 0.001)
@@ -733,7 +720,7 @@ async def test_nobody_looks_for_stuck_workers_when_nothing_waits():
     looks = desk.looks
     await asyncio.sleep(10)
     assert desk.looks == looks
-    later, messages = filled(8)
+    later, messages = window_of(8)
     later.listener_time_s = 1e-6
     service.dispatch(later, Listener.of(handle), messages)
     desk.begin(1, asyncio.get_running_loop().time() + 0.001)
@@ -744,7 +731,7 @@ async def test_nobody_looks_for_stuck_workers_when_nothing_waits():
 
 async def test_a_call_is_stuck_when_it_was_seen_running_all_the_time():
     service, desk = serving()
-    window, messages = filled(2)
+    window, messages = window_of(2)
     service.dispatch(window, Listener.of(handle), messages[:1])
     desk.begin(0, 0.0)
     assert service.stuck(5, 100) == []

@@ -510,7 +510,8 @@ def test_a_key_that_cannot_be_compared_fails_its_message_only(orders):
     send(orders, "bad", "bad", *"ab" * 20)
     with by_key(orders, seen, order_by=order_by):
         seen.wait_for(41)
-        assert orders.events.wait_for("listener-failed").facts["offset"] == 1, "the first had nothing to be compared with"
+        failed = orders.events.wait_for("listener-failed")
+        assert failed.facts["offset"] == 1, "the first had nothing to be compared with"
 
 
 def test_what_never_gets_a_key_is_given_up_after_its_attempts(orders):

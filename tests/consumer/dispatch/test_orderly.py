@@ -13,11 +13,10 @@ from pyrocket_consumer import Suspend
 from pyrocket_consumer.consumer.consume import Chunk, Slot
 from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry
 from pyrocket_consumer.consumer.orderly import HELD_UP_AFTER_S, OrderlyService
-from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.testing import answer, drop, drop_answer
 from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
 from tests.consumer.orders import GROUP, QUEUE, RETRY, TOPIC, of
+from tests.consumer.windows import window_of
 from tests.consuming import QUICK, Seen, consuming, numbered, until
 
 
@@ -83,14 +82,9 @@ class Serving:
         return pause
 
 
-def window_of(count, epoch=1):
-    window = ProcessQueue(QUEUE, epoch, Limits(), lambda queue, offset: None)
+def quick_window(count, epoch=1):
+    window, messages = window_of(count, QUEUE, epoch=epoch)
     window.listener_time_s = 1e-6
-    window.start(0)
-    stored = [StoredMessage(topic="orders", body=b"", queue_offset=offset) for offset in range(count)]
-    data = b"".join(map(encode_message, stored))
-    messages = decode_messages(data, QUEUE)
-    window.put(messages, count, len(data))
     return window, messages
 
 
@@ -104,7 +98,7 @@ def other(message):
 
 async def test_what_comes_while_a_turn_runs_waits_and_follows():
     serving = Serving()
-    window, messages = window_of(5)
+    window, messages = quick_window(5)
     listener = Listener.of(one)
     serving.service.dispatch(window, listener, messages[:2])
     serving.service.dispatch(window, listener, messages[2:])
@@ -116,7 +110,7 @@ async def test_what_comes_while_a_turn_runs_waits_and_follows():
 
 async def test_a_turn_has_one_listener_and_each_unit_its_own():
     serving = Serving()
-    window, messages = window_of(6)
+    window, messages = quick_window(6)
     first, second = Listener.of(one), Listener.of(other)
     window.locked_until = 0
     for message, listener in zip(messages, [first, first, second, second, first, second], strict=True):
@@ -133,7 +127,7 @@ async def test_a_turn_has_one_listener_and_each_unit_its_own():
 
 async def test_what_failed_comes_again_first_and_with_its_listener():
     serving = Serving()
-    window, messages = window_of(4)
+    window, messages = quick_window(4)
     first, second = Listener.of(one), Listener.of(other)
     serving.service.dispatch(window, first, messages[:2])
     serving.service.dispatch(window, second, messages[2:])
@@ -147,7 +141,7 @@ async def test_what_failed_comes_again_first_and_with_its_listener():
 
 async def test_a_rollback_brings_each_message_back_to_its_own_listener():
     serving = Serving(auto_commit=False)
-    window, messages = window_of(4)
+    window, messages = quick_window(4)
     first, second = Listener.of(one, 2), Listener.of(other, 2)
     serving.service.dispatch(window, first, messages[:2])
     serving.service.dispatch(window, second, messages[2:])
@@ -164,7 +158,7 @@ async def test_a_rollback_brings_each_message_back_to_its_own_listener():
 
 async def test_a_failed_part_of_a_list_comes_again_with_what_follows():
     serving = Serving()
-    window, messages = window_of(6)
+    window, messages = quick_window(6)
     serving.service.dispatch(window, Listener.of(one, 3), messages)
     await serving.desk.finish(Retry(messages[1:2]))
     await asyncio.sleep(2)
@@ -174,14 +168,14 @@ async def test_a_failed_part_of_a_list_comes_again_with_what_follows():
 
 async def test_a_new_period_waits_for_the_call_of_the_former_one():
     serving = Serving()
-    window, messages = window_of(3)
+    window, messages = quick_window(3)
     service, desk = serving.service, serving.desk
     service.dispatch(window, Listener.of(one), messages)
     desk.begin()
     window.drop()
     window.fence()
     service.forget(window)
-    again, messages = window_of(3, epoch=2)
+    again, messages = quick_window(3, epoch=2)
     service.dispatch(again, Listener.of(one), messages)
     assert len(desk.chunks) == 1
     assert (service.running(window), service.running(again), service.running()) == (1, 0, 1)
@@ -197,12 +191,12 @@ async def test_a_new_period_waits_for_the_call_of_the_former_one():
 @pytest.mark.parametrize("result", [ConsumeResult.RETRY, ConsumeResult.SUCCESS])
 async def test_what_the_former_period_left_is_not_the_new_one_s(result):
     serving = Serving()
-    window, messages = window_of(2)
+    window, messages = quick_window(2)
     serving.service.dispatch(window, Listener.of(one), messages)
     window.drop()
     window.fence()
     serving.service.forget(window)
-    again, messages = window_of(2, epoch=2)
+    again, messages = quick_window(2, epoch=2)
     serving.service.dispatch(again, Listener.of(one), messages)
     await serving.desk.finish(result)
     assert serving.desk.begin() == [0, 1]
@@ -211,7 +205,7 @@ async def test_what_the_former_period_left_is_not_the_new_one_s(result):
 
 async def test_messages_that_are_given_up_leave_the_line():
     serving = Serving(max_attempts=0, pauses=[0.0, 3.0, 0.0])
-    window, messages = window_of(3)
+    window, messages = quick_window(3)
     serving.service.dispatch(window, Listener.of(one, 2), messages)
     await serving.desk.finish(ConsumeResult.RETRY)
     await asyncio.sleep(0.1)
@@ -227,7 +221,7 @@ async def test_messages_that_are_given_up_leave_the_line():
 
 async def test_a_surprise_in_giving_up_does_not_stop_the_line():
     serving = Serving(max_attempts=0, pauses=[ZeroDivisionError()])
-    window, messages = window_of(1)
+    window, messages = quick_window(1)
     serving.service.dispatch(window, Listener.of(one), messages)
     await serving.desk.finish(ConsumeResult.RETRY)
     await asyncio.sleep(2)

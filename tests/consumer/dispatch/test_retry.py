@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
+from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.retry import AT_ONCE, LOCAL_RETRY_S, Retries
 from pyrocket_consumer.consumer.statistics import Counts
 from pyrocket_consumer.consumer.tasks import Tasks
@@ -23,9 +23,9 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import PERM_READ, BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
-from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, decode_properties, encode_message
+from pyrocket_consumer.wire.message import Message, decode_properties
+from tests.consumer.windows import QUEUE, window_of
 
-QUEUE = MessageQueue("orders", "a", 0)
 RETRY = "%RETRY%app"
 
 BUSY = FlowControl(2, "busy", "a:1")
@@ -113,26 +113,13 @@ class Member:
         return [what for _, what, _ in self.calls]
 
 
+def record(offset: int) -> dict[str, Any]:
+    properties = {"UNIQ_KEY": f"id{offset}", "TAGS": "t", "TRAN_MSG": "true", "own": "x"}
+    return {"body": b"paid", "flag": 7, "born_at_ms": 1234, "reconsume_times": 2, "properties": properties}
+
+
 def filled(count: int = 1, queue: MessageQueue = QUEUE) -> tuple[ProcessQueue, list[Message]]:
-    window = ProcessQueue(queue, 1, Limits(), lambda queue, offset: None)
-    window.start(0)
-    records = b"".join(
-        encode_message(
-            StoredMessage(
-                topic="orders",
-                body=b"paid",
-                queue_offset=offset,
-                flag=7,
-                born_at_ms=1234,
-                reconsume_times=2,
-                properties={"UNIQ_KEY": f"id{offset}", "TAGS": "t", "TRAN_MSG": "true", "own": "x"},
-            )
-        )
-        for offset in range(count)
-    )
-    messages = decode_messages(records, queue)
-    window.put(messages, count, len(records))
-    return window, messages
+    return window_of(count, queue, record=record)
 
 
 async def settled(retries: Retries) -> None:
@@ -267,22 +254,14 @@ async def test_a_late_answer_counts():
     assert (member.delivered, len(member.told), len(member.calls)) == ([], 2, 1)
 
 
-def copies_of(message: Message, offsets: range, failures: int = 1) -> tuple[ProcessQueue, list[Message]]:
+def copies_of(message: Message, count: int = 1) -> tuple[ProcessQueue, list[Message]]:
     """A window of the retry topic with copies that send-backs have made of a message."""
-    queue = MessageQueue(RETRY, "a", 0)
-    window = ProcessQueue(queue, 1, Limits(), lambda queue, offset: None)
-    window.start(offsets[0])
     properties = {**message.properties, "RETRY_TOPIC": "orders", "ORIGIN_MESSAGE_ID": message.offset_message_id}
-    records = b"".join(
-        encode_message(
-            StoredMessage(topic=RETRY, body=message.body, queue_offset=offset, born_at_ms=message.born_at_ms,
-                          reconsume_times=2 + failures, properties=properties, commit_log_offset=1000 + offset)
-        )
-        for offset in offsets
-    )
-    copies = decode_messages(records, queue)
-    window.put(copies, offsets[-1] + 1, len(records))
-    return window, copies
+
+    def copy(offset: int) -> dict[str, Any]:
+        return {**record(offset), "reconsume_times": 3, "properties": properties, "commit_log_offset": 1000 + offset}
+
+    return window_of(count, MessageQueue(RETRY, "a", 0), record=copy)
 
 
 async def test_of_several_copies_of_a_message_one_is_sent_back_for_all():
@@ -291,7 +270,7 @@ async def test_of_several_copies_of_a_message_one_is_sent_back_for_all():
     retries, (window, messages) = member.retries, filled(2)
     retries.add(window, [(messages[0], 0)])
     await settled(retries)
-    other, copies = copies_of(messages[0], range(3))
+    other, copies = copies_of(messages[0], 3)
     retries.add(other, [(copies[0], 0)])
     await settled(retries)
     assert window.commit_offset() == 1, "the copy stands for it"
@@ -309,7 +288,7 @@ async def test_of_several_copies_of_a_message_one_is_sent_back_for_all():
 async def test_a_copy_does_not_wait_any_longer_than_for_the_answer():
     member = Member(SILENT, None)
     window, messages = await sent_back(member)
-    other, copies = copies_of(messages[0], range(1))
+    other, copies = copies_of(messages[0])
     member.retries.add(other, [(copies[0], 0)])
     await asyncio.sleep(1)
     member.late[0]()
@@ -320,7 +299,7 @@ async def test_a_copy_does_not_wait_any_longer_than_for_the_answer():
 async def test_an_older_copy_gives_way_to_one_that_is_further():
     member = Member(SILENT)
     retries, (window, messages) = member.retries, filled()
-    other, copies = copies_of(messages[0], range(1))
+    other, copies = copies_of(messages[0])
     retries.add(other, [(copies[0], 0)])
     await settled(retries)
     retries.add(window, [(messages[0], 0)])
@@ -331,7 +310,7 @@ async def test_an_older_copy_gives_way_to_one_that_is_further():
 async def test_a_copy_in_a_queue_that_was_given_up_stands_for_nothing():
     member = Member(SILENT)
     retries, (window, messages) = member.retries, filled()
-    other, copies = copies_of(messages[0], range(1))
+    other, copies = copies_of(messages[0])
     retries.add(other, [(copies[0], 0)])
     await settled(retries)
     other.drop()
@@ -343,12 +322,8 @@ async def test_a_copy_in_a_queue_that_was_given_up_stands_for_nothing():
 async def test_messages_that_only_look_alike_are_sent_back_each():
     """The items of an inner batch have one place in the commit log, and no checksum of their own."""
     member = Member(SILENT)
-    window = ProcessQueue(QUEUE, 1, Limits(), lambda queue, offset: None)
-    window.start(0)
-    record = {"topic": "orders", "body": b"", "commit_log_offset": 7, "born_at_ms": 1}
-    data = b"".join(encode_message(StoredMessage(queue_offset=offset, **record)) for offset in range(3))
-    messages = decode_messages(data, QUEUE)
-    window.put(messages, 3, len(data))
+    alike = {"body": b"", "commit_log_offset": 7, "born_at_ms": 1}
+    window, messages = window_of(3, record=lambda offset: alike)
     retries = member.retries
     retries.add(window, [(message, 0) for message in messages])
     await settled(retries)

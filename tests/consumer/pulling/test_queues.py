@@ -154,9 +154,7 @@ class LeavesAGhost(NaiveMember):
 
 
 @pytest.mark.hazard("H39")
-@pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(LeavesAGhost, "a closed member is in the group again")]
-)
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(LeavesAGhost, "a closed member is in the group again")])
 def test_a_closed_member_leaves_no_ghost(cluster, topic, group, member):
     """After close() nothing of a consumer goes on: no thread, no heartbeat, no commit.
 

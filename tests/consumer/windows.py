@@ -1,0 +1,32 @@
+"""Windows that hold messages, for tests of the parts of a consumer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, encode_message
+
+QUEUE = MessageQueue("orders", "a", 0)
+
+
+def window_of(
+    count: int = 1,
+    queue: MessageQueue = QUEUE,
+    *,
+    epoch: int = 1,
+    first: int = 0,
+    tell: Callable[[MessageQueue, int], None] = lambda queue, offset: None,
+    record: Callable[[int], dict[str, Any]] = lambda offset: {},
+) -> tuple[ProcessQueue, list[Message]]:
+    """Return a window that holds `count` messages, and those; `record` says what is special about each."""
+    window = ProcessQueue(queue, epoch, Limits(), tell)
+    window.start(first)
+    usual = {"topic": queue.topic, "body": b"x"}
+    stored = [StoredMessage(**{**usual, "queue_offset": at, **record(at)}) for at in range(first, first + count)]
+    data = b"".join(map(encode_message, stored))
+    messages = decode_messages(data, queue)
+    window.put(messages, first + count, len(data))
+    return window, messages
