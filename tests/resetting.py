@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from pyrocket_consumer import Admin, MessageQueue, PushConsumer
@@ -47,6 +47,25 @@ def wait_until_seen(seen: Seen, times: int, count: int) -> None:
     """Wait until each of `count` places was seen exactly `times` times."""
     seen.wait(lambda seen: len(seen.messages) >= times * count)
     assert seen_times(seen, times, count), seen.places
+
+
+def been_here(cluster: Any, topic: str, group: str, count: int, **options: Any) -> None:
+    """Fill a topic, and let a consumer of the group see it all and leave."""
+    with caught_up(cluster, topic, group, count, **options):
+        pass
+    until(lambda: cluster.members(group) == [], "it has left")
+
+
+@contextmanager
+def members(
+    cluster: Any, topic: str, group: str, names: Iterable[str], listener: Seen | None = None, **options: Any
+) -> Iterator[list[tuple[PushConsumer, Seen]]]:
+    """Run a consumer of each name."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(consuming(cluster, topic, group, listener, instance_name=name, **options))
+            for name in names
+        ]
 
 
 def held(consumer: PushConsumer, topic: str) -> list[MessageQueue]:

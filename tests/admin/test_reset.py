@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
 from datetime import UTC, datetime
 
 import pytest
@@ -18,7 +17,7 @@ from tests.admin.conftest import administered
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
 from tests.for_each import for_each
-from tests.resetting import caught_up, fill, held, queue, reset, wait_until_seen, wait_until_stored
+from tests.resetting import been_here, caught_up, fill, held, members, queue, reset, wait_until_seen, wait_until_stored
 
 RETRY = "%RETRY%G"
 CLIENT_SIDE = [("4.9.7", False), ("5.5.0", False)]
@@ -106,18 +105,15 @@ def test_the_epochs_of_members_count_when_the_record_was_lost(embedded, admin, s
         wait_until_seen(seen, 1, 10)
 
 
-@pytest.mark.parametrize("interval_s", [0.1])
-def test_what_is_recorded_is_followed_without_a_word(embedded, stores, interval_s):
-    with caught_up(embedded, "T", "G", 10, reset_record_interval_s=interval_s, **stores) as (_, seen):
+def test_what_is_recorded_is_followed_without_a_word(embedded, stores):
+    with caught_up(embedded, "T", "G", 10, reset_record_interval_s=0.1, **stores) as (_, seen):
         record(embedded, 1000, {1: 2})
         seen.wait(lambda seen: len(seen.messages) == 13)
         embedded.broker("broker-a").forget_requests()
         embedded.broker("broker-a").wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 4)
-        asked = {
-            int(each.command.fields["queueId"])
-            for each in embedded.broker("broker-a").requests(RequestCode.QUERY_CONSUMER_OFFSET)
-        }
-        assert asked == {area().head}, "one small request while there is nothing new"
+        asked = embedded.broker("broker-a").requests(RequestCode.QUERY_CONSUMER_OFFSET)
+        places = {each.command.fields["queueId"] for each in asked}
+        assert places == {str(area().head)}, "one small request while there is nothing new"
 
 
 def test_a_record_is_read_after_the_broker_was_away(embedded, stores):
@@ -138,21 +134,26 @@ def test_two_topics_that_meet_in_one_area_both_have_room(embedded, admin, stores
     assert (slots[second.name], slots[first.target(0)]) == (name_of("T"), 77)
 
 
+def when_the_head_is_written(embedded, write) -> None:
+    """Let another admin write, by `write(offset table)`, right after the head of the record."""
+
+    def fault(exchange):
+        exchange.handle(exchange.answer)
+        write(embedded.broker("broker-a").core.state.offsets)
+
+    embedded.broker("broker-a").on(
+        RequestCode.UPDATE_CONSUMER_OFFSET, fault, when=lambda command: command.fields["queueId"] == str(area().head)
+    )
+
+
 def test_another_admin_who_was_faster_is_reported(embedded, admin, stores):
-    with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
+    def write(offsets):
+        offsets.commit(RETRY, "G", area().target(1), 4)
+        offsets.commit(RETRY, "G", area().epoch(1), (time.time_ns() // 1_000_000) + 3_600_000)
+
+    with caught_up(embedded, "T", "G", 10, **stores):
         plan = admin.plan_reset("G", "T", "earliest")
-        offsets = embedded.broker("broker-a").core.state.offsets
-
-        def other_writes_first(exchange):
-            exchange.handle(exchange.answer)
-            offsets.commit(RETRY, "G", area().target(1), 4)
-            offsets.commit(RETRY, "G", area().epoch(1), (time.time_ns() // 1_000_000) + 3_600_000)
-
-        embedded.broker("broker-a").on(
-            RequestCode.UPDATE_CONSUMER_OFFSET,
-            other_writes_first,
-            when=lambda command: command.fields["queueId"] == str(area().head),
-        )
+        when_the_head_is_written(embedded, write)
         result = plan.execute()
         assert (result.verified, result.raced) == (False, (queue("T", 1),))
         assert "Somebody else" in str(result)
@@ -160,19 +161,9 @@ def test_another_admin_who_was_faster_is_reported(embedded, admin, stores):
 
 def test_two_admins_with_one_epoch_do_not_divide_the_members(embedded, admin, stores):
     """Members follow an epoch once: with the same for both, each would be where who reached it first wanted it."""
-    with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
+    with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
         plan = admin.plan_reset("G", "T", "earliest")
-        offsets = embedded.broker("broker-a").core.state.offsets
-
-        def other_writes_the_same(exchange):
-            exchange.handle(exchange.answer)
-            offsets.commit(RETRY, "G", area().target(1), 4)
-
-        embedded.broker("broker-a").on(
-            RequestCode.UPDATE_CONSUMER_OFFSET,
-            other_writes_the_same,
-            when=lambda command: command.fields["queueId"] == str(area().head),
-        )
+        when_the_head_is_written(embedded, lambda offsets: offsets.commit(RETRY, "G", area().target(1), 4))
         result = plan.execute()
         assert result.verified, result
         recorded = embedded.committed("G", RETRY)
@@ -268,11 +259,10 @@ def test_a_group_may_be_known_to_a_broker_that_does_not_answer(embedded, admin):
 def test_a_silent_member_holds_up_nobody(embedded, admin, stores):
     fill(embedded, "T", 10)
     with (
-        ExitStack() as stack,
         ForeignMember(embedded, "G", "T", {}, silent=True) as silent,
+        members(embedded, "T", "G", "abc", **stores) as ours,
     ):
-        members = [stack.enter_context(consuming(embedded, "T", "G", instance_name=name, **stores)) for name in "abc"]
-        for _, seen in members:
+        for _, seen in ours:
             wait_until_seen(seen, 1, 10)
         plan = admin.plan_reset("G", "T", "earliest")
         assert [problem for problem in plan.problems if silent.client_id in problem]
@@ -285,7 +275,7 @@ def test_a_silent_member_holds_up_nobody(embedded, admin, stores):
                 assert time.monotonic() - began < 5
 
         result = plan.execute(progress, wait_s=2)
-        for _, seen in members:
+        for _, seen in ours:
             wait_until_seen(seen, 2, 10)
         assert not result.verified
         assert [(outcome.subject, outcome.state) for outcome in result.unmoved] == [
@@ -336,10 +326,7 @@ def test_members_that_cannot_be_called_get_the_record(embedded, admin, stores):
 
 def test_one_member_is_moved_alone_and_nothing_is_recorded(embedded, admin, stores):
     fill(embedded, "T", 10)
-    with (
-        consuming(embedded, "T", "G", instance_name="one", **stores) as (one, seen_by_one),
-        consuming(embedded, "T", "G", instance_name="other", **stores) as (_, seen_by_other),
-    ):
+    with members(embedded, "T", "G", ("one", "other"), **stores) as ((one, seen_by_one), (_, seen_by_other)):
         wait_until_seen(seen_by_one, 1, 10)
         wait_until_seen(seen_by_other, 1, 10)
         plan = admin.plan_reset("G", "T", "earliest", member=one.client_id)
@@ -428,9 +415,7 @@ def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin, s
 
 
 def test_no_commit_for_members_that_are_away_and_follow_a_record(embedded, admin, stores):
-    with caught_up(embedded, "T", "G", 10, **stores):
-        pass
-    until(lambda: embedded.members("G") == [], "it has left")
+    been_here(embedded, "T", "G", 10, **stores)
     recorded = reset(admin, "G", "T", "earliest", model="broadcasting")
     assert "recorded; nobody is online to verify it" in str(recorded)
     with pytest.raises(ConfigError, match="'G' is broadcasting: a reset of T is recorded at broker-a"):
@@ -441,9 +426,7 @@ def test_no_commit_for_members_that_are_away_and_follow_a_record(embedded, admin
 
 
 def test_what_is_not_known_is_not_shown_as_nothing(embedded, admin, stores):
-    with caught_up(embedded, "T", "G", 10, **stores):
-        pass
-    until(lambda: embedded.members("G") == [], "it has left")
+    been_here(embedded, "T", "G", 10, **stores)
     plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
     assert {(move.current, move.replayed, move.skipped) for move in plan.moves} == {(None, None, None)}
     assert [line.split()[-4:] for line in str(plan).splitlines() if "broker-a/" in line] == [["?", "0", "?", "?"]] * 2
@@ -552,9 +535,7 @@ def test_an_old_broker_with_a_java_member_takes_no_single_queues():
 
 
 def test_a_mark_that_waits_is_replaced_when_nobody_is_online(embedded, admin):
-    with caught_up(embedded, "T", "G", 10):
-        pass
-    until(lambda: embedded.members("G") == [], "it has left")
+    been_here(embedded, "T", "G", 10)
     embedded.call(lambda: embedded.broker("broker-a").core.state.offsets.mark("T", "G", 0, 1))
     assert reset(admin, "G", "T", {queue("T", 0): 3, queue("T", 1): 4}).verified
     with consuming(embedded, "T", "G") as (_, again):
@@ -623,9 +604,7 @@ def test_lag_of_a_group_nobody_knows(admin):
 
 
 def test_lag_of_a_group_that_is_away_is_what_it_has_committed(embedded, admin):
-    with caught_up(embedded, "T", "G", 10):
-        pass
-    until(lambda: embedded.members("G") == [], "it has left")
+    been_here(embedded, "T", "G", 10)
     fill(embedded, "T", 4, start=10)
     embedded.broker("broker-a").delete_before("T", 0, 6)
     found = admin.offsets("G", "T")

@@ -6,15 +6,12 @@ from collections import Counter
 
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from tests.consuming import Events, Seen, consuming, numbered
-from tests.resetting import fill
+from tests.resetting import fill, members
 
 
 def test_every_member_sees_every_message(cluster, topic, group, stores):
     cluster.create_topic(topic, queues=4)
-    with (
-        consuming(cluster, topic, group, instance_name="one", **stores) as (_, first),
-        consuming(cluster, topic, group, instance_name="two", **stores) as (_, second),
-    ):
+    with members(cluster, topic, group, ("one", "two"), **stores) as ((_, first), (_, second)):
         fill(cluster, topic, 40)
         first.wait_for(40)
         second.wait_for(40)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import pytest
@@ -14,7 +14,7 @@ from pyrocket_consumer import Admin, ConfigError, PushConsumer
 from pyrocket_consumer.admin import ResetState
 from tests.consumer.processes import member
 from tests.consuming import QUICK, Events, Seen, consuming, until
-from tests.resetting import caught_up, fill, queue, reset, wait_until_seen, wait_until_stored
+from tests.resetting import been_here, caught_up, fill, held, members, queue, reset, wait_until_seen, wait_until_stored
 
 # --- broadcasting
 
@@ -22,35 +22,30 @@ from tests.resetting import caught_up, fill, queue, reset, wait_until_seen, wait
 @pytest.mark.hazard("H03")
 def test_every_broadcasting_member_is_reset_and_verified(cluster, admin, topic, group, stores):
     fill(cluster, topic, 20, queues=2)
-    with ExitStack() as stack:
-        members = [
-            stack.enter_context(consuming(cluster, topic, group, instance_name=name, **stores)) for name in "abc"
-        ]
-        for consumer, seen in members:
+    with members(cluster, topic, group, "abc", **stores) as ours:
+        for consumer, seen in ours:
             wait_until_seen(seen, 1, 20)
             wait_until_stored(consumer, topic, 20)
         plan = admin.plan_reset(group, topic, "earliest")
         assert not plan.problems
         assert [(move.member, move.queue.queue_id) for move in plan.moves] == [
-            (consumer.client_id, queue_id) for consumer, _ in members for queue_id in range(2)
+            (consumer.client_id, queue_id) for consumer, _ in ours for queue_id in range(2)
         ]
         assert {(move.current, move.target, move.replayed, move.skipped) for move in plan.moves} == {(10, 0, 10, 0)}
-        assert all(len(seen.messages) == 20 for _, seen in members), "a plan moves nothing"
+        assert all(len(seen.messages) == 20 for _, seen in ours), "a plan moves nothing"
         result = plan.execute()
         assert result.verified, result
         assert {outcome.subject: outcome.state for outcome in result.outcomes} == {
-            consumer.client_id: ResetState.MOVED for consumer, _ in members
+            consumer.client_id: ResetState.MOVED for consumer, _ in ours
         }
-        for _, seen in members:
+        for _, seen in ours:
             wait_until_seen(seen, 2, 20)
-        for consumer, _ in members:
+        for consumer, _ in ours:
             wait_until_stored(consumer, topic, 20)
     assert cluster.committed(group, topic) == {}, "nothing is left where a clustering group's offsets are"
 
 
-def test_a_member_away_for_two_resets_follows_both_at_its_start(
-    cluster, admin, topic, group, stores
-):
+def test_a_member_away_for_two_resets_follows_both_at_its_start(cluster, admin, topic, group, stores):
     with caught_up(cluster, topic, group, 30, queues=3, instance_name="away", **stores):
         pass
     with consuming(cluster, topic, group, instance_name="here", **stores) as (_, here):
@@ -72,9 +67,7 @@ def test_a_member_away_for_two_resets_follows_both_at_its_start(
 
 
 def test_a_group_that_is_offline_is_reset_at_its_next_start(cluster, admin, topic, group, stores):
-    with caught_up(cluster, topic, group, 10, queues=1, **stores):
-        pass
-    until(lambda: cluster.members(group) == [], "it has left")
+    been_here(cluster, topic, group, 10, queues=1, **stores)
     with pytest.raises(ConfigError, match="model="):
         admin.plan_reset(group, topic, "earliest")
     plan = admin.plan_reset(group, topic, {queue(topic, 0): 8}, model="broadcasting")
@@ -173,26 +166,17 @@ def test_two_admins_at_once_end_at_one_target_each_queue(cluster, topic, group, 
     ):
         first.pause()
         second.pause()
-        plans = [one.plan_reset(group, topic, dict.fromkeys([queue(topic, 0), queue(topic, 1)], 3)),
-                 other.plan_reset(group, topic, dict.fromkeys([queue(topic, 0), queue(topic, 1)], 6))]  # fmt: skip
-        results = [None, None]
-
-        def run(number):
-            results[number] = plans[number].execute()
-
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        plans = [
+            admin.plan_reset(group, topic, dict.fromkeys([queue(topic, 0), queue(topic, 1)], target))
+            for admin, target in ((one, 3), (other, 6))
+        ]
+        with ThreadPoolExecutor() as threads:
+            results = list(threads.map(lambda plan: plan.execute(), plans))
 
         def ends():
-            return [
-                tuple(each.start_offset for _, each in sorted(consumer.progress().items()))
-                for consumer in (first, second)
-            ]
+            return [[each.start_offset for _, each in sorted(one.progress().items())] for one in (first, second)]
 
-        until(lambda: len(set(ends())) == 1, f"the members agree: {ends()}, {results[0]}, {results[1]}")
+        until(lambda: ends()[0] == ends()[1], f"the members agree: {ends()}, {results[0]}, {results[1]}")
         assert set(ends()[0]) <= {3, 6}
         epochs = [result.epoch for result in results]
         assert epochs[0] != epochs[1] or any(result.raced for result in results)
@@ -204,11 +188,8 @@ def test_two_admins_at_once_end_at_one_target_each_queue(cluster, topic, group, 
 def test_a_clustering_group_is_reset_where_its_members_are(cluster, admin, topic, group):
     fill(cluster, topic, 40, queues=4)
     seen = Seen()
-    with (
-        consuming(cluster, topic, group, seen, instance_name="a") as (first, _),
-        consuming(cluster, topic, group, seen, instance_name="b") as (second, _),
-    ):
-        until(lambda: shares(topic, first, second) == [2, 2], "two queues each")
+    with members(cluster, topic, group, "ab", seen) as ((first, _), (second, _)):
+        until(lambda: len(held(first, topic)) == len(held(second, topic)) == 2, "two queues each")
         wait_until_seen(seen, 1, 40)
         until(lambda: sum(cluster.committed(group, topic).values()) == 40, "committed")
         plan = admin.plan_reset(group, topic, {queue(topic, number): 2 + number for number in range(3)})
@@ -221,14 +202,8 @@ def test_a_clustering_group_is_reset_where_its_members_are(cluster, admin, topic
     assert sorted(again) == [(number, offset) for number in range(3) for offset in range(2 + number, 10)]
 
 
-def shares(topic, *consumers):
-    return [len([each for each in consumer.progress() if each.topic == topic]) for consumer in consumers]
-
-
 def test_a_clustering_group_of_which_nobody_is_online(cluster, admin, topic, group):
-    with caught_up(cluster, topic, group, 10, queues=2):
-        pass
-    until(lambda: cluster.members(group) == [], "it has left")
+    been_here(cluster, topic, group, 10, queues=2)
     assert reset(admin, group, topic, "earliest", queues=[queue(topic, 1)]).verified
     assert cluster.committed(group, topic) == {0: 5, 1: 0}
     with consuming(cluster, topic, group) as (_, again):

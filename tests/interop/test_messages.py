@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pyrocket_consumer import Message, MessageQueue, Producer, sql
+from pyrocket_consumer import BrokerError, Message, MessageQueue, Producer, sql
 from tests.consuming import consuming, until
 
 TEXT = "ключ 値 ☃ 😀 é&=%+"
@@ -133,3 +133,20 @@ def test_selectors_of_java_and_ours_select_alike(real_cluster, java, topic, name
         until(lambda: sum(real_cluster.committed(our_group, topic).values()) == len(tags), "the rest is passed over")
     assert set(ours.bodies) == {message.body for message in javas.messages} == wanted
     assert set(ours_sql.bodies) == {message.body for message in javas_sql.messages} == above
+
+
+@pytest.mark.differs("sql92")
+def test_messages_are_selected_by_their_properties(real_cluster, topic, group):
+    real_cluster.create_topic(topic, queues=2)
+    for number in range(10):
+        properties = {"price": str(number), "region": "eu" if number % 2 else "us"}
+        real_cluster.send(topic, b"m%d" % number, properties=properties)
+    with consuming(real_cluster, topic, group, selector=sql("price > 4 AND region = 'eu'")) as (_, seen):
+        seen.wait_for(3)
+    assert sorted(seen.bodies) == [b"m5", b"m7", b"m9"]
+
+
+def test_a_bad_sql92_expression_is_refused(real_cluster, topic, group):
+    real_cluster.create_topic(topic, queues=1)
+    with pytest.raises(BrokerError), consuming(real_cluster, topic, group, selector=sql("price >")):
+        pass

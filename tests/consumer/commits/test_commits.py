@@ -190,28 +190,27 @@ class CommitsOneWay(NaiveMember):
 
 @pytest.mark.hazard("H32")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "the broker has the last one")])
-def test_a_slow_commit_is_not_overtaken_by_the_next(embedded, names, member):
+def test_a_slow_commit_is_not_overtaken_by_the_next(embedded, broker, member):
     """Commits of a queue go out one at a time, each after the answer to the one before: the broker never steps back.
 
     Faulty: all the others send commits one-way.
     """
     # The broker is slow with one commit, as its thread pools can be.
-    topic, group = names.topic(), names.group()
-    embedded.create_topic(topic, queues=1)
-    broker, slow = embedded.broker("broker-a"), Gate()
-    with member(embedded, topic, group, call_timeout_s=WAIT_S) as consumer:
-        fill(embedded, topic, 1)
-        until(lambda: consumer.stored() == {queue(topic, 0): 1}, "committed")
-        broker.on(COMMIT, slow, when=of(topic))
-        fill(embedded, topic, 9, start=1)
+    embedded.create_topic("T", queues=1)
+    slow = Gate()
+    with member(embedded, "T", "G", call_timeout_s=WAIT_S) as consumer:
+        fill(embedded, "T", 1)
+        until(lambda: consumer.stored() == {queue("T", 0): 1}, "committed")
+        broker.on(COMMIT, slow, when=of("T"))
+        fill(embedded, "T", 9, start=1)
         slow.wait_held(1, WAIT_S)
-        fill(embedded, topic, 10, start=10)
+        fill(embedded, "T", 10, start=10)
         consumer.seen.wait_for(20)
-        give_time_to(lambda: (0, 20) in committed_values(broker, topic), member)
+        give_time_to(lambda: (0, 20) in committed_values(broker, "T"), member)
         slow.open()
-        give_time_to(lambda: consumer.stored() != {queue(topic, 0): 20}, member)
-        until(lambda: consumer.stored() == {queue(topic, 0): 20}, "the broker has the last one", patience_s(member))
-        values = [offset for _, offset in committed_values(broker, topic)]
+        give_time_to(lambda: consumer.stored() != {queue("T", 0): 20}, member)
+        until(lambda: consumer.stored() == {queue("T", 0): 20}, "the broker has the last one", patience_s(member))
+        values = [offset for _, offset in committed_values(broker, "T")]
         assert values == sorted(values)
 
 
@@ -253,17 +252,17 @@ def test_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
 
 @pytest.mark.hazard("H33")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "what was lost is committed again")])
-def test_a_commit_that_is_lost_is_made_again(embedded, names, member):
+def test_a_commit_that_is_lost_is_made_again(embedded, broker, member):
     """An offset counts as stored when the broker has acknowledged it; until then it is committed again.
 
     Faulty: a dirty flag that is cleared when a one-way commit is sent.
     """
-    topic, group = filled(embedded, names, queues=2, messages=10)
-    broker, turns = embedded.broker("broker-a"), itertools.cycle([True, False])
-    broker.on(COMMIT, drop, times=None, when=lambda command: of(topic)(command) and next(turns))
-    with member(embedded, topic, group, call_timeout_s=0.2) as consumer:
+    fill(embedded, "T", 10, queues=2)
+    turns = itertools.cycle([True, False])
+    broker.on(COMMIT, drop, times=None, when=lambda command: of("T")(command) and next(turns))
+    with member(embedded, "T", "G", call_timeout_s=0.2) as consumer:
         consumer.seen.wait_for(10)
-        all_stored = {queue(topic, 0): 5, queue(topic, 1): 5}
+        all_stored = {queue("T", 0): 5, queue("T", 1): 5}
         until(lambda: consumer.stored() == all_stored, "what was lost is committed again", patience_s(member))
 
 
@@ -297,15 +296,15 @@ def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, mem
 
 @pytest.mark.hazard("H33")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "first commits of a group at once")])
-def test_the_first_commit_of_a_group_goes_alone(embedded, names, member):
+def test_the_first_commit_of_a_group_goes_alone(embedded, broker, member):
     """A group's first commit of a topic is acknowledged before others follow, for a broker that gets two keeps one.
 
     Faulty: one-way commits of all queues at once.
     """
-    topic, group = filled(embedded, names, queues=4, messages=16)
-    broker, first = embedded.broker("broker-a"), Gate()
-    broker.on(COMMIT, first, times=None, when=of(topic))
-    with member(embedded, topic, group, call_timeout_s=WAIT_S) as consumer:
+    fill(embedded, "T", 16, queues=4)
+    first = Gate()
+    broker.on(COMMIT, first, times=None, when=of("T"))
+    with member(embedded, "T", "G", call_timeout_s=WAIT_S) as consumer:
         try:
             first.wait_held(1, WAIT_S)
             give_time_to(lambda: len(first.wait_held(1)) > 1, member)
@@ -323,25 +322,25 @@ def test_the_first_commit_of_a_group_goes_alone(embedded, names, member):
 @pytest.mark.hazard("H38")
 @pytest.mark.parametrize("kind", ["clustering", "orderly", "broadcasting"])
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(DropsWithoutStoring, "progress was forgotten")])
-def test_unsubscribing_stores_what_was_consumed_and_unlocks(embedded, names, tmp_path, kind, member):
+def test_unsubscribing_stores_what_was_consumed_and_unlocks(embedded, broker, tmp_path, kind, member):
     """A topic that is unsubscribed has its offsets stored first, and its queues unlocked after that.
 
     Faulty: Java drops such queues without persisting and unlocking.
     """
     options = {"clustering": {}, "orderly": {"orderly": True}, "broadcasting": broadcasting(tmp_path)}[kind]
-    topic, group = filled(embedded, names, queues=1, messages=20)
+    fill(embedded, "T", 20, queues=1)
     embedded.create_topic("other", queues=1)
-    with member(embedded, topic, group, commit_interval_s=NEVER_S, **options) as consumer:
+    with member(embedded, "T", "G", commit_interval_s=NEVER_S, **options) as consumer:
         consumer.subscribe("other", lambda message: None)
         consumer.seen.wait_for(20)
-        until(lambda: consumer.held().get(queue(topic, 0)) == 20, "consumed")
-        consumer.unsubscribe(topic)
-        until(lambda: queue(topic, 0) not in consumer.held(), "given up")
+        until(lambda: consumer.held().get(queue("T", 0)) == 20, "consumed")
+        consumer.unsubscribe("T")
+        until(lambda: queue("T", 0) not in consumer.held(), "given up")
         in_file = kind == "broadcasting"
-        stored = consumer.stored().get(queue(topic, 0)) if in_file else embedded.committed(group, topic).get(0)
+        stored = consumer.stored().get(queue("T", 0)) if in_file else embedded.committed("G", "T").get(0)
         assert stored == 20, "progress was forgotten"
-        locked = {each.topic for each in embedded.broker("broker-a").locks(group)}
-        assert topic not in locked, "the queue is still locked"
+        locked = {each.topic for each in broker.locks("G")}
+        assert "T" not in locked, "the queue is still locked"
 
 
 # --- H40
@@ -362,25 +361,24 @@ class OneTimerForAll(NaiveMember):
 
 @pytest.mark.hazard("H40")
 @pytest.mark.parametrize("member", [ours, faulty(OneTimerForAll, "commits go on while a name server is silent")])
-def test_commits_go_on_while_the_name_server_is_silent(embedded, names, member):
+def test_commits_go_on_while_the_name_server_is_silent(embedded, member):
     """Commits, routes, heartbeats and locks wait for nothing but their own answers.
 
     Faulty: Java's five periodic jobs share a thread, which a silent name server stops.
     """
-    topic, group = names.topic(), names.group()
-    embedded.create_topic(topic, queues=1)
+    embedded.create_topic("T", queues=1)
     name_server, silent = embedded.name_server_node, Gate()
     options = {"route_refresh_interval_s": 0.05, "call_timeout_s": WAIT_S}
-    with member(embedded, topic, group, **options) as consumer:
-        fill(embedded, topic, 5)
-        until(lambda: consumer.stored() == {queue(topic, 0): 5}, "committed")
+    with member(embedded, "T", "G", **options) as consumer:
+        fill(embedded, "T", 5)
+        until(lambda: consumer.stored() == {queue("T", 0): 5}, "committed")
         name_server.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, silent, times=None)
         try:
             silent.wait_held(1, WAIT_S)
-            fill(embedded, topic, 5, start=5)
+            fill(embedded, "T", 5, start=5)
             consumer.seen.wait_for(10)
             until(
-                lambda: consumer.stored() == {queue(topic, 0): 10},
+                lambda: consumer.stored() == {queue("T", 0): 10},
                 "commits go on while a name server is silent",
                 patience_s(member),
             )

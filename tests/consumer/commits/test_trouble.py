@@ -44,13 +44,17 @@ def test_commits_are_tried_again_and_told_once_in_a_while(embedded, broker, topi
         broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, 6, when=is_ours)
         assert embedded.committed(group, topic) == {0: 0, 1: 0}
         events.wait_for("commit-failed")
-        assert len(events.of("commit-failed")) <= 1 + (time.monotonic() - began) // 10, "told every 10 s"
+        told = [event for event in events.of("commit-failed") if "final" not in event.text]
+        assert len(told) <= 1 + (time.monotonic() - began) // 10, "told every 10 s"
         fill(embedded, topic, 10, 10)
         seen.wait_for(20)
         broker.clear_faults()
         until(lambda: embedded.committed(group, topic) == {0: 10, 1: 10}, "committed")
         assert consumer.state is ConsumerState.RUNNING
-    assert Counter(seen.bodies) == Counter(numbered(20))
+    assert set(seen.bodies) == set(numbered(20))
+    if len(seen.bodies) > 20:  # a round found us not listed while our connection was closed
+        assert trouble is close_connection
+        assert any("messages will come again" in event.text for event in events.of("commit-failed"))
 
 
 def test_a_commit_whose_answer_is_lost_is_made_again(embedded, broker, topic, group):

@@ -12,8 +12,9 @@ from pyrocket_consumer.wire.bodies import decode_heartbeat
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consuming import Seen
-from tests.hazards.members import faulty, filled, of, ours
+from tests.hazards.members import faulty, of, ours
 from tests.hazards.naive import NaiveMember, Window
+from tests.resetting import fill
 
 CLUSTER = {"auto_create_topics": False}
 
@@ -80,7 +81,7 @@ def of_group(group: str) -> Any:
         faulty(BeatsAfterwards, "before the heartbeat"),
     ],
 )
-def test_the_subscription_has_a_new_version_with_its_queues_only(embedded, names, member):
+def test_the_subscription_has_a_new_version_with_its_queues_only(embedded, broker, member):
     """The version, in milliseconds, is new when the queues held change, and brokers hear of it before any pull has it.
 
     Rounds that change nothing, paused consumers and topics without a route leave it as it is.
@@ -88,33 +89,32 @@ def test_the_subscription_has_a_new_version_with_its_queues_only(embedded, names
     Faulty: Java 5 makes one each round for a topic without a route; Go counts nanoseconds, so that Java's never win.
     """
     # Many rounds: with a topic that has no route, and paused; then the topic gets another queue.
-    topic, group = filled(embedded, names, queues=2, messages=4)
-    broker = embedded.broker("broker-a")
+    fill(embedded, "T", 4, queues=2)
     options = {"rebalance_interval_s": 0.05, "heartbeat_interval_s": 0.05, "route_refresh_interval_s": 0.05}
 
     def rounds(count: int) -> None:
         """Wait for as many looks at who is in the group, and heartbeats."""
         broker.forget_requests()
-        asked = of_group(group)
+        asked = of_group("G")
         broker.wait_for(RequestCode.GET_CONSUMER_LIST_BY_GROUP, count, 30, when=asked)
-        embedded.wait_until(lambda: len(versions(broker, group, topic)) >= 3, 30)
+        embedded.wait_until(lambda: len(versions(broker, "G", "T")) >= 3, 30)
 
-    with member(embedded, topic, group, **options) as consumer:
+    with member(embedded, "T", "G", **options) as consumer:
         consumer.seen.wait_for(4)
-        consumer.subscribe(names.topic("nowhere"), Seen())
+        consumer.subscribe("nowhere", Seen())
         rounds(2)  # so that what a new subscription changes is over
         consumer.pause()
         rounds(7)
         consumer.resume()
-        quiet = {version for _, version in versions(broker, group, topic)}
+        quiet = {version for _, version in versions(broker, "G", "T")}
         assert len(quiet) == 1, f"{len(quiet)} versions while nothing changed"
         (before,) = quiet
         broker.forget_requests()
-        embedded.create_topic(topic, queues=3)
-        (pull, *_) = broker.wait_for(RequestCode.PULL_MESSAGE, timeout_s=30, when=of(topic, queueId=2))
-        embedded.wait_until(lambda: len(versions(broker, group, topic)) >= 5, 30)
+        embedded.create_topic("T", queues=3)
+        (pull, *_) = broker.wait_for(RequestCode.PULL_MESSAGE, timeout_s=30, when=of("T", queueId=2))
+        embedded.wait_until(lambda: len(versions(broker, "G", "T")) >= 5, 30)
         carried = int(pull.command.fields["subVersion"])
-        beats = versions(broker, group, topic)
+        beats = versions(broker, "G", "T")
         assert abs(carried / 1000 - time.time()) < 86400, f"version {carried} is not in milliseconds"
         assert {version for _, version in beats} <= {before, carried} and carried > before
         told = [at_s for at_s, version in beats if version == carried]

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 
+from pyrocket_consumer import Admin
+from pyrocket_consumer.admin import ResetState
 from tests.consuming import Events, Seen, consuming, numbered, until
-from tests.resetting import fill
+from tests.interop.members import client_id, java_named, named
+from tests.resetting import fill, held, members, queue, wait_until_seen, wait_until_stored
 
 QUEUES = 4
 
@@ -82,7 +85,7 @@ def replay(cluster, mqadmin, topic, group, *extra):
         consuming(cluster, topic, group, seen, **options) as (first, _),
         consuming(cluster, topic, group, seen, **options) as (second, _),
     ):
-        until(lambda: [held(first, topic), held(second, topic)] == [2, 2], "two queues each")
+        until(lambda: len(held(first, topic)) == len(held(second, topic)) == 2, "two queues each")
         fill(cluster, topic, 20)
         seen.wait_for(20)
         between = 0.3 + max(message.stored_at_ms for message in seen.messages) / 1000
@@ -113,10 +116,6 @@ def wait_for_commits(cluster, group, topic, offset):
         until(lambda: cluster.committed(group, topic) == dict.fromkeys(range(QUEUES), offset), "commits")
     except AssertionError as error:
         raise AssertionError(f"committed are {cluster.committed(group, topic)}, not {offset} each") from error
-
-
-def held(consumer, topic):
-    return sum(queue.topic == topic for queue in consumer.progress())
 
 
 def rows(report):
@@ -154,8 +153,7 @@ def test_accumulated_messages_are_skipped(real_cluster, mqadmin, topic, group):
 
 
 def test_a_group_that_is_away_starts_where_it_was_reset_to(real_cluster, mqadmin, topic, group):
-    real_cluster.create_topic(topic, queues=QUEUES)
-    fill(real_cluster, topic, 40)
+    fill(real_cluster, topic, 40, queues=QUEUES)
     with consuming(real_cluster, topic, group) as (_, seen):
         seen.wait_for(40)
     until(lambda: real_cluster.members(group) == [], "it is away")
@@ -164,3 +162,134 @@ def test_a_group_that_is_away_starts_where_it_was_reset_to(real_cluster, mqadmin
         again.wait_for(40)
         wait_for_commits(real_cluster, group, topic, 10)
     assert Counter(again.bodies) == Counter(numbered(40))
+
+
+# --- by our admin, of groups that ours share with Java members; and of broadcasting groups
+
+
+@pytest.fixture
+def admin(real_cluster):
+    with Admin(name_server=real_cluster.name_server) as admin:
+        yield admin
+
+
+@pytest.fixture
+def stores(tmp_path):
+    return {"message_model": "broadcasting", "offset_store_dir": tmp_path}
+
+
+@contextmanager
+def java_member(real_cluster, java, group, topic, **options):
+    with java.consumer(
+        real_cluster.name_server, group, topic, persistIntervalMs=1000, **java_named("java"), **options
+    ) as consumer:
+        yield consumer
+
+
+def test_a_java_member_that_cannot_be_reached_keeps_its_place(
+    real_cluster, java, admin, topic, group, stores
+):
+    fill(real_cluster, topic, 20, queues=2)
+    with (
+        java_member(real_cluster, java, group, topic, broadcasting=True) as other,
+        consuming(real_cluster, topic, group, **named("ours"), **stores) as (_, seen),
+    ):
+        other.wait_for_messages(20)
+        wait_until_seen(seen, 1, 20)
+        plan = admin.plan_reset(group, topic, "earliest")
+        (problem,) = plan.problems
+        assert problem.startswith(f"{client_id('java')}: JAVA {real_cluster.version} cannot be reset in broadcasting")
+        result = plan.execute()
+        assert {outcome.subject: outcome.state for outcome in result.outcomes} == {
+            client_id("java"): ResetState.UNREACHED, client_id("ours"): ResetState.MOVED
+        }  # fmt: skip
+        assert not result.verified
+        wait_until_seen(seen, 2, 20)
+        fill(real_cluster, topic, 2, start=20)
+        other.wait_for_messages(22)
+        assert len(other.messages) == 22
+
+
+@pytest.mark.versions("5.3.3", "5.5.0")
+def test_a_java_member_that_obeys_is_reset_through_its_broker(real_cluster, java, admin, topic, group, stores):
+    """Brokers of these releases keep resets; one that is told not to can tell Java members that obey (from 5.2 on)."""
+    fill(real_cluster, topic, 20, queues=2)
+    broker = real_cluster.broker("broker-a")
+    broker.update_config(useServerSideResetOffset=False)
+    try:
+        with (
+            java_member(real_cluster, java, group, topic, broadcasting=True, pause_s=0.1) as other,
+            consuming(real_cluster, topic, group, **named("ours"), **stores) as (consumer, seen),
+        ):
+            other.wait_for_messages(20)
+            wait_until_seen(seen, 1, 20)
+            wait_until_stored(consumer, topic, 20)
+            plan = admin.plan_reset(group, topic, {queue(topic, 0): 3, queue(topic, 1): 5})
+            assert plan.problems == []
+            result = plan.execute()
+            assert result.verified, result
+            seen.wait(lambda seen: len(seen.messages) == 20 + 7 + 5)
+            other.wait_for_messages(20 + 7 + 5)
+            wait_until_stored(consumer, topic, 20)
+            assert len(seen.messages) == 32, "the broker's word to ours was the same reset"
+        assert {*real_cluster.committed(group, topic).values()} <= {-1}, "no offset is left"
+    finally:
+        broker.update_config(useServerSideResetOffset=True)
+
+
+def test_mqadmin_s_reset_of_a_broadcasting_group(real_cluster, java, topic, group, stores):
+    """Brokers that keep resets tell one member for each queue; ours tell each other. The other brokers refuse."""
+    fill(real_cluster, topic, 20, queues=2)
+    options = {**stores, "pull_hold_s": 1}
+    with members(real_cluster, topic, group, "abc", **options) as ours:
+        for _, seen in ours:
+            wait_until_seen(seen, 1, 20)
+        told = java.mqadmin(real_cluster.name_server, "resetOffsetByTime", "-g", group, "-t", topic, "-s", "0")
+        if real_cluster.version in ("4.9.7", "5.1.4"):
+            assert "not exist" in told
+            return
+        for _, seen in ours:
+            wait_until_seen(seen, 2, 20)
+
+
+def test_a_clustering_group_with_a_java_member_replays_all(real_cluster, java, admin, topic, group):
+    real_cluster.create_topic(topic, queues=4)
+    with (
+        java_member(real_cluster, java, group, topic, pause_s=0.02) as other,
+        consuming(real_cluster, topic, group, **named("ours"), pull_hold_s=2) as (consumer, seen),
+    ):
+        until(lambda: len(real_cluster.members(group)) == 2, "both are online")
+        until(lambda: len(held(consumer, topic)) == 2, "ours has its share")
+        other.wait_for_queues(topic, 2)
+        fill(real_cluster, topic, 80)
+        until(lambda: len(seen.messages) + len(other.messages) == 80, "all consumed")
+        until(lambda: sum(real_cluster.committed(group, topic).values()) == 80, "and committed")
+        plan = admin.plan_reset(group, topic, {queue(topic, number): 5 for number in range(4)})
+        assert "by the brokers" in str(plan)
+        done = threading.Event()
+
+        def stir() -> None:
+            """Messages end the pulls that the broker holds: a mark is met by the next one."""
+            number = 80
+            while not done.wait(1):
+                real_cluster.send(topic, b"m%d" % number)
+                number += 1
+
+        stirring = threading.Thread(target=stir)
+        stirring.start()
+        try:
+            result = plan.execute()
+            assert all(outcome.state in (ResetState.MOVED, ResetState.UNCONFIRMED) for outcome in result.outcomes)
+            until(lambda: replayed(seen.messages, 5, 20) == 30, "ours has replayed its queues")
+            until(lambda: replayed(other.messages, 5, 20) == 30, "and Java its own")
+        finally:
+            done.set()
+            stirring.join()
+        moved_by_us = [outcome for outcome in result.outcomes if client_id("ours") in outcome.text]
+        assert len(moved_by_us) == 2, result
+
+
+def replayed(messages, low, high):
+    """Return how many places of [low, high) were seen more than once."""
+    places = [(message.queue, message.queue_offset) for message in list(messages)]
+    return len({place for place in places if places.count(place) > 1 and low <= place[1] < high})
