@@ -20,7 +20,7 @@ from tests import golden
 from tests.for_each import for_each
 from tests.trials import trials
 from tests.wire import both
-from tests.wire.records import QUEUE, WORKED_RECORD, hosts, i32, i64, property_maps, times_ms, topics
+from tests.wire.records import ODD_PROPERTIES, QUEUE, WORKED_RECORD, hosts, i32, i64, property_maps, times_ms, topics
 
 TYPES = {
     "queueId": pa.int32(),
@@ -305,19 +305,7 @@ def test_records_with_very_many_properties_are_read(count):
     assert rows(found) == [{"properties": properties}] * MANY
 
 
-@for_each(
-    "text",
-    [
-        b"", b"\x01", b"\x02", b"\x01\x02", b"a\x01\x02", b"\x01b\x02", b"a\x01b", b"a\x01b\x02c", b"a\x01b\x01c\x02",
-        b"TAGS\x01b\x02TAGS\x01\x02", b"TAGS\x01\x02TAGS\x01b\x02", b"TAGS\x01b\x02a\x01b\x02TAGS\x01cd\x02",
-        b"a\x01b\x02\x02\x02c\x01d\x02", b"\xff\x01\xfe\x02", b"\xe2\x82\x01a\x02", b"a\x01\xf0\x9f\x98\x02",
-        b"TAGS\x01\xf0\x9f\x98\x80\x02", b"\xff", b"a\x01\xed\xa0\x80\x02", b"a\x01\xed\x9f\xbf\x02",
-        b"a\x01\xe0\x9f\xbf\x02", b"a\x01\xf4\x8f\xbf\xbf\x02", b"a\x01\xf4\x90\x80\x80\x02",
-        b"a\x01\xf0\x8f\xbf\xbf\x02", b"a\x01\xc0\x80\x02",
-        b"TAGS\x01" + b"x" * 65_530,
-    ],
-    ids=lambda text: repr(text[:30]),
-)  # fmt: skip
+@for_each("text", ODD_PROPERTIES)
 def test_properties_of_any_form_are_what_messages_say(text):
     whole = simple()[:-2] + struct.pack(">H", len(text)) + text
     record = struct.pack(">I", len(whole)) + whole[4:]

@@ -7,6 +7,7 @@ import struct
 import time
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from pyrocket_consumer.wire.frame import (
     JSON_HEADER,
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
-    Extent,
     FrameBuffer,
     InPlaceFrames,
     RemotingCommand,
@@ -132,16 +132,17 @@ def test_a_stream_may_come_in_pieces_of_any_size(version, piece_bytes):
     assert commands == [decode_command(frame) for frame in frames]
 
 
-def feed(buffer: FrameBuffer, data: bytes) -> list[RemotingCommand]:
-    commands = []
+def feed(buffer: FrameBuffer | InPlaceFrames, data: bytes) -> list[Any]:
+    """Return what comes of bytes: commands, or commands with where their bodies are."""
+    found = []
     while data:
         space = buffer.space()
         assert len(space) > 0
         count = min(len(space), len(data))
         space[:count] = data[:count]
-        commands += buffer.received(count)
+        found += buffer.received(count)
         data = data[count:]
-    return commands
+    return found
 
 
 @pytest.mark.parametrize("version", golden.VERSIONS)
@@ -152,7 +153,7 @@ def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
     stream, buffer, chance = b"".join(frames), InPlaceFrames(), random.Random(piece_bytes)
     commands, wanted = {}, []
     for start in range(0, len(stream), piece_bytes):
-        wanted += enumerate(put(buffer, stream[start : start + piece_bytes]), len(commands) + len(wanted))
+        wanted += enumerate(feed(buffer, stream[start : start + piece_bytes]), len(commands) + len(wanted))
         if chance.random() < 0.3:  # some are read and given back, others wait for their turn
             chance.shuffle(wanted)
             done = [wanted.pop() for _ in range(chance.randrange(len(wanted) + 1))]
@@ -162,21 +163,10 @@ def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
     assert [commands[number] for number in range(len(commands))] == [decode_command(frame) for frame in frames]
 
 
-def put(buffer: InPlaceFrames, data: bytes) -> list[tuple[RemotingCommand, Extent]]:
-    found = []
-    while data:
-        space = buffer.space()
-        count = min(len(space), len(data))
-        space[:count] = data[:count]
-        found += buffer.received(count)
-        data = data[count:]
-    return found
-
-
 def test_a_buffer_in_place_grows_and_gives_the_room_back():
     buffer = InPlaceFrames()
     command = RemotingCommand(11, {}, b"x" * (MAX_FRAME_BYTES - 200))
-    ((found, extent), (after, _)) = put(buffer, encode_command(command) + JSON_RESPONSE)
+    ((found, extent), (after, _)) = feed(buffer, encode_command(command) + JSON_RESPONSE)
     assert (found.code, bytes(extent), after) == (11, command.body, decode_command(JSON_RESPONSE))
     assert len(buffer.data) > MAX_FRAME_BYTES
     buffer.reuse(())
@@ -206,7 +196,7 @@ def test_how_large_a_frame_may_be_can_be_said(max_frame_bytes):
     command = RemotingCommand(11, {}, b"x" * (max_frame_bytes - 2000))
     frame = encode_command(command, max_frame_bytes=max_frame_bytes)
     assert feed(FrameBuffer(max_frame_bytes), frame) == [command]
-    ((_, extent),) = put(InPlaceFrames(max_frame_bytes), frame)
+    ((_, extent),) = feed(InPlaceFrames(max_frame_bytes), frame)
     assert len(extent) == len(command.body)
     with pytest.raises(ProtocolError, match=f"at most max_frame_bytes={max_frame_bytes} are sent"):
         encode_command(replace(command, body=b"x" * max_frame_bytes), max_frame_bytes=max_frame_bytes)
@@ -325,9 +315,12 @@ def test_the_room_of_a_large_frame_is_given_back():
     assert len(buffer.space()) <= 4 * FrameBuffer.INITIAL_BYTES
 
 
+def frame_of(header: bytes) -> bytes:
+    return struct.pack(">II", 4 + len(header), len(header)) + header
+
+
 def json_frame(**header: object) -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack(">II", 4 + len(text), len(text)) + text
+    return frame_of(json.dumps(header).encode())
 
 
 def test_field_values_that_are_not_text_become_text():
@@ -336,8 +329,7 @@ def test_field_values_that_are_not_text_become_text():
 
 
 def test_control_characters_are_read_escaped_and_raw():
-    raw = b'{"code":10,"extFields":{"i":"a\x01b\x02"}}'
-    frame = struct.pack(">II", 4 + len(raw), len(raw)) + raw
+    frame = frame_of(b'{"code":10,"extFields":{"i":"a\x01b\x02"}}')
     assert decode_command(frame).fields == {"i": "a\x01b\x02"}
     assert decode_command(json_frame(code=10, extFields={"i": "a\x01b\x02"})).fields == {"i": "a\x01b\x02"}
 
@@ -391,6 +383,9 @@ def test_an_answer_carries_the_opaque_of_its_request():
     assert RemotingCommand(40, flag=2).is_oneway
 
 
+READERS = decode_command, lambda data: feed(FrameBuffer(), data), lambda data: feed(InPlaceFrames(), data)
+
+
 @for_each("depth", [100, 300, 1000, 1020, 5000, 100_000])
 @for_each("kind", ["[|]", '{"a":|}'])
 @for_each(
@@ -403,9 +398,8 @@ def test_an_answer_carries_the_opaque_of_its_request():
 )  # fmt: skip
 def test_a_header_nested_deep_is_a_command_or_a_protocol_error(header, kind, depth):
     begin, _, end = kind.partition("|")
-    data = (header % (begin * depth + "1" + end * depth)).encode()
-    frame = struct.pack(">II", 4 + len(data), len(data)) + data
-    for decode in (decode_command, lambda data: feed(FrameBuffer(), data), lambda data: put(InPlaceFrames(), data)):
+    frame = frame_of((header % (begin * depth + "1" + end * depth)).encode())
+    for decode in READERS:
         told = ""
         try:
             decode(frame)
@@ -416,13 +410,12 @@ def test_a_header_nested_deep_is_a_command_or_a_protocol_error(header, kind, dep
 
 def sized_header(size: int) -> bytes:
     begin, end = b'{"code":0,"remark":"', b'"}'
-    data = begin + b"x" * (size - len(begin) - len(end)) + end
-    return struct.pack(">II", 4 + len(data), len(data)) + data
+    return frame_of(begin + b"x" * (size - len(begin) - len(end)) + end)
 
 
 def test_a_header_has_at_most_256_kib():
     assert len(decode_command(sized_header(MAX_HEADER_BYTES)).remark or "") > 250_000
-    for decode in (decode_command, lambda data: feed(FrameBuffer(), data), lambda data: put(InPlaceFrames(), data)):
+    for decode in READERS:
         with pytest.raises(ProtocolError, match="header of 1048577 bytes; at most 1048576"):
             decode(sized_header(MAX_HEADER_BYTES + 1))
     with pytest.raises(ProtocolError, match="at most 1048576"):  # before anything of it has come
@@ -484,7 +477,7 @@ def quiet():
 @for_each("what", DENSE)
 def test_the_largest_header_does_not_stop_the_thread(quiet, what, remark):
     data = f'{{"code":0,"remark":"{JAVA[remark]}","extFields":{DENSE[what]}}}'.encode()
-    frame = struct.pack(">II", 4 + len(data), len(data)) + data
+    frame = frame_of(data)
 
     def measured() -> float:
         began = time.thread_time()
@@ -499,9 +492,8 @@ def test_the_largest_header_does_not_stop_the_thread(quiet, what, remark):
 
 
 def test_a_header_has_the_keys_of_json():
-    data = b'{code:0,"flag":1}'
     with pytest.raises(ProtocolError, match="not JSON"):
-        decode_command(struct.pack(">II", 4 + len(data), len(data)) + data)
+        decode_command(frame_of(b'{code:0,"flag":1}'))
 
 
 def test_the_answer_to_a_large_batch_is_read():
@@ -510,4 +502,4 @@ def test_the_answer_to_a_large_batch_is_read():
     assert decode_command(encode_command(command)).fields["msgId"] == ids
     header = b'{"code":0,"extFields":{"a":[' + b"[]," * 60_000 + b"0]}}"
     with pytest.raises(ProtocolError, match="more than 50000 values"):
-        decode_command(struct.pack(">II", 4 + len(header), len(header)) + header)
+        decode_command(frame_of(header))

@@ -304,16 +304,6 @@ def test_a_property_that_is_not_utf8_is_there_as_it_was_sent():
     assert (received["place"], received.keys, received["other"]) == (b"K\xf6ln!", b"a", b"")
 
 
-def test_a_message_is_itself_only_and_read_only():
-    first, second = decode_messages(WORKED_RECORD)[0], decode_messages(WORKED_RECORD)[0]
-    assert first == first
-    assert first != second
-    assert len({first, second}) == 2
-    for name in ("body", "topic", "queue", "properties", "unheard_of"):
-        with pytest.raises(AttributeError):
-            setattr(first, name, None)
-
-
 def test_a_message_prints_where_it_is_and_not_what_it_holds():
     (message,) = decode_messages(WORKED_RECORD, MessageQueue("T", "broker-a", 3))
     assert repr(message) == "<Message T queue=T/broker-a/3 offset=42 bytes=146>"
