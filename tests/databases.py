@@ -86,10 +86,14 @@ def _ends_with_us() -> list[str]:
 
 
 class Server:
-    """A server with a directory, a port and processes of its own. It does what it promises to disks."""
+    """A server with a directory, a port and processes of its own.
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    What is committed survives that its processes are killed; and that the power is lost, if it `syncs`.
+    """
+
+    def __init__(self, kind: str, directory: Path, syncs: bool = True) -> None:
         self.kind = kind
+        self._syncs = syncs
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
         self._as: dict[str, object] = {}
@@ -107,6 +111,7 @@ class Server:
         self._run(program(self.kind, "initdb"), "-D", self._data, "-A", "trust", "-U", "app", "--no-sync", "-E", "UTF8")
         self._command = [
             program(self.kind, "postgres"), "-D", self._data, "-h", "127.0.0.1", "-p", self.port, "-k", self._directory,
+            *([] if self._syncs else ["-c", "fsync=off", "-c", "full_page_writes=off"]),
         ]  # fmt: skip
         self._url = make_url(f"postgresql+psycopg://app@127.0.0.1:{self.port}/postgres")
 
@@ -124,6 +129,7 @@ class Server:
             "--bind-address=127.0.0.1", f"--socket={self._directory}/socket", f"--init-file={self._directory}/init.sql",
             f"--pid-file={self._directory}/pid", "--skip-name-resolve", "--innodb-buffer-pool-size=32M",
             f"--tmpdir={self._directory}",  # whoever starts removes what is left of others in the usual one
+            *([] if self._syncs else ["--innodb-flush-log-at-trx-commit=2", "--innodb-flush-method=nosync"]),
         ]  # fmt: skip
         self._url = make_url(f"mysql+pymysql://app:app@127.0.0.1:{self.port}/mysql?charset=utf8mb4")
 
@@ -205,8 +211,8 @@ class Server:
 
 
 @contextmanager
-def running(kind: str) -> Iterator[Server]:
-    """Run a server, and leave nothing of it.
+def running(kind: str, syncs: bool = True) -> Iterator[Server]:
+    """Run a server, and leave nothing of it. Without `syncs` it does not wait for disks.
 
     Raises:
         CannotRun: it is not installed.
@@ -215,7 +221,7 @@ def running(kind: str) -> Iterator[Server]:
     server: Server | None = None
     try:
         directory.chmod(0o755)
-        server = Server(kind, directory)
+        server = Server(kind, directory, syncs)
         server.start()
         yield server
     finally:

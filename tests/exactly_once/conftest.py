@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.testing import EmbeddedCluster
@@ -45,3 +47,11 @@ def reset(embedded: EmbeddedCluster, ledger: Ledger, monkeypatch: pytest.MonkeyP
         return code, json.loads(capsys.readouterr().out)
 
     return run
+
+
+@pytest.fixture
+def async_engine(ledger: Ledger) -> Iterator[AsyncEngine]:
+    """The ledger's database by an asynchronous driver."""
+    engine = create_async_engine(ledger.database.async_url)
+    yield engine
+    asyncio.run(engine.dispose())

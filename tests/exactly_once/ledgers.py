@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from pyrocket_consumer import Message
+from pyrocket_consumer import ConsumerEvent, Message
 from pyrocket_consumer.offsets import DatabaseOffsets
-from tests.consuming import consuming
+from tests.consuming import Events, consuming
 from tests.databases import KINDS, Database
 
 INSERT = text("INSERT INTO ledger(body, queue_id, queue_offset) VALUES (:body, :queue_id, :queue_offset)")
@@ -132,6 +132,37 @@ def booked_once(
             lambda: sum(each.next_offset for each in ledger.offsets.offsets(GROUP, TOPIC)) == len(bodies)
         )
     assert ledger.bodies() == once(bodies)
+
+
+@contextmanager
+def dead(ledger: Ledger) -> Iterator[None]:
+    """The server of the database has been killed; it starts again on the same port."""
+    server = ledger.database.server
+    assert server is not None
+    server.kill()
+    try:
+        yield
+    finally:
+        server.start()
+    ledger.engine.dispose()
+
+
+def goes_on_after(
+    trouble: Callable[[], AbstractContextManager[None]], cluster: Any, ledger: Ledger, events: Events,
+    listener: Any = None, offsets: Any = None,
+) -> ConsumerEvent:
+    """Consume before, in and after trouble of the database, which is nobody's failure; return what is said of it."""
+    before, after = BODIES[:10], BODIES[10:]
+    send(cluster, before)
+    with billing(cluster, ledger, listener, offsets, max_reconsume_times=0, on_event=events):
+        until_all(cluster, ledger, before)
+        with trouble():
+            send(cluster, after)
+            told = events.wait_for("store-unreachable")
+        until_all(cluster, ledger)
+    assert ledger.bodies() == once(BODIES)
+    assert not events.of("listener-failed") and not events.of("message-given-up")
+    return told
 
 
 def failing(ledger: Ledger, *outcomes: Any, when: Callable[[list[Message]], bool] = lambda messages: True) -> Any:

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 from sqlalchemy import Integer, String, make_url
-from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
 from pyrocket_consumer import AsyncPushConsumer
@@ -23,6 +23,8 @@ from tests.exactly_once.ledgers import (
     TOPIC,
     billing,
     booked_once,
+    dead,
+    goes_on_after,
     once,
     row,
     send,
@@ -77,9 +79,8 @@ def test_a_session_is_not_the_listeners_to_end(embedded, ledger, events, end):
 @pytest.mark.databases("sqlite", "postgresql")
 @pytest.mark.parametrize("kind", ["connection", "session"])
 @pytest.mark.parametrize("face", ["blocking", "asyncio"])
-def test_an_asynchronous_engine(embedded, ledger, events, kind, face):
-    engine = create_async_engine(ledger.database.async_url)
-    offsets = DatabaseOffsets(engine if kind == "connection" else async_sessionmaker(engine))
+def test_an_asynchronous_engine(embedded, ledger, async_engine, events, kind, face):
+    offsets = DatabaseOffsets(async_engine if kind == "connection" else async_sessionmaker(async_engine))
     offsets.create_tables()
     trouble = ["raise", "commit"]
 
@@ -105,33 +106,29 @@ def test_an_asynchronous_engine(embedded, ledger, events, kind, face):
             await consumer.subscribe(TOPIC, offsets.exactly_once(book))
             async with consumer:
                 await asyncio.to_thread(until_all, embedded, ledger)
-            await engine.dispose()
+            await async_engine.dispose()
 
         asyncio.run(consume())
     assert ledger.bodies() == once(BODIES)
     assert len(events.of("listener-failed")) == 2
-    asyncio.run(engine.dispose())
 
 
 @pytest.mark.databases("sqlite", "postgresql")
-def test_an_asynchronous_transaction_of_ones_own(embedded, ledger):
-    engine = create_async_engine(ledger.database.async_url)
-    offsets = DatabaseOffsets(engine)
+def test_an_asynchronous_transaction_of_ones_own(embedded, ledger, async_engine):
+    offsets = DatabaseOffsets(async_engine)
 
     async def book(messages):
-        async with engine.begin() as connection:
+        async with async_engine.begin() as connection:
             await connection.execute(INSERT, [row(message) for message in messages])
             await offsets.advance(connection, messages)
 
     booked_once(embedded, ledger, book, offsets=offsets, own=True)
-    asyncio.run(engine.dispose())
 
 
 @pytest.mark.live
 @pytest.mark.databases("sqlite", "postgresql")
-def test_a_listener_that_is_cancelled_is_rolled_back(embedded, ledger):
-    engine = create_async_engine(ledger.database.async_url)
-    offsets = DatabaseOffsets(engine)
+def test_a_listener_that_is_cancelled_is_rolled_back(embedded, ledger, async_engine):
+    offsets = DatabaseOffsets(async_engine)
     cancelled = []
 
     async def book(messages, connection):
@@ -144,7 +141,6 @@ def test_a_listener_that_is_cancelled_is_rolled_back(embedded, ledger):
         await asyncio.sleep(0.001)
 
     booked_once(embedded, ledger, book, offsets=offsets)
-    asyncio.run(engine.dispose())
 
 
 # --- Django
@@ -211,20 +207,7 @@ def test_django_goes_on_when_its_database_was_away(embedded, ledger, events, ali
                 "INSERT INTO ledger VALUES (%s, %s, %s)", [list(row(message).values()) for message in messages]
             )
 
-    send(embedded, BODIES[:50])
-    with billing(embedded, ledger, book, offsets, on_event=events):
-        until_all(embedded, ledger, BODIES[:50])
-        ledger.database.server.kill()
-        try:
-            for body in BODIES[50:]:
-                embedded.send(TOPIC, body.encode())
-            events.wait_for("store-unreachable")
-        finally:
-            ledger.database.server.start()
-        ledger.engine.dispose()
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
-    assert not events.of("listener-failed")
+    goes_on_after(lambda: dead(ledger), embedded, ledger, events, book, offsets)
 
 
 @pytest.mark.databases("sqlite")

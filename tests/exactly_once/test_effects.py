@@ -134,54 +134,6 @@ def test_two_members_share_queues_and_hand_them_over(embedded, ledger):
     assert ledger.bodies() == once(BODIES)
 
 
-@pytest.mark.databases("postgresql", "mariadb")
-def test_a_database_that_dies_holds_up_queues(embedded, ledger, events):
-    server = ledger.database.server
-    send(embedded, BODIES[:50])
-    with billing(embedded, ledger, on_event=events, max_reconsume_times=1):
-        until_all(embedded, ledger, BODIES[:50])
-        server.kill()
-        try:
-            for body in BODIES[50:]:
-                embedded.send(TOPIC, body.encode())
-            events.wait_for("store-unreachable")
-        finally:
-            server.start()
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
-    assert not events.of("message-given-up") and not events.of("listener-failed")
-
-
-@pytest.mark.databases("postgresql", "mariadb")
-def test_a_database_that_dies_again_and_again(embedded, ledger):
-    send(embedded)
-    many = [str(number) for number in range(100, 1000)]
-    with billing(embedded, ledger):
-        for start in range(0, 900, 300):
-            for body in many[start : start + 300]:
-                embedded.send(TOPIC, body.encode())
-            ledger.database.server.kill()
-            ledger.database.server.start()
-            ledger.engine.dispose()
-        until_all(embedded, ledger, [*BODIES, *many])
-    assert ledger.bodies() == once([*BODIES, *many])
-
-
-@pytest.mark.databases("postgresql", "mariadb")
-def test_a_database_that_is_away_at_the_start_is_named(embedded, ledger):
-    send(embedded)
-    ledger.database.server.kill()
-    try:
-        with pytest.raises(OffsetStoreError, match="cannot be reached.*check the address") as caught:
-            billing(embedded, ledger).__enter__()
-        assert str(ledger.database.server.port) in str(caught.value) and ":app@" not in str(caught.value)
-    finally:
-        ledger.database.server.start()
-    with billing(embedded, ledger):
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
-
-
 def test_a_table_that_is_missing_is_named(embedded, database):
     engine = database.engine()
     embedded.create_topic(TOPIC)

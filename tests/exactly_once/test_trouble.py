@@ -26,6 +26,9 @@ from tests.exactly_once.ledgers import (
     TOPIC,
     billing,
     consumed,
+    dead,
+    every_database,
+    goes_on_after,
     ledger_in,
     once,
     send,
@@ -33,6 +36,7 @@ from tests.exactly_once.ledgers import (
 )
 
 SOME, MORE = BODIES[:10], BODIES[10:20]
+servers = pytest.mark.databases("postgresql", "mariadb")
 
 
 @contextmanager
@@ -60,41 +64,52 @@ def renamed(ledger, table="pyrocket_offsets"):
         ledger.execute(f"ALTER TABLE away RENAME TO {table}")
 
 
-def impatient(database):
-    """Return an engine of MariaDB that waits for locks for a second."""
-    return create_engine(database.url, connect_args={"init_command": "SET SESSION innodb_lock_wait_timeout = 1"})
-
-
 # --- our own statements
 
 
 @pytest.mark.databases("mariadb")
 def test_a_row_that_is_locked_for_long_is_no_failure(embedded, ledger, events):
-    offsets = DatabaseOffsets(engine := impatient(ledger.database))
-    send(embedded, SOME, queues=1)
-    with billing(embedded, ledger, None, offsets, max_reconsume_times=0, on_event=events):
-        until_all(embedded, ledger, SOME)
-        with locked(ledger, 0):
-            send(embedded, MORE, queues=1)
-            events.wait_for("store-unreachable")
-        until_all(embedded, ledger, [*SOME, *MORE])
+    patience = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"}
+    offsets = DatabaseOffsets(engine := create_engine(ledger.database.url, connect_args=patience))
+    goes_on_after(lambda: locked(ledger, 0), embedded, ledger, events, offsets=offsets)
     engine.dispose()
-    assert ledger.bodies() == once([*SOME, *MORE])
-    assert not events.of("listener-failed")
 
 
-@pytest.mark.databases("sqlite", "postgresql", "mariadb")
+@every_database
 def test_a_table_that_is_away_for_a_while_is_no_failure(embedded, ledger, events):
-    send(embedded, SOME, queues=1)
-    with billing(embedded, ledger, max_reconsume_times=0, on_event=events):
-        until_all(embedded, ledger, SOME)
-        with renamed(ledger):
-            send(embedded, MORE, queues=1)
-            told = events.wait_for("store-unreachable")
-        until_all(embedded, ledger, [*SOME, *MORE])
+    told = goes_on_after(lambda: renamed(ledger), embedded, ledger, events)
     assert "pyrocket_offsets" in told.text
-    assert ledger.bodies() == once([*SOME, *MORE])
-    assert not events.of("listener-failed")
+
+
+@servers
+def test_a_database_that_dies_is_no_failure(embedded, ledger, events):
+    goes_on_after(lambda: dead(ledger), embedded, ledger, events)
+
+
+@servers
+def test_a_database_that_dies_again_and_again(embedded, ledger):
+    send(embedded)
+    many = [str(number) for number in range(100, 1000)]
+    with billing(embedded, ledger):
+        for start in range(0, 900, 300):
+            for body in many[start : start + 300]:
+                embedded.send(TOPIC, body.encode())
+            with dead(ledger):
+                pass
+        until_all(embedded, ledger, [*BODIES, *many])
+    assert ledger.bodies() == once([*BODIES, *many])
+
+
+@servers
+def test_a_database_that_is_away_at_the_start_is_named(embedded, ledger):
+    send(embedded)
+    with dead(ledger):
+        with pytest.raises(OffsetStoreError, match="cannot be reached.*check the address") as caught:
+            billing(embedded, ledger).__enter__()
+        assert str(ledger.database.server.port) in str(caught.value) and ":app@" not in str(caught.value)
+    with billing(embedded, ledger):
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
 
 
 @pytest.mark.databases("mariadb")
@@ -103,24 +118,21 @@ def test_an_account_that_is_refused_for_a_while_is_no_failure(embedded, ledger, 
     url, account = ledger.engine.url.set(username="teller", password="one"), "teller@'127.0.0.1'"
     ledger.execute(f"CREATE USER {account} IDENTIFIED BY 'one'")
     ledger.execute(f"GRANT ALL ON {url.database}.* TO {account}")
-    engine = create_engine(url, poolclass=NullPool)
-    offsets = DatabaseOffsets(engine)
-    send(embedded, SOME, queues=1)
+
+    @contextmanager
+    def refused():
+        ledger.execute(f"SET PASSWORD FOR {account} = PASSWORD('two')")
+        yield
+        ledger.execute(f"SET PASSWORD FOR {account} = PASSWORD('one')")
+
     try:
-        with billing(embedded, ledger, None, offsets, max_reconsume_times=0, on_event=events):
-            until_all(embedded, ledger, SOME)
-            ledger.execute(f"SET PASSWORD FOR {account} = PASSWORD('two')")
-            send(embedded, MORE, queues=1)
-            events.wait_for("store-unreachable")
-            ledger.execute(f"SET PASSWORD FOR {account} = PASSWORD('one')")
-            until_all(embedded, ledger, [*SOME, *MORE])
+        offsets = DatabaseOffsets(create_engine(url, poolclass=NullPool))
+        goes_on_after(refused, embedded, ledger, events, offsets=offsets)
     finally:
         ledger.execute(f"DROP USER {account}")
-    assert ledger.bodies() == once([*SOME, *MORE])
-    assert not events.of("listener-failed")
 
 
-@pytest.mark.databases("postgresql", "mariadb")
+@servers
 def test_rows_that_are_locked_hold_up_no_other_queue(embedded, ledger, events):
     consumed(embedded, ledger, BODIES, queues=20)
     others = [f"more {number}" for number in range(20)]

@@ -43,7 +43,7 @@ def database_servers() -> Iterator[dict[str, Server]]:
 
         class Servers(dict[str, "Server"]):
             def __missing__(self, kind: str) -> Server:
-                self[kind] = stack.enter_context(running(kind))
+                self[kind] = stack.enter_context(running(kind, syncs=False))
                 return self[kind]
 
         yield Servers()
