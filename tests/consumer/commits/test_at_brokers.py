@@ -62,9 +62,14 @@ class Brokers:
         return SimpleNamespace(query_offset=query_offset, commit_offset=commit_offset)
 
 
-def at_brokers() -> tuple[BrokerCommits, Brokers]:
-    brokers = Brokers()
-    return BrokerCommits(brokers, "app"), brokers  # type: ignore[arg-type]
+@pytest.fixture
+def brokers() -> Brokers:
+    return Brokers()
+
+
+@pytest.fixture
+def commits(brokers: Brokers) -> BrokerCommits:
+    return BrokerCommits(brokers, "app")  # type: ignore[arg-type]
 
 
 TROUBLE = [
@@ -76,8 +81,7 @@ TROUBLE = [
 
 
 @pytest.mark.parametrize("trouble", TROUBLE, ids=str)
-async def test_an_offset_that_cannot_be_read_is_an_error_not_none(trouble):
-    commits, brokers = at_brokers()
+async def test_an_offset_that_cannot_be_read_is_an_error_not_none(commits, brokers, trouble):
     assert await commits.start_offset(ONE) is None
     brokers.stored[ONE] = 7
     brokers.answers = [trouble]
@@ -90,8 +94,7 @@ async def test_an_offset_that_cannot_be_read_is_an_error_not_none(trouble):
     assert brokers.commits == [], "what was read is stored"
 
 
-async def test_only_what_has_changed_is_stored():
-    commits, brokers = at_brokers()
+async def test_only_what_has_changed_is_stored(commits, brokers):
     for offset in (5, 3, 9, 8):
         commits.update(ONE, offset)
     commits.update(TWO, 1)
@@ -106,8 +109,7 @@ async def test_only_what_has_changed_is_stored():
 
 
 @pytest.mark.parametrize("trouble", TROUBLE, ids=str)
-async def test_what_could_not_be_stored_is_stored_next_time(trouble):
-    commits, brokers = at_brokers()
+async def test_what_could_not_be_stored_is_stored_next_time(commits, brokers, trouble):
     await commits.begin_at(ONE, 1)
     commits.update(ONE, 5)
     commits.update(TWO, 6)
@@ -119,10 +121,9 @@ async def test_what_could_not_be_stored_is_stored_next_time(trouble):
     assert brokers.stored == {ONE: 8, TWO: 6}
 
 
-async def test_after_a_commit_without_an_answer_the_next_is_made_twice():
+async def test_after_a_commit_without_an_answer_the_next_is_made_twice(commits, brokers):
     """The broker may execute the one that was not answered last, and the older offset would stay."""
 
-    commits, brokers = at_brokers()
     commits.update(ONE, 5)
     brokers.answers = [RequestTimeout("UPDATE_CONSUMER_OFFSET", "a:1", 3)]
     await commits.persist([ONE])
@@ -136,8 +137,7 @@ async def test_after_a_commit_without_an_answer_the_next_is_made_twice():
     assert len(brokers.commits) == made
 
 
-async def test_a_commit_ignored_for_a_reset_is_not_taken_for_stored():
-    commits, brokers = at_brokers()
+async def test_a_commit_ignored_for_a_reset_is_not_taken_for_stored(commits, brokers):
     waiting: list[MessageQueue] = []
     commits.on_reset_waiting = waiting.append
     commits.update(ONE, 5)
@@ -150,8 +150,7 @@ async def test_a_commit_ignored_for_a_reset_is_not_taken_for_stored():
     assert waiting == [ONE], "whoever pulls it is told, once for each commit that was ignored"
 
 
-async def test_commits_of_a_queue_take_turns_with_the_newest_value():
-    commits, brokers = at_brokers()
+async def test_commits_of_a_queue_take_turns_with_the_newest_value(commits, brokers):
     commits.update(ONE, 1)
     first = asyncio.ensure_future(commits.persist([ONE]))
     await asyncio.sleep(0.001)
@@ -165,8 +164,7 @@ async def test_commits_of_a_queue_take_turns_with_the_newest_value():
     assert brokers.most_at_once == {ONE: 1}
 
 
-async def test_a_commit_that_nobody_waits_for_is_finished():
-    commits, brokers = at_brokers()
+async def test_a_commit_that_nobody_waits_for_is_finished(commits, brokers):
     brokers.call_s = 1.0
     commits.update(ONE, 5)
     waiting = asyncio.ensure_future(commits.persist([ONE]))
@@ -185,8 +183,7 @@ async def test_a_commit_that_nobody_waits_for_is_finished():
     assert brokers.stored == {ONE: 12}, "closing waits for it"
 
 
-async def test_a_reset_replaces_what_was_noted_whether_lower_or_higher():
-    commits, brokers = at_brokers()
+async def test_a_reset_replaces_what_was_noted_whether_lower_or_higher(commits, brokers):
     commits.update(ONE, 50)
     await commits.persist([ONE])
     for target in (3, 3, 80):
@@ -200,8 +197,7 @@ async def test_a_reset_replaces_what_was_noted_whether_lower_or_higher():
     assert brokers.stored == {ONE: 5}
 
 
-async def test_a_released_queue_is_stored_and_forgotten():
-    commits, brokers = at_brokers()
+async def test_a_released_queue_is_stored_and_forgotten(commits, brokers):
     commits.update(ONE, 5)
     await commits.release(ONE)
     assert brokers.stored == {ONE: 5}
@@ -220,8 +216,7 @@ async def test_a_released_queue_is_stored_and_forgotten():
     assert brokers.stored == {ONE: 2}, "it belongs to another member already"
 
 
-async def test_what_was_known_of_a_queue_is_remembered():
-    commits, brokers = at_brokers()
+async def test_what_was_known_of_a_queue_is_remembered(commits, brokers):
     assert commits.last_known(ONE) is None
     brokers.stored[ONE] = 7
     await commits.start_offset(ONE)
@@ -236,14 +231,12 @@ async def test_what_was_known_of_a_queue_is_remembered():
     assert (commits.current(ONE), commits.last_known(ONE)) == (None, 9)
 
 
-def test_each_broker_is_a_place_of_its_own_and_a_store_is_one():
-    commits, _ = at_brokers()
+def test_each_broker_is_a_place_of_its_own_and_a_store_is_one(commits):
     assert commits.places([ONE, FAR, TWO]) == {"a": [ONE, TWO], "b": [FAR]}
     assert StoreCommits(MemoryOffsetStore(), memory_first=True).places([ONE, FAR]) == {"": [ONE, FAR]}
 
 
-async def test_what_a_broker_may_have_forgotten_is_stored_again():
-    commits, brokers = at_brokers()
+async def test_what_a_broker_may_have_forgotten_is_stored_again(commits, brokers):
     for queue in (ONE, FAR):
         commits.update(queue, 5)
     await commits.persist([ONE, FAR])
@@ -268,8 +261,7 @@ async def seconds(work: Awaitable[Any]) -> float:
 
 
 @pytest.mark.parametrize("step", ["begin", "persist"])
-async def test_the_first_commit_goes_alone_and_the_others_together(step):
-    commits, brokers = at_brokers()
+async def test_the_first_commit_goes_alone_and_the_others_together(commits, brokers, step):
     brokers.call_s = 0.05
     if step == "begin":
         took = await seconds(asyncio.gather(*(commits.begin_at(queue, 7) for queue in MANY)))
@@ -283,10 +275,9 @@ async def test_the_first_commit_goes_alone_and_the_others_together(step):
 
 
 @pytest.mark.parametrize(("stored", "took_s"), [(1, 0.05), (0, 0.1)])
-async def test_an_offset_that_was_read_proves_a_table_and_0_does_not(stored, took_s):
+async def test_an_offset_that_was_read_proves_a_table_and_0_does_not(commits, brokers, stored, took_s):
     """Brokers of 4.9 answer 0 for a young queue for which they have nothing."""
 
-    commits, brokers = at_brokers()
     brokers.stored[ONE] = stored
     await commits.start_offset(ONE)
     brokers.call_s = 0.05
@@ -297,8 +288,7 @@ async def test_an_offset_that_was_read_proves_a_table_and_0_does_not(stored, too
 
 
 @pytest.mark.parametrize("trouble", TROUBLE[2:], ids=str)
-async def test_no_answer_to_the_first_is_none_for_those_that_wait(trouble):
-    commits, brokers = at_brokers()
+async def test_no_answer_to_the_first_is_none_for_those_that_wait(commits, brokers, trouble):
     for queue in MANY:
         commits.update(queue, 7)
     brokers.answers = [trouble]
@@ -311,8 +301,7 @@ async def test_no_answer_to_the_first_is_none_for_those_that_wait(trouble):
     assert brokers.stored == dict.fromkeys(MANY, 7)
 
 
-async def test_a_refusal_of_the_first_concerns_that_one_only():
-    commits, brokers = at_brokers()
+async def test_a_refusal_of_the_first_concerns_that_one_only(commits, brokers):
     for queue in MANY:
         commits.update(queue, 7)
     brokers.answers = TROUBLE[:2]
@@ -323,8 +312,7 @@ async def test_a_refusal_of_the_first_concerns_that_one_only():
 # --- ends that do not wait
 
 
-async def test_what_is_not_acknowledged_in_time_goes_on():
-    commits, brokers = at_brokers()
+async def test_what_is_not_acknowledged_in_time_goes_on(commits, brokers):
     await commits.begin_at(ONE, 1)
     commits.update(ONE, 5)
     commits.update(TWO, 6)

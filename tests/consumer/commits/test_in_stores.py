@@ -53,13 +53,17 @@ class Store(MemoryOffsetStore):
         super().remove_offset(mq)
 
 
-def in_store(memory_first: bool = True) -> tuple[StoreCommits, Store]:
-    store = Store()
-    return StoreCommits(store, memory_first=memory_first), store
+@pytest.fixture
+def store() -> Store:
+    return Store()
 
 
-async def test_blocking_calls_have_a_thread_of_their_own():
-    commits, store = in_store()
+@pytest.fixture
+def commits(store: Store) -> StoreCommits:
+    return StoreCommits(store, memory_first=True)
+
+
+async def test_blocking_calls_have_a_thread_of_their_own(commits, store):
     store.gate.clear()
     commits.update(ONE, 5)
     waiting = asyncio.ensure_future(commits.persist([ONE]))
@@ -79,8 +83,7 @@ async def test_blocking_calls_have_a_thread_of_their_own():
     assert len(store.threads) == 1
 
 
-async def test_a_store_is_asked_for_all_that_has_changed_at_once():
-    commits, store = in_store()
+async def test_a_store_is_asked_for_all_that_has_changed_at_once(commits, store):
     commits.update(ONE, 5)
     commits.update(TWO, 6)
     assert await commits.persist([ONE, TWO, FAR]) == {}
@@ -89,8 +92,7 @@ async def test_a_store_is_asked_for_all_that_has_changed_at_once():
     await commits.close()
 
 
-async def test_what_changes_while_it_is_stored_counts_as_changed():
-    commits, store = in_store()
+async def test_what_changes_while_it_is_stored_counts_as_changed(commits, store):
     store.gate.clear()
     commits.update(ONE, 5)
     waiting = asyncio.ensure_future(commits.persist([ONE]))
@@ -104,8 +106,7 @@ async def test_what_changes_while_it_is_stored_counts_as_changed():
     await commits.close()
 
 
-async def test_a_store_that_cannot_write_is_asked_again():
-    commits, store = in_store()
+async def test_a_store_that_cannot_write_is_asked_again(commits, store):
     commits.update(ONE, 5)
     commits.update(TWO, 6)
     store.error = OffsetStoreError("disk full")
@@ -118,8 +119,7 @@ async def test_a_store_that_cannot_write_is_asked_again():
     await commits.close()
 
 
-async def test_whatever_a_store_raises_is_an_error_of_that_call_only():
-    commits, store = in_store()
+async def test_whatever_a_store_raises_is_an_error_of_that_call_only(commits, store):
     commits.update(ONE, 5)
     store.error = ZeroDivisionError("of the store")
     failed = await commits.persist([ONE])
@@ -132,8 +132,8 @@ async def test_whatever_a_store_raises_is_an_error_of_that_call_only():
 
 
 @pytest.mark.parametrize(("memory_first", "expected"), [(True, 9), (False, 5)])
-async def test_broadcasting_goes_on_from_memory_others_from_the_store(memory_first, expected):
-    commits, store = in_store(memory_first)
+async def test_broadcasting_goes_on_from_memory_others_from_the_store(store, memory_first, expected):
+    commits = StoreCommits(store, memory_first=memory_first)
     commits.update(ONE, 5)
     await commits.persist([ONE])
     commits.update(ONE, 9)
@@ -143,8 +143,7 @@ async def test_broadcasting_goes_on_from_memory_others_from_the_store(memory_fir
     await commits.close()
 
 
-async def test_queues_that_begin_together_share_a_sync():
-    commits, store = in_store()
+async def test_queues_that_begin_together_share_a_sync(commits, store):
     store.gate.clear()
     first = asyncio.gather(*(commits.begin_at(queue, 7) for queue in MANY[:10]))
     while not store.calls:
@@ -161,8 +160,7 @@ async def test_queues_that_begin_together_share_a_sync():
     await commits.close()
 
 
-async def test_a_beginning_that_could_not_be_stored_is_an_error():
-    commits, store = in_store()
+async def test_a_beginning_that_could_not_be_stored_is_an_error(commits, store):
     store.error = OffsetStoreError("disk full")
     outcomes = await asyncio.gather(*(commits.begin_at(each, 7) for each in (ONE, TWO)), return_exceptions=True)
     assert outcomes == [store.error, store.error]
@@ -173,8 +171,7 @@ async def test_a_beginning_that_could_not_be_stored_is_an_error():
     await commits.close()
 
 
-async def test_a_store_that_hangs_is_not_waited_for_longer():
-    commits, store = in_store()
+async def test_a_store_that_hangs_is_not_waited_for_longer(commits, store):
     store.gate.clear()
     commits.update(ONE, 5)
     until = asyncio.get_running_loop().time() + 0.05

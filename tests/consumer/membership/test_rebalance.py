@@ -167,11 +167,13 @@ class Unasked:
 
 
 @asynccontextmanager
-async def rebalancing(group: Group) -> AsyncIterator[Rebalance]:
-    """Hold rounds as a member does."""
-    rebalance = group.rebalance()
-    task = asyncio.create_task(rebalance.run())
-    yield rebalance
+async def rebalancing(allocation: Any = "average", *, broadcasting: bool = False, **state: Any) -> AsyncIterator[Group]:
+    """Hold rounds as a member does, of a group in this state."""
+    group = Group(allocation, broadcasting)
+    vars(group).update(state)
+    group.rounds = group.rebalance()
+    task = asyncio.create_task(group.rounds.run())
+    yield group
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -181,9 +183,7 @@ def begun(group: Group) -> list[int]:
 
 
 async def test_what_is_not_ours_ends_and_what_is_ours_begins():
-    group = Group()
-    group.mine = set(queues(3, 7))
-    async with rebalancing(group):
+    async with rebalancing(mine=set(queues(3, 7))) as group:
         await asyncio.sleep(0.1)
         assert group.happened.index(("version", "orders")) < group.happened.index("heartbeat")
         assert ("end", 7) in group.happened[:3]
@@ -195,19 +195,13 @@ async def test_what_is_not_ours_ends_and_what_is_ours_begins():
 
 
 async def test_members_share():
-    group = Group()
-    group.ids = ["before", "me", "you"]
-    group.routes["orders"] = route(8)
-    async with rebalancing(group):
+    async with rebalancing(ids=["before", "me", "you"], routes={"orders": route(8)}) as group:
         await asyncio.sleep(HANDOVER_S + 0.1)
         assert group.mine == set(queues(3, 4, 5))
 
 
 async def test_old_owners_have_time_to_store():
-    group = Group()
-    group.ids = ["me", "you"]
-    group.mine = set(queues(1))
-    async with rebalancing(group):
+    async with rebalancing(ids=["me", "you"], mine=set(queues(1))) as group:
         await asyncio.sleep(HANDOVER_S - 0.01)
         assert group.happened == [("version", "orders"), "heartbeat"]
         await asyncio.sleep(0.02)
@@ -217,8 +211,7 @@ async def test_old_owners_have_time_to_store():
 async def test_what_is_anothers_is_given_up_while_queues_are_awaited():
     """Else its new owner, which waits as long as we do, begins before our last offset of it is stored."""
 
-    group = Group()
-    async with rebalancing(group):
+    async with rebalancing() as group:
         await asyncio.sleep(SPACING_S)
         assert group.mine == set(queues(0, 1, 2, 3))
         group.ids = ["me", "you"]
@@ -240,9 +233,7 @@ async def test_what_is_anothers_is_given_up_while_queues_are_awaited():
 
 
 async def test_each_queue_waits_for_its_own_second_only():
-    group = Group()
-    group.ids = ["me", "you"]
-    async with rebalancing(group):
+    async with rebalancing(ids=["me", "you"]) as group:
         await asyncio.sleep(0.6)
         group.routes["payments"] = route(2, "payments")
         group.rebalance_wanted.set()
@@ -255,9 +246,7 @@ async def test_each_queue_waits_for_its_own_second_only():
 async def test_a_queue_given_up_between_rounds_is_waited_for_again():
     """After unsubscribing: somebody else may have it until we subscribe again."""
 
-    group = Group()
-    group.ids = ["me", "you"]
-    async with rebalancing(group):
+    async with rebalancing(ids=["me", "you"]) as group:
         await asyncio.sleep(HANDOVER_S + SPACING_S)
         assert group.mine == set(queues(0, 1))
         group.mine.clear()
@@ -270,9 +259,7 @@ async def test_a_queue_given_up_between_rounds_is_waited_for_again():
 
 
 async def test_a_queue_that_could_not_begin_is_tried_again():
-    group = Group()
-    group.refuses = set(queues(2))
-    async with rebalancing(group):
+    async with rebalancing(refuses=set(queues(2))) as group:
         await asyncio.sleep(0.1)
         assert group.mine == set(queues(0, 1, 3))
         await asyncio.sleep(AGAIN_S)
@@ -283,9 +270,7 @@ async def test_a_queue_that_could_not_begin_is_tried_again():
 
 
 async def test_a_queue_that_is_lost_during_the_wait_does_not_begin():
-    group = Group()
-    group.ids = ["me", "you"]
-    async with rebalancing(group):
+    async with rebalancing(ids=["me", "you"]) as group:
         await asyncio.sleep(HANDOVER_S / 4)
         group.ids = ["me", "you", "zoe", "zora"]
         group.rebalance_wanted.set()
@@ -295,9 +280,7 @@ async def test_a_queue_that_is_lost_during_the_wait_does_not_begin():
 
 
 async def test_a_queue_that_is_lost_while_it_begins_is_not_taken_on():
-    group = Group()
-    group.begin_s = dict.fromkeys(queues(2, 3), 5.0)
-    async with rebalancing(group):
+    async with rebalancing(begin_s=dict.fromkeys(queues(2, 3), 5.0)) as group:
         await asyncio.sleep(SPACING_S)
         group.ids = ["me", "you"]
         group.rebalance_wanted.set()
@@ -309,22 +292,18 @@ async def test_a_queue_that_is_lost_while_it_begins_is_not_taken_on():
 async def test_a_queue_that_begins_as_it_is_lost_is_given_up():
     """The round that finds it gone comes between its begin and the notice of that."""
 
-    group = Group()
     (late,) = queues(3)
-    group.begin_s = {late: 5.0}
-    async with rebalancing(group) as rebalance:
+    async with rebalancing(begin_s={late: 5.0}) as group:
         await asyncio.sleep(SPACING_S)
         group.mine.add(late)  # it has begun; nobody has heard of it
         group.ids = ["me", "you"]
-        await rebalance.round()
+        await group.rounds.round()
         await asyncio.sleep(0.01)
         assert group.mine == set(queues(0, 1))
 
 
 async def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
-    group = Group()
-    group.begin_s = {queues(2)[0]: 60.0}
-    async with rebalancing(group):
+    async with rebalancing(begin_s={queues(2)[0]: 60.0}) as group:
         await asyncio.sleep(0.1)
         assert group.mine == set(queues(0, 1, 3))
         group.routes["orders"] = route(5)
@@ -337,36 +316,28 @@ async def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
 
 
 async def test_a_heartbeat_without_an_answer_holds_a_round_up_for_1_s():
-    group = Group()
-    group.heartbeat_s = 60.0
-    async with rebalancing(group):
+    async with rebalancing(heartbeat_s=60.0) as group:
         await asyncio.sleep(HEARTBEAT_WAIT_S + 0.1)
         assert group.mine == set(queues(0, 1, 2, 3))
 
 
 async def test_a_broadcasting_member_takes_all_and_asks_nobody():
-    group = Group(broadcasting=True)
-    group.ids = AssertionError("asked")
-    async with rebalancing(group):
+    async with rebalancing(broadcasting=True, ids=AssertionError("asked")) as group:
         await asyncio.sleep(0.1)
         assert group.mine == set(queues(0, 1, 2, 3))
 
 
 @pytest.mark.parametrize(("ids", "waits_s"), [(["me"], 0.0), (["me", "you"], HANDOVER_S)])
 async def test_a_start_waits_for_the_queues_of_the_first_round(ids, waits_s):
-    group = Group()
-    group.ids = ids
-    async with rebalancing(group) as rebalance:
-        assert await rebalance.in_place(5.0) == []
+    async with rebalancing(ids=ids) as group:
+        assert await group.rounds.in_place(5.0) == []
         assert group.loop.time() == pytest.approx(waits_s, abs=0.01)
         assert len(group.mine) == 4 / len(ids)
 
 
 async def test_a_start_waits_for_no_broker_for_ever():
-    group = Group()
-    group.begin_s = {queues(2)[0]: 60.0}
-    async with rebalancing(group) as rebalance:
-        assert await rebalance.in_place(5.0) == ["orders/a/2"]
+    async with rebalancing(begin_s={queues(2)[0]: 60.0}) as group:
+        assert await group.rounds.in_place(5.0) == ["orders/a/2"]
         assert group.loop.time() == pytest.approx(5.0, abs=0.01)
 
 
@@ -391,10 +362,7 @@ async def test_what_is_held_is_kept_while_the_members_are_not_known(error):
 
 @pytest.mark.parametrize("error", TROUBLE, ids=str)
 async def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
-    group = Group()
-    group.routes["orders"] = route(2, brokers=("a", "b"))
-    group.ids = {"a": error, "b": ["me"]}
-    async with rebalancing(group):
+    async with rebalancing(routes={"orders": route(2, brokers=("a", "b"))}, ids={"a": error, "b": ["me"]}) as group:
         await asyncio.sleep(0.1)
     assert group.asked == ["a", "b"]
     assert len(group.mine) == 4
@@ -403,30 +371,22 @@ async def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
 
 @pytest.mark.parametrize("error", [RouteNotFound("orders", "ns:1"), ConnectError("ns:1", "refused")], ids=str)
 async def test_trouble_with_one_topic_does_not_stop_the_others(error):
-    group = Group()
-    group.routes = {"orders": error, "payments": route(2, "payments")}
-    group.mine = set(queues(0, 1))
-    async with rebalancing(group):
+    async with rebalancing(routes={"orders": error, "payments": route(2, "payments")}, mine=set(queues(0, 1))) as group:
         await asyncio.sleep(1.5 * AGAIN_S)
     assert group.mine == set(queues(0, 1) + queues(0, 1, topic="payments"))
     assert len([text for kind, text in group.told if "orders" in text]) == (1 if "refused" not in str(error) else 2)
 
 
 async def test_a_member_that_is_not_listed_sends_a_heartbeat():
-    group = Group()
-    group.ids, group.ids_after_heartbeat = ["you"], ["me", "you"]
-    async with rebalancing(group):
+    async with rebalancing(ids=["you"], ids_after_heartbeat=["me", "you"]) as group:
         await asyncio.sleep(HANDOVER_S + 0.1)
     assert group.happened[0] == "heartbeat"
     assert group.mine == set(queues(0, 1))
 
 
 async def test_a_broker_that_forgot_us_costs_no_queues_of_others():
-    group = Group()
-    group.routes["orders"] = route(2, brokers=("a", "b"))
-    group.mine = set(queues(0, 1) + queues(0, 1, broker="b"))
-    group.ids = {"a": ["you"], "b": ["me", "you"]}
-    async with rebalancing(group):
+    mine, ids = set(queues(0, 1) + queues(0, 1, broker="b")), {"a": ["you"], "b": ["me", "you"]}
+    async with rebalancing(routes={"orders": route(2, brokers=("a", "b"))}, mine=mine, ids=ids) as group:
         await asyncio.sleep(0.1)
         assert len(group.mine) == 2
 
@@ -434,10 +394,7 @@ async def test_a_broker_that_forgot_us_costs_no_queues_of_others():
 async def test_a_member_that_is_still_not_listed_looks_again_soon():
     """Its queues are being taken by those who are listed; the next round must not wait for the timer."""
 
-    group = Group()
-    group.mine = set(queues(0, 1))
-    group.ids = ["you"]
-    async with rebalancing(group):
+    async with rebalancing(mine=set(queues(0, 1)), ids=["you"]) as group:
         await asyncio.sleep(0.1)
         assert group.mine == set()
         asked = len(group.asked)
@@ -465,9 +422,7 @@ def refusing(*arguments):
 )
 def test_a_strategy_that_fails_keeps_the_assignment(strategy, words):
     async def scenario():
-        group = Group(strategy)
-        group.mine = set(queues(0, 1))
-        async with rebalancing(group):
+        async with rebalancing(strategy, mine=set(queues(0, 1))) as group:
             await asyncio.sleep(1.5 * AGAIN_S)
         assert group.mine == set(queues(0, 1))
         assert len(group.told) == 2
@@ -485,8 +440,7 @@ def test_a_strategy_runs_where_it_may_take_its_time():
         return queues
 
     async def scenario():
-        group = Group(slow)
-        async with rebalancing(group):
+        async with rebalancing(slow) as group:
             await asyncio.sleep(0.1)
         assert len(group.mine) == 4
 
@@ -504,9 +458,7 @@ def test_each_topic_has_its_time_with_a_slow_strategy():
         return queues
 
     async def scenario():
-        group = Group(slow)
-        group.routes = {topic: route(topic=topic) for topic in topics}
-        async with rebalancing(group):
+        async with rebalancing(slow, routes={topic: route(topic=topic) for topic in topics}) as group:
             await asyncio.sleep(3 * STRATEGY_S / 2.5 + 0.1)
         assert group.told == []
         assert {queue.topic for queue in group.mine} == set(topics)
@@ -523,15 +475,13 @@ async def test_an_unknown_strategy_is_refused_at_once():
 
 
 async def test_when_rounds_are_held():
-    group = Group()
     rounds = []
 
     async def ids(name):
-        rounds.append(group.loop.time())
+        rounds.append(asyncio.get_running_loop().time())
         return ["me"]
 
-    group._ids = ids
-    async with rebalancing(group):
+    async with rebalancing(_ids=ids) as group:
         await asyncio.sleep(0.1)
         assert rounds == [0.0]
         await asyncio.sleep(AGAIN_S)  # its queues had not begun when the first one ended
