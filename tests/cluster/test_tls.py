@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,27 +15,20 @@ from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import ConnectError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.net.peer import server_tls, trusting
 
 pytestmark = pytest.mark.live
-
-CERTIFICATE = Path(__file__).parent / "localhost.pem"  # of no worth: its key is in the same file
-
 
 @pytest.fixture
 def secured():
     """A cluster that takes TLS only."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(CERTIFICATE)
-    with EmbeddedCluster(tls=context) as cluster:
+    with EmbeddedCluster(tls=server_tls()) as cluster:
         cluster.create_topic("orders")
         yield cluster
 
 
 def test_the_users_context_is_used_for_all_servers(secured, connect):
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    client = connect(secured, tls=context)
+    client = connect(secured, tls=trusting())
     queue = MessageQueue("orders", "broker-a", 0)
     assert client.run(client.broker("broker-a").max_offset(queue), 30) == 0
 

@@ -7,11 +7,28 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from pyrocket_consumer.net.connection import Connection
 from pyrocket_consumer.net.connections import Connections
 from pyrocket_consumer.wire.frame import RemotingCommand, decode_command, encode_command
+
+CERTIFICATE = Path(__file__).parents[1] / "cluster" / "localhost.pem"  # of no worth: its key is in the same file
+
+
+def server_tls() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERTIFICATE)
+    return context
+
+
+def trusting() -> ssl.SSLContext:
+    """What takes the certificates that brokers make for themselves: unsigned, without a host name."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 class Peer:

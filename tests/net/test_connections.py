@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ssl
-from pathlib import Path
 
 import pytest
 
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ConsumerClosed, RocketError
 from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
-from tests.net.peer import Lost, Server, client, serving, until
-
-CERTIFICATE = Path(__file__).parent.parent / "cluster" / "localhost.pem"  # of no worth: its key is in the same file
+from tests.net.peer import Lost, Server, client, server_tls, serving, trusting, until
 
 
 async def test_callers_at_the_same_time_share_one_attempt():
@@ -184,19 +180,6 @@ async def test_after_close_nothing_is_open_and_nothing_can_be():
 # --- TLS
 
 
-def server_tls() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(CERTIFICATE)
-    return context
-
-
-def trusting() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
 @pytest.mark.live
 async def test_calls_over_tls():
     async with serving(server_tls()) as server, client(tls=trusting()) as connections:
@@ -229,23 +212,6 @@ async def test_a_flood_over_tls_is_taken_little_by_little_and_whole():
             peer.answer(ours, body=b"behind them")
             assert (await call).body == b"behind them"
         assert handled == 20_000
-
-
-@pytest.mark.live
-async def test_an_unsigned_certificate_is_refused_by_default():
-    verifying = ssl.create_default_context()
-    async with serving(server_tls()) as server, client(tls=verifying) as connections:
-        with pytest.raises(ConnectError, match="(?i)tls: .*certificate verify failed"):
-            await connections.get(server.address)
-
-
-@pytest.mark.live
-async def test_a_server_without_tls_is_refused_by_a_client_with_it():
-    async with serving() as server, client(tls=trusting()) as connections:
-        attempt = asyncio.ensure_future(connections.get(server.address))
-        (await server.peer()).send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        with pytest.raises(ConnectError, match="TLS"):
-            await attempt
 
 
 @pytest.mark.live

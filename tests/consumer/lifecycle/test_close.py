@@ -12,11 +12,13 @@ from contextlib import suppress
 
 import pytest
 
-from pyrocket_consumer import AsyncPushConsumer, ConfigError, ConsumerState, PushConsumer
+from pyrocket_consumer import AsyncPushConsumer, ConsumerState, PushConsumer
 from pyrocket_consumer.testing import drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.processes import Child
 from tests.consuming import WAIT_S, Events, Seen, numbered, until
+
+RUN = asyncio.run
 
 AT_ONCE_S = 5.0
 """Far below what a close waits for listeners with default options; far above what it takes."""
@@ -49,7 +51,6 @@ def started(cluster, group, topic, listener, **options):
 @pytest.mark.parametrize("orderly", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_listener_may_close_its_consumer(embedded, topic, group, is_async, orderly):
-    embedded.create_topic(topic, queues=1)
     seen = Closing()
 
     async def listen(message):
@@ -68,8 +69,6 @@ def test_a_listener_may_close_its_consumer(embedded, topic, group, is_async, ord
 
 
 def test_who_closes_and_raises_gets_the_message_again(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
-
     def listen(message):
         consumer.close()
         raise ValueError("not consumed")
@@ -84,7 +83,6 @@ def test_who_closes_and_raises_gets_the_message_again(embedded, topic, group):
 
 def test_tasks_and_threads_of_a_listener_may_close(embedded, topic, group):
     """A task of an `async def` listener, or the thread it waits for, is waited for as the listener itself."""
-    embedded.create_topic(topic, queues=1)
     took = []
 
     async def listen(message):
@@ -99,8 +97,7 @@ def test_tasks_and_threads_of_a_listener_may_close(embedded, topic, group):
     assert embedded.committed(group, topic) == {0: 1}
 
 
-def test_an_async_listener_on_the_users_loop_may_close(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
+async def test_an_async_listener_on_the_users_loop_may_close(embedded, topic, group):
     took = []
 
     async def listen(message):
@@ -109,23 +106,17 @@ def test_an_async_listener_on_the_users_loop_may_close(embedded, topic, group):
         took.append(time.monotonic() - began)
         await asyncio.sleep(0.1)
 
-    async def main():
-        nonlocal consumer
-        consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
-        await consumer.subscribe(topic, listen)
-        async with consumer:
-            embedded.send(topic, b"x")
-            assert await consumer.join(WAIT_S)
-
-    consumer = None
-    asyncio.run(main())
+    consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
+    await consumer.subscribe(topic, listen)
+    async with consumer:
+        embedded.send(topic, b"x")
+        assert await consumer.join(WAIT_S)
     assert took[0] < AT_ONCE_S
     assert embedded.committed(group, topic) == {0: 1}
     assert embedded.members(group) == []
 
 
 def test_closing_from_on_event(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
     closed = threading.Event()
 
     def on_event(event):
@@ -143,7 +134,7 @@ def test_closing_from_on_event(embedded, topic, group):
     assert consumer.state is ConsumerState.CLOSED
 
 
-def test_a_cancelled_close_has_stored_what_is_consumed(embedded, topic, group):
+async def test_a_cancelled_close_has_stored_what_is_consumed(embedded, topic, group):
     embedded.create_topic(topic, queues=2)
     goes_on, held = threading.Event(), threading.Event()
 
@@ -152,53 +143,43 @@ def test_a_cancelled_close_has_stored_what_is_consumed(embedded, topic, group):
             held.set()
             goes_on.wait(WAIT_S)
 
-    async def main():
-        consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
-        await consumer.subscribe(topic, listen)
-        await consumer.start()
-        embedded.send(topic, lambda number: b"m%d" % number, count=20)
-        await asyncio.to_thread(held.wait, WAIT_S)
-        while sum(queue.committed or 0 for queue in (await consumer.progress()).values()) < 19:
-            await asyncio.sleep(0.01)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(consumer.close(), 0.3)
-        assert embedded.committed(group, topic) == {0: 9, 1: 10}, "stored, and the call still runs"
-        goes_on.set()
-        await consumer.close()
-        assert consumer.state is ConsumerState.CLOSED
-
-    asyncio.run(main())
+    consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
+    await consumer.subscribe(topic, listen)
+    await consumer.start()
+    embedded.send(topic, lambda number: b"m%d" % number, count=20)
+    await asyncio.to_thread(held.wait, WAIT_S)
+    while sum(queue.committed or 0 for queue in (await consumer.progress()).values()) < 19:
+        await asyncio.sleep(0.01)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(consumer.close(), 0.3)
+    assert embedded.committed(group, topic) == {0: 9, 1: 10}, "stored, and the call still runs"
+    goes_on.set()
+    await consumer.close()
+    assert consumer.state is ConsumerState.CLOSED
     assert embedded.committed(group, topic) == {0: 10, 1: 10}
     assert embedded.members(group) == []
 
 
-def test_a_close_cancelled_at_any_moment_goes_on(embedded, topic, group):
+async def test_a_close_cancelled_at_any_moment_goes_on(embedded, topic, group):
     embedded.create_topic(topic, queues=2)
-
-    async def main():
-        expected = 0
-        for step in range(40):
-            seen = Seen()
-            consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
-            await consumer.subscribe(topic, seen)
-            await consumer.start()
-            embedded.send(topic, lambda number, step=step: b"m%d" % (10 * step + number), count=10)
-            await asyncio.to_thread(seen.wait_for, 10)
-            closing = asyncio.create_task(consumer.close())
-            await asyncio.sleep(step * 0.0005)
-            closing.cancel()
-            await asyncio.gather(closing, return_exceptions=True)
-            await consumer.close()
-            expected += 10
-            assert sum(embedded.committed(group, topic).values()) == expected, f"cancelled after {step * 0.5} ms"
-            assert embedded.members(group) == []
-
-    asyncio.run(main())
-
-
-def test_a_cancelled_close_gives_the_offset_store_back(embedded, topic, group, tmp_path):
+    expected = 0
+    for step in range(20):
+        seen = Seen()
+        consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
+        await consumer.subscribe(topic, seen)
+        await consumer.start()
+        embedded.send(topic, lambda number, step=step: b"m%d" % (10 * step + number), count=10)
+        await asyncio.to_thread(seen.wait_for, 10)
+        closing = asyncio.create_task(consumer.close())
+        await asyncio.sleep(step * 0.001)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await consumer.close()
+        expected += 10
+        assert sum(embedded.committed(group, topic).values()) == expected, f"cancelled after {step} ms"
+        assert embedded.members(group) == []
+async def test_a_cancelled_close_gives_the_offset_store_back(embedded, topic, group, tmp_path):
     """The next consumer of the same name goes on where it ended."""
-    embedded.create_topic(topic, queues=1)
     options = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "instance_name": "mine"}
     begun, goes_on, bodies = threading.Event(), threading.Event(), []
 
@@ -208,30 +189,26 @@ def test_a_cancelled_close_gives_the_offset_store_back(embedded, topic, group, t
             begun.set()
             goes_on.wait(WAIT_S)
 
-    async def main():
-        first = AsyncPushConsumer(group, name_server=embedded.name_server, **options)
-        await first.subscribe(topic, listen)
-        await first.start()
-        embedded.send(topic, b"m0")
-        embedded.send(topic, b"slow")
-        await asyncio.to_thread(begun.wait, WAIT_S)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(first.close(), 0.3)
-        goes_on.set()
-        embedded.send(topic, b"meanwhile")
-        await first.close()
-        async with AsyncPushConsumer(group, name_server=embedded.name_server, **options) as second:
-            await second.subscribe(topic, listen)
-            embedded.send(topic, b"last")
-            await asyncio.to_thread(until, lambda: b"last" in bodies, "it goes on")
-
-    asyncio.run(main())
+    first = AsyncPushConsumer(group, name_server=embedded.name_server, **options)
+    await first.subscribe(topic, listen)
+    await first.start()
+    embedded.send(topic, b"m0")
+    embedded.send(topic, b"slow")
+    await asyncio.to_thread(begun.wait, WAIT_S)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(first.close(), 0.3)
+    goes_on.set()
+    embedded.send(topic, b"meanwhile")
+    await first.close()
+    async with AsyncPushConsumer(group, name_server=embedded.name_server, **options) as second:
+        await second.subscribe(topic, listen)
+        embedded.send(topic, b"last")
+        await asyncio.to_thread(until, lambda: b"last" in bodies, "it goes on")
     assert bodies == [b"m0", b"slow", b"meanwhile", b"last"]
 
 
-def test_a_close_does_not_need_the_executor_of_the_users_loop(embedded, topic, group):
+async def test_a_close_does_not_need_the_executor_of_the_users_loop(embedded, topic, group):
     """Listeners that do their work with `asyncio.to_thread` have them all, and keep them."""
-    embedded.create_topic(topic, queues=1)
     goes_on, begun = threading.Event(), threading.Event()
 
     def work():
@@ -241,25 +218,19 @@ def test_a_close_does_not_need_the_executor_of_the_users_loop(embedded, topic, g
     async def listen(message):
         await asyncio.to_thread(work)
 
-    async def main():
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
-        await consumer.subscribe(topic, listen)
-        await consumer.start()
-        try:
-            embedded.send(topic, b"x")
-            while not begun.is_set():
-                await asyncio.sleep(0.01)
-            await asyncio.wait_for(consumer.close(0.2), WAIT_S / 2)
-            assert consumer.state is ConsumerState.CLOSED
-        finally:
-            goes_on.set()
-
-    asyncio.run(main())
-
-
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
+    await consumer.subscribe(topic, listen)
+    await consumer.start()
+    try:
+        embedded.send(topic, b"x")
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(consumer.close(0.2), WAIT_S / 2)
+        assert consumer.state is ConsumerState.CLOSED
+    finally:
+        goes_on.set()
 def test_a_second_close_may_shorten_the_first(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
     goes_on, seen = threading.Event(), Seen(lambda message: goes_on.wait(WAIT_S) and None)
     consumer = started(embedded, group, topic, seen)
     embedded.send(topic, b"x")
@@ -297,58 +268,49 @@ def test_a_close_ends_in_time_when_brokers_and_listeners_do_not(embedded, broker
     assert len(events.of("commit-failed")) >= 4, "it says what it could not store"
 
 
-@pytest.mark.parametrize("timeout_s", [-1, "soon", float("nan")])
-def test_a_timeout_that_is_none_is_refused(embedded, topic, group, timeout_s):
-    with PushConsumer(group, name_server=embedded.name_server) as consumer:
-        with pytest.raises(ConfigError, match="timeout_s"):
-            consumer.close(timeout_s)
-        with pytest.raises(ConfigError, match="timeout_s"):
-            consumer.join(timeout_s)
-        assert consumer.state is ConsumerState.RUNNING
-
-
-CLOSED_BY = {
-    "atexit": """
+AT_EXIT = """
 import atexit
+consumer = begin()
 atexit.register(consumer.close)
-consume_all()
-""",
-    "atexit, broadcasting": """
-import atexit
-atexit.register(consumer.close)
-consume_all()
-""",
-    "signal handler": """
-import os, signal
-signal.signal(signal.SIGTERM, lambda *_: consumer.close())
-consume_all()
-os.kill(os.getpid(), signal.SIGTERM)
-assert consumer.join(30)
-""",
-    "signal handler in join": """
-import os, signal, threading
-signal.signal(signal.SIGTERM, lambda *_: consumer.close())
-consume_all()
-threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-consumer.join()
-assert consumer.state.value == "closed", consumer.state
-""",
-    "__del__": """
+consume_all(consumer)
+"""
+
+LOOKS = """
+consumer = begin()
+consume_all(consumer)
+consumer.close()
+"""
+
+BEFORE_THE_END = """
+import signal, threading
+
 class Service:
     def __init__(self, consumer):
         self.consumer = consumer
     def __del__(self):
         self.consumer.close()
+
+consumer = begin("-handler")
+signal.signal(signal.SIGTERM, lambda *_: consumer.close())
+consume_all(consumer)
+os.kill(os.getpid(), signal.SIGTERM)
+assert consumer.join(30)
+
+consumer = begin("-handler-in-join")
+consume_all(consumer)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+consumer.join()
+assert consumer.state.value == "closed", consumer.state
+
+consumer = begin("-del")
 service = Service(consumer)
-consume_all()
+consume_all(consumer)
 del service
 assert consumer.join(30)
-""",
-    "with, a message after the other": """
-with consumer:
-    consume_all()
-""",
-}
+
+with begin("-with") as consumer:
+    consume_all(consumer)
+"""
 
 CLOSES = """
 import os, sys, time
@@ -358,12 +320,13 @@ name_server, topic, group, model, base = sys.argv[1:]
 def handle(message):
     os.write(1, message.body + bytes([10]))
 
-options = {"message_model": model, "consume_from": "first", "offset_store_dir": base}
-consumer = PushConsumer(group, name_server=name_server, **options)
-consumer.subscribe(topic, handle)
-consumer.start()
+def begin(suffix=""):
+    options = {"message_model": model, "consume_from": "first", "offset_store_dir": base}
+    consumer = PushConsumer(group + suffix, name_server=name_server, **options)
+    consumer.subscribe(topic, handle)
+    return consumer.start()
 
-def consume_all():
+def consume_all(consumer):
     deadline = time.monotonic() + 30
     while sum(each.committed or 0 for each in consumer.progress().values()) < 20:
         assert time.monotonic() < deadline, consumer.progress()
@@ -371,23 +334,27 @@ def consume_all():
 """
 
 
-@pytest.mark.live
-@pytest.mark.parametrize("way", CLOSED_BY)
-def test_closing_in_whatever_way_stores_what_is_consumed(embedded, topic, group, tmp_path, way):
-    embedded.create_topic(topic, queues=2)
-    embedded.send(topic, lambda number: b"m%d" % number, count=20)
-    model = "broadcasting" if "broadcasting" in way else "clustering"
-    arguments = (embedded.name_server, topic, group, model, str(tmp_path))
-    child = Child("-c", CLOSES + CLOSED_BY[way], *arguments)
+def closes(embedded, topic, group, base, code, model="clustering", times=1):
+    """Run a program that consumes 20 messages so many times, and closes in its own way."""
+    child = Child("-c", CLOSES + code, embedded.name_server, topic, group, model, str(base))
     assert child.ended() == 0, child.errors
     assert child.errors == []
-    assert sorted(child.lines) == sorted(body.decode() for body in numbered(20))
-    if model == "clustering":
-        assert embedded.committed(group, topic) == {0: 10, 1: 10}
-    else:
-        again = Child("-c", CLOSES + "consume_all()\nconsumer.close()", *arguments)
-        assert again.ended() == 0, again.errors
-        assert again.lines == []
+    assert sorted(child.lines) == sorted(times * [body.decode() for body in numbered(20)])
+
+
+@pytest.mark.live
+@pytest.mark.slow("starts four interpreters")
+def test_however_it_is_closed_what_is_consumed_is_stored(embedded, topic, group, tmp_path):
+    embedded.create_topic(topic, queues=2)
+    embedded.send(topic, lambda number: b"m%d" % number, count=20)
+    groups = [group + suffix for suffix in ("-handler", "-handler-in-join", "-del", "-with")]
+    closes(embedded, topic, group, tmp_path, BEFORE_THE_END, times=4)
+    closes(embedded, topic, group, tmp_path, AT_EXIT)
+    for each in (group, *groups):
+        assert embedded.committed(each, topic) == {0: 10, 1: 10}, each
+        until(lambda each=each: embedded.members(each) == [], "it has left, or its connections have ended")
+    closes(embedded, topic, group, tmp_path, AT_EXIT, "broadcasting")
+    closes(embedded, topic, group, tmp_path, LOOKS, "broadcasting", times=0)
     until(lambda: embedded.members(group) == [], "it has left, or its connections have ended")
 
 
@@ -415,7 +382,6 @@ with consumer:
 
 @pytest.mark.live
 def test_ctrl_c_while_it_closes_has_stored_what_is_consumed(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
     embedded.send(topic, lambda number: b"m%d" % number, count=10)
     child = Child("-c", IMPATIENT, embedded.name_server, topic, group)
     child.wait_for_line("m9")

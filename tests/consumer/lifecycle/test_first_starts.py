@@ -20,6 +20,7 @@ from pyrocket_consumer.testing import Gate, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.processes import Child
 from tests.consuming import Events, Seen, numbered, until
+from tests.hazards.members import of
 
 CLUSTER = {"long_poll_tick_s": 5.0}
 
@@ -127,7 +128,6 @@ def test_what_a_killed_member_had_in_hand_comes_to_the_next(embedded, broker, to
 
 
 def test_a_queue_that_is_added_while_we_consume(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
     first, second, events = Unfinished(), Seen(), Events()
     with running(embedded, topic, group, first, route_refresh_interval_s=0.2, on_event=events):
         embedded.create_topic(topic, queues=3)
@@ -172,9 +172,7 @@ def test_a_beginning_that_has_to_be_stored_again_does_not_move(embedded, broker,
     embedded.create_topic(topic, queues=2)
     embedded.send(topic, b"old", count=4)
 
-    def is_ours(command) -> bool:
-        return command.fields["topic"] == topic
-
+    is_ours = of(topic)
     broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, trouble, times=4, when=is_ours)
     seen = Seen()
     with running(embedded, topic, group, seen, call_timeout_s=0.5, start_wait_s=0.1):
@@ -185,12 +183,7 @@ def test_a_beginning_that_has_to_be_stored_again_does_not_move(embedded, broker,
 
 
 def test_no_pull_before_the_beginning_is_stored(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
-    gate, seen = Gate(), Seen()
-
-    def is_ours(command) -> bool:
-        return command.fields["topic"] == topic
-
+    gate, seen, is_ours = Gate(), Seen(), of(topic)
     broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, gate, times=None, when=is_ours)
     with running(embedded, topic, group, seen, start_wait_s=0.3):
         gate.wait_held()

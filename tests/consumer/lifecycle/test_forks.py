@@ -102,7 +102,6 @@ def test_a_child_with_a_consumer_of_its_own_disturbs_nobody(embedded, topic, gro
 
 
 def test_the_store_is_free_when_the_forked_process_has_ended(embedded, topic, group, tmp_path):
-    embedded.create_topic(topic, queues=1)
     options = {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}
     with Pair(embedded, topic, group, **options) as pair:
         embedded.send(topic, b"m0")

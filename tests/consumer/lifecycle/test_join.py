@@ -15,6 +15,8 @@ from pyrocket_consumer import AsyncPushConsumer, ConsumerClosed, ConsumerState, 
 from tests.consumer.processes import Child
 from tests.consuming import WAIT_S, Events
 
+RUN = asyncio.run
+
 BLOCKING = """
 import os, signal, sys, threading, time
 from pyrocket_consumer import PushConsumer
@@ -175,41 +177,30 @@ def test_many_threads_join_and_all_see_the_end(embedded, group):
     assert ended == [True] * 10
 
 
-def test_two_thousand_joins_on_a_loop_leave_nothing(embedded, group):
-    async def main():
-        async with AsyncPushConsumer(group, name_server=embedded.name_server) as consumer:
-            gc.collect()
-            before = len(gc.get_objects())
-            for _ in range(2000):
-                assert await consumer.join(0) is False
-            gc.collect()
-            assert len(gc.get_objects()) - before < 4000
-            waits = [asyncio.create_task(consumer.join()) for _ in range(10)]
-            for wait in waits[:5]:
-                await asyncio.sleep(0)
-                wait.cancel()
+async def test_two_thousand_joins_on_a_loop_leave_nothing(embedded, group):
+    async with AsyncPushConsumer(group, name_server=embedded.name_server) as consumer:
+        gc.collect()
+        before = len(gc.get_objects())
+        for _ in range(2000):
+            assert await consumer.join(0) is False
+        gc.collect()
+        assert len(gc.get_objects()) - before < 4000
+        waits = [asyncio.create_task(consumer.join()) for _ in range(10)]
+        for wait in waits[:5]:
             await asyncio.sleep(0)
-        assert await asyncio.gather(*waits[5:]) == [True] * 5
-        assert await consumer.join() is True
-
-    asyncio.run(main())
-
-
-def test_join_before_start_says_what_to_do(embedded, group):
+            wait.cancel()
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*waits[5:]) == [True] * 5
+    assert await consumer.join() is True
+async def test_join_before_start_says_what_to_do(embedded, group):
     consumer = PushConsumer(group, name_server=embedded.name_server)
     with pytest.raises(ConsumerClosed, match=r"call start\(\) before join"):
         consumer.join(1)
     consumer.close()
     assert consumer.join() is True
     assert consumer.state is ConsumerState.CLOSED
-
-    async def main():
-        with pytest.raises(ConsumerClosed, match=r"call start\(\) before join"):
-            await AsyncPushConsumer(group, name_server=embedded.name_server).join(1)
-
-    asyncio.run(main())
-
-
+    with pytest.raises(ConsumerClosed, match=r"call start\(\) before join"):
+        await AsyncPushConsumer(group, name_server=embedded.name_server).join(1)
 def test_who_joins_without_a_subscription_is_told_once(embedded, topic, group):
     events = Events()
     with PushConsumer(group, name_server=embedded.name_server, on_event=events) as consumer:
@@ -219,7 +210,6 @@ def test_who_joins_without_a_subscription_is_told_once(embedded, topic, group):
         consumer.join(0.1)
     assert len(events.of("nothing-subscribed")) == 1
     events = Events()
-    embedded.create_topic(topic, queues=1)
     with PushConsumer(group, name_server=embedded.name_server, on_event=events) as consumer:
         consumer.subscribe(topic, print)
         consumer.join(0.1)

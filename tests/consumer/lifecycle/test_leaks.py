@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import ssl
 import threading
-from pathlib import Path
 
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConnectError, PushConsumer
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import QUICK, WAIT_S, Seen, consuming, until
+from tests.net.peer import server_tls, trusting
 
 pytestmark = pytest.mark.live
 
-CERTIFICATE = Path(__file__).parent.parent / "cluster" / "localhost.pem"  # of no worth: its key is in the same file
 
 
 def open_files() -> int:
@@ -25,7 +23,6 @@ def open_files() -> int:
 
 
 def test_a_hundred_consumers_one_after_the_other(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1)
     counts = []
     for number in range(100):
         if number % 20 == 0:
@@ -69,7 +66,6 @@ def test_starts_that_fail_leave_nothing(embedded, group):
 
 
 def test_an_asyncio_consumer_leaves_no_task_on_the_callers_loop(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"x")
 
     async def main():
@@ -92,16 +88,11 @@ def test_an_asyncio_consumer_leaves_no_task_on_the_callers_loop(embedded, topic,
 
 
 def test_a_consumer_over_tls_with_signed_requests(group):
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(CERTIFICATE)
-    trusting = ssl.create_default_context()
-    trusting.check_hostname = False
-    trusting.verify_mode = ssl.CERT_NONE
-    with EmbeddedCluster(tls=server, account=("me", "secret"), delay_scale=0.01) as cluster:
+    with EmbeddedCluster(tls=server_tls(), account=("me", "secret"), delay_scale=0.01) as cluster:
         cluster.create_topic("orders", queues=2)
         before = at_rest(cluster)
         cluster.send("orders", lambda number: b"m%d" % number, count=200)
-        options = {"tls": trusting, "access_key": "me", "secret_key": "secret", "pull_batch_size": 8}
+        options = {"tls": trusting(), "access_key": "me", "secret_key": "secret", "pull_batch_size": 8}
         failed = []
 
         def judge(message):

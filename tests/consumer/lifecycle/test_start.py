@@ -23,6 +23,8 @@ from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.processes import Child
 from tests.consuming import WAIT_S, Events, Seen, until
 
+RUN = asyncio.run
+
 CLUSTER = {"brokers": 2}
 
 
@@ -125,7 +127,7 @@ def test_a_name_server_that_is_not_there_is_the_users_to_mend(embedded, before, 
         assert consumer.client_id.endswith("@DEFAULT")
 
 
-def test_a_consumer_starts_once(embedded, group):
+async def test_a_consumer_starts_once(embedded, group):
     consumer = PushConsumer(group, name_server=embedded.name_server)
     with consumer, consumer:
         assert consumer.state is ConsumerState.RUNNING
@@ -134,18 +136,12 @@ def test_a_consumer_starts_once(embedded, group):
     with pytest.raises(ConsumerClosed, match="cannot be started again"), consumer:
         pass
     consumer.close()
-
-    async def main():
-        consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
+    consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
+    async with consumer:
+        pass
+    with pytest.raises(ConsumerClosed, match="cannot be started again"):
         async with consumer:
             pass
-        with pytest.raises(ConsumerClosed, match="cannot be started again"):
-            async with consumer:
-                pass
-
-    asyncio.run(main())
-
-
 # --- nothing is left
 
 
@@ -176,21 +172,17 @@ def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing(embedded, before
     nothing_is_left(embedded, before)
 
 
-def test_a_start_that_takes_too_long_for_its_caller(embedded, before, topic, group, tmp_path):
+async def test_a_start_that_takes_too_long_for_its_caller(embedded, before, topic, group, tmp_path):
     name_server = embedded.name_server_nodes[0]
     name_server.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop, times=None)
-
-    async def main():
-        consumer = AsyncPushConsumer(**broadcasting(embedded, group, tmp_path))
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(consumer.start(), 0.2)
-        name_server.clear_faults()
-        async with consumer:  # nothing is left of it, and it may be tried again
-            assert consumer.client_id.endswith("@DEFAULT")
-        with pytest.raises(ConsumerClosed, match="cannot be started again"):
-            await consumer.start()
-
-    asyncio.run(main())
+    consumer = AsyncPushConsumer(**broadcasting(embedded, group, tmp_path))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(consumer.start(), 0.2)
+    name_server.clear_faults()
+    async with consumer:  # nothing is left of it, and it may be tried again
+        assert consumer.client_id.endswith("@DEFAULT")
+    with pytest.raises(ConsumerClosed, match="cannot be started again"):
+        await consumer.start()
     nothing_is_left(embedded, before)
 
 
@@ -256,7 +248,6 @@ print("through after", step)
 
 @pytest.mark.live
 def test_ctrl_c_at_any_line_of_a_start_leaves_nothing(embedded, before, topic, group, tmp_path):
-    embedded.create_topic(topic, queues=1)
     child = Child("-c", INTERRUPTED, embedded.name_server, topic, group, str(tmp_path))
     assert child.ended(240) == 0, child.errors[-10:]
     assert int(child.lines[-1].split()[-1]) > 10
@@ -269,8 +260,11 @@ from pyrocket_consumer import PushConsumer
 from pyrocket_consumer.offsets import MemoryOffsetStore
 name_server, topic, group, method = sys.argv[1:]
 
+called = threading.Event()
+
 def hang(*arguments):
     print("hangs", flush=True)
+    called.set()
     threading.Event().wait()
 
 store = MemoryOffsetStore()
@@ -285,20 +279,22 @@ if method != "load":
         print(type(error).__name__, flush=True)
 else:
     threading.Thread(target=consumer.start, daemon=True).start()
-    while not [thread for thread in threading.enumerate() if thread.name == "pyrocket-store"]:
-        pass
+    called.wait()
 """
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("method", ["load", "persist_all", "read_offset", "close"])
-def test_a_store_that_hangs_keeps_no_process_from_ending(embedded, topic, group, method):
-    embedded.create_topic(topic, queues=1)
+@pytest.mark.slow("a close waits 10 s for a store that hangs")
+def test_a_store_that_hangs_keeps_no_process_from_ending(embedded, topic, subtests):
     embedded.send(topic, b"x")
     began = time.monotonic()
-    child = Child("-c", HANGS, embedded.name_server, topic, group, method)
-    child.ended(60)
-    assert time.monotonic() - began < 40
+    methods = ("load", "persist_all", "read_offset", "close")
+    children = {each: Child("-c", HANGS, embedded.name_server, topic, each, each) for each in methods}
+    for method, child in children.items():
+        with subtests.test(method):
+            child.ended(60)
+            assert "hangs" in child.lines
+            assert time.monotonic() - began < 40
 
 
 # --- one process takes another's place
@@ -339,6 +335,7 @@ def client_of(child):
 
 
 @pytest.mark.live
+@pytest.mark.slow("one process waits for a call of another")
 @pytest.mark.parametrize("instance", ["DEFAULT", "named"])
 def test_a_process_goes_on_where_the_one_that_is_closing_ends(embedded, topic, group, tmp_path, instance):
     """The old one has a slow message in hand while the new one starts: it is waited for."""
@@ -367,7 +364,6 @@ def test_a_process_goes_on_where_the_one_that_is_closing_ends(embedded, topic, g
 
 
 def test_who_gets_another_slot_is_told(embedded, topic, group, tmp_path):
-    embedded.create_topic(topic, queues=1)
     first_events, second_events = Events(), Events()
     first = PushConsumer(**broadcasting(embedded, group, tmp_path, on_event=first_events))
     second = PushConsumer(**broadcasting(embedded, group, tmp_path, on_event=second_events))
@@ -381,7 +377,6 @@ def test_who_gets_another_slot_is_told(embedded, topic, group, tmp_path):
 
 def test_who_finds_its_slot_behind_one_in_use_is_told(embedded, topic, group, tmp_path):
     """Of processes that overlap, the one that ended first has left the first slot, and somebody begins with it."""
-    embedded.create_topic(topic, queues=1)
     first = PushConsumer(**broadcasting(embedded, group, tmp_path))
     second = PushConsumer(**broadcasting(embedded, group, tmp_path, commit_interval_s=0.05))
     seen, seen_by_second = Seen(), Seen()

@@ -17,6 +17,7 @@ from pyrocket_consumer.testing import (
 )
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, started, until
+from tests.hazards.members import of
 
 IMPATIENT = {"call_timeout_s": 0.3, "rebalance_interval_s": 0.1, "commit_interval_s": 0.05}
 
@@ -44,7 +45,7 @@ def test_a_queue_waits_for_its_offset(embedded, broker, group, where):
         embedded.create_topic(topic, queues=1)
         embedded.send(topic, lambda number: b"m%d" % number, count=10)
         broker.commit(group, topic, {0: 7})
-        broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], when=lambda each, topic=topic: of(each, topic))
+        broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], when=of(topic))
     seen = {topic: Seen() for topic in troubled}
 
     def make() -> PushConsumer:
@@ -65,14 +66,10 @@ def test_a_queue_waits_for_its_offset(embedded, broker, group, where):
         for topic in troubled:
             until(lambda topic=topic: embedded.committed(group, topic) == {0: 10}, "committed")
     for topic, what in troubled.items():
-        queries = broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 2, when=lambda each, topic=topic: of(each, topic))
-        pulls = broker.wait_for(RequestCode.PULL_MESSAGE, when=lambda each, topic=topic: of(each, topic))
+        queries = broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 2, when=of(topic))
+        pulls = broker.wait_for(RequestCode.PULL_MESSAGE, when=of(topic))
         assert pulls[0].command.fields["queueOffset"] == "7", what
         assert pulls[0].at_s >= queries[1].at_s, f"{what}: nothing was pulled before the answer"
-
-
-def of(command, topic):
-    return command.fields["topic"] == topic
 
 
 def test_other_queues_do_not_wait_for_it(embedded, broker, topic, group):
@@ -80,10 +77,7 @@ def test_other_queues_do_not_wait_for_it(embedded, broker, topic, group):
     embedded.send(topic, lambda number: b"m%d" % number, count=10)
     gate = Gate()
 
-    def is_bad(command):
-        return (command.fields["topic"], command.fields["queueId"]) == (topic, "1")
-
-    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None, when=is_bad)
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None, when=of(topic, queueId=1))
     events = Events()
     with consuming(embedded, topic, group, on_event=events, **IMPATIENT) as (_, seen):
         seen.wait_for(5)
@@ -97,24 +91,21 @@ def test_other_queues_do_not_wait_for_it(embedded, broker, topic, group):
 
 def test_where_the_end_is_has_to_be_answered_too(embedded, broker, topic, group):
     """A new group from the end: a failed GET_MAX_OFFSET is no 0."""
-    embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"old", count=5)
 
-    def is_ours(command):
-        return command.fields["topic"] == topic
-
     for what in ("refused", "never answered"):
-        broker.on(RequestCode.GET_MAX_OFFSET, TROUBLE[what], when=is_ours)
+        broker.on(RequestCode.GET_MAX_OFFSET, TROUBLE[what], when=of(topic))
     events = Events()
     with consuming(embedded, topic, group, consume_from="last", on_event=events, **IMPATIENT) as (_, seen):
-        broker.wait_for(RequestCode.PULL_MESSAGE, when=is_ours)
+        broker.wait_for(RequestCode.PULL_MESSAGE, when=of(topic))
         embedded.send(topic, b"m0")
         seen.wait_for(1)
     assert seen.bodies == numbered(1)
 
 
-def test_of_a_topic_that_comes_later_everything_is_consumed(embedded, topic, group):
+def test_of_a_topic_that_comes_later_everything_is_consumed(embedded, group):
     """With default options: what is sent before we have seen the topic is sent to us."""
+    topic = "later"
     seen = Seen()
     with PushConsumer(group, name_server=embedded.name_server, rebalance_interval_s=0.2) as consumer:
         consumer.subscribe(topic, seen)
@@ -126,8 +117,9 @@ def test_of_a_topic_that_comes_later_everything_is_consumed(embedded, topic, gro
         }
 
 
-def test_a_queue_that_lost_its_data_begins_at_the_first_message(topic, group):
+def test_a_queue_that_lost_its_data_begins_at_the_first_message(group):
     """With default options, and though the broker knows no offset of the group any more: the group is not new."""
+    topic = "orders"
     with EmbeddedCluster() as cluster:
         cluster.create_topic(topic, queues=1)
         events, seen, broker = Events(), Seen(), cluster.broker("broker-a")
@@ -164,11 +156,7 @@ def test_a_start_waits_for_queues_that_could_not_begin_at_once(embedded, broker,
 def test_what_has_not_begun_when_a_start_ends_is_named(embedded, broker, topic, group):
     embedded.create_topic(topic, queues=2)
     events = Events()
-
-    def is_second(command):
-        return (command.fields["topic"], command.fields["queueId"]) == (topic, "1")
-
-    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE["busy"], times=None, when=is_second)
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE["busy"], times=None, when=of(topic, queueId=1))
     options = {"start_wait_s": 0.5, "on_event": events}
     consumer = PushConsumer(group, name_server=embedded.name_server, **options)
     consumer.subscribe(topic, Seen())
