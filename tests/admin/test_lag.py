@@ -15,7 +15,7 @@ from pyrocket_consumer.cli import main
 from pyrocket_consumer.errors import BrokerError, ConnectError
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, delay, drop, rewrite
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from tests.admin.conftest import administered
+from tests.admin.conftest import admin_of, administered
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
 from tests.for_each import for_each
@@ -175,34 +175,38 @@ def pair():
         yield cluster
 
 
+@pytest.fixture
+def pair_admin(pair):
+    with admin_of(pair) as admin:
+        yield admin
+
+
 @pytest.mark.parametrize("keep_route", [True, False], ids=["registered", "forgotten"])
 @pytest.mark.parametrize("ask", [Admin.lag, lambda admin, group: admin.offsets(group, "T")], ids=["lag", "offsets"])
-def test_the_queues_of_a_broker_that_went_away_are_told(pair, ask, keep_route):
-    with Admin(name_server=pair.name_server) as admin:
-        assert (ask(admin, "G").total, ask(admin, "G").is_complete) == (3, True)
-        pair.broker("broker-b").stop(keep_route=keep_route)
-        for found in (ask(admin, "G"), ask(admin, "G")):
-            assert [(row.queue, row.lag) for row in found.rows] == [(queue("T", 0), 0)]
-            assert (list(found.missing), found.is_complete) == (["broker-b"], False)
-            assert ("not know it any more" in found.missing["broker-b"]) is not keep_route
-            assert found.missing["broker-b"].endswith("; queues not shown: 1 of T")
-        pair.broker("broker-b").start()
-        assert (ask(admin, "G").total, ask(admin, "G").is_complete) == (3, True)
+def test_the_queues_of_a_broker_that_went_away_are_told(pair, pair_admin, ask, keep_route):
+    assert (ask(pair_admin, "G").total, ask(pair_admin, "G").is_complete) == (3, True)
+    pair.broker("broker-b").stop(keep_route=keep_route)
+    for found in (ask(pair_admin, "G"), ask(pair_admin, "G")):
+        assert [(row.queue, row.lag) for row in found.rows] == [(queue("T", 0), 0)]
+        assert (list(found.missing), found.is_complete) == (["broker-b"], False)
+        assert ("not know it any more" in found.missing["broker-b"]) is not keep_route
+        assert found.missing["broker-b"].endswith("; queues not shown: 1 of T")
+    pair.broker("broker-b").start()
+    assert (ask(pair_admin, "G").total, ask(pair_admin, "G").is_complete) == (3, True)
 
 
-def test_a_broker_that_must_be_there_and_is_not_is_told(pair):
+def test_a_broker_that_must_be_there_and_is_not_is_told(pair, pair_admin):
     pair.broker("broker-b").stop()
-    with Admin(name_server=pair.name_server) as admin:
-        assert admin.lag("G", brokers=["broker-a"]).is_complete
-        found = admin.lag("G", brokers=["broker-a", "broker-b"])
-        assert (list(found.missing), "does not know it" in found.missing["broker-b"]) == (["broker-b"], True)
+    assert pair_admin.lag("G", brokers=["broker-a"]).is_complete
+    found = pair_admin.lag("G", brokers=["broker-a", "broker-b"])
+    assert (list(found.missing), "does not know it" in found.missing["broker-b"]) == (["broker-b"], True)
 
 
-def test_when_no_broker_answers_it_is_an_error(pair):
+def test_when_no_broker_answers_it_is_an_error(pair, pair_admin):
     for name in ("broker-a", "broker-b"):
         pair.broker(name).stop(keep_route=True)
-    with Admin(name_server=pair.name_server) as admin, pytest.raises(ConnectError):
-        admin.lag("G")
+    with pytest.raises(ConnectError):
+        pair_admin.lag("G")
 
 
 CALLS = {
@@ -252,43 +256,40 @@ def test_a_time_that_no_calendar_has_is_not_known(embedded, admin, exit_code, at
 
 
 @pytest.mark.parametrize("code", [RequestCode.GET_CONSUME_STATS, RequestCode.GET_MAX_OFFSET])
-def test_when_no_broker_answers_a_later_question_it_is_an_error(pair, code):
+def test_when_no_broker_answers_a_later_question_it_is_an_error(pair, pair_admin, code):
     for broker in pair.brokers:
         broker.on(code, answer(ResponseCode.SYSTEM_ERROR, "out of order"), times=None)
-    with Admin(name_server=pair.name_server) as admin, pytest.raises(BrokerError, match="out of order"):
-        admin.lag("G")
+    with pytest.raises(BrokerError, match="out of order"):
+        pair_admin.lag("G")
 
 
-def test_broadcasting_members_lack_queues_without_ends(pair, tmp_path):
+def test_broadcasting_members_lack_queues_without_ends(pair, pair_admin, tmp_path):
     with consuming(pair, "T", "B", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         wait_until_seen(seen, 1, 10)
-        with Admin(name_server=pair.name_server) as admin:
-            until(lambda: len(admin.lag("B").rows) == 2, "it tells of both")
-            pair.broker("broker-b").on(RequestCode.GET_MIN_OFFSET, close_connection, times=None)
-            found = admin.lag("B")
-            assert [row.queue for row in found.rows] == [queue("T", 0)]
-            assert (list(found.missing), found.unreached) == (["broker-b"], {})
+        until(lambda: len(pair_admin.lag("B").rows) == 2, "it tells of both")
+        pair.broker("broker-b").on(RequestCode.GET_MIN_OFFSET, close_connection, times=None)
+        found = pair_admin.lag("B")
+        assert [row.queue for row in found.rows] == [queue("T", 0)]
+        assert (list(found.missing), found.unreached) == (["broker-b"], {})
     until(lambda: pair.members("B") == pair.members("B", "broker-b") == [], "it has left")
-    with Admin(name_server=pair.name_server) as admin:
-        pair.broker("broker-b").clear_faults()
-        admin.plan_reset("B", "T", "earliest", model="broadcasting").execute()
-        assert [row.queue for row in admin.lag("B").rows] == [queue("T", 0), queue("T", 0, "broker-b")]
-        for code in (RequestCode.GET_MIN_OFFSET, RequestCode.QUERY_CONSUMER_OFFSET):
-            pair.broker("broker-b").on(code, close_connection, times=None)
-            found = admin.lag("B")
-            assert [row.queue for row in found.rows] == [queue("T", 0)]
-            assert list(found.missing) == ["broker-b"]
+    pair.broker("broker-b").clear_faults()
+    pair_admin.plan_reset("B", "T", "earliest", model="broadcasting").execute()
+    assert [row.queue for row in pair_admin.lag("B").rows] == [queue("T", 0), queue("T", 0, "broker-b")]
+    for code in (RequestCode.GET_MIN_OFFSET, RequestCode.QUERY_CONSUMER_OFFSET):
+        pair.broker("broker-b").on(code, close_connection, times=None)
+        found = pair_admin.lag("B")
+        assert [row.queue for row in found.rows] == [queue("T", 0)]
+        assert list(found.missing) == ["broker-b"]
 
 
-def test_a_broadcasting_member_is_shown_without_an_absent_broker(pair, tmp_path):
+def test_a_broadcasting_member_is_shown_without_an_absent_broker(pair, pair_admin, tmp_path):
     with consuming(pair, "T", "B", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         wait_until_seen(seen, 1, 10)
-        with Admin(name_server=pair.name_server) as admin:
-            until(lambda: len(admin.lag("B").rows) == 2, "it tells of both")
-            pair.broker("broker-b").stop(keep_route=True)
-            found = admin.lag("B")
-            assert [row.queue for row in found.rows] == [queue("T", 0)]
-            assert (list(found.missing), found.is_complete) == (["broker-b"], False)
+        until(lambda: len(pair_admin.lag("B").rows) == 2, "it tells of both")
+        pair.broker("broker-b").stop(keep_route=True)
+        found = pair_admin.lag("B")
+        assert [row.queue for row in found.rows] == [queue("T", 0)]
+        assert (list(found.missing), found.is_complete) == (["broker-b"], False)
 
 
 @pytest.mark.parametrize("what", [["lag", "G"], ["show", "G", "T"]], ids=" ".join)

@@ -11,8 +11,9 @@ import pytest
 
 from pyrocket_consumer import Message, MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop
-from pyrocket_consumer.wire.codes import PullFlag, RequestCode
+from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.consumer.commits.faults import PullsCarryCommits
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.company import AnotherComes, DropsWithoutStoring
 from tests.hazards.connection import Wire
@@ -106,26 +107,6 @@ class CommitsWhatHasNotChanged(NaiveMember):
     def persist(self, mq: MessageQueue) -> None:
         self.committed.pop(mq, None)
         super().persist(mq)
-
-
-class PullsCarryCommits(NaiveMember):
-    """Has each pull store the commit offset, too, as the protocol allows."""
-
-    def pull(self, window: Window) -> RemotingCommand:
-        hold_s = self.options["pull_hold_s"]
-        fields = {
-            "consumerGroup": self.group,
-            "topic": window.queue.topic,
-            "queueId": window.queue.queue_id,
-            "queueOffset": window.next_offset,
-            "maxMsgNums": 32,
-            "sysFlag": PullFlag.SUSPEND | PullFlag.COMMIT,
-            "commitOffset": self.offsets.get(window.queue, 0),
-            "suspendTimeoutMillis": int(hold_s * 1000),
-            "subVersion": self.sub_version,
-            "expressionType": "TAG",
-        }
-        return self.wire(self.master(window.queue)).call(PULL, fields, timeout_s=hold_s + 30)
 
 
 @pytest.mark.hazard("H31")

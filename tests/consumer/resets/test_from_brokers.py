@@ -11,8 +11,9 @@ import pytest
 from pyrocket_consumer import ConsumerState, MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer
 from pyrocket_consumer.wire.bodies import encode_offset_table
-from pyrocket_consumer.wire.codes import PullFlag, RequestCode
+from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.consumer.commits.faults import PullsCarryCommits
 from tests.consuming import WAIT_S, Events, Seen, numbered, until
 from tests.hazards.connection import Wire
 from tests.hazards.members import (
@@ -47,19 +48,9 @@ def reset_at_broker(cluster: Any, group: str, topic: str) -> None:
 # --- H29: a reset that the broker tells to the next pull
 
 
-class CommitsWithThePull(NaiveMember):
+class CommitsWithThePull(PullsCarryCommits):
     """C++: the commit offset travels with each pull, also with the one that is told of the reset, and by no other way
     before the next pull."""
-
-    def pull(self, window: Window) -> RemotingCommand:
-        queue = window.queue
-        fields = {
-            "consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id,
-            "queueOffset": window.next_offset, "maxMsgNums": 32, "sysFlag": int(PullFlag.SUSPEND | PullFlag.COMMIT),
-            "commitOffset": self.offsets.get(queue, 0), "suspendTimeoutMillis": 500, "subVersion": self.sub_version,
-            "expressionType": "TAG",
-        }  # fmt: skip
-        return self.wire(self.master(queue)).call(PULL, fields)
 
     def persist(self, queue: Any) -> None:
         pass
