@@ -144,7 +144,9 @@ def given_up_and_taken_back(cluster: Any, member: Any, *, was_away: bool, to: in
         consumer.unsubscribe(TOPIC)
         until(lambda: QUEUE not in consumer.held(), "given up")
         if was_away:
+            heartbeats = len(broker.requests(RequestCode.HEART_BEAT))
             broker.close_connections()
+            until(lambda: len(broker.requests(RequestCode.HEART_BEAT)) > heartbeats, "another heartbeat")
             until(lambda: cluster.members(GROUP), "the member is known again")
         if told:
             with closing(Peer(broker.address)) as peer:

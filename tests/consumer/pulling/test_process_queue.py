@@ -21,6 +21,7 @@ from pyrocket_consumer.consumer.process_queue import (
 )
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, encode_message
+from tests.trials import trials
 
 QUEUE = MessageQueue("orders", "broker-a", 0)
 
@@ -349,7 +350,7 @@ def test_an_answer_that_was_not_foreseen_needs_room():
     assert not sharing.takes(1, 70), "what has arrived counts before it is put"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=trials(600), deadline=None)
 @given(st.integers(1, 2000), st.lists(st.integers(1, 300), min_size=1, max_size=8), st.randoms())
 def test_all_is_consumed_and_never_much_more_is_held(limit, sizes, random):
     """Windows pull five answers each, of sizes nobody knows before, while others are acked, at random."""
@@ -397,7 +398,7 @@ def test_the_estimate_of_listener_time_falls_slowly():
     assert risen * 0.75 < window.listener_time_s < risen
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=trials(600), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=12), st.randoms())
 def test_against_a_naive_model(answers, random):
     """Random answers and acks in random order: the edge is the smallest offset not acknowledged."""

@@ -59,7 +59,7 @@ def test_a_start_waits_seconds_only_for_a_silent_broker(orders, silent):
 
 def test_members_that_join_one_after_the_other_all_start(orders):
     """While brokers have hundreds of queues to be begun, and everybody looks again whenever another joins."""
-    orders.make(queues=100)
+    orders.make(queues=250)
     with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
         starts = []
         for number in range(4):
@@ -71,7 +71,7 @@ def test_members_that_join_one_after_the_other_all_start(orders):
 
         def all_is_held() -> bool:
             held = [{queue for queue in each.progress() if queue.topic == TOPIC} for each in consumers]
-            return len(set().union(*held)) == 200 and sum(map(len, held)) == 200
+            return len(set().union(*held)) == 500 and sum(map(len, held)) == 500
 
         until(all_is_held, "each queue is held by one")
 
