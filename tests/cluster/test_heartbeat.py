@@ -35,6 +35,13 @@ def with_slaves():
         yield cluster
 
 
+@pytest.fixture
+def two_brokers():
+    with EmbeddedCluster(brokers=2) as cluster:
+        cluster.create_topic("orders", queues=4)
+        yield cluster
+
+
 def watch(client, hook):
     told = Told()
 
@@ -159,51 +166,45 @@ def test_a_new_broker_hears_of_us_as_soon_as_a_route_names_it(connect):
         assert cluster.broker("broker-b").members("app") == [client.client_id]
 
 
-def test_a_broker_no_route_names_any_more_is_disconnected(connect):
-    with EmbeddedCluster(brokers=2) as cluster:
-        cluster.create_topic("orders")
-        client = connect(cluster)
-        lost = watch(client, "on_broker_lost")
-        assert join(client, consumer="app") == 2
-        gone = cluster.broker("broker-b")
-        cluster.call(lambda: cluster.unregister(gone))  # it runs on: only its registration is gone
-        find_route(client, refresh=True)
-        cluster.wait_until(lambda: not gone.connections)
-        assert set(client.broker_addresses()) == {"broker-a"}
-        assert client.address("broker-b") is None
-        assert lost.nothing
+def test_a_broker_no_route_names_any_more_is_disconnected(two_brokers, connect):
+    client = connect(two_brokers)
+    lost = watch(client, "on_broker_lost")
+    assert join(client, consumer="app") == 2
+    gone = two_brokers.broker("broker-b")
+    two_brokers.call(lambda: two_brokers.unregister(gone))  # it runs on: only its registration is gone
+    find_route(client, refresh=True)
+    two_brokers.wait_until(lambda: not gone.connections)
+    assert set(client.broker_addresses()) == {"broker-a"}
+    assert client.address("broker-b") is None
+    assert lost.nothing
 
 
-def test_a_broker_that_left_the_routes_is_kept_while_in_use(connect):
-    with EmbeddedCluster(brokers=2) as cluster:
-        cluster.create_topic("orders")
-        client = connect(cluster, route_refresh_interval_s=0.1)
-        in_use = ["broker-b"]
-        client.keep_brokers(in_use.__contains__)
-        assert join(client, consumer="app") == 2
-        gone = cluster.broker("broker-b")
-        address = client.address("broker-b")
-        cluster.call(lambda: cluster.unregister(gone))
-        find_route(client, refresh=True)
-        assert client.address("broker-b") == address
-        assert client.run(client.heartbeat(), 30) == 2
-        assert gone.connections
-        in_use.clear()
-        cluster.wait_until(lambda: not gone.connections)
-        assert client.address("broker-b") is None
+def test_a_broker_that_left_the_routes_is_kept_while_in_use(two_brokers, connect):
+    client = connect(two_brokers, route_refresh_interval_s=0.1)
+    in_use = ["broker-b"]
+    client.keep_brokers(in_use.__contains__)
+    assert join(client, consumer="app") == 2
+    gone = two_brokers.broker("broker-b")
+    address = client.address("broker-b")
+    two_brokers.call(lambda: two_brokers.unregister(gone))
+    find_route(client, refresh=True)
+    assert client.address("broker-b") == address
+    assert client.run(client.heartbeat(), 30) == 2
+    assert gone.connections
+    in_use.clear()
+    two_brokers.wait_until(lambda: not gone.connections)
+    assert client.address("broker-b") is None
 
 
-def test_a_lost_connection_has_the_routes_asked_for_at_once(connect):
-    with EmbeddedCluster(brokers=2) as cluster:
-        cluster.create_topic("orders", queues=4)
-        client = connect(cluster)  # routes are refreshed every 30 s, else
-        changed = watch(client, "on_route_changed")
-        join(client, consumer="app")
-        changed.next()
-        cluster.broker("broker-b").kill()
-        topic, route = changed.next()
-        assert (topic, {queue.broker_name for queue in route.consume_queues()}) == ("orders", {"broker-a"})
-        assert set(client.broker_addresses()) == {"broker-a"}
+def test_a_lost_connection_has_the_routes_asked_for_at_once(two_brokers, connect):
+    client = connect(two_brokers)  # routes are refreshed every 30 s, else
+    changed = watch(client, "on_route_changed")
+    join(client, consumer="app")
+    changed.next()
+    two_brokers.broker("broker-b").kill()
+    topic, route = changed.next()
+    assert (topic, {queue.broker_name for queue in route.consume_queues()}) == ("orders", {"broker-a"})
+    assert set(client.broker_addresses()) == {"broker-a"}
 
 
 @pytest.mark.parametrize("end", ["kill", "stop", "cut"])

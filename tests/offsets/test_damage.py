@@ -15,6 +15,7 @@ from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.journal import HEADER_BYTES, decode_header, replay
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.for_each import for_each
 from tests.offsets.disks import MemoryDisk
 from tests.offsets.driving import put
 from tests.trials import trials
@@ -140,7 +141,7 @@ def test_offsets_json_cut_anywhere_is_replaced_by_the_backup():
 
 
 @pytest.mark.hazard("H13")
-@pytest.mark.parametrize("garbage", [b"", b"\0" * 400, b"null", b"{}", bytes(range(256)) * 2], ids=range(5))
+@for_each("garbage", [b"", b"\0" * 400, b"null", b"{}", bytes(range(256)) * 2], ids=range(5))
 def test_garbage_in_offsets_json_is_set_aside(garbage):
     offsets, events, _ = loaded({MAIN: garbage})
     assert offsets == EXPECTED
@@ -172,7 +173,7 @@ def test_a_journal_cut_anywhere_loses_at_most_what_was_cut_off():
         assert offsets[QUEUES[2]] == 110
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\0" * 4096, b"x" * 4096, b"x" * 9000], ids=range(4))
+@for_each("garbage", [b"", b"\0" * 4096, b"x" * 4096, b"x" * 9000], ids=range(4))
 def test_garbage_in_the_journal_leaves_the_checkpoint(garbage):
     offsets, events, disk = loaded({JOURNAL: garbage})
     assert offsets == dict(zip(QUEUES, (120, 121, 110), strict=True))
@@ -182,8 +183,8 @@ def test_garbage_in_the_journal_leaves_the_checkpoint(garbage):
         loaded({JOURNAL: garbage}, on_unreadable="raise")
 
 
-@pytest.mark.parametrize("main", [b"{", b"", None], ids=["garbage", "empty", "missing"])
-@pytest.mark.parametrize("backup", [b"}", b"", None], ids=["garbage", "empty", "missing"])
+@for_each("main", [b"{", b"", None], ids=["garbage", "empty", "missing"])
+@for_each("backup", [b"}", b"", None], ids=["garbage", "empty", "missing"])
 def test_with_neither_file_readable_the_policy_decides(main, backup):
     for policy in ("raise", "backup"):
         with pytest.raises(OffsetStoreCorrupt, match="Restore the file"):

@@ -19,6 +19,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ReadOffs
 from pyrocket_consumer.offsets.directories import base_directory, find_orphans, read_store, slot_ids
 from pyrocket_consumer.offsets.journal import decode_header, replay
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
+from tests.for_each import for_each
 from tests.offsets.disks import MemoryDisk, WatchedDisk
 from tests.offsets.driving import put
 
@@ -296,7 +297,7 @@ def test_a_relative_base_directory_does_not_follow_it_either(tmp_path, monkeypat
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.parametrize("directory", ["", None, 7, b"/tmp/offsets", "offsets\0"])
+@for_each("directory", ["", None, 7, b"/tmp/offsets", "offsets\0"])
 def test_what_names_no_directory_is_refused(directory):
     with pytest.raises(ConfigError, match="directory=.* is not allowed; name the directory"):
         LocalFileOffsetStore(directory)
@@ -393,7 +394,7 @@ def test_a_store_that_must_exist_is_not_made(tmp_path):
         assert store.read_offset(QUEUE) == 5
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {"durability": "none"},

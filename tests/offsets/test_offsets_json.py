@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
+from tests.for_each import for_each
 
 TABLE = {MessageQueue("broadcast-test-topic", "broker-a", queue_id): 100 + queue_id for queue_id in (2, 1, 0)}
 
@@ -47,7 +48,7 @@ def test_what_we_write_is_byte_for_byte_what_java_writes():
     assert encode_offsets({}) == b'{\n\t"offsetTable":{}\n}'
 
 
-@pytest.mark.parametrize("count", [255, 256, 257, 1000])
+@for_each("count", [255, 256, 257, 1000])
 def test_large_tables_are_one_entry_after_the_other(count):
     entries = ",".join(
         f'{{\n\t\t\t"brokerName":"broker-%d",\n\t\t\t"queueId":{number},\n\t\t\t"topic":"orders"\n\t\t}}:{number}'
@@ -57,7 +58,7 @@ def test_large_tables_are_one_entry_after_the_other(count):
     assert encode_offsets(table).decode() == '{\n\t"offsetTable":{' + entries + "\n\t}\n}"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         FASTJSON_1,
@@ -84,14 +85,14 @@ def test_no_broker_name_is_empty_and_a_negative_offset_none():
     assert decode_checkpoint(text)[0] == {MessageQueue("t", "", 1): 5}
 
 
-@pytest.mark.parametrize("text", [FASTJSON_1, FASTJSON_2, COMPACT, GO, encode_offsets({})])
+@for_each("text", [FASTJSON_1, FASTJSON_2, COMPACT, GO, encode_offsets({})])
 def test_a_text_cut_anywhere_is_damaged_never_shorter(text):
     for length in range(len(text)):
         with pytest.raises(ProtocolError):
             decode_checkpoint(text[:length])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         b"",

@@ -11,6 +11,7 @@ from pyrocket_consumer.errors import ConfigError, OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ResetEpochs
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint
+from tests.for_each import for_each
 from tests.offsets.disks import Failing, MemoryDisk, PowerCut, WatchedDisk
 from tests.offsets.driving import put
 from tests.trials import crash_points, trials
@@ -65,7 +66,7 @@ def test_epochs_change_nothing_that_java_reads(tmp_path):
     assert decode_checkpoint(text) == ({FIRST: 3}, {FIRST: 1000})
 
 
-@pytest.mark.parametrize("table", [b"7", b"{}", b'{"T":3}', b'{"T":{"b":{"x":1}}}', b'{"T":{"b":{"0":-1}}}', b"null"])
+@for_each("table", [b"7", b"{}", b'{"T":3}', b'{"T":{"b":{"x":1}}}', b'{"T":{"b":{"0":-1}}}', b"null"])
 def test_what_another_program_wrote_under_that_name_is_no_epoch(table):
     text = b'{"offsetTable":{{"brokerName":"b","queueId":0,"topic":"T"}:5},"resetEpochs":%s}' % table
     assert decode_checkpoint(text) == ({MessageQueue("T", "b", 0): 5}, {})

@@ -12,6 +12,7 @@ from pyrocket_consumer.offsets import (
     OffsetStore,
     ReadOffsetType,
 )
+from tests.for_each import for_each
 from tests.offsets.disks import MemoryDisk
 
 MEMORY, STORE, EITHER = (
@@ -42,7 +43,7 @@ def test_a_queue_never_seen_has_no_offset(store):
     assert store.clone_offset_table() == {}
 
 
-@pytest.mark.parametrize("kind", ["memory", "store", None, 0])
+@for_each("kind", ["memory", "store", None, 0])
 def test_a_wrong_way_to_read_is_refused(store, kind):
     store.update_offset(QUEUE, 5)
     with pytest.raises(ConfigError, match=f"read_type={kind!r} is not allowed; choose one of ReadOffsetType.READ_FROM"):
@@ -102,7 +103,7 @@ def test_persisting_some_queues_leaves_the_others_alone(store):
     assert store.read_offset(QUEUE, STORE) == 3
 
 
-@pytest.mark.parametrize("offset", [-1, 2**63, True, 1.0, "5", None])
+@for_each("offset", [-1, 2**63, True, 1.0, "5", None])
 def test_an_offset_that_is_none_is_refused(store, offset):
     with pytest.raises(ConfigError, match="whole number from 0"):
         store.update_offset(QUEUE, offset)
@@ -112,7 +113,7 @@ def test_an_offset_that_is_none_is_refused(store, offset):
     assert store.read_offset(QUEUE, STORE) == 2**63 - 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     "queue",
     [
         "orders",

@@ -19,6 +19,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
 from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.offsets_json import encode_offsets
 from pyrocket_consumer.offsets.recovery import recover
+from tests.for_each import for_each
 from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
 
 MEMORY, STORE = ReadOffsetType.READ_FROM_MEMORY, ReadOffsetType.READ_FROM_STORE
@@ -367,8 +368,8 @@ def test_a_store_on_a_full_disk_starts_and_works_from_memory():
     full.store.close()
 
 
-@pytest.mark.parametrize(
-    ("number", "remedy"),
+@for_each(
+    "number, remedy",
     [
         (errno.EROFS, "mount it writable"), (errno.EACCES, "let this user write"), (errno.ENXIO, "check the directory"),
         (errno.ENOLCK, "this file system lacks what a store needs, locks above all: use a local one"),
@@ -378,7 +379,7 @@ def test_a_store_on_a_full_disk_starts_and_works_from_memory():
         (errno.ESTALE, "mount it again"), (errno.ENOSPC, "free some space"), (errno.EDQUOT, "raise the quota"),
     ],
 )
-@pytest.mark.parametrize("operation", ["make_directories", "lock"])
+@for_each("operation", ["make_directories", "lock"])
 def test_a_store_that_cannot_be_opened_gives_the_remedy(number, remedy, operation):
     bench = Bench()
     bench.failing.error, bench.failing.when = number, lambda called, path: called == operation
@@ -482,8 +483,8 @@ def test_closing_counts_on_nothing_that_is_removed_meanwhile(bench, removed):
     assert all("Nothing is lost" not in event.text for event in bench.events)
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
-@pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
+@for_each("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+@for_each("durability", ["fsync", "process", "checkpoint"])
 def test_a_file_system_without_directory_sync_is_used(number, durability):
     bench = Bench(durability)
     bench.failing.error, bench.failing.when = number, lambda operation, path: operation == "sync_directory"

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumerClosed, ConsumerState, PushConsumer
+from pyrocket_consumer.consumer.end import End, Terminated, terminate, told_of_sigterm
 from tests.consumer.processes import Child
 from tests.consuming import WAIT_S, Events
 
@@ -177,14 +178,14 @@ def test_many_threads_join_and_all_see_the_end(embedded, group):
     assert ended == [True] * 10
 
 
-async def test_two_thousand_joins_on_a_loop_leave_nothing(embedded, group):
+async def test_five_hundred_joins_on_a_loop_leave_nothing(embedded, group):
     async with AsyncPushConsumer(group, name_server=embedded.name_server) as consumer:
         gc.collect()
         before = len(gc.get_objects())
-        for _ in range(2000):
+        for _ in range(500):
             assert await consumer.join(0) is False
         gc.collect()
-        assert len(gc.get_objects()) - before < 4000
+        assert len(gc.get_objects()) - before < 1000
         waits = [asyncio.create_task(consumer.join()) for _ in range(10)]
         for wait in waits[:5]:
             await asyncio.sleep(0)
@@ -227,3 +228,41 @@ def test_after_a_signal_at_any_step_of_a_join_close_works(number):
     finally:
         child.process.kill()
     assert len(child.lines) > 20
+
+
+def test_who_waits_on_a_loop_that_has_ended_disturbs_nobody():
+    end = End()
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(end.awaited())
+    loop.run_until_complete(asyncio.sleep(0))
+    waiting.cancel()
+    loop.close()  # the wait has not come to its end
+    end.come()
+    assert end.wait(0)
+
+
+def test_sigterm_handlers_nest_and_are_restored():
+    told = []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with told_of_sigterm(lambda: told.append("outer")):
+        with told_of_sigterm(lambda: told.append("inner")):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert told == ["outer", "inner", "outer"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with pytest.raises(Terminated) as raised, told_of_sigterm(terminate):
+        signal.raise_signal(signal.SIGTERM)
+    assert raised.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_other_threads_change_no_handler():
+    def wait():
+        with told_of_sigterm(terminate):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    found = []
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(30)
+    assert found == [signal.SIG_DFL]

@@ -1,19 +1,23 @@
-"""H10, H11, H12: whose offsets are in which directory: after the machine, the address or the process has changed."""
+"""H05, H10, H11, H12: stores of whole members: whose offsets are where, and what counts before the file."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pyrocket_consumer import OffsetStoreLocked
+from pyrocket_consumer import MessageQueue, OffsetStoreLocked
 from pyrocket_consumer.offsets.directories import store_directory
+from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import until
-from tests.hazards.members import broadcasting, faulty, filled, ours
+from tests.hazards.members import broadcasting, faulty, filled, full_disk, give_time_to, ours
 from tests.hazards.naive import NaiveMember
 from tests.resetting import fill, queue
 
@@ -54,9 +58,7 @@ def test_offsets_are_where_the_user_puts_them(embedded, names, member, tmp_path,
 
 
 @pytest.mark.hazard("H10")
-def test_a_start_without_offsets_is_told_from_one_that_goes_on(
-    embedded: Any, names: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_start_without_offsets_is_told_from_one_that_goes_on(embedded, names, tmp_path, caplog):
     """The start's log line names the directory and what was found there; `progress()` tells why a queue began there."""
     topic, group = names.topic(), names.group()
     place = queue(topic, 0)
@@ -195,9 +197,7 @@ def test_a_store_whose_lock_was_removed_has_one_owner(embedded, names, member, t
 
 
 @pytest.mark.hazard("H12")
-def test_a_store_removed_under_its_member_is_written_anew(
-    embedded: Any, names: Any, tmp_path: Path
-) -> None:
+def test_a_store_removed_under_its_member_is_written_anew(embedded, names, tmp_path):
     """Nobody has taken it since: the directory is made again, with all offsets, and told (`store-removed`)."""
     topic, group = filled(embedded, names, queues=2, messages=6)
     with ours(embedded, topic, group, **broadcasting(tmp_path / "s")) as consumer:
@@ -234,3 +234,65 @@ def test_members_that_are_configured_alike_share_the_queues(embedded, names, mem
         until(lambda: len(first.held()) == 2 or set(first.held()) == set(second.held()), "they have settled")
         both = set(first.held()) & set(second.held())
         assert not both, f"{len(both)} queues belong to two members"
+
+
+# --- H05
+
+
+@pytest.fixture
+def two_brokers() -> Iterator[EmbeddedCluster]:
+    with EmbeddedCluster(brokers=2, long_poll_tick_s=0.1) as cluster:
+        yield cluster
+
+
+class ReadsTheFile(NaiveMember):
+    """Java before 5.2: a queue that is given up is not persisted, and one that comes begins where the file says."""
+
+    def drop(self, queue: MessageQueue) -> None:
+        self.windows.pop(queue).dropped = True
+        self.offsets.pop(queue, None)
+
+
+class ForgetsWhatItCouldNotWrite(NaiveMember):
+    """Java from 5.2 on: a queue that is given up is persisted, and forgotten even if that failed."""
+
+    def drop(self, queue: MessageQueue) -> None:
+        super().drop(queue)
+        self.offsets.pop(queue, None)
+
+
+@pytest.mark.hazard("H05")
+@pytest.mark.parametrize(
+    ("member", "is_full"),
+    [
+        (ours, False),
+        (ours, True),
+        (NaiveMember, True),
+        faulty(ReadsTheFile, "messages were consumed again", False),
+        faulty(ForgetsWhatItCouldNotWrite, "messages were consumed again", True),
+    ],
+)
+def test_a_queue_that_comes_back_goes_on_where_it_was(two_brokers, names, member, tmp_path, is_full):
+    """A queue is persisted before it is forgotten, and stays in memory while that fails; memory counts before the file.
+
+    Faulty: Java before 5.2 reads the file, which is as old as the timer; later ones forget what they could not write.
+    """
+    # A broker's route is gone for a while, and the timer that persists has not run
+    topic, group = names.topic(), names.group()
+    place, broker = queue(topic, 0, "broker-b"), two_brokers.broker("broker-b")
+    two_brokers.create_topic(topic, queues=1)
+    two_brokers.send(topic, b"early", count=20, broker_name="broker-b")
+    with member(two_brokers, topic, group, **broadcasting(tmp_path, commit_interval_s=3600)) as consumer:
+        consumer.seen.wait(lambda seen: len(seen.messages) == 20)
+        until(lambda: consumer.held().get(place) == 20, "all consumed")
+        with full_disk() if is_full else nullcontext():
+            two_brokers.call(lambda: two_brokers.unregister(broker))
+            until(lambda: place not in consumer.held(), "the queue is gone")
+            two_brokers.call(lambda: two_brokers.register(broker))
+            until(lambda: place in consumer.held(), "the queue is back")
+            two_brokers.send(topic, b"late", count=5, broker_name="broker-b")
+            consumer.seen.wait(lambda seen: seen.bodies.count(b"late") == 5)
+            give_time_to(lambda: consumer.seen.bodies.count(b"early") > 20, member)
+        times = Counter(consumer.seen.bodies)
+        assert times[b"early"] == 20, f"{times[b'early'] - 20} messages were consumed again"
+        assert times[b"late"] == 5
