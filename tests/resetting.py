@@ -10,6 +10,7 @@ from pyrocket_consumer import Admin, MessageQueue, PushConsumer
 from pyrocket_consumer.testing import EmbeddedBroker
 from pyrocket_consumer.wire.codes import CLIENT_VERSION, RequestCode
 from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
+from pyrocket_consumer.wire.reset_plan import name_of, record_areas
 from tests.consuming import Seen, consuming, numbered, until
 
 
@@ -98,3 +99,12 @@ def wait_until_stored(consumer: PushConsumer, topic: str, total: int) -> None:
 def reset(admin: Admin, group: str, topic: str, to: Any, **options: Any) -> Any:
     """Plan a reset and do it."""
     return admin.plan_reset(group, topic, to, **options).execute()
+
+
+def record(broker: EmbeddedBroker, epoch: int, targets: dict[int, int]) -> None:
+    """Write a record of a reset of T for the group G, as an admin does."""
+    area = next(record_areas("T"))
+    slots = {area.name: name_of("T"), area.head: epoch}
+    for queue_id, target in targets.items():
+        slots |= {area.target(queue_id): target + 1, area.epoch(queue_id): epoch}
+    broker.commit("G", "%RETRY%G", slots)

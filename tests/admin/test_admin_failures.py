@@ -20,42 +20,9 @@ from pyrocket_consumer import (
     RequestTimeout,
 )
 from pyrocket_consumer.admin import Admin
-from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.testing import answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.for_each import for_each
 from tests.interrupting import a_signal_once_held, a_start_that_waits, child_that, exit_code
-
-
-@for_each(
-    "call, reason",
-    [
-        (lambda admin: admin.create_topic(""), "topic is empty"),
-        (lambda admin: admin.create_topic("a.b"), "not allowed"),
-        (lambda admin: admin.create_topic("a", queues=0), "queues=0"),
-        (lambda admin: admin.create_topic("a", queues="4"), "queues='4'"),
-        (lambda admin: admin.create_topic("a", perm=6), "perm=6 is not allowed; choose one of 'rw'"),
-        (lambda admin: admin.create_topic("a", attributes={"a": "b,c"}), "without"),
-        (lambda admin: admin.delete_topic(None), "must be text"),
-        (lambda admin: admin.create_group("a b"), "not allowed"),
-        (lambda admin: admin.create_group("a", retries=3), "unknown setting 'retries'.*retry_max_times"),
-        (lambda admin: admin.delete_group("DEFAULT_CONSUMER"), "reserved"),
-    ],
-)
-def test_a_wrong_argument_is_told_and_nothing_is_done(embedded, admin, call, reason):
-    before = admin.topics(include_system=True), admin.groups(include_system=True)
-    with pytest.raises(ConfigError, match=reason):
-        call(admin)
-    assert (admin.topics(include_system=True), admin.groups(include_system=True)) == before
-
-
-def test_wrong_options_are_told_at_once():
-    with pytest.raises(ConfigError, match="did you mean 'call_timeout_s'"):
-        Admin(name_server="127.0.0.1:1", call_timeout=3)
-    with pytest.raises(ConfigError, match="timeout_s=0"):
-        Admin(name_server="127.0.0.1:1", timeout_s=0)
-    with pytest.raises(ConfigError, match="put 'name_server' into it"):
-        Admin(name_server="127.0.0.1:1", config=ClientConfig(name_server="127.0.0.1:1"))
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from datetime import datetime
+from datetime import UTC, datetime
 
 import pytest
 
 from pyrocket_consumer import ConfigError, MessageQueue, RocketError
 from pyrocket_consumer.admin import Admin
+from pyrocket_consumer.config import ClientConfig
 from tests.admin.conftest import administered
 from tests.for_each import for_each
 from tests.resetting import fill, queue
@@ -80,6 +81,45 @@ def called(admin, method, name, value):
     getattr(admin, method)(*arguments, **options)
 
 
+@for_each(
+    "call, reason",
+    [
+        (lambda admin: admin.create_topic(""), "topic is empty"),
+        (lambda admin: admin.create_topic("a.b"), "not allowed"),
+        (lambda admin: admin.create_topic("a", queues=0), "queues=0"),
+        (lambda admin: admin.create_topic("a", queues="4"), "queues='4'"),
+        (lambda admin: admin.create_topic("a", perm=6), "perm=6 is not allowed; choose one of 'rw'"),
+        (lambda admin: admin.create_topic("a", attributes={"a": "b,c"}), "without"),
+        (lambda admin: admin.delete_topic(None), "must be text"),
+        (lambda admin: admin.create_group("a b"), "not allowed"),
+        (lambda admin: admin.create_group("a", retries=3), "unknown setting 'retries'.*retry_max_times"),
+        (lambda admin: admin.delete_group("DEFAULT_CONSUMER"), "reserved"),
+        (lambda admin: admin.plan_reset("G", "T", "begin"), "to='begin' is not allowed; use 'first' or 'earliest'"),
+        (lambda admin: admin.plan_reset("G", "T", datetime(2026, 1, 1)), "no time zone"),
+        (lambda admin: admin.plan_reset("G", "T", datetime(1960, 1, 1, tzinfo=UTC)), "before 1970"),
+        (lambda admin: admin.plan_reset("G", "T", {}), "names no queue"),
+        (
+            lambda admin: admin.plan_reset("G", "T", {queue("T", 0): -1}),
+            "offset -1 of T/broker-a/0 is not allowed; it must be a whole number from 0",
+        ),
+        (lambda admin: admin.plan_reset("G", "T", {queue("T", 0): True}), "offset True"),
+        (lambda admin: admin.plan_reset("G", "T", {queue("T", 7): 1}), "no queue broker-a/7; .*: broker-a/0, broker-a/1"),
+        (lambda admin: admin.plan_reset("G", "T", {queue("U", 0): 1}), "not a queue of topic T"),
+        (lambda admin: admin.plan_reset("G", "T", "earliest", []), "no queue of topic T is chosen"),
+        (lambda admin: admin.plan_reset("a b", "T", "earliest"), "not allowed"),
+        (lambda admin: admin.plan_reset("nobody", "T", "earliest"), "no broker knows group 'nobody'.*known: .*G"),
+    ],
+)
+def test_a_wrong_argument_is_told_and_nothing_is_done(embedded, admin, call, reason):
+    def what_is_there():
+        return admin.topics(include_system=True), admin.groups(include_system=True), embedded.committed("G", "T")
+
+    before = what_is_there()
+    with pytest.raises(ConfigError, match=reason):
+        call(admin)
+    assert what_is_there() == before
+
+
 @for_each("method, name, values", TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
 def test_a_wrong_argument_is_told_before_anything_is_connected(method, name, values):
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # who connects waits for an answer that never comes
@@ -102,12 +142,18 @@ def test_a_plan_is_not_executed_with_wrong_arguments(admin, wrong):
     assert {row.committed for row in admin.offsets("G", "T").rows} == {1}
 
 
-@for_each("options", [{"name_server": 5}, {"name_server": [5]}, {"config": 5}, {"timeout_s": NAN},
-                                     {"timeout_s": True}, {"namespace": 5}, {"client_ip": 5}, {"tls": "yes"},
-                                     {"access_key": 5, "secret_key": "s"}, {"unit_name": True}], ids=str)  # fmt: skip
-def test_an_admin_is_not_made_with_wrong_options(options):
+@for_each("options, reason", [
+    *((options, next(iter(options))) for options in (
+        {"name_server": 5}, {"name_server": [5]}, {"config": 5}, {"timeout_s": NAN}, {"timeout_s": True},
+        {"namespace": 5}, {"client_ip": 5}, {"tls": "yes"}, {"access_key": 5, "secret_key": "s"}, {"unit_name": True},
+    )),
+    ({"call_timeout": 3}, "did you mean 'call_timeout_s'"),
+    ({"timeout_s": 0}, "timeout_s=0"),
+    ({"name_server": "127.0.0.1:1", "config": ClientConfig(name_server="127.0.0.1:1")}, "put 'name_server' into it"),
+])  # fmt: skip
+def test_an_admin_is_not_made_with_wrong_options(options, reason):
     given = {} if "config" in options else {"name_server": "127.0.0.1:9876"}
-    with pytest.raises(ConfigError, match=next(iter(options))):
+    with pytest.raises(ConfigError, match=reason):
         Admin(**{**given, **options})
 
 

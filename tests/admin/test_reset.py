@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from datetime import UTC, datetime
 
 import pytest
 
@@ -16,8 +15,18 @@ from pyrocket_consumer.wire.reset_plan import RecordArea, name_of, record_areas
 from tests.admin.conftest import administered
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
-from tests.for_each import for_each
-from tests.resetting import been_here, caught_up, fill, held, members, queue, reset, wait_until_seen, wait_until_stored
+from tests.resetting import (
+    been_here,
+    caught_up,
+    fill,
+    held,
+    members,
+    queue,
+    record,
+    reset,
+    wait_until_seen,
+    wait_until_stored,
+)
 
 RETRY = "%RETRY%G"
 CLIENT_SIDE = [("4.9.7", False), ("5.5.0", False)]
@@ -33,38 +42,7 @@ def area() -> RecordArea:
     return next(record_areas("T"))
 
 
-def record(cluster, epoch: int, targets: dict[int, int], broker: str = "broker-a") -> None:
-    """Write a record, as an admin does."""
-    slots = {area().name: name_of("T"), area().head: epoch}
-    for queue_id, target in targets.items():
-        slots |= {area().target(queue_id): target + 1, area().epoch(queue_id): epoch}
-    cluster.broker(broker).commit("G", RETRY, slots)
-
-
 # --- what is asked for
-
-
-@for_each(
-    "arguments, reason",
-    [
-        (("G", "T", "begin"), "to='begin' is not allowed; use 'first' or 'earliest'"),
-        (("G", "T", datetime(2026, 1, 1)), "no time zone"),
-        (("G", "T", datetime(1960, 1, 1, tzinfo=UTC)), "before 1970"),
-        (("G", "T", {}), "names no queue"),
-        (("G", "T", {queue("T", 0): -1}), "offset -1 of T/broker-a/0 is not allowed; it must be a whole number from 0"),
-        (("G", "T", {queue("T", 0): True}), "offset True"),
-        (("G", "T", {queue("T", 7): 1}), "no queue broker-a/7; its queues: broker-a/0, broker-a/1"),
-        (("G", "T", {queue("U", 0): 1}), "not a queue of topic T"),
-        (("G", "T", "earliest", []), "no queue of topic T is chosen"),
-        (("a b", "T", "earliest"), "not allowed"),
-        (("nobody", "T", "earliest"), "no broker knows group 'nobody'.*known: .*G"),
-    ],
-)
-def test_a_wrong_argument_is_told_and_nothing_is_done(embedded, admin, arguments, reason):
-    embedded.broker("broker-a").create_group("G")
-    with pytest.raises(ConfigError, match=reason):
-        admin.plan_reset(*arguments)
-    assert embedded.committed("G", "T") == {}
 
 
 def test_an_unknown_topic_is_told(admin):
@@ -88,7 +66,7 @@ def test_the_model_of_an_unknown_group_must_be_named(embedded, admin):
 def test_a_clock_that_is_behind_does_not_matter(embedded, admin, stores):
     ahead = int(time.time() * 1000) + 10_000_000
     with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
-        record(embedded, ahead, {0: 5})
+        record(embedded.broker("broker-a"), ahead, {0: 5})
         result = reset(admin, "G", "T", "earliest")
         assert (result.verified, result.epoch) == (True, ahead + 1)
         seen.wait(lambda seen: len(seen.messages) >= 20)
@@ -96,7 +74,7 @@ def test_a_clock_that_is_behind_does_not_matter(embedded, admin, stores):
 
 def test_the_epochs_of_members_count_when_the_record_was_lost(embedded, admin, stores):
     ahead = int(time.time() * 1000) + 10_000_000
-    record(embedded, ahead, {0: 0, 1: 0})
+    record(embedded.broker("broker-a"), ahead, {0: 0, 1: 0})
     with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         wait_until_stored(consumer, "T", 10)
     embedded.broker("broker-a").lose_data(messages=False)
@@ -107,7 +85,7 @@ def test_the_epochs_of_members_count_when_the_record_was_lost(embedded, admin, s
 
 def test_what_is_recorded_is_followed_without_a_word(embedded, stores):
     with caught_up(embedded, "T", "G", 10, reset_record_interval_s=0.1, **stores) as (_, seen):
-        record(embedded, 1000, {1: 2})
+        record(embedded.broker("broker-a"), 1000, {1: 2})
         seen.wait(lambda seen: len(seen.messages) == 13)
         embedded.broker("broker-a").forget_requests()
         embedded.broker("broker-a").wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 4)
@@ -118,7 +96,7 @@ def test_what_is_recorded_is_followed_without_a_word(embedded, stores):
 
 def test_a_record_is_read_after_the_broker_was_away(embedded, stores):
     with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
-        record(embedded, 1000, {0: 0, 1: 0})
+        record(embedded.broker("broker-a"), 1000, {0: 0, 1: 0})
         embedded.broker("broker-a").close_connections()
         wait_until_seen(seen, 2, 10)
 

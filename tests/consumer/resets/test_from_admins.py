@@ -27,7 +27,7 @@ from pyrocket_consumer.wire.reset_plan import (
 )
 from tests.consuming import Events, consuming, until
 from tests.offsets.disks import Failing, MemoryDisk, WatchedDisk
-from tests.resetting import caught_up, fill, queue, reset, tell_members, wait_until_seen, wait_until_stored
+from tests.resetting import caught_up, fill, queue, record, reset, tell_members, wait_until_seen, wait_until_stored
 from tests.testing.raw_client import RawClient
 
 RETRY = "%RETRY%G"
@@ -51,14 +51,6 @@ def order(broker, client_id: str, body: bytes = b"", operation: str = "reset", *
             RequestCode.GET_CONSUMER_RUNNING_INFO, {name: value for name, value in whole.items() if value is not None},
             body, timeout_s=15,
         )  # fmt: skip
-
-
-def record(broker, epoch: int, targets: dict[int, int]) -> None:
-    area = next(record_areas("T"))
-    slots = {area.name: name_of("T"), area.head: epoch}
-    for queue_id, target in targets.items():
-        slots |= {area.target(queue_id): target + 1, area.epoch(queue_id): epoch}
-    broker.commit("G", RETRY, slots)
 
 
 def soon() -> int:
