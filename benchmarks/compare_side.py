@@ -210,8 +210,9 @@ def spark_read(task: Task) -> Answer:
         frame = reader.options(nameServer=task.name_server, subscribe=BACKLOG).load()
         frame.write.format("noop").mode("overwrite").save()
 
+    read()  # Spark ends Python workers that were idle for a minute: what new ones import does not count
     if not getattr(spark, "is_warm", False):  # the virtual machine compiles in its first queries
-        read(), read()
+        read()
         spark.is_warm = True
     began, cpu_s = time.perf_counter(), spark_python_cpu_s()
     read()
@@ -319,7 +320,7 @@ SUBJECTS = {
         for durability, counts in PERSISTS.items()
         for queues, count in counts.items()
     },
-    "spark-read": Subject("Spark reads two columns", "message", 4.0, spark_read, "spark"),
+    "spark-read": Subject("Spark reads two columns", "message", 5.0, spark_read, "spark"),
     "start": Subject(f"a consumer begins {MANY_QUEUES:,} queues", "start", 2.0, start),
     "import": Subject("import PushConsumer, Producer, Admin", "import", 2.5, import_, needs=""),
 }  # fmt: skip
