@@ -105,6 +105,7 @@ def test_a_full_disk_is_told_and_a_later_persist_stores_both():
         assert (again.read_offset(FIRST), again.reset_epoch(FIRST)) == (10, 1000)
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("durability", ["fsync", "checkpoint"])
 def test_power_may_fail_at_any_moment(durability):
     """A found epoch never comes without the offset of its reset, or a later one; an acknowledged one is found."""

@@ -103,11 +103,11 @@ def test_persisting_some_queues_leaves_the_others_alone(store):
     assert store.read_offset(QUEUE, STORE) == 3
 
 
-@for_each("offset", [-1, 2**63, True, 1.0, "5", None])
-def test_an_offset_that_is_none_is_refused(store, offset):
-    with pytest.raises(ConfigError, match="whole number from 0"):
-        store.update_offset(QUEUE, offset)
-    assert store.read_offset(QUEUE, MEMORY) is None
+def test_an_offset_that_is_none_is_refused(store):
+    for offset in (-1, 2**63, True, 1.0, "5", None):
+        with pytest.raises(ConfigError, match="whole number from 0"):
+            store.update_offset(QUEUE, offset)
+        assert store.read_offset(QUEUE, MEMORY) is None, offset
     store.update_offset(QUEUE, 2**63 - 1)
     store.persist(QUEUE)
     assert store.read_offset(QUEUE, STORE) == 2**63 - 1

@@ -538,19 +538,24 @@ def test_a_listener_of_events_may_use_the_store_and_may_fail():
     assert seen == [9]
 
 
-CHILD = """
-import resource, sys
+WITH_LIMITS = """
+import os, resource, sys
 from pyrocket_consumer.errors import OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 queues = [MessageQueue("orders", "broker-a", number) for number in range(400)]
-events = []
-tell = lambda event: events.append(str(event.kind))
-store = LocalFileOffsetStore(sys.argv[1], checkpoint_interval_s=0, on_event=tell)
-store.load()
-for queue in queues[:10]:
-    store.update_offset(queue, 1)
-store.persist_all()
+
+def opened(directory, queues):
+    events = []
+    tell = lambda event: events.append(str(event.kind))
+    store = LocalFileOffsetStore(directory, checkpoint_interval_s=0, on_event=tell)
+    store.load()
+    for queue in queues:
+        store.update_offset(queue, 1)
+    store.persist_all()
+    return store, events
+
+store, events = opened(sys.argv[1], queues[:10])
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # offsets.json of 400 queues has 32 KB
 refused = 0
 for queue in queues:
@@ -565,55 +570,35 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
 store.persist_all()
 assert events == ["store-unwritable", "store-recovered"], events
 print("recovered")
-"""
 
-
-WITHOUT_DESCRIPTORS = """
-import os, resource, sys
-from pyrocket_consumer.errors import OffsetStoreUnwritable
-from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets import LocalFileOffsetStore
-queue = MessageQueue("orders", "broker-a", 0)
-events = []
-tell = lambda event: events.append(str(event.kind))
-store = LocalFileOffsetStore(sys.argv[1], checkpoint_interval_s=0, on_event=tell)
-store.load()
-store.update_offset(queue, 1)
-store.persist(queue)
+store, events = opened(sys.argv[2], queues[:1])
 highest = os.open(os.devnull, os.O_RDONLY)
 os.close(highest)
 resource.setrlimit(resource.RLIMIT_NOFILE, (highest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 try:
-    LocalFileOffsetStore(sys.argv[1] + "-another").load()
+    LocalFileOffsetStore(sys.argv[2] + "-another").load()
 except OffsetStoreUnwritable as error:
     assert "raise the limit on open files" in str(error), error
     print("refused")
 for offset in range(2, 5):
-    store.update_offset(queue, offset)
-    store.persist(queue)  # the journal is open
+    store.update_offset(queues[0], offset)
+    store.persist(queues[0])  # the journal is open
 assert events == ["store-unwritable"], events
-store.update_offset(queue, 5)
+store.update_offset(queues[0], 5)
 store.close()
 print("closed")
 """
 
 
 @pytest.mark.live
-def test_without_file_descriptors_the_journal_goes_on(tmp_path):
+@pytest.mark.hazard("H07")
+def test_real_limits_on_file_sizes_and_descriptors_are_survived(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DESCRIPTORS, str(tmp_path / "s")],
+        [sys.executable, "-c", WITH_LIMITS, str(tmp_path / "sizes"), str(tmp_path / "descriptors")],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert result.stdout == "refused\nclosed\n", result.stderr
-    assert read_store(tmp_path / "s").offsets == {QUEUE: 5}
-
-
-@pytest.mark.hazard("H07")
-@pytest.mark.live
-def test_a_real_limit_on_file_sizes_is_survived(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.stdout == "recovered\n", result.stderr
-    assert set(read_store(tmp_path).offsets.values()) == {2}
-    assert len(read_store(tmp_path).offsets) == 400
+    assert result.stdout == "recovered\nrefused\nclosed\n", result.stderr
+    assert read_store(tmp_path / "sizes").offsets == {
+        MessageQueue("orders", "broker-a", number): 2 for number in range(400)
+    }
+    assert read_store(tmp_path / "descriptors").offsets == {QUEUE: 5}
