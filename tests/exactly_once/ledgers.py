@@ -1,18 +1,17 @@
-"""What tests of effects that happen once share: a table of effects, listeners that write there, and its sum."""
+"""A table of effects, where each is to be once, and the offsets beside it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from pyrocket_consumer import ConsumerEvent, Message
+from pyrocket_consumer import Message
 from pyrocket_consumer.offsets import DatabaseOffsets
-from tests.consuming import Events, consuming
 from tests.databases import KINDS, Database
 
 INSERT = text("INSERT INTO ledger(body, queue_id, queue_offset) VALUES (:body, :queue_id, :queue_offset)")
@@ -82,101 +81,3 @@ def ledger_in(database: Database, **options: Any) -> Iterator[Ledger]:
 def once(bodies: list[str]) -> Counter[str]:
     """Return what a ledger is to hold."""
     return Counter(dict.fromkeys(bodies, 1))
-
-
-def send(cluster: Any, bodies: list[str] = BODIES, queues: int = 4, topic: str = TOPIC, **options: Any) -> None:
-    """Create the topic, and send a message for each body."""
-    cluster.create_topic(topic, queues=queues)
-    for body in bodies:
-        cluster.send(topic, body.encode(), **options)
-
-
-def billing(cluster: Any, ledger: Ledger, listener: Any = None, offsets: Any = None, **options: Any) -> Any:
-    """A consumer whose listener books exactly once: in the ledger's database, or as other `offsets` have it."""
-    wrapped = (offsets or ledger.offsets).exactly_once(listener or ledger.book)
-    return consuming_own(cluster, ledger, wrapped, offsets, **options)
-
-
-def consuming_own(cluster: Any, ledger: Ledger, listener: Any, offsets: Any = None, **options: Any) -> Any:
-    """A consumer whose listener has transactions of its own, or wraps by itself."""
-    given = {**EXACTLY_ONCE, "offset_store": offsets or ledger.offsets, **options}
-    return consuming(cluster, TOPIC, GROUP, listener, **given)
-
-
-def until_all(cluster: Any, ledger: Ledger, bodies: list[str] = BODIES) -> None:
-    """Wait until as many bodies are booked."""
-    cluster.wait_until(lambda: len(ledger.bodies()) >= len(set(bodies)))
-
-
-def until_at(cluster: Any, ledger: Ledger, next_offset: int, queues: int = 1) -> None:
-    """Wait until each queue stands there in the database."""
-    cluster.wait_until(lambda: all(ledger.offset(queue_id=each) == next_offset for each in range(queues)))
-
-
-def consumed(cluster: Any, ledger: Ledger, bodies: list[str] = BODIES, queues: int = 4, **options: Any) -> None:
-    """Send messages, and have a consumer book them, which ends then."""
-    send(cluster, bodies, queues)
-    with billing(cluster, ledger, **options):
-        until_all(cluster, ledger, bodies)
-
-
-def booked_once(
-    cluster: Any, ledger: Ledger, listener: Any = None, *, queues: int = 4, bodies: list[str] = BODIES,
-    offsets: Any = None, own: bool = False, **options: Any,
-) -> None:
-    """Send messages to a new topic: a consumer books each once, and stands at the end of each queue."""
-    send(cluster, bodies, queues)
-    consumer = consuming_own if own else billing
-    with consumer(cluster, ledger, listener, offsets, **options):
-        cluster.wait_until(
-            lambda: sum(each.next_offset for each in ledger.offsets.offsets(GROUP, TOPIC)) == len(bodies)
-        )
-    assert ledger.bodies() == once(bodies)
-
-
-@contextmanager
-def dead(ledger: Ledger) -> Iterator[None]:
-    """The server of the database has been killed; it starts again on the same port."""
-    server = ledger.database.server
-    assert server is not None
-    server.kill()
-    try:
-        yield
-    finally:
-        server.start()
-    ledger.engine.dispose()
-
-
-def goes_on_after(
-    trouble: Callable[[], AbstractContextManager[None]], cluster: Any, ledger: Ledger, events: Events,
-    listener: Any = None, offsets: Any = None,
-) -> ConsumerEvent:
-    """Consume before, in and after trouble of the database, which is nobody's failure; return what is said of it."""
-    before, after = BODIES[:10], BODIES[10:]
-    send(cluster, before)
-    with billing(cluster, ledger, listener, offsets, max_reconsume_times=0, on_event=events):
-        until_all(cluster, ledger, before)
-        with trouble():
-            send(cluster, after)
-            told = events.wait_for("store-unreachable")
-        until_all(cluster, ledger)
-    assert ledger.bodies() == once(BODIES)
-    assert not events.of("listener-failed") and not events.of("message-given-up")
-    return told
-
-
-def failing(ledger: Ledger, *outcomes: Any, when: Callable[[list[Message]], bool] = lambda messages: True) -> Any:
-    """Return a listener that books; its first calls end with `outcomes`, and are in its `failed`."""
-    left = list(outcomes)
-
-    def book(messages: list[Message], connection: Connection) -> Any:
-        ledger.book(messages, connection)
-        if not (left and when(messages)):
-            return None
-        book.failed.append(messages)
-        if isinstance(outcome := left.pop(0), Exception):
-            raise outcome
-        return outcome
-
-    book.failed = []
-    return book

@@ -15,21 +15,8 @@ from pyrocket_consumer import AsyncPushConsumer
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.offsets import DatabaseOffsets
 from tests.consuming import QUICK, consuming
-from tests.exactly_once.ledgers import (
-    BODIES,
-    EXACTLY_ONCE,
-    GROUP,
-    INSERT,
-    TOPIC,
-    billing,
-    booked_once,
-    dead,
-    goes_on_after,
-    once,
-    row,
-    send,
-    until_all,
-)
+from tests.exactly_once.booking import billing, booked_once, dead, goes_on_after, send, until_all
+from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, INSERT, TOPIC, once, row
 
 
 class Base(DeclarativeBase):

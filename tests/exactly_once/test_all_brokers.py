@@ -7,11 +7,11 @@ import pytest
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.errors import ConfigError
 from tests.consuming import consuming, until
-from tests.exactly_once.ledgers import EXACTLY_ONCE, once
+from tests.exactly_once.booking import send
+from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, once
 from tests.interop.members import java_named
 
 pytestmark = pytest.mark.databases("sqlite")
-BODIES = [f"m{number}" for number in range(100)]
 
 
 @pytest.fixture
@@ -46,14 +46,8 @@ def all_are_booked(ledger):
     return wait
 
 
-def send(cluster, topic, bodies=BODIES, queues=4, **options):
-    cluster.create_topic(topic, queues=queues)
-    for body in bodies:
-        cluster.send(topic, body.encode(), **options)
-
-
 def test_a_group_goes_on_and_the_broker_shows_where(cluster, topic, group, billing, all_are_booked):
-    send(cluster, topic)
+    send(cluster, topic=topic)
     with billing():
         all_are_booked()
     for body in ("later", "last"):
@@ -64,7 +58,7 @@ def test_a_group_goes_on_and_the_broker_shows_where(cluster, topic, group, billi
 
 
 def test_members_that_come_and_go_book_each_message_once(cluster, topic, billing, all_are_booked):
-    send(cluster, topic)
+    send(cluster, topic=topic)
     with billing(instance_name="one"), billing(instance_name="two"):
         for number in range(40):
             cluster.send(topic, b"a%d" % number)
@@ -76,7 +70,7 @@ def test_members_that_come_and_go_book_each_message_once(cluster, topic, billing
 
 @pytest.mark.parametrize("running", [True, False])
 def test_a_reset_reaches_the_group(cluster, topic, group, ledger, billing, all_are_booked, running):
-    send(cluster, topic, queues=1)
+    send(cluster, queues=1, topic=topic)
 
     def reset():
         with Admin(name_server=cluster.name_server) as admin:
@@ -98,11 +92,11 @@ def test_a_reset_reaches_the_group(cluster, topic, group, ledger, billing, all_a
 
 
 def test_a_topic_that_was_made_anew_is_not_consumed(cluster, topic, ledger, events, billing, all_are_booked):
-    send(cluster, topic, queues=1)
+    send(cluster, queues=1, topic=topic)
     with billing():
         all_are_booked()
     cluster.delete_topic(topic)
-    send(cluster, topic, [f"new {number}" for number in range(150)], queues=1)
+    send(cluster, [f"new {number}" for number in range(150)], queues=1, topic=topic)
     with billing(on_event=events, start_wait_s=0.1):
         event = events.wait_for("log-diverged")
         assert (event.queue.topic, event.facts["offset"]) == (topic, 99)
@@ -110,7 +104,7 @@ def test_a_topic_that_was_made_anew_is_not_consumed(cluster, topic, ledger, even
 
 
 def test_a_group_with_a_java_member_is_refused(real_cluster, java, topic, group, ledger):
-    send(real_cluster, topic)
+    send(real_cluster, topic=topic)
     with java.consumer(real_cluster.name_server, group, topic, **java_named("a")) as member:
         until(lambda: len(member.messages) >= len(BODIES), "the Java member has all")
         listener = ledger.offsets.exactly_once(ledger.book)

@@ -11,23 +11,8 @@ from pyrocket_consumer import ConsumeResult, Retry, Suspend
 from pyrocket_consumer.errors import ConfigError, Fenced, OffsetStoreError
 from pyrocket_consumer.offsets import DatabaseOffsets
 from tests.consuming import WAIT_S, consuming
-from tests.exactly_once.ledgers import (
-    BODIES,
-    EXACTLY_ONCE,
-    GROUP,
-    INSERT,
-    TOPIC,
-    billing,
-    booked_once,
-    consumed,
-    failing,
-    ledger_in,
-    once,
-    row,
-    send,
-    until_all,
-    until_at,
-)
+from tests.exactly_once.booking import billing, booked_once, consumed, failing, send, until_all, until_at
+from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, INSERT, TOPIC, ledger_in, once, row
 
 
 def test_each_message_has_its_effect_once_and_in_order(embedded, ledger):

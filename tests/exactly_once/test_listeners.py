@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from pyrocket_consumer import Retry
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.offsets import DatabaseOffsets
-from tests.consuming import consuming
-from tests.exactly_once.ledgers import (
-    BODIES,
-    EXACTLY_ONCE,
-    GROUP,
-    TOPIC,
-    billing,
-    booked_once,
-    consumed,
-    consuming_own,
-    every_database,
-    failing,
-    ledger_in,
-    once,
-    send,
-    until_all,
-    until_at,
-)
+from tests.exactly_once.booking import billing, booked_once, consuming_own, failing, send, until_all, until_at
+from tests.exactly_once.ledgers import BODIES, INSERT, every_database, ledger_in, once, row
 
 SOME = BODIES[:12]
 LAST = len(SOME)
 
 pytestmark = pytest.mark.databases("sqlite")
-
-
-@contextmanager
-def asynchronous(ledger) -> Iterator[Any]:
-    """The same database by an asynchronous engine."""
-    engine = create_async_engine(ledger.database.async_url)
-    try:
-        yield DatabaseOffsets(engine)
-    finally:
-        asyncio.run(engine.dispose())
 
 
 @pytest.mark.parametrize("change", ["pop", "clear", "reverse"])
@@ -62,8 +33,7 @@ def test_a_listener_may_change_its_list(embedded, ledger, change):
         if change != "pop":
             getattr(messages, change)()
 
-    consumed(embedded, ledger, queues=1, listener=book, commit_interval_s=60)  # nothing but the listener's commits
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, queues=1, commit_interval_s=60)  # nothing but the listener's commits
     assert set(behind) == {0}
 
 
@@ -341,40 +311,31 @@ def test_the_inbox_is_not_passed_by(embedded, database, events):
     assert "without inbox_days" in errors[0]
 
 
-def test_an_async_listener_that_fails_by_the_network_has_failed(embedded, ledger, events):
+def test_an_async_listener_that_fails_by_the_network_has_failed(embedded, ledger, async_engine, events):
     """What it could not connect to is not the database."""
 
     async def book(messages, connection):
         raise ConnectionRefusedError("a mail server, say")
 
     send(embedded, SOME[:2], queues=1)
-    with asynchronous(ledger) as offsets:
-        wrapped = offsets.exactly_once(book)
-        options = {**EXACTLY_ONCE, "max_reconsume_times": 1}
-        with consuming(embedded, TOPIC, GROUP, wrapped, **options, offset_store=offsets, on_event=events):
-            events.wait_for("message-given-up", 2)
+    with billing(embedded, ledger, book, DatabaseOffsets(async_engine), max_reconsume_times=1, on_event=events):
+        events.wait_for("message-given-up", 2)
     assert not events.of("store-unreachable")
 
 
-def test_a_cancelled_call_of_a_wrapper_loses_nothing(embedded, ledger):
+def test_a_cancelled_call_of_a_wrapper_loses_nothing(embedded, ledger, async_engine):
     cancelled = []
 
     async def book(messages, connection):
-        await connection.execute(text("INSERT INTO ledger VALUES (:b, 0, :o)"), [
-            {"b": message.body.decode(), "o": message.queue_offset} for message in messages
-        ])  # fmt: skip
+        await connection.execute(INSERT, [row(message) for message in messages])
         if not cancelled:
             cancelled.append(messages)
             await asyncio.sleep(60)
 
-    send(embedded, SOME, queues=1)
-    with asynchronous(ledger) as offsets:
-        booked = offsets.exactly_once(book)
+    booked = (offsets := DatabaseOffsets(async_engine)).exactly_once(book)
 
-        async def handle(messages):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(booked(messages), 0.2)
+    async def handle(messages):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(booked(messages), 0.2)
 
-        with consuming_own(embedded, ledger, handle, offsets):
-            until_at(embedded, ledger, LAST)
-    assert ledger.bodies() == once(SOME)
+    booked_once(embedded, ledger, handle, queues=1, bodies=SOME, offsets=offsets, own=True)

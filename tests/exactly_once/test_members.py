@@ -15,7 +15,8 @@ from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import consuming
-from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, billing, ledger_in, once, send, until_all
+from tests.exactly_once.booking import billing, send, until_all
+from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, ledger_in, once
 from tests.hazards.naive import NaiveMember
 
 pytestmark = pytest.mark.databases("sqlite")

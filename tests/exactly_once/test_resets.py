@@ -17,17 +17,8 @@ from pyrocket_consumer.cli import main
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import WAIT_S, Seen, consuming
-from tests.exactly_once.ledgers import (
-    BODIES,
-    GROUP,
-    TOPIC,
-    billing,
-    consumed,
-    every_database,
-    once,
-    send,
-    until_all,
-)
+from tests.exactly_once.booking import billing, consumed, send, until_all
+from tests.exactly_once.ledgers import BODIES, GROUP, TOPIC, every_database, once
 from tests.pages import DOCS, blocks
 
 pytestmark = pytest.mark.databases("sqlite")

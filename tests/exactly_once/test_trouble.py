@@ -19,21 +19,8 @@ from pyrocket_consumer.errors import DatabaseError, OffsetStoreError
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import Gate, RequestCode
 from tests.consuming import consuming
-from tests.exactly_once.ledgers import (
-    BODIES,
-    EXACTLY_ONCE,
-    GROUP,
-    TOPIC,
-    billing,
-    consumed,
-    dead,
-    every_database,
-    goes_on_after,
-    ledger_in,
-    once,
-    send,
-    until_all,
-)
+from tests.exactly_once.booking import billing, consumed, dead, goes_on_after, send, until_all
+from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, every_database, ledger_in, once
 
 SOME, MORE = BODIES[:10], BODIES[10:20]
 servers = pytest.mark.databases("postgresql", "mariadb")
