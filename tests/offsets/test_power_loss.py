@@ -95,6 +95,7 @@ class Trial:
         return wrong
 
 
+@pytest.mark.search
 @pytest.mark.parametrize(
     ("durability", "kills", "count", "lives"),
     [
@@ -114,6 +115,7 @@ def test_a_crash_loses_nothing_that_was_acknowledged(durability, kills, count, l
             assert trial.restart(read_as_designed, kill=kill) == [], f"seed {seed}, life {life}, kill {kill}"
 
 
+@pytest.mark.search
 def test_process_durability_survives_power_loss_with_old_values():
     for seed in range(trials(200)):
         trial = Trial(seed, durability="process")
@@ -133,7 +135,7 @@ def test_process_durability_survives_power_loss_with_old_values():
         assert all(offset in written[queue] for queue, offset in found.items()), f"seed {seed}"
 
 
-@pytest.mark.live
+@pytest.mark.search
 def test_power_fails_while_threads_share_flushes():
     """What any of them was told to be durable is found. The switch interval is short, so that they meet everywhere."""
     queues = [MessageQueue("orders", "broker-a", number) for number in range(6)]

@@ -128,7 +128,7 @@ class StoreAgainstDictionaries(RuleBasedStateMachine):
             assert self.store.clone_offset_table() == self.memory
 
 
-TestStoreAgainstDictionaries = StoreAgainstDictionaries.TestCase
+TestStoreAgainstDictionaries = pytest.mark.search(StoreAgainstDictionaries.TestCase)
 TestStoreAgainstDictionaries.settings = settings(max_examples=trials(80), stateful_step_count=40, deadline=None)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 
@@ -16,7 +18,7 @@ PARENT = """
 import json, os, sys, threading, time, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of forks while threads run
 from pyrocket_consumer import ConsumerClosed, PushConsumer
-topic, options, begin = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+topic, options = sys.argv[1], json.loads(sys.argv[2])
 
 def handle(message):
     os.write(1, message.body + bytes([10]))
@@ -24,8 +26,8 @@ def handle(message):
 consumer = PushConsumer(**options)
 consumer.subscribe(topic, handle)
 consumer.start()
-child = os.fork()
-if child == 0:
+begin = next((each for each in sys.argv[3].split() if os.fork() == 0), None)
+if begin is not None:
     if begin == "closes":
         consumer.close()
     elif begin == "collects":
@@ -51,32 +53,31 @@ time.sleep(600)
 
 
 class Pair:
-    """A process with a consumer, and the child it has forked."""
+    """A process with a consumer, and the children it has forked."""
 
     def __init__(self, cluster, topic, group, begin="sleeps", **options):
         whole = {"group": group, "name_server": cluster.name_server, **QUICK, **options}
-        import json
-
         self.parent = Child("-c", PARENT, topic, json.dumps(whole), begin)
-        self.parent.wait(lambda lines: any(line.startswith("child ") for line in lines))
-        self.child = next(int(line.split()[1]) for line in self.parent.lines if line.startswith("child "))
+        self.parent.wait(lambda lines: len(self._numbers()) == len(begin.split()))
+        self.children = self._numbers()
+
+    def _numbers(self):
+        return [int(line.split()[1]) for line in self.parent.lines if line.startswith("child ")]
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.parent.process.kill()
-        try:
-            os.kill(self.child, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        for child in self.children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         self.parent.ended()
 
 
-@pytest.mark.parametrize("begin", ["sleeps", "closes", "collects", "joins"])
-def test_a_membership_ends_with_the_forked_process(embedded, topic, group, begin):
+def test_a_membership_ends_with_the_forked_process(embedded, topic, group):
     embedded.create_topic(topic, queues=2)
-    with Pair(embedded, topic, group, begin) as pair:
+    with Pair(embedded, topic, group, "sleeps closes collects joins") as pair:
         embedded.send(topic, lambda number: b"m%d" % number, count=10)
         pair.parent.wait(lambda lines: len(pair.parent.bodies) == 10)
         assert len(embedded.members(group)) == 1
@@ -86,7 +87,8 @@ def test_a_membership_ends_with_the_forked_process(embedded, topic, group, begin
         embedded.send(topic, lambda number: b"n%d" % number, count=10)
         with consuming(embedded, topic, group) as (_, seen):
             seen.wait_for(10)
-        os.kill(pair.child, 0)  # it lives
+        for child in pair.children:
+            os.kill(child, 0)  # it lives
 
 
 def test_a_child_with_a_consumer_of_its_own_disturbs_nobody(embedded, topic, group):
@@ -95,12 +97,13 @@ def test_a_child_with_a_consumer_of_its_own_disturbs_nobody(embedded, topic, gro
         embedded.send(topic, lambda number: b"m%d" % number, count=10)
         pair.parent.wait(lambda lines: sum(pair.parent.bodies.values()) == 20)
         assert set(pair.parent.bodies.values()) == {2}
-        os.kill(pair.child, signal.SIGKILL)
+        os.kill(pair.children[0], signal.SIGKILL)
         until(lambda: embedded.members(group + "-of-the-child") == [], "the child's connections have ended")
         embedded.send(topic, lambda number: b"m1%d" % number, count=10)
         pair.parent.wait(lambda lines: sum(pair.parent.bodies.values()) == 30)
 
 
+@pytest.mark.hazard("H12")
 def test_the_store_is_free_when_the_forked_process_has_ended(embedded, topic, group, tmp_path):
     options = {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}
     with Pair(embedded, topic, group, **options) as pair:
