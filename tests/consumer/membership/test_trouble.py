@@ -8,11 +8,12 @@ from collections import Counter
 
 import pytest
 
-from pyrocket_consumer import ConsumerState, MessageQueue, PushConsumer
+from pyrocket_consumer import ConsumerState, MessageQueue
 from pyrocket_consumer.testing import Gate, answer, close_connection, drop, garbage
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, Seen, consuming, numbered, until
-from tests.resetting import fill
+from tests.hazards.members import of
+from tests.resetting import fill, held
 
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
 CLUSTER = {"brokers": 2, "slaves": 1, "auto_create_topics": False}
@@ -25,10 +26,6 @@ QUICK = {
     "pull_hold_s": 0.5,
 }
 IMPATIENT = {**QUICK, "call_timeout_s": 0.3}
-
-
-def held(consumer, topic):
-    return sorted(queue for queue in consumer.progress() if queue.topic == topic)
 
 
 def members_of(*client_ids):
@@ -74,13 +71,13 @@ def test_an_assignment_is_kept_while_members_cannot_be_learned(embedded, broker,
     events = Events()
     with consuming(embedded, topic, group, on_event=events, **IMPATIENT) as (consumer, seen):
         until(lambda: len(held(consumer, topic)) == 2, "both queues")
-        ours = held(consumer, topic)
+        ours = sorted(held(consumer, topic))
         broker.forget_requests()
         broker.on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, trouble, times=None)
         broker.wait_for(RequestCode.GET_CONSUMER_LIST_BY_GROUP, 4)
         fill(embedded, topic, 10)
         seen.wait_for(10)
-        assert held(consumer, topic) == ours
+        assert sorted(held(consumer, topic)) == ours
         assert events.of("queue-revoked") == []
     assert Counter(seen.bodies) == Counter(numbered(10))
 
@@ -152,9 +149,7 @@ BAD_ROUTES = {
 def test_bad_routes_change_nothing_for_long(embedded, topic, group):
     embedded.create_topic(topic, queues=2)
 
-    def is_ours(command):
-        return command.fields["topic"] == topic
-
+    is_ours = of(topic)
     with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
         node = embedded.name_server_node
         for what, trouble in BAD_ROUTES.items():
@@ -207,13 +202,13 @@ def test_a_slave_is_read_while_it_is_suggested(embedded, broker, topic, group):
     with consuming(embedded, topic, group, **QUICK) as (_, seen):
         broker.suggest_broker(1)
         fill(embedded, topic, 40)
-        slave.wait_for(RequestCode.PULL_MESSAGE, when=lambda command: command.fields["topic"] == topic)
+        slave.wait_for(RequestCode.PULL_MESSAGE, when=of(topic))
         seen.wait_for(40)
         broker.suggest_broker(0)
         broker.forget_requests()
         fill(embedded, topic, 40, start=40)
         seen.wait_for(80)
-        broker.wait_for(RequestCode.PULL_MESSAGE, when=lambda command: command.fields["topic"] == topic)
+        broker.wait_for(RequestCode.PULL_MESSAGE, when=of(topic))
         until(lambda: embedded.committed(group, topic) == {0: 80}, "committed at the master")
     assert Counter(seen.bodies) == Counter(numbered(80))
 
@@ -229,14 +224,10 @@ def test_a_slave_that_is_behind_is_asked_now_and_then(embedded, broker, topic, g
             seen.wait_for(20)
             broker.kill()
             slave.forget_requests()
-            slave.wait_for(RequestCode.PULL_MESSAGE, 3, when=lambda command: command.fields["topic"] == topic)
+            slave.wait_for(RequestCode.PULL_MESSAGE, 3, when=of(topic))
             mark = len(slave.requests(RequestCode.PULL_MESSAGE))
             until(lambda: len(slave.requests(RequestCode.PULL_MESSAGE)) > mark + 5, "it is asked again now and then")
-            pulls = [
-                each.at_s
-                for each in slave.requests(RequestCode.PULL_MESSAGE)
-                if each.command.fields["topic"] == topic
-            ]
+            pulls = [each.at_s for each in slave.requests(RequestCode.PULL_MESSAGE) if of(topic)(each.command)]
             assert len(pulls) < 30 + 15 * (pulls[-1] - pulls[0]), "a few times a second, not thousands"
             assert events.of("offset-corrected") == []
         finally:
@@ -251,31 +242,23 @@ def test_a_topic_that_is_unsubscribed_is_asked_about_no_more(embedded, topic, gr
     """Nor when its route is just being asked for."""
     embedded.create_topic(topic, queues=1)
     others = [f"{topic}-{number}" for number in range(3)]
-    name_server, held = embedded.name_server_node, Gate()
+    name_server, gate = embedded.name_server_node, Gate()
     with consuming(embedded, topic, group, route_refresh_interval_s=0.1) as (consumer, _):
         for other in others:
             embedded.create_topic(other, queues=1)
             consumer.subscribe(other, Seen())
             if other == others[-1]:
-                name_server.on(ROUTE, held, when=lambda command: command.fields["topic"] == others[-1])
-                held.wait_held(1)
+                name_server.on(ROUTE, gate, when=of(others[-1]))
+                gate.wait_held(1)
             consumer.unsubscribe(other)
-        held.open()
+        gate.open()
         time.sleep(1)  # what was being asked is answered
         name_server.forget_requests()
-        name_server.wait_for(ROUTE, 4, when=lambda command: command.fields["topic"] == topic)
+        name_server.wait_for(ROUTE, 4, when=of(topic))
         assert {each.command.fields["topic"] for each in name_server.requests(ROUTE)} & set(others) == set()
 
 
 # --- members that subscribe to different things: brokers refuse their pulls in turn
-
-
-def member(cluster, topic, group, name, events) -> PushConsumer:
-    consumer = PushConsumer(
-        group, name_server=cluster.name_server, consume_from="first", instance_name=name, on_event=events
-    )
-    consumer.subscribe(topic, Seen())
-    return consumer
 
 
 def test_they_tell_once_who_differs_in_what(embedded, broker, topic, group):
@@ -283,7 +266,10 @@ def test_they_tell_once_who_differs_in_what(embedded, broker, topic, group):
     for each in (one, other):
         embedded.create_topic(each, queues=8)
     events, others = Events(), Events()
-    with member(embedded, one, group, "one", events), member(embedded, other, group, "other", others):
+    with (
+        consuming(embedded, one, group, instance_name="one", on_event=events),
+        consuming(embedded, other, group, instance_name="other", on_event=others),
+    ):
 
         def both_have_told() -> bool:
             for each in (one, other):  # pulls that a broker holds are not refused: let them be answered
@@ -306,12 +292,10 @@ def test_they_tell_once_who_differs_in_what(embedded, broker, topic, group):
 
 def test_a_broker_that_forgot_us_for_a_moment_is_told_at_once(embedded, broker, topic, group):
     embedded.create_topic(topic, queues=4)
-    events, seen = Events(), Seen()
-    consumer = PushConsumer(group, name_server=embedded.name_server, consume_from="first", on_event=events)
-    consumer.subscribe(topic, seen)
+    events = Events()
     refused = answer(24, "the consumer's subscription not exist")
-    broker.on(RequestCode.PULL_MESSAGE, refused, times=6, when=lambda command: command.fields["topic"] == topic)
-    with consumer:
+    broker.on(RequestCode.PULL_MESSAGE, refused, times=6, when=of(topic))
+    with consuming(embedded, topic, group, on_event=events) as (_, seen):
         fill(embedded, topic, 20)
         seen.wait_for(20, timeout_s=10)
     assert not events.of("subscription-differs")
