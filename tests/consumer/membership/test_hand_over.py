@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from pyrocket_consumer import MessageQueue, PushConsumer
 from pyrocket_consumer.testing import rewrite
 from pyrocket_consumer.wire.bodies import decode_route, encode_route
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consuming import Events, Seen, until
+from tests.consuming import Events, Seen, consuming, until
 from tests.resetting import fill
 
 CLUSTER = {"brokers": 2}
@@ -82,29 +81,20 @@ def test_what_is_finished_beside_a_long_call_is_not_repeated(embedded, topic, gr
             go_on.wait(60)
 
     first, second = Seen(judge), Seen()
+    options = {"shutdown_timeout_s": 2, "commit_interval_s": 5}
     try:
-        with member(embedded, topic, group, "first", first, shutdown_timeout_s=2) as consumer:
+        with consuming(embedded, topic, group, first, instance_name="first", **options) as (consumer, _):
             for queue_id in (0, 1):
                 embedded.send(topic, b"m", count=1000, queue_id=queue_id, broker_name="broker-a")
                 embedded.send(topic, b"long", queue_id=queue_id, broker_name="broker-a")
             first.wait(lambda seen: len(seen.messages) == 2002)
             if then == "closes":
                 consumer.close()
-            with member(embedded, topic, group, "second", second):
+            with consuming(embedded, topic, group, second, instance_name="second"):
                 second.wait(lambda seen: b"long" in seen.bodies)
     finally:
         go_on.set()
     assert second.bodies.count(b"m") == 0
-
-
-@contextmanager
-def member(cluster, topic, group, name, listener, **options):
-    consumer = PushConsumer(
-        group, **{"name_server": cluster.name_server, "consume_from": "first", "instance_name": name, **options}
-    )
-    consumer.subscribe(topic, listener)
-    with consumer:
-        yield consumer
 
 
 @pytest.mark.parametrize("explained", [True, False], ids=["the broker was away", "nothing explains it"])
@@ -114,7 +104,7 @@ def test_offsets_that_went_back_at_the_broker(embedded, topic, group, explained)
     fill(embedded, topic, 20, broker_name="broker-a")
     queue = MessageQueue(topic, "broker-a", 0)
     broker, seen, events = embedded.broker("broker-a"), Seen(), Events()
-    with member(embedded, topic, group, "it", seen, on_event=events, commit_interval_s=0.1) as consumer:
+    with consuming(embedded, topic, group, seen, on_event=events, commit_interval_s=0.1) as (consumer, _):
         seen.wait_for(20)
         until(lambda: embedded.committed(group, topic) == {0: 20}, "stored")
         until(lambda: MessageQueue(f"%RETRY%{group}", "broker-a", 0) in consumer.progress(), "bound to the broker")
