@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
-from pyrocket_consumer.cli import main, parser
+from pyrocket_consumer.cli import main
 from pyrocket_consumer.testing import EmbeddedCluster, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.admin.foreign import ForeignMember
+from tests.cli.shell import Running
 from tests.consuming import Events, consuming, until
 from tests.for_each import for_each
 from tests.resetting import fill, wait_until_seen, wait_until_stored
 
+CLUSTER = {"relay_timeout_s": 0.3, "status_timeout_s": 0.3}
+TOPIC, QUEUES = "T", 2
+
 
 @pytest.fixture
-def embedded():
-    with EmbeddedCluster(relay_timeout_s=0.3, status_timeout_s=0.3) as cluster:
-        cluster.create_topic("T", queues=2)
-        fill(cluster, "T", 20)
-        yield cluster
+def embedded(cluster):
+    fill(cluster, "T", 20)
+    return cluster
 
 
 @pytest.fixture
@@ -37,15 +36,9 @@ def stores(tmp_path):
 
 
 @pytest.fixture
-def offsets(embedded, capsys):
-    """Run `pyrocket offsets …`; returns the exit code, what it printed, and what it told beside."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(["offsets", *arguments, "-n", embedded.name_server])
-        return code, *capsys.readouterr()
-
-    return run
+def offsets(embedded, pyrocket):
+    """Run `pyrocket offsets …`; returns the exit code, what it printed, and what it told on standard error."""
+    return lambda *arguments: pyrocket("offsets", *arguments, "-n", embedded.name_server)
 
 
 def test_show_a_clustering_group(embedded, offsets):
@@ -149,15 +142,15 @@ def test_a_broadcasting_reset_is_undone_member_by_member(embedded, offsets, stor
     assert sorted(recorded.values())[:-1] == [0] * (len(recorded) - 1), "members that are away stay where they are"
 
 
-def test_wait_bounds_the_whole_reset(capsys):
+def test_wait_bounds_the_whole_reset(pyrocket):
     with EmbeddedCluster() as cluster, ExitStack() as stack:  # its brokers wait 10 s for a member
         cluster.create_topic("T", queues=2)
         frozen = stack.enter_context(ForeignMember(cluster, "G", "T", {}, silent=True))
         began = time.monotonic()
         arguments = ["reset", "G", "T", "--to", "earliest", "--execute", "--wait", "3", "--model", "broadcasting"]
-        assert main(["offsets", *arguments, "-n", cluster.name_server]) == 3
-        assert time.monotonic() - began < 8
-    assert f"where {frozen.client_id} is, is not known" in capsys.readouterr().out
+        code, printed, _ = pyrocket("offsets", *arguments, "-n", cluster.name_server)
+        assert (code, time.monotonic() - began < 8) == (3, True)
+    assert f"where {frozen.client_id} is, is not known" in printed
 
 
 def test_exit_code_3_when_somebody_has_not_moved(embedded, offsets, stores):
@@ -213,11 +206,9 @@ def test_what_is_recorded_can_be_removed(embedded, offsets, stores):
         (["explode"], "invalid choice"),
     ],
 )
-def test_wrong_usage_is_exit_code_2(offsets, capsys, arguments, reason):
-    with pytest.raises(SystemExit) as ended:
-        offsets(*arguments)
-    assert ended.value.code == 2
-    assert reason in capsys.readouterr().err
+def test_wrong_usage_is_exit_code_2(offsets, arguments, reason):
+    code, _, told = offsets(*arguments)
+    assert (code, reason in told) == (2, True), told
 
 
 def test_errors_are_one_sentence_and_an_exit_code(offsets):
@@ -229,21 +220,17 @@ def test_errors_are_one_sentence_and_an_exit_code(offsets):
 
 
 @for_each("command", [[], ["show"], ["lag"], ["reset"], ["forget-reset"], ["adopt"]])
-def test_every_command_has_help_with_examples(capsys, command):
-    with pytest.raises(SystemExit) as ended:
-        parser().parse_args(["offsets", *command, "--help"])
-    assert ended.value.code == 0
-    assert "Examples:\n  pyrocket offsets " in capsys.readouterr().out
+def test_every_command_has_help_with_examples(pyrocket, command):
+    code, printed, _ = pyrocket("offsets", *command, "--help")
+    assert (code, "Examples:\n  pyrocket offsets " in printed) == (0, True), printed
 
 
-def test_without_a_command_it_shows_what_there_is(offsets):
-    with pytest.raises(SystemExit) as ended:
-        parser().parse_args(["offsets", "-n", "127.0.0.1:1"])
-    assert ended.value.code == 2
-    assert main(["offsets"]) == 2
+def test_without_a_command_it_shows_what_there_is(pyrocket):
+    assert pyrocket("offsets", "-n", "127.0.0.1:1")[0] == 2
+    assert pyrocket("offsets")[0] == 2
 
 
-def test_the_command_an_orphaned_store_s_event_names_adopts_it(embedded, tmp_path, capsys):
+def test_the_command_an_orphaned_store_s_event_names_adopts_it(embedded, tmp_path, pyrocket):
     """As the event says it, word for word."""
 
     def told_while_consuming(**options):
@@ -258,39 +245,33 @@ def test_the_command_an_orphaned_store_s_event_names_adopts_it(embedded, tmp_pat
     _, (orphaned,) = told_while_consuming(client_ip="10.0.0.9")
     command = orphaned.text.partition("adopt it: ")[2].split()
     assert command[:3] == ["pyrocket", "offsets", "adopt"]
-    assert main(command[1:]) == 1
-    assert "holds offsets of 2 queues already" in capsys.readouterr().err
-    assert main([*command[1:], "--replace"]) == 0
-    assert f"its offsets are in {command[4]} now" in capsys.readouterr().out
+    code, _, told = pyrocket(*command[1:])
+    assert (code, "holds offsets of 2 queues already" in told) == (1, True), told
+    code, printed, _ = pyrocket(*command[1:], "--replace")
+    assert (code, f"its offsets are in {command[4]} now" in printed) == (0, True), printed
     after, told = told_while_consuming(client_ip="10.0.0.9")
     assert (after.messages, told) == ([], [])
 
 
+@pytest.mark.live
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_a_reset_that_is_interrupted_tells_what_that_means(number, output):
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic("T", queues=1)
-        fill(cluster, "T", 5)
-        broker = cluster.broker("broker-a")
-        broker.create_group("G")
-        broker.commit("G", "T", {0: 5})
-        broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop, times=None)
-        command = ["offsets", "reset", "G", "T", "--to", "earliest", "--model", "clustering", "--execute", "-o", output]
-        with subprocess.Popen(
-            [sys.executable, "-m", "pyrocket_consumer.cli", *command, "-n", cluster.name_server],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        ) as process:  # fmt: skip
-            broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET)
-            process.send_signal(number)
-            printed, told = process.communicate(timeout=60)
-        assert (process.returncode, "Traceback" in told) == (1, False)
-        assert "stopped in the middle of the reset: what has moved stays moved" in told
-        undo = "--queue broker-a/0=5 --execute"
-        if output == "json":
-            shown = json.loads(printed)
-            assert (shown["result"], shown["stopped_by"], undo in shown["undo"][0]) == (None, "interrupted", True)
-        else:
-            assert undo in printed
+def test_a_reset_that_is_interrupted_tells_what_that_means(embedded, number, output):
+    broker = embedded.broker("broker-a")
+    broker.create_group("G")
+    broker.commit("G", "T", {0: 5})
+    broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop, times=None)
+    where = ["G", "T", "--to", "earliest", "--queue", "broker-a/0", "--model", "clustering"]
+    with Running("offsets", "reset", *where, "--execute", "-o", output, "-n", embedded.name_server) as running:
+        broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET)
+        running.send_signal(number)
+        printed = running.process.stdout.read().decode()
+        assert running.end(60) == 1
+    assert "stopped in the middle of the reset: what has moved stays moved" in running.told
+    undo = "--queue broker-a/0=5 --execute"
+    if output == "json":
+        shown = json.loads(printed)
+        assert (shown["result"], shown["stopped_by"], undo in shown["undo"][0]) == (None, "interrupted", True)
+    else:
+        assert undo in printed

@@ -10,36 +10,23 @@ import threading
 
 import pytest
 
-from pyrocket_consumer.cli import main
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.offsets_json import encode_offsets
-from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 
+TOPIC, QUEUES = "T", 2
 TABLE = {MessageQueue("T", "broker-a", 0): 5}
 
 
 @pytest.fixture
-def address():
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic("T", queues=2)
-        yield cluster.name_server
-
-
-@pytest.fixture
-def told(capsys, monkeypatch):
+def told(pyrocket, monkeypatch):
     """Run `pyrocket …`; returns the exit code and the one sentence on stderr."""
     monkeypatch.delenv("NAMESRV_ADDR", raising=False)
 
     def run(*arguments: str) -> tuple[int, str]:
-        capsys.readouterr()
-        try:
-            code = main(arguments)
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        printed, beside = capsys.readouterr()
+        code, printed, beside = pyrocket(*arguments)
         assert printed == ""
         *usage, sentence = beside.splitlines()
         assert not usage or usage[0].startswith("usage: pyrocket"), beside
@@ -81,13 +68,12 @@ def test_a_name_server_that_is_missing_wrong_or_away(told, command):
         code, sentence = told(*command, "-n", wrong)
         assert code == 2
         assert f"{wrong.rpartition(';')[2]!r} is not host:port with a port from 1 to 65535" in sentence
-    with socket.socket() as nobody:  # bound, and not listening
-        nobody.bind(("127.0.0.1", 0))
-        away = "{}:{}".format(*nobody.getsockname())
-        code, sentence = told(*command, "-n", away)
-        assert (code, f"cannot connect to {away}" in sentence, "check the address" in sentence) == (1, True, True)
+    code, sentence = told(*command, "-n", "127.0.0.1:1")
+    assert (code, "cannot connect to 127.0.0.1:1" in sentence, "check the address" in sentence) == (1, True, True)
 
 
+@pytest.mark.live
+@pytest.mark.slow("a name server has 3 s")
 def test_a_name_server_that_says_nothing(told):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = "{}:{}".format(*silent.getsockname())
@@ -96,6 +82,7 @@ def test_a_name_server_that_says_nothing(told):
     assert f"{where}: no answer within 3 s: it is busy or not well, or something else listens there" in sentence
 
 
+@pytest.mark.live
 def test_an_address_where_something_else_listens(told):
     def answer_http(listening):
         while True:
@@ -117,12 +104,11 @@ def test_an_address_where_something_else_listens(told):
     assert "b'HTTP'" in sentence and "check the address: something else listens there" in sentence
 
 
-def test_known_groups_are_shown_nearest_first_and_counted(told, address):
-    with EmbeddedCluster() as cluster:
-        for number in range(30):
-            cluster.broker("broker-a").create_group(f"other-{number}")
-        cluster.broker("broker-a").create_group("orders-app")
-        code, sentence = told("offsets", "lag", "order-app", "-n", cluster.name_server)
+def test_known_groups_are_shown_nearest_first_and_counted(told, cluster):
+    for number in range(30):
+        cluster.broker("broker-a").create_group(f"other-{number}")
+    cluster.broker("broker-a").create_group("orders-app")
+    code, sentence = told("offsets", "lag", "order-app", "-n", cluster.name_server)
     assert code == 2
     assert "(known: orders-app, " in sentence
     assert re.search(r" and 1\d more\)$", sentence), sentence
@@ -153,8 +139,8 @@ def test_known_groups_are_shown_nearest_first_and_counted(told, address):
         (["offsets", "forget-reset", "G", "T"], "no broker knows group 'G'", "check its name"),
     ],
 )
-def test_what_the_cluster_or_the_protocol_does_not_allow(told, address, command, value, remedy):
-    code, sentence = told(*command, "-n", address)
+def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command, value, remedy):
+    code, sentence = told(*command, "-n", cluster.name_server)
     assert code == (1 if value == "'nowhere'" else 2), "a topic may come yet; the rest is wrong for good"
     assert value in sentence
     assert remedy in sentence
@@ -199,10 +185,11 @@ def test_more_brokers_than_there_are_letters(told):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there arguments are text")
-def test_a_body_that_is_not_text_is_sent_as_it_is(address, capsys):
-    assert main(["produce", "T", os.fsdecode(b"\xff\xfe"), "-n", address]) == 0
-    assert main(["consume", "T", "-n", address, "--from", "first", "--count", "1", "--group", "bytes"]) == 0
-    assert r"\xff\xfe" in capsys.readouterr().out
+def test_a_body_that_is_not_text_is_sent_as_it_is(cluster, pyrocket):
+    assert pyrocket("produce", "T", os.fsdecode(b"\xff\xfe"), "-n", cluster.name_server)[0] == 0
+    member = ["--from", "first", "--count", "1", "--group", "bytes"]
+    code, printed, _ = pyrocket("consume", "T", "-n", cluster.name_server, *member)
+    assert (code, r"\xff\xfe" in printed) == (0, True), printed
 
 
 @for_each(
@@ -254,9 +241,9 @@ def test_a_store_that_cannot_be_renamed_is_adopted_all_the_same(told, tmp_path, 
     assert read_store(tmp_path / "new").offsets == read_store(old).offsets == TABLE
 
 
-def test_the_directory_one_is_in_can_be_adopted(tmp_path, store, monkeypatch, capsys):
+def test_the_directory_one_is_in_can_be_adopted(tmp_path, store, monkeypatch, pyrocket):
     monkeypatch.chdir(store("old"))
-    assert main(["offsets", "adopt", ".", "../new"]) == 0
+    code, printed, _ = pyrocket("offsets", "adopt", ".", "../new")
     (kept,) = tmp_path.glob("old.adopted-*")
-    assert str(kept) in capsys.readouterr().out
+    assert (code, str(kept) in printed) == (0, True), printed
     assert read_store(tmp_path / "new").offsets == TABLE

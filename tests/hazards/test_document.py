@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.for_each import for_each
 from tests.hazards.__main__ import DOCUMENT, HAZARDS, REMARKS, document, hazard_tests
 
 
@@ -11,8 +10,8 @@ def test_the_document_is_up_to_date() -> None:
     assert DOCUMENT.read_text() == document(), "make it anew: python -m tests.hazards > docs/hazards.md"
 
 
-@pytest.mark.parametrize("number", HAZARDS, ids="H{:02}".format)
-def test_a_hazard_has_tests_that_say_what_we_do_or_a_reason_why_not(number: int) -> None:
+@for_each("number", HAZARDS, ids="H{:02}".format)
+def test_a_hazard_has_tests_or_a_reason_why_not(number: int) -> None:
     about = [test for test in hazard_tests() if number in test.numbers]
     if REMARKS.get(number, "").startswith("No test: "):
         assert not about, f"H{number:02} has a test after all: {about[0].name}"

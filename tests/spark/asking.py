@@ -44,8 +44,9 @@ def rows(reader: Any, partitions: Any) -> list[Row]:
 @contextmanager
 def planning(cluster: EmbeddedCluster, **options: object) -> Iterator[Any]:
     """The reader of a stream, to be asked for offsets only; of the topic `orders` unless options say otherwise."""
-    chosen = options.keys() & {"subscribe", "subscribePattern", "assign"}
-    reader = data_source(cluster, **({} if chosen else {"subscribe": "orders"}), **options).streamReader(None)
+    if not options.keys() & {"subscribe", "subscribePattern", "assign"}:
+        options["subscribe"] = "orders"
+    reader = data_source(cluster, **options).streamReader(projected(None))
     try:
         yield reader
     finally:
@@ -167,3 +168,8 @@ def running(
         yield Run(reader, Checkpoint() if checkpoint is None else checkpoint, release, trigger)
     finally:
         reader.stop()
+
+
+def all_batches(run: Run) -> list[Row]:
+    """Return what batches read until there is nothing new."""
+    return [row for batch in iter(run.batch, None) for row in batch]

@@ -71,7 +71,7 @@ def run(spark: Any, cluster: EmbeddedCluster, directory: Path, write: Any) -> in
             .option("nameServer", cluster.name_server)
             .option("subscribe", "orders")
             .option("startingOffsets", "earliest")
-            .option("maxOffsetsPerTrigger", "75")
+            .option("maxOffsetsPerTrigger", "100")
             .load()
             .writeStream.foreachBatch(write)
             .option("checkpointLocation", str(directory / "checkpoint"))
@@ -97,25 +97,21 @@ def expected() -> Counter[str]:
 
 
 def test_files_hold_every_message_once(spark, orders, tmp_path):
-    write = Crashing(example("spark_files").files_in(tmp_path / "files"), {1}, {2})
-    assert run(spark, orders, tmp_path, write) == 2
-    assert len(write.began) > len(set(write.began))
-    assert bodies_in(tmp_path / "files") == expected()
-
-
-def test_files_hold_every_message_once_after_a_crash_before_the_rename(spark, orders, tmp_path):
+    """Also where a process that was killed has left files that it did not rename."""
     files = tmp_path / "files"
     write = example("spark_files").files_in(files)
-    crashed = []
+    unfinished = {0}
 
-    def half(batch: Any, batch_id: int) -> None:
-        if batch_id == 2 and not crashed:
-            crashed.append(batch_id)
-            batch.limit(5).write.parquet(str(files / "_new-2"))  # what a process that was killed has left
+    def half_at_first(batch: Any, batch_id: int) -> None:
+        if batch_id in unfinished:
+            unfinished.remove(batch_id)
+            batch.limit(5).write.parquet(str(files / f"_new-{batch_id}"))
             crash()
         write(batch, batch_id)
 
-    assert run(spark, orders, tmp_path, half) == 1
+    crashing = Crashing(half_at_first, {1}, {2})
+    assert run(spark, orders, tmp_path, crashing) == 3
+    assert len(crashing.began) > len(set(crashing.began))
     assert bodies_in(files) == expected()
 
 
@@ -141,21 +137,9 @@ def test_postgresql_has_every_message_once(spark, orders, tmp_path, database):
     assert bodies == expected()
 
 
-def test_a_database_counts_every_message_once(spark, orders, tmp_path):
-    write = Crashing(example("spark_sqlite").sums_in(tmp_path / "sums.db"), {1}, {2})
-    assert run(spark, orders, tmp_path, write) == 2
-    with closing(sqlite3.connect(tmp_path / "sums.db")) as connection:
-        sums = dict(connection.execute("select customer, amount from sums"))
-        batches = [row[0] for row in connection.execute("select id from batches order by id")]
-    wanted: Counter[str] = Counter()
-    for number in range(MESSAGES):
-        wanted[f"c{number % 7}"] += number
-    assert sums == dict(wanted)
-    assert batches == sorted(set(write.began))
-
-
-def test_a_crash_inside_the_transaction_leaves_nothing(spark, orders, tmp_path, monkeypatch):
-    module = example("spark_sqlite")
+def test_a_database_counts_every_message_once(spark, orders, tmp_path, monkeypatch):
+    """A crash inside the transaction leaves nothing; one before or after it changes nothing."""
+    module, path = example("spark_sqlite"), tmp_path / "sums.db"
     connect, crashed = sqlite3.connect, []
 
     class Connection(sqlite3.Connection):
@@ -167,7 +151,13 @@ def test_a_crash_inside_the_transaction_leaves_nothing(spark, orders, tmp_path, 
             return done
 
     monkeypatch.setattr(module.sqlite3, "connect", lambda path: connect(path, factory=Connection))
-    assert run(spark, orders, tmp_path, module.sums_in(tmp_path / "sums.db")) == 1
-    with closing(connect(tmp_path / "sums.db")) as connection:
-        (total,) = connection.execute("select sum(amount) from sums").fetchone()
-    assert total == sum(range(MESSAGES))
+    write = Crashing(module.sums_in(path), {1}, {2})
+    assert run(spark, orders, tmp_path, write) == 3
+    with closing(connect(path)) as connection:
+        sums = dict(connection.execute("select customer, amount from sums"))
+        batches = [row[0] for row in connection.execute("select id from batches order by id")]
+    wanted: Counter[str] = Counter()
+    for number in range(MESSAGES):
+        wanted[f"c{number % 7}"] += number
+    assert sums == dict(wanted)
+    assert batches == sorted(set(write.began))

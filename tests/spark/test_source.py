@@ -15,9 +15,7 @@ import pyspark
 import pytest
 from pyspark.errors import StreamingQueryException
 
-from pyrocket_consumer.testing import EmbeddedCluster, answer
-from pyrocket_consumer.wire.codes import RequestCode, SysFlag
-from pyrocket_consumer.wire.message import StoredMessage, encode_message
+from pyrocket_consumer.testing import EmbeddedCluster
 from tests.spark import recorded
 from tests.spark.asking import flat
 
@@ -133,36 +131,6 @@ def test_a_topic_that_was_made_anew_is_read_whole_where_that_is_no_error(spark, 
     embedded.send("orders", count=24)
     query.catch_up()
     assert query.rows() == sorted(each_once(10) + each_once(12))
-
-
-def test_a_run_to_the_end_fails_where_a_broker_is_away(spark, embedded, tmp_path):
-    query = Query(spark, tmp_path, embedded, readTimeoutMs=1000)
-    query.catch_up()
-    embedded.send("orders", count=8)
-    for broker in embedded.brokers:
-        broker.stop()
-    assert "not reached, in 1 s (readTimeoutMs): orders/broker-a/0" in str(query.run().exception())
-    for broker in embedded.brokers:
-        broker.start()
-    query.catch_up()
-    assert query.rows() == each_once(12)
-
-
-def test_a_body_that_cannot_be_unpacked_ends_no_query_that_is_told_to_leave_it_out(spark, embedded, tmp_path):
-    for broker in embedded.brokers:
-        for number in range(3):
-            flag = SysFlag.COMPRESSED if number == 1 else 0
-            record = encode_message(StoredMessage("orders", b"no zlib", queue_offset=number, sys_flag=flag))
-            fields = {"nextBeginOffset": str(number + 1), "minOffset": "0", "maxOffset": "10"}
-            at = str(number)
-            broker.on(
-                RequestCode.PULL_MESSAGE, answer(0, "FOUND", fields, record), times=None,
-                when=lambda command, at=at: command.fields["queueOffset"] == at,
-            )  # fmt: skip
-    query = Query(spark, tmp_path, embedded)
-    assert "at offset 1 failed after 1 try: its body cannot be unpacked" in str(query.run().exception())
-    query.catch_up(damagedBodies="skip")
-    assert query.rows() == [place for place in each_once(10) if place[2] != 1]
 
 
 @pytest.mark.spark_versions

@@ -18,9 +18,20 @@ from pyrocket_consumer.spark.positions import CALLS_AT_ONCE, Positions
 from pyrocket_consumer.spark.source import NotReached
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from tests.spark.asking import Checkpoint, CrashError, Row, Run, data_source, flat, read_batch, running
+from tests.spark.asking import (
+    Checkpoint,
+    CrashError,
+    Row,
+    Run,
+    all_batches,
+    data_source,
+    flat,
+    planning,
+    read_batch,
+    running,
+)
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.timeout(60)]
 
 CLUSTER = {"brokers": 2}
 ORDERS = {"queues": 1, "count": 20}
@@ -45,7 +56,6 @@ def until_a_batch(run, count: int):
     return found
 
 
-@pytest.mark.timeout(60)
 def test_a_broker_that_is_away_keeps_its_queues_while_the_others_go_on(embedded, caplog):
     with caplog.at_level(logging.WARNING), running(embedded, **FROM_FIRST) as run:
         run.batch()
@@ -61,7 +71,6 @@ def test_a_broker_that_is_away_keeps_its_queues_while_the_others_go_on(embedded,
         assert places(run) == [14, 13]
 
 
-@pytest.mark.timeout(60)
 def test_a_restart_while_a_broker_is_away_keeps_its_queues(embedded):
     checkpoint = Checkpoint()
     with running(embedded, checkpoint, **FROM_FIRST) as run:
@@ -96,7 +105,6 @@ def reads_on(embedded: EmbeddedCluster, run: Run, until: Callable[[], bool]) -> 
         assert time.monotonic() < ends_at, "planning was held up"
 
 
-@pytest.mark.timeout(60)
 def test_a_broker_that_falls_silent_does_not_hold_up_the_others(embedded):
     with running(embedded, **FROM_FIRST, **BY_DEFAULT) as run:
         run.batch()
@@ -107,7 +115,6 @@ def test_a_broker_that_falls_silent_does_not_hold_up_the_others(embedded):
         assert broker.requests(MAX)
 
 
-@pytest.mark.timeout(60)
 def test_a_broker_that_comes_back_silent_is_asked_beside_the_others(embedded):
     with running(embedded, **FROM_FIRST, **BY_DEFAULT) as run:
         run.batch()
@@ -121,7 +128,6 @@ def test_a_broker_that_comes_back_silent_is_asked_beside_the_others(embedded):
             assert len(run.batch()) == 1
 
 
-@pytest.mark.timeout(60)
 def test_the_progress_of_a_group_is_published_where_brokers_answer(embedded):
     with running(embedded, consumerGroup="app", **FROM_FIRST, **BY_DEFAULT) as run:
         run.batch()
@@ -133,7 +139,6 @@ def test_the_progress_of_a_group_is_published_where_brokers_answer(embedded):
             embedded.wait_until(lambda: embedded.committed("app", "orders") == {0: 10 + number}, 9)  # noqa: B023
 
 
-@pytest.mark.timeout(60)
 def test_silent_name_servers_hold_up_nobody(embedded):
     (name_server,) = embedded.name_server_nodes
     options = parse_source({"nameServer": embedded.name_server, "subscribe": "orders"}, streaming=True)
@@ -152,7 +157,6 @@ def test_silent_name_servers_hold_up_nobody(embedded):
         positions.close()
 
 
-@pytest.mark.timeout(60)
 def test_no_name_server_leaves_what_is_known(embedded):
     with running(embedded, **FROM_FIRST) as run:
         run.batch()
@@ -278,7 +282,6 @@ def test_a_crash_after_a_loss_repeats_the_same_batch(embedded):
         assert [offset for _, offset in run.batch()] == [4, 4]
 
 
-@pytest.mark.timeout(60)
 def test_a_queue_made_anew_while_its_broker_was_away_is_read_whatever_the_others_did_meanwhile(embedded):
     with running(embedded, **SHRUNK) as run:
         run.batch()
@@ -323,7 +326,6 @@ def test_a_queue_that_was_made_anew_and_grows_beyond_the_old_place_while_that_is
     assert sorted(offset for queue, offset in found if queue.broker_name == "broker-a") == list(range(14))
 
 
-@pytest.mark.timeout(60)
 def test_a_topic_that_is_deleted_after_it_was_read_keeps_its_place(embedded, caplog):
     embedded.create_topic("others", queues=1)
     with (
@@ -390,16 +392,11 @@ def read_once(embedded) -> Checkpoint:
     return checkpoint
 
 
-def all_batches(run: Run) -> list[Row]:
-    return [row for batch in iter(run.batch, None) for row in batch]
-
-
 def to_the_end(embedded: EmbeddedCluster, checkpoint: Checkpoint, **options: object) -> list[Row]:
     with running(embedded, checkpoint, trigger="available", **FROM_FIRST, **options) as run:
         return all_batches(run)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("keep_route", [False, True])
 def test_a_run_to_the_end_does_not_end_well_without_a_broker_that_it_knows(embedded, read_once, keep_route):
     embedded.broker("broker-b").stop(keep_route=keep_route)
@@ -411,7 +408,6 @@ def test_a_run_to_the_end_does_not_end_well_without_a_broker_that_it_knows(embed
     assert len(found) == (8 if read == 1 else 4)  # it may have read what broker-a had
 
 
-@pytest.mark.timeout(60)
 def test_a_run_to_the_end_does_not_end_well_without_any_broker(embedded, read_once):
     for broker in embedded.brokers:
         broker.stop()
@@ -419,7 +415,6 @@ def test_a_run_to_the_end_does_not_end_well_without_any_broker(embedded, read_on
         to_the_end(embedded, read_once, readTimeoutMs=600)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("keep_route", [False, True])
 def test_a_run_to_the_end_leaves_out_who_is_not_reached_if_told_to(embedded, read_once, keep_route, caplog):
     embedded.broker("broker-b").stop(keep_route=keep_route)
@@ -430,7 +425,6 @@ def test_a_run_to_the_end_leaves_out_who_is_not_reached_if_told_to(embedded, rea
     assert len(to_the_end(embedded, read_once)) == 4
 
 
-@pytest.mark.timeout(60)
 def test_a_run_to_the_end_waits_for_a_broker_that_restarts(embedded, read_once):
     broker = embedded.broker("broker-b")
     broker.stop()
@@ -445,7 +439,6 @@ def test_a_run_to_the_end_waits_for_a_broker_that_restarts(embedded, read_once):
         assert len(rest.result(30)) == 4
 
 
-@pytest.mark.timeout(60)
 def test_a_run_to_the_end_does_not_end_well_when_a_broker_goes_away_meanwhile(embedded, read_once):
     options = {"maxOffsetsPerTrigger": 2, "readTimeoutMs": 600, **FROM_FIRST}
     with running(embedded, read_once, trigger="available", **options) as run:
@@ -467,23 +460,17 @@ def test_a_run_to_the_end_needs_no_topic_that_was_deleted(embedded):
         assert len(all_batches(run)) == 2
 
 
-@pytest.mark.timeout(60)
 def test_a_new_query_needs_every_broker_that_is_named(embedded):
     """Else it could not tell, of the queues that come later, what was sent before it began."""
     embedded.broker("broker-b").stop(keep_route=True)
-    reader = data_source(embedded, subscribe="orders").streamReader(None)
-    with pytest.raises(ConnectError, match="cannot connect"):
+    with planning(embedded) as reader, pytest.raises(ConnectError, match="cannot connect"):
         reader.initialOffset()
-    reader.stop()
 
 
-@pytest.mark.timeout(60)
 def test_nobody_there_is_an_error_after_some_attempts(embedded):
-    reader = data_source(embedded, subscribe="orders").streamReader(None)
     embedded.stop_name_server()
-    with pytest.raises(ConnectError):
+    with planning(embedded) as reader, pytest.raises(ConnectError):
         reader.initialOffset()
-    reader.stop()
 
 
 # --- batches
@@ -611,7 +598,6 @@ def test_planning_outlives_a_broker_that_is_busy_for_some_seconds(embedded):
     assert len(read_batch(embedded, subscribe="orders", **BY_DEFAULT)) == 20
 
 
-@pytest.mark.timeout(60)
 def test_trouble_that_lasts_longer_than_planning_has_patience_is_an_error(embedded, caplog):
     embedded.broker("broker-b").on(MAX, answer(ResponseCode.SYSTEM_BUSY, "no time"), times=None)
     with caplog.at_level(logging.WARNING), pytest.raises(FlowControl, match="no time"):
@@ -626,14 +612,12 @@ def test_a_stream_that_begins_while_its_broker_restarts_waits_for_it():
         cluster.send("orders", count=5)
         broker, name_server = cluster.broker("broker-a"), cluster.name_server_nodes[0]
         broker.stop()
-        reader = data_source(cluster, **FROM_FIRST, **BY_DEFAULT).streamReader(None)
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor() as pool, planning(cluster, **FROM_FIRST, **BY_DEFAULT) as reader:
             begins = pool.submit(reader.initialOffset)
             asked = RequestCode.GET_ROUTEINFO_BY_TOPIC
             cluster.wait_until(lambda: len(name_server.requests(asked)) >= 7 or begins.done(), 30)
             broker.start()
             assert list(flat(begins.result(30)).values()) == [0]
-        reader.stop()
 
 
 def test_of_many_queues_only_those_are_asked_again_that_were_refused(embedded):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.errors import ConfigError
-from tests.spark.asking import Checkpoint, data_source, read_batch, running
+from tests.spark.asking import Checkpoint, all_batches, begin, read_batch, running
 
 pytestmark = [pytest.mark.live, pytest.mark.versions("5.5.0", "4.9.7")]
 
@@ -26,16 +26,6 @@ def send(cluster: Any, topic: str, count: int) -> None:
     cluster.wait_until(lambda: shown() == wanted, 30)
 
 
-def begin(cluster: Any, topic: str, **options: object) -> dict[int, int]:
-    """Return where a new query would begin, by queue id."""
-    reader = data_source(cluster, subscribe=topic, **options).streamReader(None)
-    try:
-        queues = reader.initialOffset()["queues"][topic]["broker-a"]
-        return {int(queue_id): offset for queue_id, offset in queues.items()}
-    finally:
-        reader.stop()
-
-
 def test_batches_restarts_and_the_group(cluster, names):
     topic, group, checkpoint = names.topic(), names.group(), Checkpoint()
     cluster.create_topic(topic, queues=2)
@@ -44,8 +34,7 @@ def test_batches_restarts_and_the_group(cluster, names):
     found = []
     for _ in range(2):
         with running(cluster, checkpoint, trigger="available", **options) as run:
-            while (batch := run.batch()) is not None:
-                found += batch
+            found += all_batches(run)
         send(cluster, topic, 10)
         cluster.wait_until(lambda: cluster.committed(group, topic) == run_ends(checkpoint, topic), 30)
     assert len(found) == len(set(found)) == 30
@@ -68,11 +57,13 @@ def test_where_a_query_begins_by_time(cluster, names):
     times = sorted({message.stored_at_ms for message in messages})
     for at_ms in (0, times[0], times[len(times) // 2], times[-1], times[-1] + 1, times[-1] + 3_600_000):
         expected = {
-            queue_id: min((m.queue_offset for m in of_queue if m.stored_at_ms >= at_ms), default=len(of_queue))
+            f"{topic}/broker-a/{queue_id}": min(
+                (m.queue_offset for m in of_queue if m.stored_at_ms >= at_ms), default=len(of_queue)
+            )
             for queue_id in (0, 1)
             if (of_queue := [m for m in messages if m.queue.queue_id == queue_id])
         }
-        assert begin(cluster, topic, startingTimestamp=at_ms) == expected, f"at {at_ms} of {times}"
+        assert begin(cluster, subscribe=topic, startingTimestamp=at_ms) == expected, f"at {at_ms} of {times}"
 
 
 def test_tags_leave_gaps_and_nothing_is_missed(cluster, names):
@@ -81,18 +72,13 @@ def test_tags_leave_gaps_and_nothing_is_missed(cluster, names):
     for number in range(24):
         cluster.send(topic, tags="b" if number % 4 == 2 else "a")
     cluster.wait_until(lambda: cluster.broker("broker-a").max_offset(topic, 0) == 24, 30)
-    found = []
     options = {"subscribe": topic, "tags": "b || c", "startingOffsets": "earliest", "maxOffsetsPerTrigger": 5}
     with running(cluster, **options) as run:
-        while (batch := run.batch()) is not None:
-            found += [offset for _, offset in batch]
-    assert found == list(range(2, 24, 4))
+        assert [offset for _, offset in all_batches(run)] == list(range(2, 24, 4))
 
 
 def test_a_filter_in_sql_that_is_wrong_is_refused(cluster, names):
     topic = names.topic()
     cluster.create_topic(topic, queues=1)
-    reader = data_source(cluster, subscribe=topic, sqlFilter="colour = = 'red'").streamReader(None)
     with pytest.raises(ConfigError, match="sqlFilter=.* is refused by broker broker-a"):
-        reader.initialOffset()
-    reader.stop()
+        begin(cluster, subscribe=topic, sqlFilter="colour = = 'red'")

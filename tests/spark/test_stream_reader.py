@@ -11,12 +11,13 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.spark.asking import Checkpoint, CrashError, data_source, flat, rows, running
+from tests.spark.asking import Checkpoint, CrashError, all_batches, flat, planning, rows, running
 
 pytestmark = pytest.mark.live
 
 CLUSTER = {"brokers": 2}
 ORDERS = {"queues": 2, "count": 20}
+FROM_FIRST = {"subscribe": "orders", "startingOffsets": "earliest"}
 RELEASES = ("4.0", "4.3")
 QUEUES = [MessageQueue("orders", broker, queue_id) for broker in ("broker-a", "broker-b") for queue_id in (0, 1)]
 
@@ -27,7 +28,7 @@ def all_of(queue_rows: object, low: int, high: int) -> bool:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_batches_follow_each_other_without_gap_or_overlap(embedded, release):
-    with running(embedded, release=release, subscribe="orders", startingOffsets="earliest") as run:
+    with running(embedded, release=release, **FROM_FIRST) as run:
         assert all_of(run.batch(), 0, 5)
         assert run.batch() is None
         embedded.send("orders", count=12)
@@ -44,20 +45,18 @@ def test_a_stream_begins_at_the_end_by_itself(embedded):
 
 
 def test_what_is_asked_twice_is_answered_alike(embedded):
-    reader = data_source(embedded, subscribe="orders").streamReader(None)
-    first = json.dumps(reader.initialOffset())
-    embedded.send("orders", count=4)
-    latest = reader.latestOffset(json.loads(first), reader.getDefaultReadLimit())
-    assert json.dumps(reader.initialOffset()) == first
-    assert flat(latest, "from") == flat(json.loads(first))
-    reader.stop()
+    with planning(embedded) as reader:
+        first = json.dumps(reader.initialOffset())
+        embedded.send("orders", count=4)
+        latest = reader.latestOffset(json.loads(first), reader.getDefaultReadLimit())
+        assert json.dumps(reader.initialOffset()) == first
+        assert flat(latest, "from") == flat(json.loads(first))
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_crash_in_the_first_batch_reads_the_same_range_again(embedded, release):
     checkpoint = Checkpoint()
-    options = {"subscribe": "orders", "startingOffsets": "earliest"}
-    with running(embedded, checkpoint, release, **options) as run, pytest.raises(CrashError):
+    with running(embedded, checkpoint, release, **FROM_FIRST) as run, pytest.raises(CrashError):
         run.batch(crash=True)
     embedded.send("orders", count=8)
     with running(embedded, checkpoint, release, subscribe="orders", startingOffsets="latest") as run:
@@ -71,7 +70,7 @@ def test_an_empty_first_batch_that_crashed_is_empty_again(embedded, release):
     with running(embedded, checkpoint, release, subscribe="orders") as run, pytest.raises(CrashError):
         run.batch(crash=True)
     embedded.send("orders", count=8)
-    with running(embedded, checkpoint, release, subscribe="orders", startingOffsets="earliest") as run:
+    with running(embedded, checkpoint, release, **FROM_FIRST) as run:
         assert run.batch() == []
         assert all_of(run.batch(), 5, 7)
 
@@ -79,17 +78,16 @@ def test_an_empty_first_batch_that_crashed_is_empty_again(embedded, release):
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_crash_in_a_later_batch_reads_the_same_range_again(embedded, release):
     checkpoint = Checkpoint()
-    options = {"subscribe": "orders", "startingOffsets": "earliest"}
-    with running(embedded, checkpoint, release, **options) as run:
+    with running(embedded, checkpoint, release, **FROM_FIRST) as run:
         run.batch()
         embedded.send("orders", count=4)
         with pytest.raises(CrashError):
             run.batch(crash=True)
     embedded.send("orders", count=4)
     for _ in range(2):  # it may crash again
-        with running(embedded, checkpoint, release, **options) as run, pytest.raises(CrashError):
+        with running(embedded, checkpoint, release, **FROM_FIRST) as run, pytest.raises(CrashError):
             run.batch(crash=True)
-    with running(embedded, checkpoint, release, **options) as run:
+    with running(embedded, checkpoint, release, **FROM_FIRST) as run:
         assert all_of(run.batch(), 5, 6)
         assert all_of(run.batch(), 6, 7)
 
@@ -98,28 +96,19 @@ def test_a_crash_in_a_later_batch_reads_the_same_range_again(embedded, release):
 def test_a_restart_with_nothing_new_makes_no_batch(embedded, release):
     checkpoint = Checkpoint()
     for _ in range(3):
-        with running(embedded, checkpoint, release, subscribe="orders", startingOffsets="earliest") as run:
+        with running(embedded, checkpoint, release, **FROM_FIRST) as run:
             run.batch()
             assert run.batch() is None
     assert len(checkpoint.ends) == 1
 
 
-def test_a_checkpoint_is_stronger_than_the_options(embedded):
-    checkpoint = Checkpoint()
-    with running(embedded, checkpoint, subscribe="orders", startingOffsets="earliest") as run:
-        run.batch()
-    with running(embedded, checkpoint, subscribe="orders", startingOffsets="earliest") as run:
-        assert run.batch() is None
-
-
 def test_a_checkpoint_of_a_newer_release_is_refused_with_a_sentence(embedded):
-    reader = data_source(embedded, subscribe="orders").streamReader(None)
     newer = {"version": 2, "queues": {}}
-    for ask in (lambda: reader.latestOffset(newer, None), lambda: reader.partitions(newer, newer)):
-        with pytest.raises(ConfigError, match="written by a newer release of pyrocket-consumer"):
-            ask()
-    reader.commit(newer)  # says so in the log only
-    reader.stop()
+    with planning(embedded) as reader:
+        for ask in (lambda: reader.latestOffset(newer, None), lambda: reader.partitions(newer, newer)):
+            with pytest.raises(ConfigError, match="written by a newer release of pyrocket-consumer"):
+                ask()
+        reader.commit(newer)  # says so in the log only
 
 
 # --- queues that come and go
@@ -168,11 +157,11 @@ def test_a_topic_that_is_no_longer_chosen_keeps_its_place(embedded, caplog):
 
 def test_a_cap_is_spread_over_queues_in_proportion(embedded):
     embedded.send("orders", count=85, queue_id=0, broker_name="broker-a")  # 90, 5, 5, 5
-    with running(embedded, subscribe="orders", startingOffsets="earliest", maxOffsetsPerTrigger=21) as run:
+    with running(embedded, **FROM_FIRST, maxOffsetsPerTrigger=21) as run:
         found = run.batch()
         assert [sum(queue == each for queue, _ in found) for each in QUEUES] == [18, 1, 1, 1]
         everything = list(found)
-        while (found := run.batch()) is not None:
+        for found in iter(run.batch, None):
             assert len(found) <= 21
             everything += found
     assert len(everything) == len(set(everything)) == 105
@@ -180,19 +169,15 @@ def test_a_cap_is_spread_over_queues_in_proportion(embedded):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_cap_holds_on_every_release(embedded, release):
-    with running(
-        embedded, None, release, subscribe="orders", startingOffsets="earliest", maxOffsetsPerTrigger=8
-    ) as run:
+    with running(embedded, None, release, maxOffsetsPerTrigger=8, **FROM_FIRST) as run:
         assert [len(run.batch()) for _ in range(3)] == [8, 8, 4]
 
 
 def test_once_reads_everything_whatever_the_limits(embedded):
     limits = {"maxOffsetsPerTrigger": 8, "minOffsetsPerTrigger": 8}
-    with running(embedded, trigger="once", subscribe="orders", startingOffsets="earliest", **limits) as run:
+    with running(embedded, trigger="once", **FROM_FIRST, **limits) as run:
         assert len(run.batch()) == 20
-    with running(
-        embedded, trigger="once", subscribe="orders", startingOffsets="earliest", minOffsetsPerTrigger=99
-    ) as run:
+    with running(embedded, trigger="once", minOffsetsPerTrigger=99, **FROM_FIRST) as run:
         assert len(run.batch()) == 20
 
 
@@ -216,8 +201,7 @@ def test_a_batch_waits_no_longer_than_it_is_told(embedded):
 
 def test_with_an_old_spark_the_first_batch_waits_for_nothing(embedded):
     """There, a run of a single batch cannot be told from others."""
-    options = {"startingOffsets": "earliest", "minOffsetsPerTrigger": 1000, "maxTriggerDelay": "1h"}
-    with running(embedded, None, "4.0", subscribe="orders", **options) as run:
+    with running(embedded, None, "4.0", minOffsetsPerTrigger=1000, maxTriggerDelay="1h", **FROM_FIRST) as run:
         assert all_of(run.batch(), 0, 5)
         embedded.send("orders", count=4)
         assert run.batch() is None
@@ -227,18 +211,15 @@ def test_with_an_old_spark_the_first_batch_waits_for_nothing(embedded):
 
 
 def test_a_run_to_the_end_ends_while_messages_still_arrive(embedded):
-    options = {"subscribe": "orders", "startingOffsets": "earliest", "maxOffsetsPerTrigger": 6}
+    options = {**FROM_FIRST, "maxOffsetsPerTrigger": 6}
     checkpoint, batches = Checkpoint(), []
     with running(embedded, checkpoint, trigger="available", **options) as run:
-        while (found := run.batch()) is not None:
+        for found in iter(run.batch, None):
             batches.append(found)
             embedded.send("orders", count=4)
         assert all_of([row for batch in batches for row in batch], 0, 5)
     with running(embedded, checkpoint, trigger="available", **options) as run:
-        later = []
-        while (found := run.batch()) is not None:
-            later += found
-        assert all_of(later, 5, 5 + len(batches))
+        assert all_of(all_batches(run), 5, 5 + len(batches))
 
 
 def test_a_run_to_the_end_leaves_later_queues_to_the_next(embedded):
@@ -254,7 +235,7 @@ def test_a_run_to_the_end_leaves_later_queues_to_the_next(embedded):
 
 
 def test_a_run_to_the_end_ends_although_a_queue_shrank(embedded):
-    options = {"subscribe": "orders", "startingOffsets": "earliest", "maxOffsetsPerTrigger": 4, "failOnDataLoss": False}
+    options = {**FROM_FIRST, "maxOffsetsPerTrigger": 4, "failOnDataLoss": False}
     with running(embedded, trigger="available", **options) as run:
         found = list(run.batch())
         for broker in embedded.brokers:
@@ -271,8 +252,7 @@ def test_a_run_to_the_end_ends_although_a_queue_shrank(embedded):
 
 
 def test_a_run_to_the_end_waits_for_no_minimum(embedded):
-    options = {"startingOffsets": "earliest", "minOffsetsPerTrigger": 1000}
-    with running(embedded, trigger="available", subscribe="orders", **options) as run:
+    with running(embedded, trigger="available", minOffsetsPerTrigger=1000, **FROM_FIRST) as run:
         assert all_of(run.batch(), 0, 5)
         assert run.batch() is None
 
@@ -286,33 +266,20 @@ def test_tags_leave_gaps_at_the_edges_of_ranges_and_nothing_is_missed(embedded):
     for number in range(40):
         embedded.send("tagged", tags="b" if number % 4 == 2 else "a", broker_name="broker-a")
     options = {"subscribe": "tagged", "tags": "b", "startingOffsets": "earliest", "maxOffsetsPerTrigger": 5}
-    found = []
     with running(embedded, **options) as run:
-        while (batch := run.batch()) is not None:
-            found += [offset for _, offset in batch]
-    assert found == list(range(2, 40, 4))
+        assert [offset for _, offset in all_batches(run)] == list(range(2, 40, 4))
 
 
 def test_ranges_are_planned_as_the_options_say(embedded):
-    reader = data_source(embedded, subscribe="orders", startingOffsets="earliest", minPartitions=8).streamReader(None)
-    end = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
-    partitions = reader.partitions(reader.initialOffset(), end)
+    with planning(embedded, startingOffsets="earliest", minPartitions=8) as reader:
+        end = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
+        partitions = reader.partitions(reader.initialOffset(), end)
     assert len(partitions) == 8
-    reader.stop()
-
-
-def test_what_is_read_of_a_planned_batch_does_not_depend_on_the_planner(embedded):
-    reader = data_source(embedded, subscribe="orders", startingOffsets="earliest").streamReader(
-        data_source(embedded, subscribe="orders").schema()
-    )
-    end = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
-    partitions = reader.partitions(reader.initialOffset(), end)
-    reader.stop()
-    assert all_of(rows(reader, partitions), 0, 5)
+    assert all_of(rows(reader, partitions), 0, 5)  # whether the planner is there or not
 
 
 def test_what_is_reported_as_latest_is_beyond_the_cap(embedded):
-    with running(embedded, subscribe="orders", startingOffsets="earliest", maxOffsetsPerTrigger=4) as run:
+    with running(embedded, **FROM_FIRST, maxOffsetsPerTrigger=4) as run:
         run.batch()
         assert list(flat(run.reader.reportLatestOffset()).values()) == [5, 5, 5, 5]
         assert list(run.place().values()) == [1, 1, 1, 1]
@@ -331,13 +298,13 @@ def test_brokers_are_asked_no_more_often_than_told(embedded):
 
 
 def test_nothing_between_is_nothing_to_do(embedded):
-    with running(embedded, subscribe="orders", startingOffsets="earliest") as run:
+    with running(embedded, **FROM_FIRST) as run:
         start = run.reader.initialOffset()
         assert run.reader.partitions(start, start) == []
 
 
 def test_expired_messages_are_data_loss(embedded):
-    with running(embedded, subscribe="orders", startingOffsets="earliest") as run:
+    with running(embedded, **FROM_FIRST) as run:
         run.reader.initialOffset()
         embedded.broker("broker-a").delete_before("orders", 1, 3)
         with pytest.raises(
@@ -348,7 +315,7 @@ def test_expired_messages_are_data_loss(embedded):
 
 
 def test_without_that_failing_the_query_goes_on_with_what_there_is(embedded, caplog):
-    options = {"subscribe": "orders", "startingOffsets": "earliest", "failOnDataLoss": False}
+    options = {**FROM_FIRST, "failOnDataLoss": False}
     with caplog.at_level(logging.WARNING), running(embedded, **options) as run:
         run.reader.initialOffset()
         embedded.broker("broker-a").delete_before("orders", 1, 3)

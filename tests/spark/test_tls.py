@@ -5,16 +5,11 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from pyspark.errors import PySparkException
 
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.options import parse_source
-from pyrocket_consumer.spark.ranges import QueueRange
-from pyrocket_consumer.spark.read import read_ranges
-from pyrocket_consumer.spark.schema import READ_SCHEMA, arrow_schema
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.spark.asking import data_source, read_batch, running
 
@@ -34,16 +29,6 @@ def secured():
 
 
 ORDERS = [(MessageQueue("orders", "broker-a", queue_id), offset) for queue_id in range(2) for offset in range(20)]
-
-
-@pytest.mark.live
-def test_the_ranges_of_a_task(secured):
-    texts = {"nameServer": secured.name_server, "subscribe": "orders", "tls": "true", "tlsCaFile": str(CERTIFICATE)}
-    options = parse_source({name.lower(): value for name, value in texts.items()}, streaming=False)
-    columns = pa.schema([arrow_schema(READ_SCHEMA).field("body")])
-    ranges = [QueueRange(MessageQueue("orders", "broker-a", queue_id), 0, 20) for queue_id in range(2)]
-    bodies = [row["body"] for batch in read_ranges(ranges, columns, options.read) for row in batch.to_pylist()]
-    assert sorted(bodies) == sorted(b"m%d" % number for number in range(40))
 
 
 @pytest.mark.live

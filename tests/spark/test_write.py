@@ -73,17 +73,6 @@ def test_a_batch_that_runs_again_marks_its_duplicates(spark, embedded, tmp_path)
     assert {marks(message): message.body for message in again} == once
 
 
-def test_rows_with_a_key_stay_in_order_through_a_stream(spark, embedded, tmp_path):
-    for topic in ("first", "second"):
-        embedded.create_topic(topic, queues=1)
-    embedded.send("first", lambda number: b"%d" % number, count=100)
-    orders = stream(spark, embedded, "first").selectExpr("body", "string(int(string(body)) % 3) AS shardingKey")
-    copy(orders, embedded, "second", tmp_path)
-    for key in range(3):
-        found = [int(message.body) for message in embedded.messages("second") if int(message.body) % 3 == key]
-        assert found == [number for number in range(100) if number % 3 == key]
-
-
 def batch(spark: Any, cluster: EmbeddedCluster, sql: str, mode: str = "append", **options: Any) -> None:
     writer = spark.sql(sql).write.format("rocketmq").mode(mode).option("nameServer", cluster.name_server)
     writer.options(**options).save()
