@@ -14,12 +14,14 @@ from tests.fuzz.targets import TARGETS, Target, bearing
 from tests.trials import trials
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("name", TARGETS)
 def test_whatever_bytes_come_are_borne(name):
     run = mutate(TARGETS[name], trials(500), 60, seed=1)
     assert run.finding is None, run.finding.text
 
 
+@pytest.mark.slow("the stream of each frame comes byte by byte, too")
 @pytest.mark.parametrize("name", TARGETS)
 def test_real_bytes_are_borne(name):
     for data in TARGETS[name].originals():
@@ -33,7 +35,7 @@ def raising(data):
 
 def slow(data):
     begin = time.thread_time()
-    while len(data) > 100 and time.thread_time() - begin < 1.1:
+    while len(data) > 100 and time.thread_time() - begin < 0.06:
         pass
 
 
@@ -46,6 +48,7 @@ def wordy(data):
 )
 def test_what_is_planted_is_found_and_kept(read, told, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "FINDINGS", tmp_path)
+    monkeypatch.setattr(running, "LONGEST_S", 0.05)
     target = Target("planted", read, lambda: [b"a" * 90])
     run = mutate(target, 100_000, 60, seed=1)
     assert told in run.finding.text

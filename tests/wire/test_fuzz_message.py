@@ -64,12 +64,14 @@ def test_every_attribute_is_touched():
     decode_and_touch(WORKED_RECORD)
 
 
+@pytest.mark.search
 @given(st.binary(max_size=400))
 @settings(max_examples=trials(300))
 def test_any_bytes_give_messages_or_a_protocol_error(data):
     decode_and_touch(data)
 
 
+@pytest.mark.search
 @given(
     total=st.one_of(st.integers(0, 400), st.integers(0, 2**32 - 1)),
     magic=st.sampled_from([0xDAA320A7, 0xDAA320AB, 0xCBD43194]),
@@ -89,6 +91,7 @@ def test_any_record_with_a_good_magic_is_read_or_refused(
     decode_and_touch(struct.pack(">I", len(data)) + data[4:], QUEUE)
 
 
+@pytest.mark.search
 @given(
     data=st.one_of(st.sampled_from(SMALL_BODIES + COMPRESSED_RECORDS), stored_messages().map(encode_message)),
     changes=st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 255)), max_size=6),
@@ -113,6 +116,7 @@ def test_a_record_cut_or_changed_anywhere_is_read_or_refused(record):
             decode_and_touch(record[:place] + bytes([value]) + record[place + 1 :])
 
 
+@pytest.mark.search
 @given(st.binary(max_size=200), st.integers(0, 0x7FF))
 @settings(max_examples=trials(300))
 def test_any_bytes_decompress_or_are_a_protocol_error(data, sys_flag):
@@ -127,6 +131,7 @@ def with_one_byte_changed(data, place, value):
     return data[:place] + bytes([value]) + data[place + 1 :]
 
 
+@pytest.mark.search
 @given(
     st.one_of(
         st.binary(max_size=200),

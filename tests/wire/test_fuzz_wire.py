@@ -92,12 +92,14 @@ JSON_LIKE = st.lists(
 # --- frames ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.search
 @given(st.binary(max_size=300) | damaged(FRAMES))
 @FUZZ
 def test_any_frame(data):
     value_or_protocol_error(decode_command, data)
 
 
+@pytest.mark.search
 @given(header=st.binary(max_size=120) | JSON_LIKE, header_type=st.integers(0, 3), body=st.binary(max_size=20))
 @FUZZ
 def test_any_header_within_right_lengths(header, header_type, body):
@@ -105,6 +107,7 @@ def test_any_header_within_right_lengths(header, header_type, body):
     value_or_protocol_error(decode_command, frame)
 
 
+@pytest.mark.search
 @given(
     fixed=st.tuples(st.integers(-(2**15), 2**15 - 1), st.integers(0, 255), st.integers(-(2**31), 2**31 - 1)),
     lengths=st.tuples(*[st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 40)] * 2),
@@ -119,6 +122,7 @@ def test_any_lengths_in_a_binary_header(fixed, lengths, rest):
     value_or_protocol_error(decode_command, frame)
 
 
+@pytest.mark.search
 @given(
     commands=st.lists(
         st.builds(
@@ -144,6 +148,7 @@ def test_any_commands_in_any_pieces_come_out_whole(commands, header_type, pieces
     assert [replace(command, body=bytes(extent)) for command, extent in in_place] == expected
 
 
+@pytest.mark.search
 @given(st.lists(st.binary(max_size=40) | damaged(FRAMES), max_size=4), st.lists(st.integers(1, 5000), min_size=1))
 @FUZZ
 @example([struct.pack(">iI", 16 * 1024 * 1024 - 4, 0)], [1])
@@ -168,6 +173,7 @@ def fed(buffer: Any, stream: bytes, pieces: list[int]) -> list[Any]:
 # --- headers ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("header", HEADERS, ids=lambda header: header.__name__)
 @given(data=st.data())
 @settings(max_examples=trials(30), deadline=None)
@@ -189,12 +195,14 @@ def header_names(header: type[headers.Header]) -> list[str]:
 # --- JSON and bodies -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.search
 @given(st.binary(max_size=300) | JSON_LIKE | damaged(BODIES))
 @settings(max_examples=trials(1500), deadline=None)
 def test_any_json(data):
     value_or_protocol_error(fastjson.loads, data)
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("name", BODY_DECODERS)
 @given(data=st.binary(max_size=200) | JSON_LIKE | damaged(BODIES))
 @settings(max_examples=trials(250), deadline=None)
@@ -215,6 +223,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("name", BODY_DECODERS)
 @given(data=st.data())
 @settings(max_examples=trials(60), deadline=None)
