@@ -17,6 +17,10 @@ def command(code: int = 11, **fields: str) -> RemotingCommand:
     return RemotingCommand(code, fields)
 
 
+def send(connection, on_answer, timeout_s, **options):
+    return connection.send(lambda opaque: connection.encode(command(), opaque), on_answer, timeout_s, **options)
+
+
 async def test_a_call_gets_its_answer_whatever_the_code(connection, peer):
     for code in (0, 1, 21, 999):
         answer = connection.call(command(), 30)
@@ -87,15 +91,11 @@ async def test_a_late_answer_reaches_whoever_asked_for_it_once(connection, peer)
     told: list[object] = []
     late: list[bytes] = []
 
-    def send(on_late=None) -> None:
-        connection.send(
-            lambda opaque: connection.encode(command(), opaque), told.append, 0.02,
-            on_late=on_late and (lambda answer: late.append(answer.body)),
-        )
+    def on_late(answer) -> None:
+        late.append(answer.body)
 
-    send(on_late=True)
-    send()
-    send(on_late=True)
+    for each in (on_late, None, on_late):
+        send(connection, told.append, 0.02, on_late=each)
     asked = [await peer.next() for _ in range(3)]
     await until(lambda: len(told) == 3)
     assert {type(each) for each in told} == {RequestTimeout}
@@ -111,10 +111,7 @@ async def test_a_late_answer_reaches_whoever_asked_for_it_once(connection, peer)
 async def test_answers_that_never_come_are_not_remembered_without_end(connection, peer):
     late: list[bytes] = []
     for _ in range(MOST_OVERDUE + 1):
-        connection.send(
-            lambda opaque: connection.encode(command(), opaque), lambda answer: None, 0.001,
-            on_late=lambda answer: late.append(answer.body),
-        )
+        send(connection, lambda answer: None, 0.001, on_late=lambda answer: late.append(answer.body))
     asked = [await peer.next() for _ in range(MOST_OVERDUE + 1)]
     await until(lambda: connection.waiting == 0)
     peer.answer(asked[0], body=b"oldest")
@@ -151,12 +148,12 @@ def headed(header: bytes, header_type: int = 0) -> bytes:
 async def test_a_request_from_a_callback_delays_no_other_deadline(connection):
     loop, ended = asyncio.get_running_loop(), []
 
-    def send(timeout_s: float, on_answer) -> None:
-        connection.send(lambda opaque: connection.encode(command(), opaque), on_answer, timeout_s)
+    def again(answer) -> None:
+        send(connection, lambda answer: None, 20)
 
     began = loop.time()
-    send(0.05, lambda answer: send(20, lambda answer: None))
-    send(0.5, lambda answer: ended.append(loop.time() - began))
+    send(connection, again, 0.05)
+    send(connection, lambda answer: ended.append(loop.time() - began), 0.5)
     await until(lambda: ended)
     assert 0.5 <= ended[0] < 10
 
@@ -295,8 +292,7 @@ async def test_what_was_said_before_closing_still_goes_out():
 
 async def test_a_forgotten_call_is_never_told(connection, peer):
     told: list[object] = []
-    frame = command()
-    opaque = connection.send(lambda opaque: connection.encode(frame, opaque), told.append, 0.05)
+    opaque = send(connection, told.append, 0.05)
     connection.forget(opaque)
     peer.answer(await peer.next())
     await asyncio.sleep(0.1)
@@ -310,16 +306,12 @@ async def test_a_forgotten_call_is_never_told(connection, peer):
 async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, connection, peer):
     told: list[RemotingCommand | Exception] = []
 
-    def ask(timeout_s: float) -> None:
-        pull = command()
-        connection.send(lambda opaque: connection.encode(pull, opaque), told.append, timeout_s)
-
     if end == "closed before":
         connection.close("over")
-        ask(0.05)
+        send(connection, told.append, 0.05)
         assert told == [], "a caller is never called back before its call has returned"
     else:
-        ask(0.05 if end == "timeout" else 30)
+        send(connection, told.append, 0.05 if end == "timeout" else 30)
         asked = await peer.next()
         if end == "answer":
             peer.answer(asked)
@@ -349,8 +341,7 @@ async def test_what_callbacks_return_runs_after_their_requests(connection, peer)
         return on_answer
 
     for name in ("a", "b"):
-        pull = command()
-        connection.send(lambda opaque, pull=pull: connection.encode(pull, opaque), asking(name), 5)
+        send(connection, asking(name), 5)
     asked = [await peer.next(), await peer.next()]
     peer.send(b"".join(encode_command(each.answer()) for each in asked))
     await until(lambda: len(order) == 4)
@@ -370,8 +361,7 @@ async def test_a_callback_that_raises_harms_no_other():
             return lambda: bad(answer)
 
         for on_answer in (bad, bad_rest):
-            pull = command()
-            connection.send(lambda opaque, pull=pull: connection.encode(pull, opaque), on_answer, 5)
+            send(connection, on_answer, 5)
         good = connection.call(command(), 30)
         asked = [await peer.next() for _ in range(3)]
         peer.send(b"".join(encode_command(each.answer()) for each in asked))
@@ -380,8 +370,7 @@ async def test_a_callback_that_raises_harms_no_other():
         assert {type(context["exception"]) for context in told} == {ZeroDivisionError}
         assert not connection.closed
 
-        pull = command()
-        connection.send(lambda opaque: connection.encode(pull, opaque), bad, 0.05)
+        send(connection, bad, 0.05)
         await until(lambda: len(told) == 3)
 
 

@@ -17,6 +17,7 @@ from pyrocket_consumer.testing import drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.processes import Child
 from tests.consuming import WAIT_S, Events, Seen, numbered, until
+from tests.resetting import fill
 
 RUN = asyncio.run
 
@@ -146,7 +147,7 @@ async def test_a_cancelled_close_has_stored_what_is_consumed(embedded, topic, gr
     consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
     await consumer.subscribe(topic, listen)
     await consumer.start()
-    embedded.send(topic, lambda number: b"m%d" % number, count=20)
+    fill(embedded, topic, 20)
     await asyncio.to_thread(held.wait, WAIT_S)
     while sum(queue.committed or 0 for queue in (await consumer.progress()).values()) < 19:
         await asyncio.sleep(0.01)
@@ -254,7 +255,7 @@ def test_a_close_ends_in_time_when_brokers_and_listeners_do_not(embedded, broker
             goes_on.wait(WAIT_S)
 
     consumer = started(embedded, group, topic, listen, on_event=events)
-    embedded.send(topic, lambda number: b"m%d" % number, count=8)
+    fill(embedded, topic, 8)
     until(lambda: sum(each.committed or 0 for each in consumer.progress().values()) == 8, "all are consumed")
     hold.set()
     embedded.send(topic, lambda number: b"n%d" % number, count=4)
@@ -345,8 +346,7 @@ def closes(embedded, topic, group, base, code, model="clustering", times=1):
 @pytest.mark.live
 @pytest.mark.slow("starts four interpreters")
 def test_however_it_is_closed_what_is_consumed_is_stored(embedded, topic, group, tmp_path):
-    embedded.create_topic(topic, queues=2)
-    embedded.send(topic, lambda number: b"m%d" % number, count=20)
+    fill(embedded, topic, 20, queues=2)
     groups = [group + suffix for suffix in ("-handler", "-handler-in-join", "-del", "-with")]
     closes(embedded, topic, group, tmp_path, BEFORE_THE_END, times=4)
     closes(embedded, topic, group, tmp_path, AT_EXIT)
@@ -382,7 +382,7 @@ with consumer:
 
 @pytest.mark.live
 def test_ctrl_c_while_it_closes_has_stored_what_is_consumed(embedded, topic, group):
-    embedded.send(topic, lambda number: b"m%d" % number, count=10)
+    fill(embedded, topic, 10)
     child = Child("-c", IMPATIENT, embedded.name_server, topic, group)
     child.wait_for_line("m9")
     child.wait(lambda lines: len(lines) == 11)

@@ -25,14 +25,11 @@ from pyrocket_consumer.offsets import MemoryOffsetStore
 from pyrocket_consumer.testing import Gate, answer, drop, rewrite
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, numbered, quick, until
+from tests.resetting import fill
 
 RUN = asyncio.run
 
 OPTIONS = {"commit_interval_s": 0.05, "pull_hold_s": 0.2}
-
-
-def fill(cluster, topic, count, start=0, **options):
-    cluster.send(topic, lambda number: b"m%d" % (start + number), count=count, **options)
 
 
 def consumer_of(cluster, group, **options):
@@ -236,8 +233,7 @@ async def test_an_asyncio_consumer_goes_on_when_its_store_fails(embedded, topic,
 
 
 def test_a_strategy_that_raises_at_the_start_is_tried_again(embedded, topic, group):
-    embedded.create_topic(topic, queues=2)
-    fill(embedded, topic, 4)
+    fill(embedded, topic, 4, queues=2)
     calls = []
 
     def strategy(group, client_id, queues, members):
@@ -329,8 +325,7 @@ def test_two_threads_that_close_at_once_both_wait_for_the_end(embedded, broker, 
 
 def test_closing_while_queues_change_hands_stores_their_offsets(embedded, broker, topic, group):
     """The queue has left the table of those held, and its last offset is on its way."""
-    embedded.create_topic(topic, queues=2)
-    fill(embedded, topic, 10)
+    fill(embedded, topic, 10, queues=2)
     consumer = consumer_of(embedded, group, commit_interval_s=60)
     seen, gate = Seen(), Gate()
     consumer.subscribe(topic, seen)

@@ -278,8 +278,7 @@ def retries_before_the_first_commit_are_consumed(
     topic, group = names.topic(), names.group()
     retry = f"%RETRY%{group}"
     cluster.create_topic(topic, queues=1)
-    cluster.create_topic(retry, queues=1)
-    fill(cluster, retry, 3)
+    fill(cluster, retry, 3, queues=1)
     time.sleep(0.02)
     start = datetime.fromtimestamp(time.time(), UTC) if consume_from == "time" else consume_from
     with member(cluster, topic, group, consume_from=start, selector="paid") as consumer:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.consumer.processes import Child
 from tests.consuming import QUICK, consuming, until
+from tests.resetting import fill
 
 pytestmark = [pytest.mark.live, pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")]
 
@@ -78,7 +79,7 @@ class Pair:
 def test_a_membership_ends_with_the_forked_process(embedded, topic, group):
     embedded.create_topic(topic, queues=2)
     with Pair(embedded, topic, group, "sleeps closes collects joins") as pair:
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10)
         pair.parent.wait(lambda lines: len(pair.parent.bodies) == 10)
         assert len(embedded.members(group)) == 1
         assert "joined" not in pair.parent.lines
@@ -94,7 +95,7 @@ def test_a_membership_ends_with_the_forked_process(embedded, topic, group):
 def test_a_child_with_a_consumer_of_its_own_disturbs_nobody(embedded, topic, group):
     embedded.create_topic(topic, queues=2)
     with Pair(embedded, topic, group, "consumes") as pair:
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10)
         pair.parent.wait(lambda lines: sum(pair.parent.bodies.values()) == 20)
         assert set(pair.parent.bodies.values()) == {2}
         os.kill(pair.children[0], signal.SIGKILL)

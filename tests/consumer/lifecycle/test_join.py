@@ -15,6 +15,7 @@ from pyrocket_consumer import AsyncPushConsumer, ConsumerClosed, ConsumerState, 
 from pyrocket_consumer.consumer.end import End, Terminated, terminate, told_of_sigterm
 from tests.consumer.processes import Child
 from tests.consuming import WAIT_S, Events
+from tests.resetting import fill
 
 RUN = asyncio.run
 
@@ -92,8 +93,7 @@ asyncio.run(main())
 
 def joined(embedded, topic, group, program, way, number):
     """Run `program`, send it a signal while it joins; returns the exit code, what it printed after, and its errors."""
-    embedded.create_topic(topic, queues=2)
-    embedded.send(topic, lambda index: b"m%d" % index, count=20)
+    fill(embedded, topic, 20, queues=2)
     child = Child("-c", program, embedded.name_server, topic, group, way)
     child.wait_for_line("ready")
     child.send(number)

@@ -22,6 +22,7 @@ from pyrocket_consumer.testing import Gate, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.processes import Child
 from tests.consuming import WAIT_S, Events, Seen, until
+from tests.resetting import fill
 
 RUN = asyncio.run
 
@@ -339,8 +340,7 @@ def client_of(child):
 @pytest.mark.parametrize("instance", ["DEFAULT", "named"])
 def test_a_process_goes_on_where_the_one_that_is_closing_ends(embedded, topic, group, tmp_path, instance):
     """The old one has a slow message in hand while the new one starts: it is waited for."""
-    embedded.create_topic(topic, queues=2)
-    embedded.send(topic, lambda number: b"m%d" % number, count=1000)
+    fill(embedded, topic, 1000, queues=2)
     old = process(embedded, topic, group, tmp_path, 2.0, instance)
     assert client_of(old).endswith("@" + instance)
     old.wait(lambda lines: sum(old.bodies.values()) == 1000)

@@ -27,6 +27,7 @@ from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.processes import Child
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, started, until
 from tests.hazards.members import of
+from tests.resetting import fill
 
 IMPATIENT = {"call_timeout_s": 0.3, "rebalance_interval_s": 0.1, "commit_interval_s": 0.05}
 
@@ -51,8 +52,7 @@ def test_a_queue_waits_for_its_offset(embedded, broker, group, where):
     """One topic for each kind of trouble: all are read by one consumer, and none is started without its answer."""
     troubled = {f"{group}-{number}": what for number, what in enumerate(TROUBLE)}
     for topic, what in troubled.items():
-        embedded.create_topic(topic, queues=1)
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10, queues=1)
         broker.commit(group, topic, {0: 7})
         broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], when=of(topic))
     seen = {topic: Seen() for topic in troubled}
@@ -82,8 +82,7 @@ def test_a_queue_waits_for_its_offset(embedded, broker, group, where):
 
 
 def test_other_queues_do_not_wait_for_it(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=2)
-    embedded.send(topic, lambda number: b"m%d" % number, count=10)
+    fill(embedded, topic, 10, queues=2)
     gate = Gate()
 
     broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None, when=of(topic, queueId=1))
@@ -118,8 +117,7 @@ def test_of_a_topic_that_comes_later_everything_is_consumed(embedded, group):
     seen = Seen()
     with PushConsumer(group, name_server=embedded.name_server, rebalance_interval_s=0.2) as consumer:
         consumer.subscribe(topic, seen)
-        embedded.create_topic(topic, queues=2)
-        embedded.send(topic, lambda number: b"m%d" % number, count=6)
+        fill(embedded, topic, 6, queues=2)
         seen.wait_for(6)
         assert {each.origin for queue, each in consumer.progress().items() if queue.topic == topic} == {
             "queue added while we consume"
@@ -134,7 +132,7 @@ def test_a_queue_that_lost_its_data_begins_at_the_first_message(group):
         events, seen, broker = Events(), Seen(), cluster.broker("broker-a")
         with PushConsumer(group, name_server=cluster.name_server, on_event=events) as consumer:
             consumer.subscribe(topic, seen)
-            cluster.send(topic, lambda number: b"m%d" % number, count=100)
+            fill(cluster, topic, 100)
             seen.wait_for(100)
             consumer.unsubscribe(topic)
             until(lambda: cluster.committed(group, topic) == {0: 100}, "stored")
@@ -142,7 +140,7 @@ def test_a_queue_that_lost_its_data_begins_at_the_first_message(group):
             broker.kill()
             broker.lose_data()
             broker.start()
-            cluster.send(topic, lambda number: b"m%d" % (100 + number), count=20)
+            fill(cluster, topic, 20, 100)
             consumer.subscribe(topic, seen)
             seen.wait_for(120)
         assert events.wait_for("offset-forgotten").facts["offset"] == 100
@@ -158,7 +156,7 @@ def test_a_start_waits_for_queues_that_could_not_begin_at_once(embedded, broker,
     consumer = PushConsumer(group, name_server=embedded.name_server)
     consumer.subscribe(topic, seen)
     with consumer:
-        embedded.send(topic, lambda number: b"m%d" % number, count=4)
+        fill(embedded, topic, 4)
         seen.wait_for(4)
 
 
@@ -221,7 +219,7 @@ def test_what_a_closed_consumer_left_comes_to_the_next(embedded, topic, group, t
         options = {"offset_store": (store := Lasting())}
     first, second = Unfinished(), Seen()
     with running(embedded, topic, group, first, **STARTS[where](), **options):
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10)
         first.wait_for(10)
     if model == "a store of one's own":
         options = {"offset_store": Lasting(store)}
@@ -253,7 +251,7 @@ def test_unfinished_messages_go_to_who_takes_the_queue(embedded, topic, group, w
     embedded.create_topic(topic, queues=4)
     first, second = Unfinished(), Seen()
     with running(embedded, topic, group, first, **STARTS[where](), instance_name="first"):
-        embedded.send(topic, lambda number: b"m%d" % number, count=12)
+        fill(embedded, topic, 12)
         first.wait_for(12)
         with running(embedded, topic, group, second, **STARTS[where](), instance_name="second"):
             second.wait_for(6)
@@ -270,7 +268,7 @@ def test_what_a_killed_member_had_in_hand_comes_to_the_next(embedded, broker, to
     child = Child("-m", "tests.consumer.member", topic, json.dumps(options))
     try:
         embedded.wait_until(lambda: broker.held_pulls(topic) == 2)
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10)
         child.wait(lambda lines: len([line for line in lines if line.startswith("begun")]) == 10)
     finally:
         child.send(signal.SIGKILL)
@@ -284,8 +282,7 @@ def test_what_a_killed_member_had_in_hand_comes_to_the_next(embedded, broker, to
 def test_a_queue_that_is_added_while_we_consume(embedded, topic, group):
     first, second, events = Unfinished(), Seen(), Events()
     with running(embedded, topic, group, first, route_refresh_interval_s=0.2, on_event=events):
-        embedded.create_topic(topic, queues=3)
-        embedded.send(topic, lambda number: b"m%d" % number, count=9)
+        fill(embedded, topic, 9, queues=3)
         first.wait_for(9)
     with running(embedded, topic, group, second):
         second.wait_for(9)
@@ -301,7 +298,7 @@ def test_a_topic_that_is_subscribed_to_while_we_consume(embedded, topic, group):
     with running(embedded, topic, group, first, on_event=events) as consumer:
         consumer.subscribe(other, first)
         until(lambda: len([each for each in events.of("queue-assigned") if each.queue.topic == other]) == 2, "held")
-        embedded.send(other, lambda number: b"m%d" % number, count=10)
+        fill(embedded, other, 10)
         first.wait_for(10)
     with running(embedded, other, group, second):
         second.wait_for(10)
@@ -312,7 +309,7 @@ def test_a_topic_that_is_unsubscribed_and_subscribed_to_again(embedded, topic, g
     embedded.create_topic(topic, queues=2)
     first, second = Unfinished(), Seen()
     with running(embedded, topic, group, first) as consumer:
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10)
         first.wait_for(10)
         consumer.unsubscribe(topic)
         consumer.subscribe(topic, second)
@@ -331,7 +328,7 @@ def test_a_beginning_that_has_to_be_stored_again_does_not_move(embedded, broker,
     seen = Seen()
     with running(embedded, topic, group, seen, call_timeout_s=0.5, start_wait_s=0.1):
         broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, when=is_ours)
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10)
         seen.wait_for(10)
     assert sorted(seen.bodies) == sorted(numbered(10))
 
@@ -341,7 +338,7 @@ def test_no_pull_before_the_beginning_is_stored(embedded, broker, topic, group):
     broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, gate, times=None, when=is_ours)
     with running(embedded, topic, group, seen, start_wait_s=0.3):
         gate.wait_held()
-        embedded.send(topic, lambda number: b"m%d" % number, count=10)
+        fill(embedded, topic, 10)
         assert not [each for each in broker.requests(RequestCode.PULL_MESSAGE) if is_ours(each.command)]
         assert embedded.committed(group, topic) == {}
         gate.open()
