@@ -255,7 +255,7 @@ def test_after_a_silent_broker_the_next_messages_get_through(pin, silent):
         started = time.monotonic()
         with pytest.raises(SendError, match="not answered"):
             producer.send("orders", b"x", timeout_s=0.5, **pin)
-        assert time.monotonic() - started < 10
+        assert 0.5 <= time.monotonic() - started < 10
         broker.clear_faults()
         assert producer.send("orders", b"y", timeout_s=30, **pin)
 
