@@ -418,6 +418,8 @@ class Resets:
                 return f"it names {queue}"
             if not 0 <= target <= MAX_OFFSET:
                 return f"{target} is no offset of {queue}"
+        if self._group.cluster.known_route(topic) is None:
+            return ""  # it was subscribed to just now
         # The broker may know of a queue before any route does: only a table of none but such is told.
         unknown = self._unknown_queues(topic, targets)
         return f"there is no queue {unknown[0]}" if unknown and len(unknown) == len(targets) else ""

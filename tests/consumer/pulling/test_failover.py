@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import Message, MessageQueue
-from pyrocket_consumer.testing import Exchange
+from pyrocket_consumer.testing import EmbeddedBroker, Exchange, Gate
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of
 from tests.consuming import Seen, numbered, until
-from tests.hazards.members import faulty, give_time_to, ours
+from tests.hazards.members import faulty, give_time_to, ours, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
 from tests.resetting import queue
@@ -130,6 +130,21 @@ class BelievesItself(NaiveMember):
         return max(places) + 1 if places else super().start_offset(queue)
 
 
+def go_away(broker: EmbeddedBroker) -> None:
+    """Close the connections of a broker, and wait until its members are known again."""
+    heartbeats = len(broker.requests(RequestCode.HEART_BEAT))
+    broker.close_connections()
+    until(lambda: len(broker.requests(RequestCode.HEART_BEAT)) > heartbeats, "another heartbeat")
+    until(lambda: broker.cluster.members(GROUP), "the member is known again")
+
+
+def reset_at(broker: EmbeddedBroker) -> None:
+    """Have the broker tell the members to go back to the first message."""
+    with closing(Peer(broker.address)) as peer:
+        fields = {"topic": TOPIC, "group": GROUP, "timestamp": 0, "isForce": True}
+        peer.call(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, fields)
+
+
 def given_up_and_taken_back(cluster: Any, member: Any, *, was_away: bool, to: int = 5, told: bool = False) -> list[int]:
     """A queue is given up at 20, its offset at the broker becomes 5, and it is taken back: how often is each seen?
 
@@ -144,14 +159,9 @@ def given_up_and_taken_back(cluster: Any, member: Any, *, was_away: bool, to: in
         consumer.unsubscribe(TOPIC)
         until(lambda: QUEUE not in consumer.held(), "given up")
         if was_away:
-            heartbeats = len(broker.requests(RequestCode.HEART_BEAT))
-            broker.close_connections()
-            until(lambda: len(broker.requests(RequestCode.HEART_BEAT)) > heartbeats, "another heartbeat")
-            until(lambda: cluster.members(GROUP), "the member is known again")
+            go_away(broker)
         if told:
-            with closing(Peer(broker.address)) as peer:
-                fields = {"topic": TOPIC, "group": GROUP, "timestamp": 0, "isForce": True}
-                peer.call(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, fields)
+            reset_at(broker)
         broker.commit(GROUP, TOPIC, {0: to})
         consumer.subscribe(TOPIC, consumer.seen)
         orders.fill(3, 20)
@@ -199,6 +209,31 @@ def test_a_reset_heard_of_while_the_queue_is_not_held_counts(embedded, member):
     """
     times = given_up_and_taken_back(embedded, member, was_away=True, to=0, told=True)
     assert times == 20 * [2] + 3 * [1], "the reset is passed over"
+
+
+def test_a_reset_heard_of_before_the_route_is_known_counts(embedded, broker):
+    """The topic is subscribed to again, and the name server has not answered yet."""
+    orders, gate = Orders(embedded), Gate()
+    with orders.consuming() as (consumer, seen):
+        orders.fill(20)
+        seen.wait_for(20)
+        orders.wait_committed(20)
+        consumer.subscribe(orders.make(1, "other"), seen)
+        consumer.unsubscribe(TOPIC)
+        until(lambda: QUEUE not in consumer.progress(), "given up")
+        go_away(broker)
+        (name_server,) = embedded.name_server_nodes
+        name_server.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, gate, times=None, when=of())
+        subscribing = threading.Thread(target=consumer.subscribe, args=(TOPIC, seen))
+        subscribing.start()
+        gate.wait_held()
+        reset_at(broker)
+        broker.commit(GROUP, TOPIC, {0: 0})
+        settle()
+        gate.open()
+        subscribing.join()
+        seen.wait(lambda seen: len(seen.messages) == 40)
+    assert not orders.events.of("offset-went-back")
 
 
 # --- slaves that are read from
