@@ -329,7 +329,9 @@ async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, conn
     assert type(told[0]) is expected.get(end, ConnectionLost)
 
 
+@pytest.mark.live
 async def test_what_callbacks_return_runs_after_their_requests(connection, peer):
+    """Of answers that come together."""
     order: list[str] = []
 
     def asking(name: str):
