@@ -100,6 +100,7 @@ def test_an_asynchronous_engine(embedded, ledger, async_engine, events, kind, fa
     assert len(events.of("listener-failed")) == 2
 
 
+@pytest.mark.live
 @pytest.mark.databases("sqlite", "postgresql")
 def test_an_asynchronous_transaction_of_ones_own(embedded, ledger, async_engine):
     offsets = DatabaseOffsets(async_engine)

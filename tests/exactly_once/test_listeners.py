@@ -311,6 +311,7 @@ def test_the_inbox_is_not_passed_by(embedded, database, events):
     assert "without inbox_days" in errors[0]
 
 
+@pytest.mark.live
 def test_an_async_listener_that_fails_by_the_network_has_failed(embedded, ledger, async_engine, events):
     """What it could not connect to is not the database."""
 
@@ -323,6 +324,7 @@ def test_an_async_listener_that_fails_by_the_network_has_failed(embedded, ledger
     assert not events.of("store-unreachable")
 
 
+@pytest.mark.live
 def test_a_cancelled_call_of_a_wrapper_loses_nothing(embedded, ledger, async_engine):
     cancelled = []
 
