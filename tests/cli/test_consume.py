@@ -65,7 +65,7 @@ def assert_only_committed(cluster, count):
 # --- as a member of a group
 
 
-def test_a_member_ends_after_so_many_and_leaves_the_others_to_the_next(orders, consume):
+def test_a_member_ends_after_so_many(orders, consume):
     printed, beside = consume(*MEMBER, "--count", "2")
     assert printed == ["orders/broker-a/0@0  paid  m0", "orders/broker-a/0@1  paid  m1"]
     assert beside == "consuming orders as a member of g; Ctrl-C ends\n2 messages printed\n"
@@ -86,7 +86,7 @@ def test_the_sharding_key_is_shown(orders, pyrocket, consume, arguments):
     assert printed == ["orders/broker-a/0@5  t [o-17]  step"]
 
 
-def test_a_member_changes_nothing_but_the_offsets_of_what_it_printed(many, consume):
+def test_a_member_changes_only_offsets_of_what_it_printed(many, consume):
     printed, _ = consume(*MEMBER, "--count", "3")
     assert len(printed) == 3
     assert_only_committed(many, 3)
@@ -168,7 +168,7 @@ def groups_asked(cluster):
     return commits | {f"heartbeat {number}" for number, _ in enumerate(broker.requests(RequestCode.HEART_BEAT))}
 
 
-def test_who_looks_sees_what_there_is_in_order_of_time_and_changes_nothing(many, consume):
+def test_who_looks_sees_what_there_is_and_changes_nothing(many, consume):
     printed, beside = consume()
     assert [line.rpartition(" ")[2] for line in printed] == [f"m{number}" for number in range(MANY)]
     assert beside == ""
@@ -232,7 +232,7 @@ def test_who_follows_ends_when_its_reader_leaves(orders):
 
 
 @pytest.mark.live
-def test_who_follows_tries_a_broker_that_is_away_again_and_says_so_once(orders):
+def test_who_follows_tries_a_broker_in_trouble_again(orders):
     orders.broker("broker-a").on(RequestCode.PULL_MESSAGE, answer(1, "not well"), times=2)
     with running(orders, "--from", "last") as command:
         command.hears("not well; trying again")
@@ -288,7 +288,7 @@ def test_who_may_not_look_is_told_what_it_takes(orders, pyrocket):
 
 
 @pytest.mark.parametrize("as_member", [[], [*MEMBER, "--count", "10"]], ids=["looking", "member"])
-def test_bodies_that_cannot_be_read_are_told_in_their_place_and_end_nothing(orders, consume, as_member):
+def test_damaged_bodies_are_told_in_their_place(orders, consume, as_member):
     """One that holds more than is unpacked, an inner batch of a hundred thousand messages, and a damaged one."""
     send(orders, "orders", zlib.compress(bytes(65 << 20)), sys_flag=ZLIB)
     send(orders, "orders", struct.pack(">IIIiIH", 22, 0, 0, 0, 0, 0) * 100_000, sys_flag=0xC0)

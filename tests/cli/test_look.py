@@ -39,7 +39,7 @@ def seen(client, look, count):
 
 
 @pytest.mark.parametrize("new_queues", [True, False])
-def test_queues_that_a_topic_gets_are_followed_from_their_first_message_on(orders, client, new_queues):
+def test_queues_that_a_topic_gets_are_followed(orders, client, new_queues):
     first = MessageQueue("orders", "broker-a", 0)
 
     async def follow():
@@ -59,7 +59,7 @@ def test_queues_that_a_topic_gets_are_followed_from_their_first_message_on(order
     ("code", "step"),
     [(ResponseCode.PULL_NOT_FOUND, 0), (ResponseCode.PULL_OFFSET_MOVED, 1), (ResponseCode.PULL_RETRY_IMMEDIATELY, 1)],
 )
-def test_a_broker_that_answers_at_once_and_has_nothing_is_asked_slower_and_slower(orders, client, code, step):
+def test_a_broker_that_has_nothing_is_asked_slower_and_slower(orders, client, code, step):
     first, told = MessageQueue("orders", "broker-a", 0), []
 
     def nothing(exchange):
@@ -82,7 +82,7 @@ def test_a_broker_that_answers_at_once_and_has_nothing_is_asked_slower_and_slowe
     assert time.monotonic() - began > 0.02 + 0.04 + 0.08 + 0.16 + 0.32
 
 
-def test_messages_of_several_queues_come_in_the_order_in_which_they_were_stored(orders, client):
+def test_messages_of_several_queues_come_as_they_were_stored(orders, client):
     orders.create_topic("orders", queues=3)
     orders.send("orders", lambda number: b"%d" % number, count=300)
 

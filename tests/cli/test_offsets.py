@@ -101,7 +101,7 @@ def undoing(text: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in told.splitlines() if line.startswith("  pyrocket ")]
 
 
-def test_a_clustering_reset_is_undone_by_the_command_that_is_printed(embedded, offsets):
+def test_a_clustering_reset_is_undone_by_what_is_printed(embedded, offsets):
     with consuming(embedded, "T", "G") as (_, seen):
         wait_until_seen(seen, 1, 20)
     until(lambda: embedded.members("G") == [], "it has left")

@@ -89,7 +89,7 @@ def test_json_has_escapes_for_all_a_terminal_obeys(cluster):
     assert (found["body"], found["tag"], found["keys"]) == (NAUGHTY, NAUGHTY, ["key\x1b[2J\x9b2J\x7f"])
 
 
-def test_names_of_members_are_shown_in_tables_and_plans_and_not_obeyed(cluster, tmp_path):
+def test_names_of_members_are_shown_and_not_obeyed(cluster, tmp_path):
     cluster.send("orders", b"one")
     member = SaidToBePrintable("[red]" + NAUGHTY + "\n")
     options = {"message_model": "broadcasting", "client_ip": "a", "instance_name": member, "offset_store_dir": tmp_path}

@@ -35,6 +35,7 @@ SETTINGS = {
     "spark.sql.streaming.noDataProgressEventInterval": "100",
     "spark.sql.execution.pyspark.udf.faulthandler.enabled": "false",
     "spark.python.worker.faulthandler.enabled": "false",
+    "spark.python.authenticate.socketTimeout": "120s",  # machines may be busy
     "spark.log.level": "ERROR",
 }
 """What every session of the tests is made with, also in processes of their own."""

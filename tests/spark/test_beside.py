@@ -47,7 +47,7 @@ def test_all_are_waited_for_the_first_time():
     asking(test)
 
 
-def test_one_that_is_late_is_asked_once_and_its_answer_given_when_it_comes():
+def test_one_that_is_late_is_asked_once():
     async def test(beside: Beside[int], quick: Server, silent: Server) -> None:
         both = {"quick": quick.ask, "silent": silent.ask}
         await beside.answers(both)

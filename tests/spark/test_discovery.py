@@ -129,7 +129,7 @@ def test_what_is_not_installed_is_told_with_how_to_install_it(folder, missing, c
 
 
 @pytest.mark.timeout(280)
-def test_beside_a_broken_neighbour_it_can_be_registered_and_tasks_are_repeated(folder, spark_environment):
+def test_it_can_be_registered_where_another_source_is_broken(folder, spark_environment):
     """Spark registers no source at all when one module fails. Here, too: tasks that crash give each message once."""
     (folder / "pyspark_broken.py").write_text("import not_installed")
     code = (

@@ -228,7 +228,7 @@ def test_answers_shorter_than_expected_leave_no_holes(embedded, broker, topic):
         broker.count_as_on_disk(False)
 
 
-def test_answers_of_changing_length_leave_no_holes_and_repeat_nothing(embedded, broker, topic):
+def test_answers_of_changing_length_leave_no_holes(embedded, broker, topic):
     embedded.send(topic, lambda n: b"z" * (60_000 if n % 50 < 20 else 10), count=400, queue_id=0)
     assert offsets(embedded, wanted(topic, 0, 400)) == list(range(400))
 
@@ -243,7 +243,7 @@ def test_late_answers_are_put_in_order(embedded, broker, topic):
 # ---- filters
 
 
-def test_only_wanted_tags_are_read_and_the_range_ends_where_nothing_matches(embedded, broker, topic):
+def test_only_wanted_tags_are_read(embedded, broker, topic):
     for number in range(300):
         embedded.send(topic, tags="A" if 100 <= number < 140 else "B", queue_id=0)
     assert offsets(embedded, wanted(topic, 0, 300), tags="A") == list(range(100, 140))
@@ -344,7 +344,7 @@ def place(next_offset, low, high, suggested=0):
     }  # fmt: skip
 
 
-def test_messages_behind_the_end_of_the_queue_are_lost_after_asking_again(embedded, broker, topic):
+def test_messages_behind_the_end_are_lost_after_asking_again(embedded, broker, topic):
     embedded.send(topic, count=50, queue_id=0)
     soon = {"request_timeout_s": 0.3, "retries": 20}
     with pytest.raises(DataLoss, match="from 10 up to 80, available 0 up to 50; offsets 50 up to 80 are gone"):
@@ -355,7 +355,7 @@ def test_messages_behind_the_end_of_the_queue_are_lost_after_asking_again(embedd
         offsets(embedded, wanted(topic, 70, 80), **soon)
 
 
-def test_a_broker_that_knows_its_queues_only_after_a_while_loses_nothing(embedded, broker, topic):
+def test_a_broker_that_knows_its_queues_late_loses_nothing(embedded, broker, topic):
     embedded.send(topic, count=50, queue_id=0)
     broker.on(PULL, answer(21, "NO_MESSAGE_IN_QUEUE", place(0, 0, 0)), times=2)
     assert offsets(embedded, wanted(topic, 10, 40), retries=3) == list(range(10, 40))
@@ -431,7 +431,7 @@ def test_a_task_outlives_the_restart_of_a_broker(embedded, broker, topic):
 
 
 @pytest.mark.timeout(60)
-def test_trouble_that_lasts_longer_than_a_task_has_patience_fails_it(embedded, broker, topic):
+def test_trouble_beyond_the_patience_of_a_task_fails_it(embedded, broker, topic):
     embedded.send(topic, count=40, queue_id=0)
     broker.on(PULL, answer(ResponseCode.SYSTEM_BUSY, "busy"), times=None)
     with pytest.raises(ReadFailed, match=r"failed after \d tries: .*busy"):
@@ -451,7 +451,7 @@ def test_a_broker_that_never_answers_fails_the_task(embedded, broker, topic):
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
-def test_a_broker_that_is_away_fails_the_task_whatever_is_said_of_lost_data(embedded, broker, topic):
+def test_a_broker_that_is_away_fails_the_task(embedded, broker, topic):
     embedded.send(topic, count=40, queue_id=0)
     broker.stop(keep_route=True)
     try:
@@ -492,7 +492,7 @@ def test_a_master_that_is_away_is_replaced_by_its_replica(names):
         assert offsets(cluster, wanted(topic, 0, 400), retries=3) == list(range(400))
 
 
-def test_a_suggested_replica_is_pulled_from_until_it_knows_no_more(names):
+def test_a_suggested_replica_is_pulled_from(names):
     topic = names.topic()
     with EmbeddedCluster(slaves=1) as cluster:
         cluster.create_topic(topic, queues=1)
@@ -530,7 +530,7 @@ def damaged(broker, topic, count, *places):
 
 
 @pytest.mark.parametrize("count", [8, 100])  # row by row, and column by column
-def test_a_body_that_cannot_be_unpacked_fails_the_task_and_names_its_offset(embedded, broker, topic, count):
+def test_a_damaged_body_fails_the_task_and_names_its_offset(embedded, broker, topic, count):
     damaged(broker, topic, count, 5, 7)
     text = rf"reading {topic}/broker-a/0 at offset 5 failed .*its body cannot be unpacked: .*damagedBodies=skip"
     with pytest.raises(ReadFailed, match=text):
@@ -539,7 +539,7 @@ def test_a_body_that_cannot_be_unpacked_fails_the_task_and_names_its_offset(embe
 
 
 @pytest.mark.parametrize("count", [8, 100])
-def test_bodies_that_cannot_be_unpacked_are_left_out_if_wanted_and_told_once(embedded, broker, topic, count, caplog):
+def test_damaged_bodies_are_left_out_if_wanted(embedded, broker, topic, count, caplog):
     damaged(broker, topic, count, 5, 7)
     with caplog.at_level(logging.WARNING, "pyrocket_consumer.spark"):
         skip = {"columns": ("queueOffset", "body"), "damaged_bodies": DamagedBodies.SKIP}
@@ -551,7 +551,7 @@ def test_bodies_that_cannot_be_unpacked_are_left_out_if_wanted_and_told_once(emb
 
 
 @pytest.mark.parametrize("count", [8, 100])
-def test_bodies_that_cannot_be_unpacked_are_given_as_stored_if_wanted(embedded, broker, topic, count, caplog):
+def test_damaged_bodies_are_given_as_stored_if_wanted(embedded, broker, topic, count, caplog):
     damaged(broker, topic, count, 5)
     with caplog.at_level(logging.WARNING, "pyrocket_consumer.spark"):
         raw = {"columns": ("queueOffset", "sysFlag", "body"), "damaged_bodies": DamagedBodies.RAW}
@@ -562,7 +562,7 @@ def test_bodies_that_cannot_be_unpacked_are_given_as_stored_if_wanted(embedded, 
 
 
 @pytest.mark.parametrize("what", DamagedBodies)
-def test_an_inner_batch_that_cannot_be_unpacked_counts_as_one_message(embedded, broker, topic, what):
+def test_a_damaged_inner_batch_counts_as_one_message(embedded, broker, topic, what):
     flag = 0xC0 | SysFlag.COMPRESSED
     record = encode_message(StoredMessage(topic, b"no zlib", queue_offset=0, sys_flag=flag))
     fine = encode_message(StoredMessage(topic, b"fine", queue_offset=10))
@@ -639,7 +639,7 @@ def test_large_inner_batches_come_in_several_batches_of_rows(embedded, broker, t
     assert max(found) <= 8192
 
 
-def test_an_answer_with_more_records_than_any_pull_asks_for_fails_the_task(embedded, broker, topic):
+def test_an_answer_with_too_many_records_fails_the_task(embedded, broker, topic):
     record = encode_message(StoredMessage(topic, b""))
     broker.on(PULL, answer(ResponseCode.SUCCESS, "FOUND", place(32, 0, 32), record * 50_000), times=None)
     with pytest.raises(ReadFailed, match="more than 1024 records"):

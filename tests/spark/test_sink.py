@@ -204,7 +204,7 @@ def test_every_message_tells_which_row_it_was(embedded, topic, sinks):
     assert len({m.properties["spark_query_id"] for m in found}) == 1
 
 
-def test_a_task_that_runs_again_gives_the_same_marks_and_another_write_gives_others(embedded, topic, sinks):
+def test_a_task_that_runs_again_gives_the_same_marks(embedded, topic, sinks):
     schema, sink = columns("body string"), sinks(topic=topic)
     writer = batch_writer(schema, sink.options)
     for task in (writer, pickle.loads(pickle.dumps(writer)), batch_writer(schema, sink.options)):
@@ -256,7 +256,7 @@ def test_no_more_than_max_in_flight_are_unacknowledged(embedded, topic, sinks):
     assert len(embedded.messages(topic)) == 20
 
 
-def test_rows_in_order_are_under_way_one_at_a_time_and_none_passes_one_that_failed(embedded, topic, sinks):
+def test_no_row_in_order_passes_one_that_failed(embedded, topic, sinks):
     for broker in embedded.brokers:
         broker.on(SEND, answer(13, "no such message"), when=lambda command: command.body == b"3")
     with pytest.raises(RocketError, match=r"row 3 of partition 0.*no such message"):

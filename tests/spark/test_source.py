@@ -95,7 +95,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
 
 
 @pytest.mark.spark_versions
-def test_a_crash_in_any_batch_is_repeated_exactly_and_restarts_make_no_batch(spark, embedded, tmp_path):
+def test_a_crash_in_any_batch_is_repeated_exactly(spark, embedded, tmp_path):
     """Batch 0 and a later one crash while they read; the place a new query would begin at moves in between."""
     query = Query(spark, tmp_path, embedded)
     crashed = query.run(fail_in_read)
@@ -120,7 +120,7 @@ def test_a_crash_in_any_batch_is_repeated_exactly_and_restarts_make_no_batch(spa
 
 
 @pytest.mark.spark_versions
-def test_a_topic_that_was_made_anew_is_read_whole_where_that_is_no_error(spark, embedded, tmp_path):
+def test_a_topic_that_was_made_anew_is_read_whole(spark, embedded, tmp_path):
     query = Query(spark, tmp_path, embedded, failOnDataLoss="false", requestTimeoutMs=500)
     query.catch_up()
     assert query.rows() == each_once(10)
@@ -166,7 +166,7 @@ def test_the_order_in_which_spark_calls(spark, embedded, tmp_path):
     assert " ".join(later) in " ".join(working)
 
 
-def test_a_run_to_the_end_is_in_several_batches_and_ends_while_messages_arrive(spark, embedded, tmp_path):
+def test_a_run_to_the_end_ends_while_messages_arrive(spark, embedded, tmp_path):
     query = Query(spark, tmp_path, embedded, maxOffsetsPerTrigger=15)
     stopped = threading.Event()
 
@@ -254,7 +254,7 @@ def test_wrong_options_are_told_by_load(spark, embedded, options, text):
     assert text in str(refused.value)
 
 
-def test_what_a_stream_cannot_have_is_told_without_a_second_error(spark, embedded, tmp_path):
+def test_what_a_stream_cannot_have_is_told_once(spark, embedded, tmp_path):
     ended = None
     with contextlib.suppress(Exception):  # awaitTermination raises it, too
         query = Query(spark, tmp_path, embedded, endingOffsets="latest")

@@ -56,7 +56,7 @@ def until_a_batch(run, count: int):
     return found
 
 
-def test_a_broker_that_is_away_keeps_its_queues_while_the_others_go_on(embedded, caplog):
+def test_a_broker_that_is_away_keeps_its_queues(embedded, caplog):
     with caplog.at_level(logging.WARNING), running(embedded, **FROM_FIRST) as run:
         run.batch()
         embedded.send("orders", count=3, broker_name="broker-b")
@@ -115,7 +115,7 @@ def test_a_broker_that_falls_silent_does_not_hold_up_the_others(embedded):
         assert broker.requests(MAX)
 
 
-def test_a_broker_that_comes_back_silent_is_asked_beside_the_others(embedded):
+def test_a_broker_that_comes_back_silent_holds_up_nobody(embedded):
     with running(embedded, **FROM_FIRST, **BY_DEFAULT) as run:
         run.batch()
         broker = embedded.broker("broker-b")
@@ -128,7 +128,7 @@ def test_a_broker_that_comes_back_silent_is_asked_beside_the_others(embedded):
             assert len(run.batch()) == 1
 
 
-def test_the_progress_of_a_group_is_published_where_brokers_answer(embedded):
+def test_progress_is_published_where_brokers_answer(embedded):
     with running(embedded, consumerGroup="app", **FROM_FIRST, **BY_DEFAULT) as run:
         run.batch()
         embedded.broker("broker-b").on(None, drop, times=None)
@@ -184,7 +184,7 @@ def test_a_busy_broker_is_asked_again_for_where_to_begin(embedded):
         assert len(run.batch()) == 20
 
 
-def test_a_broker_that_starts_answers_0_for_a_while_and_nothing_goes_back(embedded):
+def test_nothing_goes_back_while_a_broker_that_starts_answers_0(embedded):
     with running(embedded, **FROM_FIRST) as run:
         run.batch()
         embedded.broker("broker-a").on(MAX, answer(0, fields={"offset": "0"}), times=2)
@@ -206,7 +206,7 @@ def test_a_queue_that_ends_too_early_for_long_is_data_loss(embedded):
 SHRUNK = {"requestTimeoutMs": 1000, "failOnDataLoss": False, **FROM_FIRST}
 
 
-def test_without_that_failing_a_queue_that_lost_its_tail_goes_on_at_its_new_end(embedded, caplog):
+def test_a_queue_that_lost_its_tail_may_go_on_at_its_new_end(embedded, caplog):
     with caplog.at_level(logging.WARNING), running(embedded, **SHRUNK) as run:
         run.batch()
         embedded.broker("broker-a").truncate("orders", 0, 4)
@@ -221,7 +221,7 @@ def test_without_that_failing_a_queue_that_lost_its_tail_goes_on_at_its_new_end(
     assert "goes on at offset 4" in caplog.text
 
 
-def test_what_came_behind_a_lost_tail_before_it_was_noticed_is_read(embedded):
+def test_what_came_behind_a_lost_tail_is_read(embedded):
     with running(embedded, **SHRUNK) as run:
         run.batch()
         embedded.broker("broker-a").truncate("orders", 0, 4)
@@ -237,7 +237,7 @@ def made_anew(cluster: EmbeddedCluster, count: int) -> None:
 
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("release", ["4.0", "4.3"])
-def test_without_that_failing_a_topic_that_was_made_anew_is_read_from_its_begin(embedded, caplog, release, restarts):
+def test_a_topic_made_anew_may_be_read_from_its_begin(embedded, caplog, release, restarts):
     checkpoint = Checkpoint()
     with caplog.at_level(logging.WARNING), ExitStack() as runs:
         run = runs.enter_context(running(embedded, checkpoint, release, **SHRUNK))
@@ -282,7 +282,7 @@ def test_a_crash_after_a_loss_repeats_the_same_batch(embedded):
         assert [offset for _, offset in run.batch()] == [4, 4]
 
 
-def test_a_queue_made_anew_while_its_broker_was_away_is_read_whatever_the_others_did_meanwhile(embedded):
+def test_a_queue_made_anew_while_its_broker_was_away_is_read(embedded):
     with running(embedded, **SHRUNK) as run:
         run.batch()
         broker = embedded.broker("broker-a")
@@ -298,7 +298,7 @@ def test_a_queue_made_anew_while_its_broker_was_away_is_read_whatever_the_others
         assert [offset for _, offset in until_a_batch(run, 5)] == list(range(5))
 
 
-def test_a_checkpoint_that_does_not_say_when_it_was_written_goes_on_at_the_begin(embedded):
+def test_a_checkpoint_without_a_time_goes_on_at_the_begin(embedded):
     """Of an older release: what was read and what is new cannot be told apart, and nothing is to be lost."""
     checkpoint = Checkpoint()
     with running(embedded, checkpoint, **SHRUNK) as run:
@@ -311,7 +311,7 @@ def test_a_checkpoint_that_does_not_say_when_it_was_written_goes_on_at_the_begin
         assert [offset for _, offset in run.batch()] == [*range(4), *range(4)]
 
 
-def test_a_queue_that_was_made_anew_and_grows_beyond_the_old_place_while_that_is_looked_into(embedded):
+def test_a_queue_made_anew_may_grow_beyond_the_old_place(embedded):
     broker = embedded.broker("broker-a")
     with running(embedded, **SHRUNK | {"requestTimeoutMs": 20_000}) as run:
         run.batch()
@@ -326,7 +326,7 @@ def test_a_queue_that_was_made_anew_and_grows_beyond_the_old_place_while_that_is
     assert sorted(offset for queue, offset in found if queue.broker_name == "broker-a") == list(range(14))
 
 
-def test_a_topic_that_is_deleted_after_it_was_read_keeps_its_place(embedded, caplog):
+def test_a_topic_deleted_after_it_was_read_keeps_its_place(embedded, caplog):
     embedded.create_topic("others", queues=1)
     with (
         caplog.at_level(logging.WARNING),
@@ -342,7 +342,7 @@ def test_a_topic_that_is_deleted_after_it_was_read_keeps_its_place(embedded, cap
     assert caplog.text.count("no route names it") == 4
 
 
-def test_a_topic_that_is_deleted_with_unread_messages_is_data_loss(embedded):
+def test_a_topic_deleted_with_unread_messages_is_data_loss(embedded):
     with running(embedded, requestTimeoutMs=1000, maxOffsetsPerTrigger=4, **FROM_FIRST) as run:
         run.batch()
         embedded.delete_topic("orders")
@@ -351,7 +351,7 @@ def test_a_topic_that_is_deleted_with_unread_messages_is_data_loss(embedded):
             run.batch()
 
 
-def test_a_topic_that_is_made_anew_is_data_loss_and_never_read_as_if_it_were_the_old(embedded):
+def test_a_topic_that_is_made_anew_is_data_loss(embedded):
     with running(embedded, requestTimeoutMs=1000, **FROM_FIRST) as run:
         run.batch()
         embedded.delete_topic("orders")
@@ -398,7 +398,7 @@ def to_the_end(embedded: EmbeddedCluster, checkpoint: Checkpoint, **options: obj
 
 
 @pytest.mark.parametrize("keep_route", [False, True])
-def test_a_run_to_the_end_does_not_end_well_without_a_broker_that_it_knows(embedded, read_once, keep_route):
+def test_a_run_to_the_end_fails_without_a_broker_it_knows(embedded, read_once, keep_route):
     embedded.broker("broker-b").stop(keep_route=keep_route)
     with pytest.raises(NotReached, match=r"not reached, in 0.6 s .*broker-b.* failOnUnreachable=false"):
         to_the_end(embedded, read_once, readTimeoutMs=600)
@@ -416,7 +416,7 @@ def test_a_run_to_the_end_does_not_end_well_without_any_broker(embedded, read_on
 
 
 @pytest.mark.parametrize("keep_route", [False, True])
-def test_a_run_to_the_end_leaves_out_who_is_not_reached_if_told_to(embedded, read_once, keep_route, caplog):
+def test_a_run_to_the_end_may_leave_out_who_is_not_reached(embedded, read_once, keep_route, caplog):
     embedded.broker("broker-b").stop(keep_route=keep_route)
     with caplog.at_level(logging.WARNING):
         assert len(to_the_end(embedded, read_once, failOnUnreachable=False, readTimeoutMs=600)) == 4
@@ -439,7 +439,7 @@ def test_a_run_to_the_end_waits_for_a_broker_that_restarts(embedded, read_once):
         assert len(rest.result(30)) == 4
 
 
-def test_a_run_to_the_end_does_not_end_well_when_a_broker_goes_away_meanwhile(embedded, read_once):
+def test_a_run_to_the_end_fails_when_a_broker_goes_away(embedded, read_once):
     options = {"maxOffsetsPerTrigger": 2, "readTimeoutMs": 600, **FROM_FIRST}
     with running(embedded, read_once, trigger="available", **options) as run:
         run.batch()
@@ -557,7 +557,7 @@ def test_a_batch_of_nothing_has_one_empty_task(embedded, caplog):
 
 
 @pytest.mark.parametrize("leave", ["stop", "kill"])
-def test_a_broker_that_has_left_is_missed_only_where_its_queues_are_named(embedded, leave, caplog):
+def test_a_broker_that_left_is_missed_where_its_queues_are_named(embedded, leave, caplog):
     caplog.set_level(logging.INFO)
     assert len(read_batch(embedded, subscribe="orders")) == 20
     assert "found queues=2 of brokers=broker-a, broker-b" in caplog.text
@@ -585,20 +585,20 @@ def test_a_batch_from_where_a_group_is(embedded):
     assert embedded.committed("app", "orders") == {0: 7}  # a batch has no progress
 
 
-def test_a_batch_waits_for_a_broker_that_answers_0_while_it_starts_and_reads_up_to_its_end(embedded):
+def test_a_batch_waits_for_a_broker_that_answers_0(embedded):
     offsets = '{"orders": {"broker-a": {"0": 2}, "broker-b": {"0": 9}}}'
     embedded.broker("broker-a").on(MAX, answer(0, fields={"offset": "0"}), times=3)
     assert len(read_batch(embedded, subscribe="orders", startingOffsets=offsets)) == 9
 
 
 @pytest.mark.slow("the pauses between tries grow")
-def test_planning_outlives_a_broker_that_is_busy_for_some_seconds(embedded):
+def test_planning_outlives_a_busy_broker(embedded):
     for broker in embedded.brokers:
         broker.on(MAX, answer(ResponseCode.SYSTEM_BUSY), times=7)
     assert len(read_batch(embedded, subscribe="orders", **BY_DEFAULT)) == 20
 
 
-def test_trouble_that_lasts_longer_than_planning_has_patience_is_an_error(embedded, caplog):
+def test_trouble_beyond_the_patience_of_planning_is_an_error(embedded, caplog):
     embedded.broker("broker-b").on(MAX, answer(ResponseCode.SYSTEM_BUSY, "no time"), times=None)
     with caplog.at_level(logging.WARNING), pytest.raises(FlowControl, match="no time"):
         read_batch(embedded, subscribe="orders", readTimeoutMs=800, retries=None)
@@ -606,7 +606,7 @@ def test_trouble_that_lasts_longer_than_planning_has_patience_is_an_error(embedd
 
 
 @pytest.mark.slow("the pauses between tries grow")
-def test_a_stream_that_begins_while_its_broker_restarts_waits_for_it():
+def test_a_stream_waits_for_a_broker_that_restarts():
     with EmbeddedCluster() as cluster:
         cluster.create_topic("orders", queues=1)
         cluster.send("orders", count=5)
@@ -620,7 +620,7 @@ def test_a_stream_that_begins_while_its_broker_restarts_waits_for_it():
             assert list(flat(begins.result(30)).values()) == [0]
 
 
-def test_of_many_queues_only_those_are_asked_again_that_were_refused(embedded):
+def test_only_queues_that_were_refused_are_asked_again(embedded):
     embedded.create_topic("many", queues=100)
     embedded.send("many", count=200)
     broker = embedded.broker("broker-a")

@@ -102,7 +102,7 @@ def test_a_restart_with_nothing_new_makes_no_batch(embedded, release):
     assert len(checkpoint.ends) == 1
 
 
-def test_a_checkpoint_of_a_newer_release_is_refused_with_a_sentence(embedded):
+def test_a_checkpoint_of_a_newer_release_is_refused(embedded):
     newer = {"version": 2, "queues": {}}
     with planning(embedded) as reader:
         for ask in (lambda: reader.latestOffset(newer, None), lambda: reader.partitions(newer, newer)):
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_a_newer_release_is_refused_with_a_sentence(embedded):
 # --- queues that come and go
 
 
-def test_a_new_queue_is_read_from_its_first_message_and_can_be_repeated(embedded):
+def test_a_new_queue_is_read_from_its_first_message(embedded):
     checkpoint = Checkpoint()
     with running(embedded, checkpoint, subscribePattern="orders.*") as run:
         run.batch()
@@ -260,7 +260,7 @@ def test_a_run_to_the_end_waits_for_no_minimum(embedded):
 # --- tasks
 
 
-def test_tags_leave_gaps_at_the_edges_of_ranges_and_nothing_is_missed(embedded):
+def test_tags_leave_gaps_and_nothing_is_missed(embedded):
     """Ranges end and begin at messages that the broker leaves out."""
     embedded.create_topic("tagged", queues=1, brokers=["broker-a"])
     for number in range(40):
@@ -314,7 +314,7 @@ def test_expired_messages_are_data_loss(embedded):
     assert "failOnDataLoss" in str(loss.value)
 
 
-def test_without_that_failing_the_query_goes_on_with_what_there_is(embedded, caplog):
+def test_a_query_may_go_on_with_what_there_is(embedded, caplog):
     options = {**FROM_FIRST, "failOnDataLoss": False}
     with caplog.at_level(logging.WARNING), running(embedded, **options) as run:
         run.reader.initialOffset()

@@ -18,7 +18,7 @@ class Line:
         self.closed.set()
 
 
-def test_what_is_asked_for_again_is_the_same_until_it_is_forgotten():
+def test_what_is_asked_for_again_is_the_same():
     first = kept(Line, "a", Line)
     assert kept(Line, "a", Line) is first
     assert kept(Line, "b", Line) is not first
@@ -26,7 +26,7 @@ def test_what_is_asked_for_again_is_the_same_until_it_is_forgotten():
     assert kept(Line, "a", Line) is not first
 
 
-def test_what_nobody_asks_for_is_closed_when_somebody_asks_for_something_else():
+def test_what_nobody_asks_for_is_closed_at_the_next_question():
     now = [1000.0]
     old, used = (kept(Line, name, Line, lambda: now[0]) for name in ("old", "used"))
     now[0] += IDLE_S / 2

@@ -36,7 +36,7 @@ def marks(message: Any) -> tuple[str, ...]:
 
 
 @pytest.mark.versions("5.5.0", "4.9.7")
-def test_messages_go_through_a_stream_into_a_topic_and_are_read_back(spark, cluster, names, tmp_path):
+def test_messages_go_through_a_stream_and_are_read_back(spark, cluster, names, tmp_path):
     first, second = names.topic("first"), names.topic("second")
     for topic in (first, second):
         cluster.create_topic(topic, queues=2)
@@ -142,7 +142,7 @@ def test_tasks_keep_their_connections(spark, embedded):
     assert len(broker.connections) <= 2, "one for each worker process"
 
 
-def test_a_thread_of_its_own_can_write_once_the_session_is_active_there(spark, embedded):
+def test_a_thread_can_write_once_the_session_is_active_there(spark, embedded):
     embedded.create_topic("orders", queues=1)
     outcomes = []
 
