@@ -199,6 +199,8 @@ def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
         until(lambda: first.stored() == everything, "committed")
         with member(cluster, topic, group, seen, instance_name="second", **options) as second:
             until(lambda: len(first.held()) == len(second.held()) == 2, "two queues each")
+            if isinstance(cluster, EmbeddedCluster):  # else they may not be held yet
+                until(lambda: cluster.broker("broker-a").held_pulls(topic) == 6, "also those that were left behind")
             reset_at_broker(cluster, group, topic)
             fill(cluster, topic, 4, start=40)  # ends the pulls that are held
 
