@@ -252,23 +252,6 @@ def test_messages_that_are_deleted_meanwhile_are_told(orders, consume):
 @for_each(
     "arguments, reason",
     [
-        (["--offset", "1"], "--offset N is for one queue"),
-        (["--offset", "1", "--queue", "broker-a/0", "--queue", "broker-a/1"], "--offset N is for one queue"),
-        (["--offset", "1", "--queue", "broker-a/0", "--from", "first"], "without --from"),
-        (["--queue", "broker-a/0", "--group", "g"], "without --group"),
-        (["--queue", "0"], "'0' is not like broker-a/3"),
-        (["--selector", "a", "--sql", "b = 1"], "not both"),
-        (["--offset", "-1"], "not a whole number"),
-    ],
-)
-def test_wrong_usage(pyrocket, arguments, reason):
-    code, _, told = pyrocket("consume", "orders", "-n", "127.0.0.1:1", *arguments)
-    assert (code, reason in told) == (2, True), told
-
-
-@for_each(
-    "arguments, reason",
-    [
         (["--queue", "broker-a/7"], "there is no queue orders/broker-a/7; there are orders/broker-a/0"),
         (["--queue", "broker-a/0", "--offset", "9"], "offset 9 is not in orders/broker-a/0, which holds 0 to 5"),
         (["--selector", "paid | open"], "tags are joined by '||': 'paid || open'"),

@@ -193,24 +193,6 @@ def test_what_is_recorded_can_be_removed(embedded, offsets, stores):
     assert sorted(recorded.values())[:-1] == [0] * (len(recorded) - 1), "only the name of the place is left"
 
 
-@for_each(
-    "arguments, reason",
-    [
-        (["reset", "G", "T"], "say where to"),
-        (["reset", "G", "T", "--to", "begin"], "PLACE='begin' is not allowed; use 'first' or 'earliest'"),
-        (["reset", "G", "T", "--to", "2026-11-21T08:00:00"], "has no time zone"),
-        (["reset", "G", "T", "--queue", "broker-a"], "is not like broker-a/3"),
-        (["reset", "G", "T", "--queue", "broker-a/0=x"], "is not like broker-a/3"),
-        (["reset", "G", "T", "--queue", "broker-a/0=1", "--to", "latest"], "not both"),
-        (["lag", "G", "--max", "many"], "not a whole number"),
-        (["explode"], "invalid choice"),
-    ],
-)
-def test_wrong_usage_is_exit_code_2(offsets, arguments, reason):
-    code, _, told = offsets(*arguments)
-    assert (code, reason in told) == (2, True), told
-
-
 def test_errors_are_one_sentence_and_an_exit_code(offsets):
     code, text, beside = offsets("show", "G", "nowhere")
     assert (code, text) == (1, "")

@@ -17,6 +17,7 @@ from pyrocket_consumer.offsets.offsets_json import encode_offsets
 from tests.for_each import for_each
 
 TOPIC, QUEUES = "T", 2
+AWAY = ["-n", "127.0.0.1:1"]
 TABLE = {MessageQueue("T", "broker-a", 0): 5}
 
 
@@ -160,6 +161,28 @@ def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command,
         (["offsets", "reset", "G", "T", "--to", "latest", "--wait", "-5"], "'-5'", "a number of seconds from 0"),
         (["offsets", "reset", "G", "T", "--to", "latest", "--wait", "nan"], "'nan'", "a number of seconds from 0"),
         (["offsets", "reset", "G", "T", "--to", "latest", "--model", "x"], "'x'", "choose from"),
+        (["consume", "T", *AWAY, "--offset", "1"], "--offset N is for one queue", ""),
+        (
+            ["consume", "T", *AWAY, "--offset", "1", "--queue", "broker-a/0", "--queue", "broker-a/1"],
+            "--offset N is for one queue",
+            "",
+        ),
+        (["consume", "T", *AWAY, "--offset", "1", "--queue", "broker-a/0", "--from", "first"], "", "without --from"),
+        (["consume", "T", *AWAY, "--queue", "broker-a/0", "--group", "g"], "--queue", "without --group"),
+        (["consume", "T", *AWAY, "--queue", "0"], "'0' is not like broker-a/3", ""),
+        (["consume", "T", *AWAY, "--selector", "a", "--sql", "b = 1"], "--sql", "not both"),
+        (["consume", "T", *AWAY, "--offset", "-1"], "-1", "not a whole number"),
+        (["offsets", "explode"], "'explode'", "invalid choice"),
+        (["offsets", "reset", "G", "T", *AWAY], "say where to", "--to earliest"),
+        (
+            ["offsets", "reset", "G", "T", "--to", "begin"],
+            "PLACE='begin' is not allowed; use 'first' or 'earliest'",
+            "",
+        ),
+        (["offsets", "reset", "G", "T", "--to", "2026-11-21T08:00:00"], "2026-11-21T08:00:00", "has no time zone"),
+        (["offsets", "reset", "G", "T", "--queue", "broker-a"], "'broker-a'", "is not like broker-a/3"),
+        (["offsets", "reset", "G", "T", "--queue", "broker-a/0=x"], "broker-a/0=x", "is not like broker-a/3"),
+        (["offsets", "reset", "G", "T", *AWAY, "--queue", "broker-a/0=1", "--to", "latest"], "--to", "not both"),
         (["offsets", "adopt", "here"], "directory", "are required"),
         (["broker", "--brokers", "0"], "'0'", "a whole number above zero"),
         (["broker", "--port", "0"], "'0'", "a port from 1 to 65535"),
