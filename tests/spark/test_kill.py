@@ -114,7 +114,7 @@ def settings(environment: dict[str, str], directory: Path) -> dict[str, str]:
 def test_a_killed_query_delivers_every_message_exactly_once(spark_environment: dict[str, str], tmp_path: Path) -> None:
     rng, began = random.Random(SEED), time.monotonic()
     environment = settings(spark_environment, tmp_path)
-    most_per_batch = max(50, MESSAGES // (3 * KILLS + 3))
+    most_per_batch = max(50, MESSAGES // (5 * KILLS + 1))
     print(f"seed {SEED}: {MESSAGES} messages, {KILLS} kills, at most {most_per_batch} offsets per batch")
     with (
         EmbeddedCluster(brokers=2, record_limit=0) as cluster,
