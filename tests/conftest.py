@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import signal
 import uuid
+from itertools import count
 
 import pytest
 
+from tests.plugins.costs import is_virtual
 from tests.virtual import install
 
 install()  # before anything is imported that looks at a clock or makes a lock
@@ -19,10 +21,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is
 
 
 class Names:
-    """Topic and group names that no other test has used."""
+    """Topic and group names that no other test has used; in virtual time they repeat, as all else does."""
 
-    def __init__(self, test: str) -> None:
+    def __init__(self, test: str, repeat: bool) -> None:
         self._test = re.sub(r"[^A-Za-z0-9_]+", "_", test)[:60].strip("_")
+        self._suffixes = (str(number) if repeat else uuid.uuid4().hex[:8] for number in count(1))
 
     def topic(self, hint: str = "topic") -> str:
         return self._name(hint)
@@ -31,9 +34,9 @@ class Names:
         return self._name(hint)
 
     def _name(self, hint: str) -> str:
-        return f"{self._test}-{hint}-{uuid.uuid4().hex[:8]}"
+        return f"{self._test}-{hint}-{next(self._suffixes)}"
 
 
 @pytest.fixture
 def names(request: pytest.FixtureRequest) -> Names:
-    return Names(request.node.name)
+    return Names(request.node.name, repeat=is_virtual(request.node))

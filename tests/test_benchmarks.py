@@ -28,6 +28,9 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+pytestmark = [pytest.mark.live, pytest.mark.slow("starts programs that measure")]
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_has_the_question_and_the_options(program):
     text = run(program, "--help")

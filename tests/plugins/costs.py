@@ -49,6 +49,11 @@ def cost_of(item: pytest.Item) -> str:
     return next((cost for cost in ("search", "real", "live") if item.get_closest_marker(cost)), "unit")
 
 
+def is_virtual(item: pytest.Item) -> bool:
+    """Return whether a test runs in virtual time."""
+    return cost_of(item) == "unit" and not item.config.getoption("--real-time")
+
+
 @pytest.hookimpl(tryfirst=True)  # -m looks at what is added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
@@ -66,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Run a unit test, its fixtures included, in a world of its own, whose seed is the test's name."""
-    if cost_of(item) != "unit" or item.config.getoption("--real-time"):
+    if not is_virtual(item):
         return (yield)
     seed = int(os.environ.get("PYROCKET_SEED", "0")) ^ zlib.crc32(item.nodeid.encode())
     with virtual_time(seed) as item.stash[_world]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import heapq
 import random
 import sys
@@ -59,6 +60,20 @@ class SimulatedThread:
 
 ACTIVE: dict[int, tuple[Scheduler, SimulatedThread]] = {}
 """The world and the thread of each simulated thread that runs, by identity."""
+
+
+_collecting: list[None] = []
+"""Not empty while the garbage collector runs: no other thread may run in the middle of what it interrupted."""
+
+
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    if phase == "start":
+        _collecting.append(None)
+    else:
+        _collecting.clear()
+
+
+gc.callbacks.append(_note_collection)
 
 
 def current() -> Scheduler | None:
@@ -120,7 +135,7 @@ class Scheduler:
     def step(self) -> None:
         """Take a moment, in which another thread may run: a thread that never waits does not keep others from it."""
         self.now += STEP_S
-        if self.random.random() < PAUSES and (self._ready or (self._timers and self._timers[0][0] <= self.now)):
+        if not _collecting and self.random.random() < PAUSES and (self._ready or (self._timers and self._timers[0][0] <= self.now)):
             self.pause()
 
     def wake(self, thread: SimulatedThread) -> None:
