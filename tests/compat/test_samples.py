@@ -19,6 +19,8 @@ from tests.consumer.processes import Child
 from tests.consuming import until
 
 pytestmark = [
+    pytest.mark.live,
+    pytest.mark.slow("the old package's samples wait"),
     pytest.mark.versions("4.9.7", "5.5.0"),
     pytest.mark.timeout(900),  # others may have the port first
 ]

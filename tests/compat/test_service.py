@@ -14,6 +14,7 @@ from tests.compat.running import running
 from tests.consumer.processes import Child
 from tests.consuming import until
 
+pytestmark = pytest.mark.live
 SERVICE = Path(__file__).with_name("service.py")
 TOPICS = ("orders", "payments", "mails", "audit", "prices")
 STEPS = ["created", "paid", "shipped"]
@@ -104,6 +105,7 @@ def until_all_is_done(shop: Shop, orders: int) -> None:
     until(lambda: len(shop.rows("SELECT * FROM receipts")) >= len(charged(orders)), "receipts", PATIENT_S)
 
 
+@pytest.mark.slow("a whole service works through its orders")
 @pytest.mark.cluster(settings=QUICK)
 def test_a_service_runs_as_it_is(shop):
     orders = 20
@@ -136,6 +138,7 @@ def trouble(*workers: Child) -> list[str]:
     return [line for child in workers for line in child.lines if line.startswith(("again", "out of order"))]
 
 
+@pytest.mark.slow("a whole service works through its orders")
 @pytest.mark.cluster(settings=QUICK)
 def test_a_service_is_deployed_anew_while_it_works(shop):
     """One worker after the other is replaced, and no order is lost, doubled, or out of order."""
