@@ -14,7 +14,13 @@ from tests.virtual import install
 
 install()  # before anything is imported that looks at a clock or makes a lock
 
-pytest_plugins = ("tests.plugins.costs", "tests.plugins.brokers", "tests.plugins.databases", "tests.plugins.hazards")
+pytest_plugins = (
+    "tests.plugins.costs",
+    "tests.plugins.coroutines",
+    "tests.plugins.brokers",
+    "tests.plugins.databases",
+    "tests.plugins.hazards",
+)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is in the background; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,11 +15,7 @@ from pyrocket_consumer.model import TopicRoute
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
 from pyrocket_consumer.wire.bodies import ConsumerData
 from pyrocket_consumer.wire.subscription import parse_subscription
-from tests.consumer.coroutines import pytest_pyfunc_call
 from tests.consuming import PATIENT_S, WAIT_S
-
-__all__ = ["pytest_pyfunc_call"]
-
 
 class Told:
     """A hook that remembers what it was told, in order."""

@@ -125,7 +125,9 @@ def _place(item: pytest.Item, released_first: bool) -> tuple[int, str]:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """With `-n auto`: one for each core; twice as many with real brokers, which let tests wait, if there is memory."""
     cores, memory = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return cores if not config.stash[_versions] else max(2, min(2 * cores, memory // WORKER_BYTES))
+    if config.getoption("--real") == NO_VERSION:
+        return cores
+    return max(2, min(2 * cores, memory // WORKER_BYTES))
 
 
 @pytest.hookimpl(optionalhook=True)

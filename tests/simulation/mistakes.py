@@ -147,9 +147,15 @@ def failed_member_stays() -> None:
 
 def _consuming_by(steps: Callable[[DatabaseOffsets, Claim, list[Message], Callable[..., Any]], None]) -> None:
     def consume_once(
-        self: DatabaseOffsets, claim: Claim, messages: list[Message], call: Callable[..., Any], *, is_single: bool
-    ) -> None:
-        steps(self, claim, messages, call)
+        self: DatabaseOffsets, claim: Claim, messages: list[Message], call: Callable[..., Any], attempt: Any, **_: Any
+    ) -> tuple[()]:
+        def listen(*arguments: Any) -> None:
+            attempt.step = "listener"
+            call(*arguments)
+            attempt.step = "bookkeeping"
+
+        steps(self, claim, messages, listen)
+        return ()
 
     DatabaseOffsets._consume_once = consume_once  # type: ignore[method-assign]
 

@@ -12,7 +12,8 @@ from tests.simulation.running import simulate
 from tests.trials import trials
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.search
+@pytest.mark.parametrize("call", CALLS[: trials(len(CALLS))])
 def test_no_interference_with_a_call_does_harm(call):
     done = simulate("--call", call, "--sample", str(trials(5)), module="tests.simulation.every_await")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.mistakes import PRODUCER_MISTAKES
+from tests.simulation.finding import OF_PRODUCERS
 from tests.simulation.producing import PLANS
 from tests.simulation.running import simulate
 from tests.trials import trials
 
 MODULE = "tests.simulation.producing"
 
-FOUND_IN = {
-    "attempts-not-told": "brokers",
-    "key-ignored": "brokers",
-    "old-route-kept": "routes",
-    "told-before-it-is-stored": "brokers",
-}
 
-
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.search
+@pytest.mark.parametrize("plan", [*PLANS][: trials(len(PLANS))])
 def test_simulated_producers_are_right(plan):
     done = simulate("--plan", plan, "--seeds", f"0-{trials(2) - 1}", module=MODULE)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
@@ -30,14 +24,15 @@ def test_simulated_producers_are_right(plan):
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("mistake", PRODUCER_MISTAKES)
-def test_a_mistake_put_in_on_purpose_is_found(mistake):
-    plan = FOUND_IN[mistake]
+@pytest.mark.search
+@pytest.mark.parametrize(("mistake", "plan"), OF_PRODUCERS[: trials(len(OF_PRODUCERS))])
+def test_a_search_finds_a_mistake(mistake, plan):
     done = simulate("--plan", plan, "--seeds", "0-5", "--first-wrong", "--mistake", mistake, module=MODULE)
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
     assert f"repeat: python -m {MODULE} --plan {plan} --seeds" in done.stdout
 
 
+@pytest.mark.search
 def test_a_seed_repeats_its_world_exactly():
     runs = [simulate("--plan", "all", "--seeds", "3-4", "--digest", module=MODULE).stdout for _ in range(2)]
     once, again = ([line for line in run.splitlines() if line.startswith("all ")] for run in runs)

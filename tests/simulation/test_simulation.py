@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from tests.simulation.finding import OF_CONSUMERS, OF_DATABASES, OF_KEYS, STORE
 from tests.simulation.running import simulate
 from tests.trials import factor, trials
 
@@ -45,6 +48,7 @@ def some(seeds: str) -> str:
     return f"{first}-{int(first) + count - 1}" if count else ""
 
 
+@pytest.mark.search
 @pytest.mark.parametrize(("plan", "seeds"), [(plan, some(seeds)) for plan, seeds in WORLDS if some(seeds)])
 def test_simulated_worlds_are_right(plan, seeds):
     done = simulate("--plan", plan, "--seeds", seeds)
@@ -53,41 +57,28 @@ def test_simulated_worlds_are_right(plan, seeds):
     assert done.stderr == "", "the dead are heard of"
 
 
-@pytest.mark.parametrize(
-    ("mistake", "plan"),
-    [
-        ("late-ack", "resets"),
-        ("commit-on-no-new-message", "quiet"),
-        ("drop-without-persist", "moving"),
-        ("correction-without-store", "corrections"),
-        ("unlock-before-commit", "orderly"),
-        ("start-not-stored", "defaults"),
-        ("start-not-stored", "own-offsets"),
-        ("cancelled-move", "cancelled-resets"),
-        ("chunk-that-keeps-a-failure", "failures"),
-        ("commit-after-the-grace", "hand-overs"),
-        ("failed-member-stays", "failed-members"),
-        ("commit-before-the-effect", "exactly-once"),
-        ("commit-after-the-listener", "exactly-once"),
-        ("known-elsewhere", "exactly-once"),
-        ("advance-first", "exactly-once"),
-        ("advance-without-the-epoch", "exactly-once"),
-        ("claim-without-a-new-epoch", "exactly-once"),
-        ("reset-that-leaves-the-epoch", "exactly-once-resets"),
-        ("claim-that-moves-along", "exactly-once-resets"),
-        ("two-workers-on-one-key", "by-key"),
-        ("two-workers-on-one-key", "by-asked-key"),
-        ("retry-behind-the-next", "by-key"),
-        ("rest-of-a-key-goes-on", "by-asked-key"),
-        ("unlock-while-a-key-runs", "by-key"),
-    ],
-)
-def test_a_mistake_put_in_on_purpose_is_found(mistake, plan):
+SEARCHED = OF_CONSUMERS + OF_DATABASES + OF_KEYS
+
+
+@pytest.mark.search
+@pytest.mark.parametrize(("mistake", "plan"), SEARCHED[: trials(len(SEARCHED))])
+def test_a_search_finds_a_mistake(mistake, plan):
     done = simulate("--plan", plan, "--seeds", "0-5", "--first-wrong", "--mistake", mistake)
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
     assert f"repeat: python -m tests.simulation --plan {plan} --seeds" in done.stdout
 
 
+@pytest.mark.live
+@pytest.mark.slow("lives through a world for each mistake, and the same without it")
+def test_kept_seeds_find_each_mistake(subtests):
+    done = simulate(module="tests.simulation.finding")
+    for name, is_found in json.loads(done.stdout).items():
+        with subtests.test(name):
+            assert is_found, f"the kept seeds find it no longer: {STORE}\n{done.stderr[-2000:]}"
+    assert done.returncode == 0
+
+
+@pytest.mark.search
 @pytest.mark.parametrize("plan", ["clustering", "orderly", "broadcasting", "exactly-once", "by-asked-key"])
 def test_a_seed_repeats_its_world_exactly(plan):
     seeds = f"3-{2 + trials(4)}"

@@ -135,8 +135,11 @@ class Scheduler:
     def step(self) -> None:
         """Take a moment, in which another thread may run: a thread that never waits does not keep others from it."""
         self.now += STEP_S
-        if not _collecting and self.random.random() < PAUSES and (self._ready or (self._timers and self._timers[0][0] <= self.now)):
+        if self.random.random() < PAUSES and not _collecting and self._others_could_run():
             self.pause()
+
+    def _others_could_run(self) -> bool:
+        return bool(self._ready) or (bool(self._timers) and self._timers[0][0] <= self.now)
 
     def wake(self, thread: SimulatedThread) -> None:
         """Let `thread` go on, if it waits."""
@@ -192,8 +195,12 @@ class Scheduler:
         """Wait for the end of `thread`; returns whether it has ended."""
         deadline = None if timeout_s is None else self.now + timeout_s
         while not thread.is_done and (deadline is None or self.now < deadline):
-            thread.joined.append(self._me())
-            self.wait(deadline)
+            me = self._me()
+            thread.joined.append(me)
+            try:
+                self.wait(deadline)
+            finally:
+                thread.joined.remove(me)  # its end must not wake another wait
         return thread.is_done
 
     def _next(self) -> SimulatedThread:

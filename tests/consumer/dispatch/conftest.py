@@ -1,3 +1,5 @@
-from tests.consumer.pulling.conftest import orders, pytest_pyfunc_call
+"""The topic `orders`."""
 
-__all__ = ["orders", "pytest_pyfunc_call"]
+from tests.consumer.pulling.conftest import orders
+
+__all__ = ["orders"]

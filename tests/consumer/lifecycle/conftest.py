@@ -1,13 +1,10 @@
-"""A topic with one queue, and a group; tests that are coroutines run on a loop of their own."""
+"""A topic with one queue, and a group."""
 
 from __future__ import annotations
 
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.consumer.coroutines import pytest_pyfunc_call
-
-__all__ = ["pytest_pyfunc_call"]
 
 
 @pytest.fixture

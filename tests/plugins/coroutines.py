@@ -1,7 +1,4 @@
-"""Tests that are coroutines: they run on a loop whose clock jumps, or as `RUN` of their module says.
-
-A conftest that imports `pytest_pyfunc_call` from here has its folder's run so.
-"""
+"""Tests that are coroutines: each runs on a loop whose clock jumps, or as `RUN` of its module says."""
 
 from __future__ import annotations
 

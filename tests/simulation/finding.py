@@ -1,0 +1,139 @@
+"""Short worlds that find mistakes put in on purpose; `mistakes.json` keeps them.
+
+python -m tests.simulation.finding            lives through them again
+python -m tests.simulation.finding --store    searches new ones where they find their mistake no longer
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tests import planted
+from tests.simulation import plans, producing, scenario
+from tests.simulation.mistakes import MISTAKES, PRODUCER_MISTAKES
+
+KEPT = Path(__file__).with_name("mistakes.json")
+STORE = "python -m tests.simulation.finding --store"
+
+OF_CONSUMERS = (
+    ("late-ack", "resets", "was not consumed again"),
+    ("commit-on-no-new-message", "quiet", "was not consumed"),
+    ("drop-without-persist", "moving", "came again at"),
+    ("correction-without-store", "corrections", "without storing it"),
+    ("unlock-before-commit", "orderly", "after unlocking it"),
+    ("start-not-stored", "defaults", "was not consumed"),
+    ("start-not-stored", "own-offsets", "never saw"),
+    ("cancelled-move", "cancelled-resets", "committed is"),
+    ("chunk-that-keeps-a-failure", "failures", "was not handed back"),
+    ("commit-after-the-grace", "hand-overs", "came again at"),
+    ("failed-member-stays", "failed-members", "were never consumed"),
+)
+OF_DATABASES = (
+    ("commit-before-the-effect", "exactly-once", "has its effect when"),
+    ("commit-after-the-listener", "exactly-once", "has its effect when"),
+    ("known-elsewhere", "exactly-once", "has its effect when"),
+    ("advance-first", "exactly-once", "transactions waited"),
+    ("advance-without-the-epoch", "exactly-once", "has its effect"),
+    ("claim-without-a-new-epoch", "exactly-once", "has its effect"),
+    ("reset-that-leaves-the-epoch", "exactly-once-resets", "has its effect"),
+    ("claim-that-moves-along", "exactly-once-resets", "has its effect"),
+)
+OF_KEYS = (
+    ("two-workers-on-one-key", "by-key", "began beside"),
+    ("two-workers-on-one-key", "by-asked-key", "began beside"),
+    ("retry-behind-the-next", "by-key", "came after"),
+    ("rest-of-a-key-goes-on", "by-asked-key", "came after"),
+    ("unlock-while-a-key-runs", "by-key", "began beside"),
+)
+OF_PRODUCERS = (
+    ("attempts-not-told", "brokers", "SendResult.attempts="),
+    ("key-ignored", "brokers", "was stored at"),
+    ("old-route-kept", "routes", "?"),
+    ("told-before-it-is-stored", "brokers", "?"),
+)
+"""Which plans find which mistakes."""
+
+ALL = {
+    f"{mistake} in {plan}": (mistake, plan) for mistake, plan in OF_CONSUMERS + OF_DATABASES + OF_KEYS + OF_PRODUCERS
+}
+
+
+def live(mistake: str | None, plan: str, seed: int, times: dict[str, float]) -> str:
+    """Return what is wrong with a world."""
+    if mistake is not None:
+        (MISTAKES | PRODUCER_MISTAKES)[mistake]()
+    try:
+        if plan in plans.PLANS:
+            how = replace(plans.PLANS[plan], **times)  # type: ignore[arg-type]
+            scenario.check(scenario.Scenario(seed, how).run(), how)
+        else:
+            sending = replace(producing.PLANS[plan], **times)  # type: ignore[arg-type]
+            producing.check(producing.Producing(seed, sending).run(), sending)
+    except AssertionError as error:
+        return f"seed {seed}: {error}"
+    return ""
+
+
+def finds(name: str, seed: int, times: dict[str, float]) -> bool:
+    """Tell whether a world is wrong with the mistake, and right without it."""
+    mistake, plan = ALL[name]
+
+    def is_wrong(with_mistake: str | None) -> bool:
+        return bool(planted.in_fork(partial(live, with_mistake, plan, seed, times)))
+
+    return is_wrong(mistake) and not is_wrong(None)
+
+
+def search(name: str) -> dict[str, Any]:
+    """Return the shortest times with which a seed finds a mistake, and a few seeds."""
+    _, plan = ALL[name]
+    whole = plans.PLANS[plan] if plan in plans.PLANS else producing.PLANS[plan]
+    for part in (0.1, 0.2, 0.3, 0.5, 1.0):
+        times = {
+            each: round(getattr(whole, each) * part, 1) for each in ("trouble_s", "calm_s") if hasattr(whole, each)
+        }
+        if seeds := [*islice((seed for seed in range(10) if finds(name, seed, times)), 2)]:
+            return {"seeds": seeds, "times": times}
+    return {}
+
+
+def replay() -> dict[str, bool]:
+    """Return by name whether one of the kept seeds finds the mistake."""
+    kept = planted.read(KEPT)
+    return {
+        name: name in kept and any(finds(name, seed, kept[name]["times"]) for seed in kept[name]["seeds"])
+        for name in ALL
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", action="store_true", help="search what is missing, and keep it")
+    options = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in an order that depends on it
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
+    logging.basicConfig(level=logging.CRITICAL + 1)
+    found = replay()
+    if options.store:
+        lost = [name for name, is_found in found.items() if not is_found]
+        kept = planted.read(KEPT)
+        for name in lost:
+            if world := search(name):
+                kept[name] = world
+                planted.write(KEPT, {each: kept[each] for each in ALL if each in kept})
+        found |= {name: name in kept for name in lost}
+    print(json.dumps(found))
+    return 0 if all(found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""How many mistakes are planted, and that for each is kept what finds it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import planted
+from tests.simulation import finding, mistakes
+from tests.wire import mistakes as compiled
+
+
+def test_each_mistake_has_an_input_or_a_seed():
+    assert (len(compiled.MISTAKES), len(compiled.OF_SANITIZERS)) == (20, 1)
+    counts = [len({mistake for mistake, _ in each}) for each in (finding.OF_CONSUMERS, finding.OF_PRODUCERS)]
+    assert counts == [10, 4]
+    assert len({mistake for mistake, _ in finding.OF_DATABASES}) == 8
+    assert len({mistake for mistake, _ in finding.OF_KEYS}) == 4
+    assert {mistake for mistake, _ in finding.ALL.values()} == {*mistakes.MISTAKES, *mistakes.PRODUCER_MISTAKES}
+    assert [*planted.read(compiled.KEPT)] == [*compiled.ALL]
+    assert [*planted.read(finding.KEPT)] == [*finding.ALL]
+
+
+@pytest.mark.live
+def test_a_fork_that_dies_says_how(capfd):
+    assert planted.in_fork(lambda: ["a", 1]) == ["a", 1]
+    assert planted.in_fork(lambda: planted.os._exit(7)) == f"{planted.DIED} 7"
+    with pytest.raises(RuntimeError):
+        planted.in_fork(lambda: 1 // 0)
+    assert "ZeroDivisionError" in capfd.readouterr().err
