@@ -177,7 +177,9 @@ TOLD = {
     "consume_from": "consume_from='begin' is not allowed; use 'first' or 'earliest'",
 }
 WRONG = {
-    **dict.fromkeys(("client_ip", "instance_name", "unit_name"), ["", "\x1b[31m", "a\nb", "\0", "x" * 256, b"x", 5]),
+    **{
+        name: ["", "\x1b[31m", "a\nb", "\0", "x" * 256, b"x", 5] for name in ("client_ip", "instance_name", "unit_name")
+    },
     "namespace": ["", "\x1b[31m", "a b", "x" * 128, 5],
     "offset_store_dir": ["", "a\0b", 5],
     "consume_from": ["begin"],

@@ -17,6 +17,7 @@ from pyrocket_consumer.wire.bodies import ConsumerData
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.consuming import PATIENT_S, WAIT_S
 
+
 class Told:
     """A hook that remembers what it was told, in order."""
 
