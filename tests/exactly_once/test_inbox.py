@@ -71,18 +71,19 @@ def test_groups_have_inboxes_of_their_own(embedded, with_inbox):
 
 
 @every_database
-def test_old_ids_are_forgotten(embedded, with_inbox):
+@pytest.mark.parametrize("count", [1, 100])
+def test_old_ids_are_forgotten_however_few_new_ones_come(embedded, with_inbox, count):
     old = int((time.time() - 8 * 86400) * 1000)
     with with_inbox.engine.begin() as connection:
         connection.execute(
             text("INSERT INTO pyrocket_inbox VALUES (:g, :id, :at)"),
             [{"g": g, "id": f"older-{number}", "at": old} for number in range(3000) for g in (GROUP, "another")],
         )
-    send(embedded)
+    send(embedded, BODIES[:count])
     with billing(embedded, with_inbox, commit_interval_s=0.5):
-        until_all(embedded, with_inbox)
+        until_all(embedded, with_inbox, BODIES[:count])
         in_group = "SELECT COUNT(*) FROM pyrocket_inbox WHERE consumer_group = :g"
-        embedded.wait_until(lambda: with_inbox.query(in_group, g=GROUP) == [(100,)], 10)
+        embedded.wait_until(lambda: with_inbox.query(in_group, g=GROUP) == [(count,)], 10)
         assert with_inbox.query(in_group, g="another") == [(3000,)]  # it may have an inbox_days of its own
 
 
