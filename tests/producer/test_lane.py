@@ -91,9 +91,22 @@ def test_a_send_that_waits_in_a_lane_returns_within_its_timeout(embedded, produc
     with pytest.raises(SendError, match="waited 0.3 s for messages before it"):
         producer.send("orders", b"late", queue=A, timeout_s=0.3)
     assert time.monotonic() - started < 5
+    last = producer.send_async("orders", b"last", queue=A, timeout_s=60)
     gate.open()
-    assert held.result(30)
-    assert stored(embedded) == [b"held"]
+    assert held.result(30) and last.result(30)
+    assert stored(embedded) == [b"held", b"last"]
+
+
+def test_one_behind_those_that_failed_is_sent(embedded, producer):
+    embedded.broker("broker-a").on(SEND, drop)
+    failed = [
+        producer.send_async("orders", b"%d" % number, sharding_key="key", timeout_s=timeout_s)
+        for number, timeout_s in ((1, 2), (2, 0.2))  # the second one's deadline is over before the first one's
+    ]
+    later = producer.send_async("orders", b"3", sharding_key="key", timeout_s=30)
+    for future in failed:
+        assert isinstance(future.exception(30), SendError)
+    assert later.result(30).queue_offset == 0
 
 
 @pinned
@@ -199,14 +212,14 @@ def test_a_broker_that_was_killed_is_waited_for_in_order(embedded, producer, pin
 def test_one_lane_is_sent_one_after_the_other_and_others_beside(embedded, producing, gate):
     producer = producing(embedded, send_timeout_s=30)
     first = [producer.send_async("orders", b"a%d" % number, sharding_key="a") for number in range(5)]
-    other = producer.send_async("orders", b"b", sharding_key="b")
+    other, free = producer.send_async("orders", b"b", sharding_key="b"), producer.send_async("orders", b"d")
     chosen = [
         producer.send_async("orders", b"c%d" % number, queue=MessageQueue("orders", "broker-a", 0))
         for number in range(3)
     ]
-    assert sorted(request.body for request in gate.wait_held(3)) == [b"a0", b"b", b"c0"]
+    assert sorted(request.body for request in gate.wait_held(4)) == [b"a0", b"b", b"c0", b"d"]
     gate.open()
-    wait([*first, other, *chosen], timeout=30)
+    wait([*first, other, free, *chosen], timeout=30)
     for futures in (first, chosen):
         offsets = [future.result(0).queue_offset for future in futures]
         assert offsets == sorted(offsets)
