@@ -123,6 +123,7 @@ def test_a_wrong_argument_is_told_and_nothing_is_done(embedded, admin, call, rea
     assert what_is_there() == before
 
 
+@pytest.mark.live
 @for_each("method, name, values", TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
 def test_a_wrong_argument_is_told_before_anything_is_connected(method, name, values):
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # who connects waits for an answer that never comes

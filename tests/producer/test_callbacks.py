@@ -180,6 +180,7 @@ def test_a_future_is_told_once(callbacks):
         assert future.result(0) == 0
 
 
+@pytest.mark.live
 def test_however_threads_meet_nobody_waits_in_vain(callbacks):
     """A future is told while others begin to wait for it, in every way there is."""
     count, called = 400, threading.Semaphore(0)
@@ -325,15 +326,16 @@ def test_when_no_thread_could_be_started_callbacks_run_at_close(embedded, produc
     assert called == [future, future]
 
 
+@pytest.mark.live
 def test_a_future_may_have_any_number_of_callbacks(callbacks):
     future, called = SendFuture(callbacks), []
     began = time.thread_time()
-    for number in range(20_000):
+    for number in range(100_000):
         future.add_done_callback(lambda done, number=number: called.append(number))
-    assert time.thread_time() - began < 1  # each as fast as the first
+    assert time.thread_time() - began < 3  # each as fast as the first
     Promise(future).set_result(0)
     callbacks.catch_up(60)
-    assert called == list(range(20_000))
+    assert called == list(range(100_000))
 
 
 # --- a signal's handler may come at any step, and wait for the message

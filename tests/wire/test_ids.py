@@ -89,6 +89,7 @@ def test_ids_of_an_ipv6_host_are_longer_and_a_process_id_is_cut():
     assert made.startswith("20010DB80000000000000000000000012345" + "00000007")
 
 
+@pytest.mark.live
 def test_threads_never_get_the_same_id():
     ids = UniqueIds("10.0.0.9", 1)
     made: list[list[str]] = [[] for _ in range(4)]
