@@ -147,8 +147,8 @@ def test_a_full_journal_is_read_in_a_moment():
     data = encode_header(header).ljust(HEADER_BYTES, b"\0") + body
 
     def reading() -> float:
-        started = time.perf_counter()
+        started = time.process_time()
         assert len(replay(data.ljust(1 << 20, b"\0"), header).offsets) == 256
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     assert quick(5, reading)

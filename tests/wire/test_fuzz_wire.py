@@ -263,7 +263,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text_costs_neither_time_nor_stack_nor_memory(data):
-    begin = time.perf_counter()
+    begin = time.process_time()
     tracemalloc.start()
     try:
         value_or_protocol_error(fastjson.loads, data)
@@ -273,4 +273,4 @@ def test_hostile_text_costs_neither_time_nor_stack_nor_memory(data):
     finally:
         tracemalloc.stop()
     assert peak < 200 * len(data)
-    assert time.perf_counter() - begin < 60  # quadratic time would be minutes
+    assert time.process_time() - begin < 60  # quadratic time would be minutes
