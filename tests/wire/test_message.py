@@ -330,7 +330,9 @@ def test_a_message_travels_to_another_process(stored):
     stored = replace(stored, sys_flag=stored.sys_flag & ~0xC0)
     data = encode_message(stored)
     for message in decode_messages(data + WORKED_RECORD, QUEUE)[:1] + decode_messages(data):
-        for travelled in (pickle.loads(pickle.dumps(message)), copy.deepcopy(message), copy.copy(message.detach())):
+        copied = pickle.loads(pickle.dumps(message)), copy.copy(message), copy.deepcopy(message)
+        for travelled in (*copied, copy.copy(message.detach())):
+            assert travelled is not message
             assert_is(travelled, stored)
             assert travelled.queue == message.queue
 
