@@ -17,7 +17,7 @@ def test_bodies_of_4_mib_are_written_and_read_back(spark, cluster, names):
     cluster.create_topic(topic, queues=2)
     noise = random.Random(5)
     compressible = (noise.randbytes(LARGEST // 4) * 4)[:-1]
-    bodies = [noise.randbytes(LARGEST), compressible, b"small"]
+    bodies = [noise.randbytes(LARGEST), compressible, bytes(LARGEST), b"small"]
     to = {"nameServer": cluster.name_server, "topic": topic, "sendTimeoutMs": "30000"}
     rows = spark.createDataFrame([(bytearray(body),) for body in bodies], "body binary")
     rows.write.format("rocketmq").options(**to).mode("append").save()
