@@ -124,7 +124,6 @@ def test_a_stored_offset_beyond_the_end_is_corrected_and_told(cluster, topic, gr
         ("g", "orders", {"consume_from": "yesterday"}),
         ("g", "orders", {"name_server": "nowhere"}),
         ("g", "orders", {"access_key": "only"}),
-        ("g", "orders", {"auto_commit": False}),
     ],
 )
 def test_bad_settings_are_refused_before_anything_happens(group_name, topic_name, options):

@@ -47,6 +47,11 @@ def test_an_option_that_is_not_allowed_is_named(kind, name):
             kind("G", **{"name_server": "127.0.0.1:9876", name: value})
 
 
+def test_auto_commit_off_needs_orderly():
+    with pytest.raises(ConfigError, match="orderly"):
+        PushConsumer("G", name_server="127.0.0.1:9876", auto_commit=False)
+
+
 CALLS = {
     "subscribe": [("T!", listen), (5, listen), (["T"], listen), ("T", 5), ("T", listen, 5), ("T", listen, ["paid"]),
                   ("T", listen, True)],

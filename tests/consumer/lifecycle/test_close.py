@@ -163,7 +163,7 @@ async def test_a_cancelled_close_has_stored_what_is_consumed(embedded, topic, gr
 
 async def test_a_close_cancelled_at_any_moment_goes_on(embedded, topic, group):
     embedded.create_topic(topic, queues=2)
-    expected = 0
+    expected, cut_short = 0, 0
     for step in range(20):
         seen = Seen()
         consumer = AsyncPushConsumer(group, name_server=embedded.name_server)
@@ -172,13 +172,17 @@ async def test_a_close_cancelled_at_any_moment_goes_on(embedded, topic, group):
         embedded.send(topic, lambda number, step=step: b"m%d" % (10 * step + number), count=10)
         await asyncio.to_thread(seen.wait_for, 10)
         closing = asyncio.create_task(consumer.close())
-        await asyncio.sleep(step * 0.001)
+        await asyncio.sleep(step * 0.00025)
         closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)
+        cut_short += closing.cancelled()
         await consumer.close()
         expected += 10
-        assert sum(embedded.committed(group, topic).values()) == expected, f"cancelled after {step} ms"
+        assert sum(embedded.committed(group, topic).values()) == expected, f"cancelled after {step / 4} ms"
         assert embedded.members(group) == []
+    assert cut_short > 2, "else a close ended before each of these moments"
+
+
 async def test_a_cancelled_close_gives_the_offset_store_back(embedded, topic, group, tmp_path):
     """The next consumer of the same name goes on where it ended."""
     options = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "instance_name": "mine"}

@@ -295,7 +295,8 @@ def test_a_broker_that_forgot_us_for_a_moment_is_told_at_once(embedded, broker, 
     events = Events()
     refused = answer(24, "the consumer's subscription not exist")
     broker.on(RequestCode.PULL_MESSAGE, refused, times=6, when=of(topic))
-    with consuming(embedded, topic, group, on_event=events) as (_, seen):
+    options = {"on_event": events, "pull_retry_delay_s": 1.0, "rebalance_interval_s": 20.0}  # as by default
+    with consuming(embedded, topic, group, **options) as (_, seen):
         fill(embedded, topic, 20)
         seen.wait_for(20, timeout_s=10)
     assert not events.of("subscription-differs")

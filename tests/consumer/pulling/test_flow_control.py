@@ -242,7 +242,7 @@ def test_the_memory_of_all_queues_is_bounded(orders):
         most = 0
         while len(slow.messages) < count:
             most = max(most, cached(consumer))
-            time.sleep(0.05)
+            time.sleep(0.005)
         assert most <= limit + 2 * PULL
     assert set(slow.places.values()) == {1}
 
