@@ -49,6 +49,7 @@ def test_offset_persist_measures_what_its_table_shows(tmp_path):
     assert all(len(each["rounds"]) == 2 and min(each["rounds"]) > 0 for each in case["us_per_persist"].values())
 
 
+@pytest.mark.slow("measures for half a minute and more", proof=True)
 def test_start_close_measures_imports_starts_and_a_close(tmp_path):
     figures = tmp_path / "figures.json"
     run("start_close", "--quick", "--json", str(figures))
@@ -68,7 +69,7 @@ def test_decode_measures_every_way(tmp_path):
     assert {each["body_bytes"] for each in results} == {100, 1024, 10240}
 
 
-def test_decode_measures_each_step_with_and_without_the_extension(tmp_path):
+def test_decode_measures_each_step(tmp_path):
     figures = tmp_path / "figures.json"
     printed = run("decode", "--rounds", "2", "--json", str(figures))
     found = json.loads(figures.read_text())
@@ -82,6 +83,7 @@ def test_decode_measures_each_step_with_and_without_the_extension(tmp_path):
     assert "five properties" in printed
 
 
+@pytest.mark.slow("measures for half a minute and more", proof=True)
 def test_drop_in_measures_the_facade_beside_what_is_beneath(tmp_path):
     figures = tmp_path / "figures.json"
     with EmbeddedCluster(delay_scale=0.01) as cluster:
@@ -94,7 +96,8 @@ def test_drop_in_measures_the_facade_beside_what_is_beneath(tmp_path):
     assert "consume: CPU ÷ api" in printed
 
 
-def test_consume_measures_the_chosen_sides_and_says_what_each_ratio_means(tmp_path):
+@pytest.mark.slow("measures for half a minute and more", proof=True)
+def test_consume_measures_the_chosen_sides(tmp_path):
     figures = tmp_path / "figures.json"
     options = ["--quick", "--cases", "one,touched,lists,lists-touched,sleep", "--sides", "pyrocket,pure,threads,before"]
     sizes = ["--queues", "4", "--messages", "60000", "--sleep-messages", "5000"]
@@ -117,6 +120,7 @@ def test_consume_measures_the_chosen_sides_and_says_what_each_ratio_means(tmp_pa
     assert "accelerated" in printed.splitlines()[0] or "pure Python" in printed.splitlines()[0]
 
 
+@pytest.mark.slow("measures for half a minute and more", proof=True)
 def test_cores_measures_one_and_two_members_of_a_group(tmp_path):
     figures = tmp_path / "figures.json"
     with EmbeddedCluster() as cluster:
@@ -143,7 +147,7 @@ def test_spark_reads_beside_batches_that_are_ready(tmp_path):
     assert [[batch.num_rows for batch in reader.read(each)] for each in reader.partitions()] == 2 * [[2048, 952]]
 
 
-def test_spark_pushdown_has_a_broker_whose_messages_are_as_old_as_it_says():
+def test_spark_pushdown_has_messages_of_the_age_it_says():
     pytest.importorskip("pyspark")
     from benchmarks.spark_pushdown import timed_broker
     from benchmarks.timed_broker import FIRST_MS
@@ -175,7 +179,7 @@ def test_consume_says_what_it_cannot_measure(options, told):
     assert told in done.stderr
 
 
-def test_produce_measures_both_ways_of_sending_and_an_earlier_checkout(tmp_path):
+def test_produce_measures_both_ways_of_sending(tmp_path):
     figures = tmp_path / "figures.json"
     with EmbeddedCluster() as cluster:
         options = ["--quick", "--sides", "pyrocket", "--warm", "100", "--messages", "3000", "--sync-messages", "300"]
@@ -191,7 +195,8 @@ def test_produce_measures_both_ways_of_sending_and_an_earlier_checkout(tmp_path)
     assert "rate ÷ before" in printed
 
 
-def test_order_by_key_measures_all_modes_and_an_earlier_checkout(tmp_path):
+@pytest.mark.slow("measures for half a minute and more", proof=True)
+def test_order_by_key_measures_all_modes(tmp_path):
     figures = tmp_path / "figures.json"
     with EmbeddedCluster() as cluster:
         options = ["--quick", "--no-java", "--messages", "30000", "--sleep-messages", "3000", "--before", str(ROOT)]
@@ -204,7 +209,7 @@ def test_order_by_key_measures_all_modes_and_an_earlier_checkout(tmp_path):
     assert "order_by ÷ concurrent" in printed
 
 
-def test_drop_in_says_where_the_native_library_is_to_be_had():
+def test_drop_in_says_where_the_native_library_is():
     if importlib.util.find_spec("rocketmq") is None:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.drop_in", "--quick"],
@@ -217,6 +222,7 @@ def test_drop_in_says_where_the_native_library_is_to_be_had():
         assert (done.returncode, "pip install '.[native]'" in done.stderr) == (2, True)
 
 
+@pytest.mark.slow("measures for half a minute and more", proof=True)
 def test_exactly_once_measures_every_side(tmp_path):
     figures = tmp_path / "figures.json"
     run("exactly_once", "--quick", "--databases", "sqlite", "--json", str(figures))

@@ -162,7 +162,7 @@ def test_a_missing_tool_is_named_with_its_remedy(tools, said, tmp_path):
 
 @live
 @needs_git
-@pytest.mark.slow("installs two environments")
+@pytest.mark.slow("installs two environments", proof=True)
 @pytest.mark.timeout(300)
 def test_a_commit_is_compared_with_itself():
     done = run("HEAD", "--only", "import", "--rounds", "1", "-o", "json")

@@ -104,6 +104,7 @@ def test_it_installs_with_a_compiler_and_without(source, tmp_path, environment, 
     assert consumes(sys.executable, unpacked(wheel, folder), PYTHONPATH=str(folder)) == accelerated
 
 
+@pytest.mark.slow("makes an environment for each Python", proof=True)
 def test_one_wheel_runs_on_each_python(source, tmp_path, subtests):
     """In a fresh environment, with the newest of what it needs."""
     wheel, _ = wheel_of(source, tmp_path)

@@ -112,6 +112,7 @@ def test_a_broker_that_refuses_in_the_middle(cluster, pyrocket, output):
         assert "the topic is read only" in summary["stopped_by"]
 
 
+@pytest.mark.slow("waits until the broker is given up")
 @pytest.mark.live
 def test_a_broker_that_goes_away(cluster):
     with Reading(cluster) as reading:

@@ -63,7 +63,7 @@ class Members:
     def disturb(self) -> None:
         """Kill one, freeze one, or let one join."""
         awake = [each for each in self._running if each not in [sleeper for _, sleeper in self._asleep]]
-        kind = self._random.choice(("kill", "freeze", "join"))
+        kind = self._random.choice(("kill", "freeze", "join")) if self.killed else "kill"
         if kind == "kill" and awake:
             victim = self._random.choice(awake)
             self._running.remove(victim)

@@ -22,6 +22,7 @@ def test_the_ledger_has_each_message_once(cluster, database, names):
     assert ", 0 kills" not in told[-1]
 
 
+@pytest.mark.slow("kills members until some message comes twice", proof=True)
 @pytest.mark.databases("postgresql")
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_another_way_has_some_twice(database, way, names):

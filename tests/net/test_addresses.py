@@ -85,6 +85,7 @@ def addresses_of(cluster) -> list[str]:
     return [broker.address for broker in cluster.brokers]
 
 
+@pytest.mark.slow("waits for a start that is not allowed")
 @pytest.mark.live
 def test_a_consumer_goes_only_where_it_may_and_says_so_once(cluster, elsewhere):
     for number in range(20):
@@ -146,6 +147,7 @@ def test_an_invalid_address_affects_that_broker_alone(cluster, address, caplog):
         assert record.name.startswith("asyncio") or len(record.getMessage()) < 2 * MOST_OF_A_LINE
 
 
+@pytest.mark.slow("waits for a start that is not allowed")
 @pytest.mark.live
 def test_producer_and_admin_name_address_option_and_remedy(cluster, elsewhere):
     allowed = {"allowed_addresses": ["10.0.0.0/8", "broker-a:10911"]}

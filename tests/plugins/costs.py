@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.trials import trials
+from tests.trials import factor, trials
 from tests.virtual import virtual_time
 from tests.virtual.scheduler import Scheduler
 
@@ -25,7 +25,7 @@ COSTS = {
     "real": "real brokers, database servers or Spark",
     "search": "looks for mistakes at random; PYROCKET_TRIALS says how long",
 }
-LIMIT_S = 2.0
+LIMIT_S = float(os.environ.get("PYROCKET_LIMIT_S", "2"))
 """What a test may take without `slow`: CPU time, and time that it waited while the machine was free."""
 
 _PRESSURE = Path("/proc/pressure/cpu")
@@ -41,7 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in COSTS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
-    config.addinivalue_line("markers", f"slow(reason): takes more than {LIMIT_S:g} s, and why it must")
+    slow = f"slow(reason, proof=False): takes more than {LIMIT_S:g} s, and why; with proof=True only `make proof` runs it"
+    config.addinivalue_line("markers", slow)
 
 
 def cost_of(item: pytest.Item) -> str:
@@ -62,6 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("unit")
         elif item.get_closest_marker("unit") is not None:
             raise pytest.UsageError(f"{item.nodeid}: marked unit and {cost}; keep one")
+    if float(factor()) < 1:
+        left_out = [item for item in items if any(mark.kwargs.get("proof") for mark in item.iter_markers("slow"))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     if (hypothesis := sys.modules.get("hypothesis")) is not None:  # its import takes longer than most files of tests
         settings = hypothesis.settings
         settings.register_profile("trials", max_examples=trials(settings.default.max_examples))
@@ -76,6 +81,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     seed = int(os.environ.get("PYROCKET_SEED", "0")) ^ zlib.crc32(item.nodeid.encode())
     with virtual_time(seed) as item.stash[_world]:
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # inside of what captures output and log
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """End a test's own fixtures in its world, and those that others share outside: they began there."""
+    if (world := item.stash.get(_world, None)) is not None:
+        try:
+            item.session._setupstate.teardown_exact(item.parent)
+        finally:
+            world.leave()
+    return (yield)
 
 
 def _stalled_s() -> float:

@@ -49,6 +49,7 @@ print("closed")
 """
 
 
+@pytest.mark.slow("a process that is interrupted many times")
 @pytest.mark.parametrize("call", ["send", "send_async", "result", "flush"])
 def test_a_call_may_be_interrupted_at_any_moment(embedded, call):
     done = run_program(INTERRUPTED, embedded.name_server, call, flags=("-W", "ignore"))

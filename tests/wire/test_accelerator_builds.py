@@ -58,6 +58,7 @@ def test_sanitizers_find_nothing_in_what_is_read(sanitized):
     assert answer.returncode == 0 and " 0 findings" in answer.stdout, answer.stdout + answer.stderr
 
 
+@pytest.mark.slow("runs the tests of the wire format under sanitizers", proof=True)
 @pytest.mark.search
 def test_sanitizers_find_nothing_in_the_tests(sanitized):
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(SOURCE.parents[2]), "--real=none")

@@ -139,6 +139,7 @@ def test_text_of_too_many_values_is_refused_at_once(text, value):
             loads(each)
 
 
+@pytest.mark.slow("reads 100 000 values")
 @for_each("value, most", [('{"a":[1,2.5]}', 100_000), ('"x"', 100_000), ('{{"queueId":1}:null}', 30_000)])
 def test_text_is_read_alike_whatever_its_size(value, most):
     for count in (1, 5000, most * 2 // 5, most):

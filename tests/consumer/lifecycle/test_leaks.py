@@ -22,6 +22,7 @@ def open_files() -> int:
     return len(os.listdir("/dev/fd"))
 
 
+@pytest.mark.slow("starts and closes a hundred consumers")
 def test_a_hundred_consumers_one_after_the_other(embedded, broker, topic, group):
     counts = []
     for number in range(100):
