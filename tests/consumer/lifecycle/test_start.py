@@ -151,11 +151,11 @@ def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing(embedded, before
 
     async def main():
         started = 0
-        for step in range(400):
+        for step in range(1000):
             consumer = AsyncPushConsumer(**broadcasting(embedded, group, tmp_path))
             await consumer.subscribe(topic, print)
             starting = asyncio.create_task(consumer.start())
-            await asyncio.sleep(step * 0.0005)
+            await asyncio.sleep(step * 0.0002)
             starting.cancel()
             try:
                 await starting

@@ -130,7 +130,15 @@ def test_a_listener_that_returns_after_a_reset_changes_nothing(embedded, broker,
 
 
 @pytest.mark.hazard("H02")
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(ChecksAndThenStores, "by a listener from before it")])
+@pytest.mark.parametrize(
+    "member",
+    [
+        ours,
+        pytest.param(ours, marks=[pytest.mark.live, pytest.mark.slow("real threads race")], id="ours-in-real-time"),
+        NaiveMember,
+        faulty(ChecksAndThenStores, "by a listener from before it"),
+    ],
+)
 def test_no_moment_lies_between_looking_and_storing(embedded, broker, member):
     """Looking whether the window lives and moving the offset is one step, under the window's lock.
 
