@@ -15,9 +15,11 @@ from pyrocket_consumer.errors import ConfigError, ConnectError, FlowControl, Per
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import parse_source
 from pyrocket_consumer.spark.positions import CALLS_AT_ONCE, Positions
+from pyrocket_consumer.spark.read import ReadFailed
 from pyrocket_consumer.spark.source import NotReached
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, SysFlag
+from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.spark.asking import (
     Checkpoint,
     CrashError,
@@ -360,6 +362,25 @@ def test_a_topic_that_is_made_anew_is_data_loss(embedded):
         run.reader._asking.forget_discovery()
         with pytest.raises(DataLoss, match="made anew"):
             run.batch()
+
+
+@pytest.mark.parametrize(("word", "read"), [("skip", [0, *range(2, 10)]), ("raw", [*range(10)])])
+def test_a_damaged_body_ends_no_query_that_bears_it(embedded, word, read):
+    checkpoint = Checkpoint()
+    for broker in embedded.brokers:
+        for number in range(3):
+            flag = SysFlag.COMPRESSED if number == 1 else 0
+            record = encode_message(StoredMessage("orders", b"no zlib", queue_offset=number, sys_flag=flag))
+            fields = {"nextBeginOffset": str(number + 1), "minOffset": "0", "maxOffset": "10"}
+            broker.on(
+                RequestCode.PULL_MESSAGE, answer(0, "FOUND", fields, record), times=None,
+                when=lambda command, at=str(number): command.fields["queueOffset"] == at,
+            )  # fmt: skip
+    failed = pytest.raises(ReadFailed, match="at offset 1 failed after 1 try: its body cannot be unpacked")
+    with running(embedded, checkpoint, **FROM_FIRST) as run, failed:
+        run.batch()
+    with running(embedded, checkpoint, damagedBodies=word, **FROM_FIRST) as run:
+        assert sorted(offset for _, offset in run.batch()) == sorted(read * 2)
 
 
 def test_a_broker_that_refuses_to_say_ends_the_query(embedded):
