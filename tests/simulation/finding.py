@@ -25,7 +25,7 @@ KEPT = Path(__file__).with_name("mistakes.json")
 STORE = "python -m tests.simulation.finding --store"
 
 OF_CONSUMERS = (
-    ("late-ack", "resets", "was not consumed again"),
+    ("late-ack", "resets", "was not consumed"),
     ("commit-on-no-new-message", "quiet", "was not consumed"),
     ("drop-without-persist", "moving", "came again at"),
     ("correction-without-store", "corrections", "without storing it"),
@@ -57,13 +57,14 @@ OF_KEYS = (
 OF_PRODUCERS = (
     ("attempts-not-told", "brokers", "SendResult.attempts="),
     ("key-ignored", "brokers", "was stored at"),
-    ("old-route-kept", "routes", "?"),
-    ("told-before-it-is-stored", "brokers", "?"),
+    ("old-route-kept", "routes", "s later"),
+    ("told-before-it-is-stored", "brokers", "as it was told"),
 )
-"""Which plans find which mistakes."""
+"""Mistakes, the plans that find them, and what is then wrong."""
 
 ALL = {
-    f"{mistake} in {plan}": (mistake, plan) for mistake, plan in OF_CONSUMERS + OF_DATABASES + OF_KEYS + OF_PRODUCERS
+    f"{mistake} in {plan}": (mistake, plan, wrong)
+    for mistake, plan, wrong in OF_CONSUMERS + OF_DATABASES + OF_KEYS + OF_PRODUCERS
 }
 
 
@@ -84,18 +85,18 @@ def live(mistake: str | None, plan: str, seed: int, times: dict[str, float]) -> 
 
 
 def finds(name: str, seed: int, times: dict[str, float]) -> bool:
-    """Tell whether a world is wrong with the mistake, and right without it."""
-    mistake, plan = ALL[name]
+    """Tell whether a world is wrong as the mistake has it, and right without it."""
+    mistake, plan, wrong = ALL[name]
 
-    def is_wrong(with_mistake: str | None) -> bool:
-        return bool(planted.in_fork(partial(live, with_mistake, plan, seed, times)))
+    def what_is_wrong(with_mistake: str | None) -> str:
+        return str(planted.in_fork(partial(live, with_mistake, plan, seed, times)))
 
-    return is_wrong(mistake) and not is_wrong(None)
+    return wrong in what_is_wrong(mistake) and not what_is_wrong(None)
 
 
 def search(name: str) -> dict[str, Any]:
     """Return the shortest times with which a seed finds a mistake, and a few seeds."""
-    _, plan = ALL[name]
+    _, plan, _ = ALL[name]
     whole = plans.PLANS[plan] if plan in plans.PLANS else producing.PLANS[plan]
     for part in (0.1, 0.2, 0.3, 0.5, 1.0):
         times = {

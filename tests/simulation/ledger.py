@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +122,10 @@ class _WorldDatabase(SqlDatabase):
             raise ConnectionError("the answer to a commit was lost")
 
     def verdict(self, error: BaseException) -> Verdict:
-        with suppress(AttributeError):
-            if error.orig.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:  # type: ignore[attr-defined]
-                self._ledger.busy += 1
-                return "away"  # nobody sleeps in this world: come again later
+        code = getattr(getattr(error, "orig", error), "sqlite_errorcode", 0)  # of SQLAlchemy, or of the driver
+        if code & 0xFF == sqlite3.SQLITE_BUSY:
+            self._ledger.busy += 1
+            return "away"  # nobody sleeps in this world: come again later
         return "away" if isinstance(error, ConnectionError) else super().verdict(error)
 
 
