@@ -284,6 +284,7 @@ def test_what_an_interrupted_flush_carried_is_written_again(bench, operation):
     bench.store.close()
 
 
+@pytest.mark.live
 def test_a_failed_flush_fails_for_everyone_who_waited_for_it():
     """Eight threads share flushes; one flush fails and so does every checkpoint: nobody may be told it is durable."""
     bench = Bench()

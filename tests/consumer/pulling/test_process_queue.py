@@ -418,6 +418,7 @@ def test_against_a_naive_model(answers, random):
     assert told.edges == sorted(told.edges)
 
 
+@pytest.mark.live
 def test_two_threads_that_ack_the_same_messages_count_them_once():
     window = started_window(0)
     made = put(window, *range(2000))
