@@ -20,6 +20,7 @@ def orders():
         yield cluster
 
 
+@pytest.mark.slow("a program waits as the page says")
 @pytest.mark.parametrize("block", PYTHON, ids=title)
 def test_a_python_block_runs(block, orders, tmp_path):
     printed = run_python(block, orders, tmp_path)

@@ -231,6 +231,7 @@ def test_who_follows_ends_when_its_reader_leaves(orders):
         assert command.end() == 0
 
 
+@pytest.mark.slow("waits for a broker in trouble")
 @pytest.mark.live
 def test_who_follows_tries_a_broker_in_trouble_again(orders):
     orders.broker("broker-a").on(RequestCode.PULL_MESSAGE, answer(1, "not well"), times=2)

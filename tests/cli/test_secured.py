@@ -78,6 +78,7 @@ def test_help_says_where_an_account_comes_from(secured):
         assert "PYROCKET_ACCESS_KEY" in secured(*command, "--help")[1]
 
 
+@pytest.mark.slow("starts programs")
 def test_only_brokers_at_allowed_addresses_are_connected_to(secured):
     def produce(allowed):
         code, _, told = secured("produce", "orders", "one", *TRUSTING, "--allowed-addresses", allowed)

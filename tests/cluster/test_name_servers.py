@@ -193,6 +193,7 @@ def padded(body: bytes) -> bytes:
     return b"{pad:[" + b"0," * 900_000 + b"0]," + body[1:]
 
 
+@pytest.mark.slow("an answer of many megabytes")
 @pytest.mark.live
 def test_a_large_answer_does_not_stop_the_io_thread(embedded, client):
     embedded.name_server_node.on(ROUTE, rewrite(lambda answer: replace(answer, body=padded(answer.body))), times=None)

@@ -976,6 +976,7 @@ def test_the_end_of_the_process_waits_for_a_callback(cluster, topic):
     assert sum(cluster.committed(f"g-{topic}", topic).values()) == 1
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.live
 def test_the_end_of_the_process_during_a_start_stores_offsets(topic):
     script = BEGIN + """
@@ -1017,6 +1018,7 @@ def test_what_is_set_after_the_start_counts_from_the_next_one(cluster, topic):
     assert errors.splitlines() == [f"{each}: {said}" for each in settings]
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.live
 def test_a_child_that_is_forked_sends_and_consumes_by_itself(cluster, topic):
     script = BEGIN + """

@@ -125,6 +125,7 @@ def test_order_is_kept_when_a_second_member_takes_queues(cluster, topic, group):
     assert all(offsets == sorted(offsets) for offsets in seen.offsets().values())
 
 
+@pytest.mark.slow("starts and kills processes")
 @pytest.mark.live
 @pytest.mark.cluster(lock_expiry_s=1.0)
 def test_a_killed_member_leaves_its_queues_in_order(cluster, topic, group):

@@ -31,6 +31,7 @@ def test_a_signal_ends_a_consumer_in_order(cluster, topic, group, number):
     until(lambda: cluster.members(group) == [], "it has left the group")
 
 
+@pytest.mark.slow("starts and kills processes")
 @pytest.mark.live
 def test_a_signal_waits_for_the_listener_that_runs(cluster, topic, group):
     fill(cluster, topic, 1, queues=1)
@@ -42,6 +43,7 @@ def test_a_signal_waits_for_the_listener_that_runs(cluster, topic, group):
     assert cluster.committed(group, topic) == {0: 1}
 
 
+@pytest.mark.slow("starts and kills processes")
 @pytest.mark.live
 def test_a_member_killed_with_9_loses_nothing(cluster, topic, group):
     cluster.create_topic(topic, queues=4)
@@ -56,6 +58,7 @@ def test_a_member_killed_with_9_loses_nothing(cluster, topic, group):
         until(lambda: set(victim.bodies) | {body.decode() for body in seen.bodies} >= everything, "nothing is lost", 60)
 
 
+@pytest.mark.slow("starts and kills processes")
 @pytest.mark.live
 def test_a_killed_broadcasting_member_goes_on_from_its_file(cluster, topic, group, stores):
     cluster.create_topic(topic, queues=2)

@@ -35,6 +35,7 @@ def listen(history: History, lines: list[str]) -> None:
             (history.writing if what == "writing" else history.acknowledged)(offsets)
 
 
+@pytest.mark.slow("a process for each file operation")
 @pytest.mark.hazard("H13")
 @pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
 @pytest.mark.parametrize("seed", range(trials(1)))

@@ -28,6 +28,9 @@ COSTS = {
 LIMIT_S = float(os.environ.get("PYROCKET_LIMIT_S", "2"))
 """What a test may take without `slow`: CPU time, and time that it waited while the machine was free."""
 
+FEWEST = 25
+"""How many examples a test with hypothesis has at least."""
+
 _PRESSURE = Path("/proc/pressure/cpu")
 _taken = pytest.StashKey[float]()
 _world = pytest.StashKey[Scheduler]()
@@ -41,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in COSTS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
-    slow = f"slow(reason, proof=False): takes more than {LIMIT_S:g} s, and why; with proof=True only `make proof` runs it"
+    slow = f"slow(reason, proof=False): takes more than {LIMIT_S:g} s, and why; with proof=True only in `make proof`"
     config.addinivalue_line("markers", slow)
 
 
@@ -69,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     if (hypothesis := sys.modules.get("hypothesis")) is not None:  # its import takes longer than most files of tests
         settings = hypothesis.settings
-        settings.register_profile("trials", max_examples=trials(settings.default.max_examples))
+        settings.register_profile("trials", max_examples=max(FEWEST, trials(settings.default.max_examples)))
         settings.load_profile("trials")
 
 

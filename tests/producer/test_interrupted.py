@@ -56,6 +56,7 @@ def test_a_call_may_be_interrupted_at_any_moment(embedded, call):
     assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 
+@pytest.mark.slow("interrupts a call many times")
 def test_closing_may_be_interrupted(embedded, gate):
     producer = Producer(name_server=embedded.name_server, send_timeout_s=60)
     keyed = [producer.send_async("orders", b"x", sharding_key="k") for _ in range(3)]

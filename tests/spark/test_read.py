@@ -598,6 +598,7 @@ def test_a_body_larger_than_allowed_is_damaged(embedded, broker, topic, count):
     assert [len(row["body"]) for row in found] == [MIB + 1] * count
 
 
+@pytest.mark.slow("unpacks many megabytes")
 def test_packed_bodies_of_few_messages_are_not_held_together(embedded, broker, topic):
     """Thirty messages are read row by row; each row's body is gone with its batch."""
     body, flag = compress(bytes(8 * MIB))

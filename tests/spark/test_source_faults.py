@@ -284,6 +284,7 @@ def test_a_crash_after_a_loss_repeats_the_same_batch(embedded):
         assert [offset for _, offset in run.batch()] == [4, 4]
 
 
+@pytest.mark.slow("waits for a broker in trouble")
 def test_a_queue_made_anew_while_its_broker_was_away_is_read(embedded):
     with running(embedded, **SHRUNK) as run:
         run.batch()
@@ -418,6 +419,7 @@ def to_the_end(embedded: EmbeddedCluster, checkpoint: Checkpoint, **options: obj
         return all_batches(run)
 
 
+@pytest.mark.slow("waits for a broker in trouble")
 @pytest.mark.parametrize("keep_route", [False, True])
 def test_a_run_to_the_end_fails_without_a_broker_it_knows(embedded, read_once, keep_route):
     embedded.broker("broker-b").stop(keep_route=keep_route)
@@ -436,6 +438,7 @@ def test_a_run_to_the_end_does_not_end_well_without_any_broker(embedded, read_on
         to_the_end(embedded, read_once, readTimeoutMs=600)
 
 
+@pytest.mark.slow("waits for a broker in trouble")
 @pytest.mark.parametrize("keep_route", [False, True])
 def test_a_run_to_the_end_may_leave_out_who_is_not_reached(embedded, read_once, keep_route, caplog):
     embedded.broker("broker-b").stop(keep_route=keep_route)
@@ -460,6 +463,7 @@ def test_a_run_to_the_end_waits_for_a_broker_that_restarts(embedded, read_once):
         assert len(rest.result(30)) == 4
 
 
+@pytest.mark.slow("waits for a broker in trouble")
 def test_a_run_to_the_end_fails_when_a_broker_goes_away(embedded, read_once):
     options = {"maxOffsetsPerTrigger": 2, "readTimeoutMs": 600, **FROM_FIRST}
     with running(embedded, read_once, trigger="available", **options) as run:

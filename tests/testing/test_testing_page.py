@@ -20,6 +20,7 @@ TEXT = PAGE.read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow("runs pytest")
 @pytest.mark.live
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: re.findall(r"def (test_\w+)", block)[0])
 def test_the_tests_of_the_page_pass(block, tmp_path):

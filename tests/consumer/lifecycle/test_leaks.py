@@ -66,6 +66,7 @@ def test_starts_that_fail_leave_nothing(embedded, group):
     assert at_rest(embedded) == before
 
 
+@pytest.mark.slow("starts and closes many consumers")
 def test_an_asyncio_consumer_leaves_no_task_on_the_callers_loop(embedded, topic, group):
     embedded.send(topic, b"x")
 
