@@ -34,6 +34,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("database_kind", [pytest.param(kind, marks=costs[kind]) for kind in chosen])
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tell after a run of many tests which databases this machine lacks: their tests are left out without a word."""
+    if not config.getoption("numprocesses", None) or config.option.markexpr == "unit":
+        return
+    from tests.databases import KINDS, why_missing
+
+    for kind in KINDS:
+        if why := why_missing(kind):
+            terminalreporter.write_sep("=", f"{kind} WAS NOT TESTED", yellow=True, bold=True)
+            terminalreporter.write_line(why)
+
+
 @pytest.fixture(scope="session")
 def database_servers() -> Iterator[dict[str, Server]]:
     """Database servers of this worker by kind, each started by the first test that needs it."""
