@@ -222,7 +222,7 @@ def test_however_threads_meet_nobody_waits_in_vain(callbacks):
 # --- what a user does wrong, or the system does not give, harms no other message
 
 
-@for_each("wrong", [None, 1, "print"])
+@pytest.mark.parametrize("wrong", [None, 1, "print"])
 def test_what_is_not_callable_is_refused_where_it_is_added(producer, gate, wrong):
     future = producer.send_async("orders", b"x")
     with pytest.raises(TypeError, match=f"{wrong!r} is not callable; pass a function"):
