@@ -21,7 +21,6 @@ from pyrocket_consumer.producer import callbacks as source
 from pyrocket_consumer.producer.callbacks import CallbackThread, Promise, SendFuture
 from pyrocket_consumer.testing import Gate, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from tests.for_each import for_each
 
 SEND = RequestCode.SEND_MESSAGE_V2
 
