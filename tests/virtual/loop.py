@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from tests.virtual import transport
-from tests.virtual.scheduler import NotVirtual, Scheduler
+from tests.virtual.scheduler import STEP_S, NotVirtual, Scheduler
 
 SLOWEST_S = 0.002
 """How long bytes travel at most."""
@@ -36,6 +36,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def select(self, timeout: float | None) -> list[Any]:
         """Wait as a selector does: for a call from another thread, or the next timer."""
         world = self._world
+        world.now += STEP_S
         if self._is_called or timeout == 0:
             if world.random.random() < PAUSES:
                 world.pause()
@@ -106,7 +107,7 @@ class Address:
         pass
 
 
-class Listener:
+class Listener(asyncio.AbstractServer):
     """What `create_server` returns."""
 
     def __init__(self, network: Network, loop: VirtualLoop, factory: Any, address: tuple[str, int], sock: Any) -> None:
@@ -116,6 +117,7 @@ class Listener:
         self.backlog: list[Transport] = []
         self._network, self._address = network, address
         self.context = contextvars.copy_context()
+        self._closed = loop.create_future()
 
     def close(self) -> None:
         if self._network.listeners.get(self._address) is self:
@@ -124,12 +126,26 @@ class Listener:
             sock.close()
         for each in self.backlog:
             each.abort()
+        if not self._closed.done() and not self.loop.is_closed():
+            self._closed.set_result(None)
 
     def is_serving(self) -> bool:
         return self._network.listeners.get(self._address) is self
 
     async def wait_closed(self) -> None:
         pass
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self.loop
+
+    async def start_serving(self) -> None:
+        pass
+
+    async def serve_forever(self) -> None:
+        try:
+            await asyncio.shield(self._closed)
+        finally:
+            self.close()
 
 
 class Network:
@@ -214,7 +230,10 @@ class Transport(transport.Transport):
             loop._write_to_self()  # it may wait for a later timer
 
     def soon(self, what: Callable[..., None], *arguments: Any) -> None:
-        self.at(self.network.time(), what, *arguments)
+        loop = self._loop
+        if not loop.is_closed():
+            loop.call_at(self.network.time(), what, *arguments, context=self.context)
+            loop._write_to_self()
 
     def run(self, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Do what was to be done at this end; what arrives while it does not read waits."""
@@ -222,6 +241,16 @@ class Transport(transport.Transport):
             self._held.append((what, arguments))
         elif not self.gone:
             what(*arguments)
+
+    def deliver(self, data: bytes) -> None:
+        if not self._closing:
+            super().deliver(data)
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def write_eof(self) -> None:
+        raise NotVirtual("half of a connection cannot be closed in virtual time; mark this test live")
 
     def abort(self) -> None:
         """End both ends at once."""

@@ -21,6 +21,8 @@ STEP_S = 1e-6
 """Reading the clock or taking a lock takes this long, so that a loop which does nothing else ends."""
 PAUSES = 0.02
 """How often another thread runs then."""
+TURN_S = 0.005
+"""A thread that looks at the clock, a lock or a thread for so long lets another one run, as the interpreter does."""
 
 LEAVING_S = 5.0
 """How long a thread that is left may take to end, in real time."""
@@ -91,19 +93,23 @@ class Scheduler:
         self._wall_offset = _real_time() - START_S
         self._main = SimulatedThread("MainThread")
         self._turn = self._main
+        self._turn_began = START_S
         self._threads = [self._main]
         self._ready: list[SimulatedThread] = []
         self._timers: list[tuple[float, int, SimulatedThread, int]] = []
         self._numbers = count()
         self._limit = START_S + LONGEST_S
-        self._is_ending = False
+        self.is_ending = False
+        self._is_interrupted = False
         self.is_broken = False
+        self.is_over = False
+        self._outer: tuple[Scheduler, SimulatedThread] | None = None
         self.violations: list[str] = []
 
     # --- the clock
 
     def monotonic(self) -> float:
-        self.now += STEP_S
+        self.look()
         return self.now
 
     def wall(self) -> float:
@@ -112,6 +118,10 @@ class Scheduler:
     def sleep(self, seconds: float) -> None:
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")
+        if seconds > LONGEST_S and self._me() is self._main:
+            self._limit += seconds
+        if seconds < STEP_S:  # a loop of these ends, too
+            self.now += STEP_S
         self.wait(self.now + seconds)
 
     # --- threads
@@ -138,6 +148,12 @@ class Scheduler:
         if self.random.random() < PAUSES and not _collecting and self._others_could_run():
             self.pause()
 
+    def look(self) -> None:
+        """Take a moment; a thread that only looks, again and again, lets others run."""
+        self.now += STEP_S
+        if self.now - self._turn_began > TURN_S and not _collecting and self._others_could_run():
+            self.pause()
+
     def _others_could_run(self) -> bool:
         return bool(self._ready) or (bool(self._timers) and self._timers[0][0] <= self.now)
 
@@ -156,7 +172,7 @@ class Scheduler:
         if found is None or found[0] is not self:
             raise NotVirtual("a thread outside of virtual time waits for something inside")
         me = found[1]
-        if self._is_ending and me is not self._main:
+        if self.is_ending and me is not self._main:
             raise Ended
         return me
 
@@ -164,22 +180,27 @@ class Scheduler:
         """Have `function` run on a simulated thread; `begin` starts the real one."""
         thread = SimulatedThread(f"thread-{len(self._threads)}")
         owner = getattr(function, "__self__", None)
-        if isinstance(owner, threading.Thread):
+        if is_usual := isinstance(owner, threading.Thread):
             thread.name = owner.name
             owner._simulated = thread  # type: ignore[attr-defined]
-        self._threads.append(thread)
 
         def run() -> None:
             thread.gate.acquire()
             thread.ident = _get_ident()
             ACTIVE[thread.ident] = (self, thread)
             try:
-                if not self._is_ending:
+                if not self.is_ending:
                     function(*arguments)
+            except BaseException:
+                if not self.is_ending:  # then it ended before it began
+                    raise
             finally:
+                if is_usual and self.is_ending:
+                    threading._limbo.pop(owner, None)  # type: ignore[attr-defined]
                 self._finish(thread)
 
         result = begin(run)
+        self._threads.append(thread)
         self._ready.append(thread)
         return result
 
@@ -189,10 +210,11 @@ class Scheduler:
         for each in thread.joined:
             self.wake(each)
         self._threads.remove(thread)
-        self._give_turn(self._main if self._is_ending else self._next())
+        self._give_turn(self._main if self.is_ending else self._next())
 
     def join(self, thread: SimulatedThread, timeout_s: float | None) -> bool:
         """Wait for the end of `thread`; returns whether it has ended."""
+        self.look()
         deadline = None if timeout_s is None else self.now + timeout_s
         while not thread.is_done and (deadline is None or self.now < deadline):
             me = self._me()
@@ -204,6 +226,8 @@ class Scheduler:
         return thread.is_done
 
     def _next(self) -> SimulatedThread:
+        if self._is_interrupted:
+            return self._main
         while self._timers and (self._timers[0][0] <= self.now or not self._ready):
             deadline, _, thread, waits = heapq.heappop(self._timers)
             if thread.is_waiting and thread.waits == waits:
@@ -212,12 +236,15 @@ class Scheduler:
                 self._ready.append(thread)
         if self._ready and self.now < self._limit:
             return self._ready.pop(self.random.randrange(len(self._ready)))
-        self._limit += LONGEST_S  # for the fixtures that end now
-        self._main.is_waiting = False
-        if self._main in self._ready:
-            self._ready.remove(self._main)
+        self._limit = self.now + LONGEST_S  # for the fixtures that end now
+        self._wait_no_more(self._main)
         self._main.error = Stuck(f"{self.now - START_S:.0f} s have passed and nothing can end this:\n{self.stacks()}")
         return self._main
+
+    def _wait_no_more(self, thread: SimulatedThread) -> None:
+        thread.is_waiting = False
+        if thread in self._ready:
+            self._ready.remove(thread)
 
     def _switch(self, me: SimulatedThread) -> None:
         chosen = self._next()
@@ -226,11 +253,19 @@ class Scheduler:
             try:
                 me.gate.acquire()
             except BaseException:  # a signal, while it is another's turn
-                self.is_broken = True
+                self._take_turn(me)
                 raise
+        self._turn_began = self.now
         if me.error is not None:
             error, me.error = me.error, None
             raise error
+
+    def _take_turn(self, me: SimulatedThread) -> None:
+        """Have the turn as soon as the thread that has it waits. If it does not, the world is broken."""
+        self.is_broken = self._is_interrupted = True
+        self.is_broken = not me.gate.acquire(timeout=0.1 if self._turn is me else LEAVING_S) and self._turn is not me
+        self._is_interrupted = False
+        self._wait_no_more(me)
 
     def _give_turn(self, thread: SimulatedThread) -> None:
         self._turn = thread
@@ -250,11 +285,12 @@ class Scheduler:
     def enter(self) -> None:
         """Make the calling thread the first of this world."""
         self._main.ident = _get_ident()
+        self._outer = ACTIVE.get(self._main.ident)
         ACTIVE[self._main.ident] = (self, self._main)
 
     def leave(self) -> None:
         """End every thread that is left: what it waits for raises."""
-        self._is_ending = True
+        self.is_ending = True
         hook = threading.excepthook
         threading.excepthook = lambda args: None if args.exc_type is Ended else hook(args)
         try:
@@ -269,4 +305,7 @@ class Scheduler:
                         return  # it waits for something real
         finally:
             threading.excepthook = hook
+            self.is_over = True
             ACTIVE.pop(self._main.ident, None)
+            if self._outer is not None:
+                ACTIVE[self._main.ident] = self._outer

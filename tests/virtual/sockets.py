@@ -89,6 +89,8 @@ class VirtualSocket(Transport):
     def shutdown(self, how: int) -> None:
         if self.gone:
             raise OSError(107, "Transport endpoint is not connected")
+        if how != socket.SHUT_RDWR:
+            self.write_eof()
         self.close()
 
     def recv(self, size: int, flags: int = 0) -> bytes:

@@ -179,7 +179,7 @@ def _install_joins() -> None:
     def join(self: threading.Thread, timeout: float | None = None) -> None:
         world, simulated = current(), getattr(self, "_simulated", None)
         if world is not None and simulated is not None and self is not threading.current_thread():
-            if not world.join(simulated, None if timeout is None else max(timeout, 0)):
+            if not world.join(simulated, timeout):
                 return
             timeout = None  # its last steps are real
         real_join(self, timeout)
@@ -189,6 +189,8 @@ def _install_joins() -> None:
         simulated = getattr(self, "_simulated", None)
         if simulated is not None and simulated.is_done:
             real_join(self)
+        elif simulated is not None and (world := current()) is not None:
+            world.look()
         return real_is_alive(self)
 
     threading.Thread.join, threading.Thread.is_alive = join, is_alive  # type: ignore[method-assign]

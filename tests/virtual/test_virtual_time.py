@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 
+from tests.for_each import for_each
 from tests.virtual import NotVirtual, Stuck, virtual_time
 from tests.virtual.scheduler import current
 
@@ -83,6 +86,47 @@ def test_a_loop_without_waiting_lets_others_run():
     assert turns > 100
 
 
+LOOKS = {
+    "sleep": lambda lock, thread: time.sleep(0),
+    "clock": lambda lock, thread: time.monotonic(),
+    "lock": lambda lock, thread: lock.acquire(blocking=False),
+    "join": lambda lock, thread: thread.join(0),
+    "is_alive": lambda lock, thread: thread.is_alive(),
+}
+
+
+@for_each("look", LOOKS.values(), ids=LOOKS)
+def test_who_looks_again_and_again_lets_others_run(look):
+    lock, ended = threading.Lock(), []
+    lock.acquire()
+    thread = threading.Thread(target=lambda: (time.sleep(0.001), ended.append(True)))
+    thread.start()
+    while not ended:
+        look(lock, thread)
+
+
+def test_a_loop_that_never_waits_reaches_its_timeout():
+    async def spin():
+        async with asyncio.timeout(0.01):
+            while True:
+                await asyncio.sleep(0)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(spin())
+
+
+@for_each("blocking, timeout", [(True, -5), (False, 1)])
+def test_a_lock_refuses_what_a_real_one_refuses(blocking, timeout):
+    with pytest.raises(ValueError):
+        threading.Lock().acquire(blocking, timeout)
+
+
+def test_days_pass_in_one_sleep():
+    began = time.monotonic()
+    time.sleep(72 * 3600)
+    assert time.monotonic() - began == pytest.approx(72 * 3600, abs=0.01)
+
+
 def test_loops_of_two_threads_talk_over_streams():
     address = queue.SimpleQueue()
 
@@ -109,6 +153,80 @@ def test_loops_of_two_threads_talk_over_streams():
     thread.join()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", 40_000))
+
+
+def test_a_server_serves_until_its_task_is_cancelled():
+    async def main():
+        async def greet(reader, writer):
+            writer.write(b"hello")
+            writer.close()
+
+        async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+            serving = asyncio.create_task(server.serve_forever())
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            assert await reader.read() == b"hello"
+            writer.close()
+            serving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+        assert not server.is_serving()
+
+    asyncio.run(main())
+
+
+class Received(asyncio.Protocol):
+    """Keeps what it gets, and does something then."""
+
+    def __init__(self, then):
+        self.data, self.is_lost, self._then = b"", False, then
+
+    def connection_made(self, transport):
+        self._transport = transport
+
+    def data_received(self, data):
+        self.data += data
+        self._then(self._transport)
+
+    def connection_lost(self, error):
+        self.is_lost = True
+
+
+@for_each(
+    "then",
+    [lambda transport: transport.close(), lambda transport: (transport.pause_reading(), transport.close())],
+    ids=["closes", "pauses and closes"],
+)
+def test_nothing_arrives_after_close(then):
+    async def main():
+        received = Received(then)
+        server = await asyncio.get_running_loop().create_server(lambda: received, "127.0.0.1", 0)
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        for part in (b"a", b"b", b"c"):
+            writer.write(part)
+        time.sleep(1)  # noqa: ASYNC251  # all have arrived when the loop looks
+        await asyncio.sleep(1)
+        writer.close()
+        server.close()
+        return received
+
+    received = asyncio.run(main())
+    assert received.data == b"a"
+    assert received.is_lost
+
+
+def test_half_of_a_connection_cannot_be_closed():
+    async def main():
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Received(lambda transport: None), "127.0.0.1", 0)
+        address = server.sockets[0].getsockname()
+        _, writer = await asyncio.open_connection(*address)
+        assert not writer.can_write_eof()
+        with socket.create_connection(address) as blocking, pytest.raises(NotVirtual, match="mark this test live"):
+            blocking.shutdown(socket.SHUT_WR)
+        writer.close()
+        server.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.live
@@ -160,6 +278,100 @@ def test_threads_that_are_left_end_with_the_world():
     for thread in threads:
         thread.join(5)
     assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.fixture
+def raised(monkeypatch):
+    """What no thread caught."""
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: errors.append(arguments.exc_value))
+    return errors
+
+
+@pytest.mark.live
+def test_threads_end_at_any_step_with_the_world(raised):
+    def start_others():
+        while True:
+            threading.Thread(target=time.sleep, args=(0,)).start()
+
+    def lock_and_unlock(lock):
+        while True:
+            with lock:
+                pass
+
+    before = threading.active_count()
+    for seed in range(40):
+        with virtual_time(seed):
+            held = threading.Lock()
+            held.acquire()
+            for target in (start_others, lambda: lock_and_unlock(threading.Lock())):
+                threading.Thread(target=target).start()
+            for _ in range(3):
+                threading.Thread(target=held.acquire, kwargs={"timeout": 0.001}).start()
+            threading.Timer(0.0005, held.release).start()
+            time.sleep(0.001)
+    assert raised == []
+    assert threading.active_count() == before
+
+
+@pytest.mark.live
+def test_a_signal_interrupts_whoever_waits(raised):
+    def interrupt(number, frame):
+        raise InterruptedError
+
+    def tick():
+        while True:
+            time.sleep(0.001)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(InterruptedError), virtual_time():
+            thread = threading.Thread(target=tick)
+            thread.start()
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            threading.Event().wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not thread.is_alive()
+    assert raised == []
+
+
+@pytest.mark.live
+def test_a_world_in_a_world_gives_the_outer_one_back():
+    with virtual_time() as outer:
+        with virtual_time():
+            time.sleep(100)
+        began = time.monotonic()
+        time.sleep(100)
+        assert time.monotonic() - began == pytest.approx(100, abs=0.01)
+        assert current() is outer
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("later", [nullcontext, virtual_time])
+def test_locks_of_a_module_outlive_the_world(later, raised):
+    """A module may be imported in a world."""
+    with virtual_time():
+        lock = threading.RLock()
+    inside, most = 0, []
+
+    def work():
+        nonlocal inside
+        for _ in range(20):
+            with lock:
+                inside += 1
+                most.append(inside)
+                time.sleep(0.0001)
+                inside -= 1
+
+    with later():
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert raised == []
+    assert most == [1] * 80
 
 
 @pytest.mark.live
