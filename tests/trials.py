@@ -16,4 +16,6 @@ def factor() -> str:
 
 def trials(default: int) -> int:
     """Return `default` times PYROCKET_TRIALS, at least one."""
-    return max(1, int(default * float(factor())))
+    if (times := float(factor())) < 0:
+        raise ValueError("PYROCKET_TRIALS is negative")
+    return max(1, int(default * times))

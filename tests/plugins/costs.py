@@ -34,6 +34,7 @@ FEWEST = 25
 _PRESSURE = Path("/proc/pressure/cpu")
 _taken = pytest.StashKey[float]()
 _world = pytest.StashKey[Scheduler]()
+_wrong = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +47,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     slow = f"slow(reason, proof=False): takes more than {LIMIT_S:g} s, and why; with proof=True only in `make proof`"
     config.addinivalue_line("markers", slow)
+    config.addinivalue_line("markers", "virtual: takes hours, or means nothing, with --real-time, which leaves it out")
+    try:
+        _seed()
+    except ValueError:
+        raise pytest.UsageError(f"PYROCKET_SEED={os.environ['PYROCKET_SEED']}: give an integer") from None
+    try:
+        trials(1)
+    except (ValueError, OverflowError):
+        raise pytest.UsageError(f"PYROCKET_TRIALS={factor()}: give a factor, for example 0.05 or 1") from None
+
+
+def _seed() -> int:
+    return int(os.environ.get("PYROCKET_SEED", "0"))
 
 
 def cost_of(item: pytest.Item) -> str:
@@ -65,9 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if cost == "unit":
             item.add_marker("unit")
         elif item.get_closest_marker("unit") is not None:
-            raise pytest.UsageError(f"{item.nodeid}: marked unit and {cost}; keep one")
-    if float(factor()) < 1:
-        left_out = [item for item in items if any(mark.kwargs.get("proof") for mark in item.iter_markers("slow"))]
+            item.stash[_wrong] = f"marked unit and {cost}; keep one"
+    if left_out := [item for item in items if _is_left_out(item)]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     if (hypothesis := sys.modules.get("hypothesis")) is not None:  # its import takes longer than most files of tests
@@ -76,12 +89,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         settings.load_profile("trials")
 
 
+def _is_left_out(item: pytest.Item) -> bool:
+    if item.config.getoption("--real-time") and item.get_closest_marker("virtual") is not None:
+        return True
+    return float(factor()) < 1 and any(mark.kwargs.get("proof") for mark in item.iter_markers("slow"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if wrong := item.stash.get(_wrong, ""):  # a worker's usage error would be an internal error
+        pytest.fail(wrong, pytrace=False)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Run a unit test, its fixtures included, in a world of its own, whose seed is the test's name."""
     if not is_virtual(item):
         return (yield)
-    seed = int(os.environ.get("PYROCKET_SEED", "0")) ^ zlib.crc32(item.nodeid.encode())
+    seed = _seed() ^ zlib.crc32(item.nodeid.encode())
     with virtual_time(seed) as item.stash[_world]:
         return (yield)
 

@@ -68,4 +68,22 @@ def test_unit_and_another_cost_exclude_each_other(run, tmp_path):
     (tmp_path / "test_both.py").write_text(
         "import pytest\n@pytest.mark.unit\n@pytest.mark.live\ndef test_both(): pass\n"
     )
-    assert "marked unit and live; keep one" in run()
+    assert "FAILED" not in (chosen := run("-n", "1", "-m", "unit and live"))
+    assert "ERROR test_both.py::test_both - Failed: marked unit and live; keep one" in chosen
+
+
+def test_real_time_leaves_out_what_is_virtual(run, tmp_path):
+    (tmp_path / "test_hours.py").write_text(
+        "import pytest, time\n@pytest.mark.virtual\ndef test_hours(): time.sleep(3600)\n"
+    )
+    assert "1 deselected" in run("--real-time", "test_hours.py")
+    assert "1 passed" in run("test_hours.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SEED", "abc"), ("SEED", ""), ("TRIALS", "much"), ("TRIALS", "nan"), ("TRIALS", "inf"), ("TRIALS", "-1")],
+)
+def test_a_variable_that_is_no_number_is_refused(run, monkeypatch, name, value):
+    monkeypatch.setenv(f"PYROCKET_{name}", value)
+    assert run("-n", "1").startswith(f"ERROR: PYROCKET_{name}={value}: give ")

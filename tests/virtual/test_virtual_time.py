@@ -19,6 +19,8 @@ from tests.for_each import for_each
 from tests.virtual import NotVirtual, Stuck, virtual_time
 from tests.virtual.scheduler import current
 
+pytestmark = pytest.mark.virtual
+
 
 def test_an_hour_passes_at_once():
     began, wall = time.monotonic(), time.time()
