@@ -84,7 +84,7 @@ oldest:  ## unit and live tests, with the oldest versions that setup.cfg allows 
 wheel: .venv/.test  ## dist/pyrocket_consumer-*.whl
 	@rm -rf build dist
 	$(RUN)/python -m build --quiet --no-isolation --wheel
-	@$(RUN)/python -m zipfile -l dist/*.whl | grep -q '_accelerator[.]' || echo "without the compiled part: there is no C compiler, or PYROCKET_PURE is set" >&2
+	@$(RUN)/python -m zipfile -l dist/*.whl | grep '_accelerator[.]' >/dev/null || echo "without the compiled part: there is no C compiler, or PYROCKET_PURE is set" >&2
 
 demo: .venv/.cli .venv/.sql  ## produce and consume on the embedded broker, or on a real one: make demo BROKER=5.5.0
 ifdef BROKER

@@ -9,7 +9,6 @@ from itertools import count
 
 import pytest
 
-from tests.plugins.costs import is_virtual
 from tests.virtual import install
 
 install()  # before anything is imported that looks at a clock or makes a lock
@@ -45,4 +44,6 @@ class Names:
 
 @pytest.fixture
 def names(request: pytest.FixtureRequest) -> Names:
+    from tests.plugins.costs import is_virtual  # not before pytest has it as a plugin
+
     return Names(request.node.name, repeat=is_virtual(request.node))
