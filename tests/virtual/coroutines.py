@@ -7,6 +7,8 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from tests.virtual.scheduler import NotVirtual
+
 T = TypeVar("T")
 
 
@@ -31,6 +33,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now
+
+    def run_in_executor(self, *work: Any) -> Any:
+        raise NotVirtual("this loop has no threads; say RUN = asyncio.run in the module")
 
 
 def run(scenario: Coroutine[Any, Any, T]) -> T:

@@ -53,6 +53,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         pass
 
     def _write_to_self(self) -> None:
+        if self._world.is_over:
+            raise NotVirtual("this began in virtual time that is over; a unit test's fixture lives for one test")
         self._is_called = True
         if self._waiting is not None:
             self._world.wake(self._waiting)

@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import pytest
 
 from tests.for_each import for_each
-from tests.virtual import NotVirtual, Stuck, virtual_time
+from tests.virtual import NotVirtual, Stuck, coroutines, virtual_time
 from tests.virtual.scheduler import current
 
 pytestmark = pytest.mark.virtual
@@ -336,6 +336,16 @@ def test_a_signal_interrupts_whoever_waits(raised):
         signal.signal(signal.SIGALRM, before)
     assert not thread.is_alive()
     assert raised == []
+
+
+@pytest.mark.live
+def test_a_loop_ends_with_its_world():
+    with virtual_time():
+        loop = asyncio.new_event_loop()
+    with closing(loop), virtual_time(), pytest.raises(NotVirtual, match="fixture lives for one test"):
+        loop.call_soon_threadsafe(print)
+    with pytest.raises(NotVirtual, match="RUN = asyncio.run"):
+        coroutines.run(asyncio.to_thread(time.sleep, 1))
 
 
 @pytest.mark.live
