@@ -26,6 +26,7 @@ _ON_A_RELEASE = re.compile(rf"[\[-]real-({'|'.join(map(re.escape, VERSIONS))})[-
 _versions = pytest.StashKey[tuple[str, ...]]()
 _required = pytest.StashKey[bool]()
 _not_run = pytest.StashKey[str]()
+_why_failed = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -98,9 +99,19 @@ def _prepare(config: pytest.Config, versions: Iterable[str]) -> None:
             classes(version)
     except CannotRun as error:
         if config.stash[_required]:
-            raise pytest.UsageError(f"tests against real brokers cannot run: {error}") from error
+            reason = f"tests against real brokers cannot run: {error}"
+            if not hasattr(config, "workerinput"):
+                raise pytest.UsageError(reason) from error
+            config.stash[_why_failed] = reason  # a worker's usage error would be an internal error
+            return
         config.stash[_versions] = ()
         config.stash[_not_run] = str(error)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if _version(item) in VERSIONS and (reason := item.config.stash.get(_why_failed, "")):
+        pytest.fail(reason, pytrace=False)
 
 
 def _version(item: pytest.Item) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,16 @@ def test_real_time_leaves_out_what_is_virtual(run, tmp_path):
 def test_a_variable_that_is_no_number_is_refused(run, monkeypatch, name, value):
     monkeypatch.setenv(f"PYROCKET_{name}", value)
     assert run("-n", "1").startswith(f"ERROR: PYROCKET_{name}={value}: give ")
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_ci_without_java_says_so(workers):
+    nowhere = {"CI": "true", "JAVA_HOME": "/nonexistent", "PATH": str(Path(sys.executable).parent)}
+    which = ["tests/conformance/test_clustering.py", "-k", "seen_once"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", workers, *which],
+        cwd=ROOT, env=os.environ | nowhere, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60,
+    )  # fmt: skip
+    assert "tests against real brokers cannot run: java was not found" in done.stdout
+    assert "INTERNALERROR" not in done.stdout
+    assert done.returncode != 0
