@@ -149,8 +149,8 @@ def feed(buffer: FrameBuffer | InPlaceFrames, data: bytes) -> list[Any]:
 @for_each("piece_bytes", [7, 4096, 300_000])
 def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
     frames = list(golden.frames(version).values())
-    frames = frames[:40] if piece_bytes < 10 else frames * 40
-    stream, buffer, chance = b"".join(frames), InPlaceFrames(), random.Random(piece_bytes)
+    frames, times = (frames[:40], 1) if piece_bytes < 10 else (frames, 40)
+    stream, buffer, chance = b"".join(frames) * times, InPlaceFrames(), random.Random(piece_bytes)
     commands, wanted = {}, []
     for start in range(0, len(stream), piece_bytes):
         wanted += enumerate(feed(buffer, stream[start : start + piece_bytes]), len(commands) + len(wanted))
@@ -160,7 +160,7 @@ def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
             commands |= {number: replace(command, body=bytes(extent)) for number, (command, extent) in done}
             buffer.reuse(extent for _, (_, extent) in wanted)
     commands |= {number: replace(command, body=bytes(extent)) for number, (command, extent) in wanted}
-    assert [commands[number] for number in range(len(commands))] == [decode_command(frame) for frame in frames]
+    assert [commands[number] for number in range(len(commands))] == times * [decode_command(each) for each in frames]
 
 
 def test_a_buffer_in_place_grows_and_gives_the_room_back():
