@@ -317,24 +317,32 @@ def test_threads_end_at_any_step_with_the_world(raised):
 
 
 @pytest.mark.live
-def test_a_signal_interrupts_whoever_waits(raised):
+@pytest.mark.slow("waits for a thread that does not stop")
+@pytest.mark.parametrize("never_waits", [False, True])
+def test_a_signal_interrupts_whoever_waits(raised, never_waits):
+    stop = []
+
+    def work():
+        while not stop:
+            if not never_waits:
+                time.sleep(0.001)
+
     def interrupt(number, frame):
         raise InterruptedError
-
-    def tick():
-        while True:
-            time.sleep(0.001)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with pytest.raises(InterruptedError), virtual_time():
-            thread = threading.Thread(target=tick)
-            thread.start()
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            threads = [threading.Thread(target=target) for target in (threading.Event().wait, work)]
+            signal.setitimer(signal.ITIMER_REAL, 0.2)  # one that never waits may not let us go on
+            for thread in threads:
+                thread.start()
             threading.Event().wait()
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert not thread.is_alive()
+    assert [thread.is_alive() for thread in threads] == [False, never_waits]
+    stop.append(True)
+    threads[1].join(5)
     assert raised == []
 
 
