@@ -294,9 +294,10 @@ class Scheduler:
         hook = threading.excepthook
         threading.excepthook = lambda args: None if args.exc_type is Ended else hook(args)
         try:
-            for thread in [] if self.is_broken else list(self._threads):
+            runs_on = self._turn if self.is_broken else self._main
+            for thread in list(self._threads):
                 for _ in range(100):
-                    if thread is self._main or thread.is_done:
+                    if thread in (self._main, runs_on) or thread.is_done:
                         break
                     thread.error = Ended()
                     thread.is_waiting = False
