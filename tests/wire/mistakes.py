@@ -129,13 +129,14 @@ def build(folder: Path, mistakes: dict[str, Mistake]) -> dict[str, Path]:
 
 
 def ask(what: str, mistakes: dict[str, Mistake]) -> dict[str, Any]:
-    """Build `mistakes` and have a process `replay` or `search`; it forks for each of them.
+    """Build `mistakes` and have a process `replay`, `search` or `store`; it forks for each of them.
 
     Returns by name what was found, and under `RIGHT`, when replaying, what is wrong without any mistake.
     """
     (flags,) = {mistake.flags for mistake in mistakes.values()}
     nothing = {RIGHT: Mistake("", "", flags=flags)} if what == "replay" else {}
-    environment = sanitizing() if flags is SANITIZED else dict(os.environ)
+    fresh = {"PYTHONMALLOC": "debug", "MALLOC_PERTURB_": "165"}  # memory that nobody has filled is never zero
+    environment = sanitizing() if flags is SANITIZED else dict(os.environ) | fresh
     with tempfile.TemporaryDirectory() as folder:
         libraries = {name: str(path) for name, path in build(Path(folder), nothing | mistakes).items()}
         answer = subprocess.run(
@@ -166,16 +167,21 @@ def search(name: str) -> list[str]:
         while planted.in_fork(partial(_mutate, target, range(number, most), shared)):
             number, size = (int.from_bytes(shared[at : at + 8]) for at in (0, 8))
             data = shared[16 : 16 + size]
-
-            def finds(shorter: bytes, target: str = target) -> bool:
-                return bool(planted.in_fork(partial(_read_after_others, target, shorter)))
-
-            if finds(data):  # else what was read before is needed, too
-                smaller = planted.in_fork(partial(_smallest_in_hex, target, data))
-                is_smaller = planted.DIED not in smaller and finds(bytes.fromhex(smaller))
-                return [target, smaller if is_smaller else _smallest(data, finds).hex()]
+            if _finds(target, data):  # else what was read before is needed, too
+                return [target, data.hex()]
             number += 1
     return []
+
+
+def search_smallest(name: str) -> list[str]:
+    """Return the same, with an input as small as can be."""
+    found = search(name)
+    if not found:
+        return []
+    target, data = found[0], bytes.fromhex(found[1])
+    smaller = planted.in_fork(partial(_smallest_in_hex, target, data))
+    is_smaller = planted.DIED not in smaller and _finds(target, bytes.fromhex(smaller))
+    return [target, smaller if is_smaller else _smallest(data, partial(_finds, target)).hex()]
 
 
 def _mutate(target: str, numbers: range, shared: mmap) -> str:
@@ -202,8 +208,14 @@ def _read(target: str, data: bytes) -> str:
     return try_input(TARGETS_BY_NAME[target], data)
 
 
+def _finds(target: str, data: bytes) -> bool:
+    return bool(planted.in_fork(partial(_read_after_others, target, data)))
+
+
 def _smallest_in_hex(target: str, data: bytes) -> str:
-    return _smallest(data, lambda shorter: bool(_read_after_others(target, shorter))).hex()
+    """Return the smallest input that is found in this process, which has read others."""
+    _read_after_others(target, data)
+    return _smallest(data, lambda shorter: bool(_read(target, shorter))).hex()
 
 
 def _smallest(data: bytes, finds: Callable[[bytes], bool]) -> bytes:
@@ -220,10 +232,13 @@ def _smallest(data: bytes, finds: Callable[[bytes], bool]) -> bytes:
     return data
 
 
+PROCESSES: dict[str, Callable[[str], Any]] = {"replay": replay, "search": search, "store": search_smallest}
+
+
 def _process(what: str) -> None:
     """Read libraries by name, answer what each of them does."""
     both.copy(pure=True).module("wire.columns")
-    work = {"replay": replay, "search": search}[what]
+    work = PROCESSES[what]
     found = {}
     for name, library in json.load(sys.stdin).items():
         both.library = Path(library)  # the forks import it
@@ -234,7 +249,7 @@ def _process(what: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", action="store_true", help="search what is missing, and keep it")
-    parser.add_argument("--process", choices=["replay", "search"], help=argparse.SUPPRESS)
+    parser.add_argument("--process", choices=PROCESSES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:
         _process(options.process)
@@ -245,7 +260,7 @@ def main() -> int:
         lost = {name: mistake for name, mistake in mistakes.items() if told[RIGHT] or not told[name]}
         print(f"{len(mistakes) - len(lost)} of {len(mistakes)} are found")
         if options.store and lost:
-            kept |= {name: found for name, found in ask("search", lost).items() if found}
+            kept |= {name: found for name, found in ask("store", lost).items() if found}
             planted.write(KEPT, {name: kept[name] for name in ALL if name in kept})
     missing = [name for name in ALL if name not in kept]
     print(f"nothing finds: {', '.join(missing)}" if missing else "an input is kept for each")
