@@ -128,6 +128,7 @@ names = st.text(max_size=12).filter(lambda text: text.encode("utf-8", "replace")
 queues = st.builds(MessageQueue, names, names, st.integers(-1, 2**31 - 1))
 
 
+@pytest.mark.slow("writes and reads many tables")
 @given(st.dictionaries(queues, st.integers(0, 2**63 - 1), max_size=8))
 def test_any_table_comes_back_as_it_was(table):
     assert decode_checkpoint(encode_offsets(table))[0] == table

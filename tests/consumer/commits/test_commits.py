@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from contextlib import closing, suppress
 from typing import Any
 
@@ -264,6 +265,7 @@ def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, mem
     lose_commits = {"lose_commits": True} if isinstance(cluster, EmbeddedCluster) else {}
     with member(cluster, topic, group) as consumer:
         until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
+        time.sleep(0.5)  # the member knows it, too
         broker.kill(**lose_commits)
         broker.start()
         until(
