@@ -237,7 +237,7 @@ def test_a_broker_that_ends_each_connection_is_called_rarely(broker, client, cap
     assert time.monotonic() - began > 2
     assert len([each for each in caplog.records if "connection lost" in each.getMessage()]) < 8
     broker.clear_faults()
-    broker.wait_for(RequestCode.HEART_BEAT, 9)
+    broker.wait_for(RequestCode.HEART_BEAT, 9, timeout_s=600)
 
 
 def test_calls_fail_when_the_broker_dies_and_later_ones_work(embedded, broker, connect):

@@ -209,6 +209,7 @@ def test_a_start_waits_for_a_writer(embedded, database):
                 until_all(embedded, ledger, SOME)
 
 
+@pytest.mark.slow("SQLite waits in real time")
 @pytest.mark.databases("sqlite")
 def test_a_group_begins_with_what_comes_after_its_start(embedded, database):
     """A new group begins with what comes after the start, also where its queues begin later."""

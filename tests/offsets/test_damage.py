@@ -80,6 +80,7 @@ def test_the_files_are_as_described():
     assert replay(GOOD[JOURNAL], decode_header(GOOD[JOURNAL])).offsets[QUEUES[0]] == 130
 
 
+@pytest.mark.slow("flips each bit")
 def test_no_flipped_bit_of_offsets_json_goes_unnoticed():
     for byte in range(len(GOOD[MAIN])):
         for bit in range(8):
@@ -150,6 +151,7 @@ def test_garbage_in_offsets_json_is_set_aside(garbage):
         loaded({MAIN: garbage}, on_unreadable="raise")
 
 
+@pytest.mark.slow("flips each bit")
 def test_no_flipped_bit_of_the_journal_goes_unnoticed():
     end = replay(GOOD[JOURNAL], decode_header(GOOD[JOURNAL])).end
     last = end - 22

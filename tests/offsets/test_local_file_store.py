@@ -599,6 +599,7 @@ def test_a_disk_without_hard_links_keeps_a_backup_too():
 MANY = [MessageQueue(f"topic-{number // 64}", "broker-a", number % 64) for number in range(4096)]
 
 
+@pytest.mark.slow("tens of thousands of queues")
 def test_a_queue_needs_little_memory_beyond_its_key(tmp_path):
     gc.collect()
     tracemalloc.start()

@@ -308,6 +308,7 @@ def test_an_account_that_may_not_is_told_at_once():
             assert len(producer.send_batch("orders", [b"x", b"y"])) == 2
 
 
+@pytest.mark.slow("routes of many megabytes")
 @for_each(
     "names, perm",
     [([f"broker-{number}" for number in range(9_000)], 4), ([f"{number}" + "n" * 60_000 for number in range(50)], 4),

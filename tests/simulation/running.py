@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,4 +12,5 @@ ROOT = Path(__file__).parents[2]
 
 def simulate(*arguments: str, module: str = "tests.simulation") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", module, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}  # else the process starts itself anew
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)

@@ -103,6 +103,7 @@ SIZES = st.builds(
 )
 
 
+@pytest.mark.slow("plans many batches")
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4000), max_size=12), SIZES)
 def test_tasks_hold_every_offset_once(lengths, task_sizes):

@@ -305,6 +305,7 @@ def test_records_with_very_many_properties_are_read(count):
     assert rows(found) == [{"properties": properties}] * MANY
 
 
+@pytest.mark.slow("reads many columns")
 @for_each("text", ODD_PROPERTIES)
 def test_properties_of_any_form_are_what_messages_say(text):
     whole = simple()[:-2] + struct.pack(">H", len(text)) + text
@@ -365,6 +366,7 @@ def test_a_time_that_is_no_date_is_null():
     ]  # fmt: skip
 
 
+@pytest.mark.slow("unpacks many megabytes")
 @for_each("kind", Compression)
 @for_each("others", [0, MANY])
 def test_bodies_that_unpack_to_very_much_are_cut_into_batches(kind, others):

@@ -261,6 +261,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow("reads megabytes of text")
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text_costs_neither_time_nor_stack_nor_memory(data):
     begin = time.process_time()
