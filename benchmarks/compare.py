@@ -338,7 +338,7 @@ def table(rows: Mapping[str, Row]) -> Iterator[str]:
 
 
 def summary(rows: Mapping[str, Row]) -> str:
-    """Return what it all comes to, in a line."""
+    """Return the verdict of the whole run, in one line."""
     worse = [name for name, row in rows.items() if row.is_worse()]
     unclear = [name for name, row in rows.items() if row.verdict() == "unclear"]
     text = f"slower: {', '.join(worse)}" if worse else "no subject is slower"
@@ -385,7 +385,7 @@ def compare(options: argparse.Namespace) -> int:
     say(f"subjects: {len(names)}, rounds: {options.rounds}; about {minutes:.0f} min on two quiet cores")
     with tempfile.TemporaryDirectory(prefix="pyrocket-compare-") as name:
         code = Path(name, "code")
-        shutil.copytree(ROOT / "benchmarks", code / "benchmarks")  # without the package beside it
+        shutil.copytree(ROOT / "benchmarks", code / "benchmarks")  # not next to this package
         say(f"installing {commits[BASE][:10]} and {commits[NEW][:10]}")
         places = {side: Path(name, f"{side:_<4}") for side in (BASE, NEW)}  # paths of one length
         for place in places.values():

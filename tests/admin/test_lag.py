@@ -266,7 +266,7 @@ def test_when_no_broker_answers_a_later_question_it_is_an_error(pair, pair_admin
 def test_broadcasting_members_lack_queues_without_ends(pair, pair_admin, tmp_path):
     with consuming(pair, "T", "B", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         wait_until_seen(seen, 1, 10)
-        until(lambda: len(pair_admin.lag("B").rows) == 2, "it tells of both")
+        until(lambda: len(pair_admin.lag("B").rows) == 2, "both groups are listed")
         pair.broker("broker-b").on(RequestCode.GET_MIN_OFFSET, close_connection, times=None)
         found = pair_admin.lag("B")
         assert [row.queue for row in found.rows] == [queue("T", 0)]
@@ -285,7 +285,7 @@ def test_broadcasting_members_lack_queues_without_ends(pair, pair_admin, tmp_pat
 def test_a_broadcasting_member_is_shown_without_an_absent_broker(pair, pair_admin, tmp_path):
     with consuming(pair, "T", "B", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         wait_until_seen(seen, 1, 10)
-        until(lambda: len(pair_admin.lag("B").rows) == 2, "it tells of both")
+        until(lambda: len(pair_admin.lag("B").rows) == 2, "both groups are listed")
         pair.broker("broker-b").stop(keep_route=True)
         found = pair_admin.lag("B")
         assert [row.queue for row in found.rows] == [queue("T", 0)]

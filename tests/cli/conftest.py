@@ -24,7 +24,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
 
 @pytest.fixture
 def pyrocket(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run `pyrocket …` in this process; returns the exit code, what it printed, and what it told on standard error."""
+    """Run `pyrocket …` in this process; returns the exit code, what it printed, and its standard error."""
 
     def run(*arguments: str, given: bytes = b"") -> tuple[int, str, str]:
         capsys.readouterr()

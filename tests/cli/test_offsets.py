@@ -37,7 +37,7 @@ def stores(tmp_path):
 
 @pytest.fixture
 def offsets(embedded, pyrocket):
-    """Run `pyrocket offsets …`; returns the exit code, what it printed, and what it told on standard error."""
+    """Run `pyrocket offsets …`; returns the exit code, what it printed, and its standard error."""
     return lambda *arguments: pyrocket("offsets", *arguments, "-n", embedded.name_server)
 
 
