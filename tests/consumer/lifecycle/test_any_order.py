@@ -7,8 +7,6 @@ committed to the end, a close ends within its time, and nothing is left.
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import threading
 import time
 from collections import deque
@@ -16,25 +14,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumerState, Message, MessageQueue, PushConsumer, RocketError
-from pyrocket_consumer.testing import (
-    EmbeddedCluster,
-    answer,
-    close_connection,
-    delay,
-    delay_request,
-    drop_answer,
-    duplicate,
-    handle_and_close,
-)
-from pyrocket_consumer.wire.codes import ResponseCode
+from pyrocket_consumer.testing import delay
+from tests.any_order import World, search
 from tests.consuming import WAIT_S, until
 from tests.simulation.history import Consumed, History
-from tests.trials import trials
 
 pytestmark = pytest.mark.search
 
@@ -46,17 +33,6 @@ CLOSE_TAKES_S = 10.0
 CALLS = ("pause", "resume", "progress", "subscribe", "unsubscribe", "earliest", "latest", "back", "back", "join")
 
 INSIDE = ("pause", "resume", "progress", "earliest", "unsubscribe", "close", "fail", "exit", "cancel", "linger")
-
-FAULTS = {
-    "late": delay(0.05),
-    "held": delay_request(0.05),
-    "twice": duplicate,
-    "busy": answer(ResponseCode.SYSTEM_BUSY, "not now"),
-    "error": answer(ResponseCode.SYSTEM_ERROR, "not now"),
-    "cut": close_connection,
-    "done and cut": handle_and_close,
-    "unanswered": drop_answer,
-}
 
 moments = st.sampled_from([0.0, 0.0005, 0.001, 0.002, 0.004, 0.01, 0.03, 0.1, 0.6, 1.5])
 """When a caller stops waiting, in seconds."""
@@ -179,15 +155,7 @@ class Program:
         self.world.consumed(self.name, message, begun)
 
 
-def open_files() -> int:
-    return len(os.listdir("/dev/fd"))
-
-
-def ours() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("pyrocket-")}
-
-
-class AnyOrder(RuleBasedStateMachine):
+class AnyOrder(World):
     """A world with one group, whose members do as they like."""
 
     @initialize(
@@ -197,12 +165,8 @@ class AnyOrder(RuleBasedStateMachine):
         members=st.lists(st.booleans(), min_size=1, max_size=2),
     )
     def begin(self, consume_from: str, orderly: bool, broker_takes_s: float, members: list[bool]) -> None:
-        gc.collect()
-        self.before = open_files(), threading.active_count()
-        self.threads_before = ours()  # of tests about stores that hang
         self.options = {"consume_from": consume_from, "orderly": orderly}
-        self.cluster = EmbeddedCluster(delay_scale=0.01, long_poll_tick_s=0.1)
-        self.cluster.start()
+        self.open_cluster(delay_scale=0.01, long_poll_tick_s=0.1)
         self.cluster.create_topic(TOPIC, queues=QUEUES)
         self.history = History(self.cluster, GROUP, TOPIC)
         self.programs: list[Program] = []
@@ -267,13 +231,6 @@ class AnyOrder(RuleBasedStateMachine):
         """The listeners of the next messages do these."""
         self.inside.extend(what)
 
-    @rule(fault=st.sampled_from(sorted(FAULTS)), times=st.integers(1, 4), of_name_server=st.booleans())
-    def err(self, fault: str, times: int, of_name_server: bool) -> None:
-        """The next requests of a node meet a fault."""
-        node = self.cluster.name_server_node if of_name_server else self.cluster.brokers[0]
-        node.clear_faults()
-        node.on(None, FAULTS[fault], times)
-
     @rule(which=st.integers(0, 4), timeout_s=st.sampled_from([None, 0, 0.2]), cancelled_after_s=st.none() | moments)
     def close(self, which: int, timeout_s: float | None, cancelled_after_s: float | None) -> None:
         if program := self._chosen(which):
@@ -281,25 +238,15 @@ class AnyOrder(RuleBasedStateMachine):
 
     # --- what must hold
 
-    def teardown(self) -> None:
-        if not hasattr(self, "cluster"):
-            return
-        try:
-            self._drain()
-            for program in self.programs:
-                program.close(None)
-            self._look()
-        finally:
-            left = self._end()
-        assert left == []
-        now = open_files(), threading.active_count()
-        assert all(after <= before for after, before in zip(now, self.before, strict=True)), (now, self.before)
+    def finish(self) -> None:
+        self._drain()
+        for program in self.programs:
+            program.close(None)
+        self._look()
 
     def _drain(self) -> None:
         """In peace, whoever runs consumes everything; if nobody does, a member that comes."""
         self.inside.clear()
-        for node in (*self.cluster.nodes, self.cluster.name_server_node):
-            node.clear_faults()
         for program in self.programs:
             assert program.consumer.state is not ConsumerState.FAILED, program.name
         for program in self.running():
@@ -328,28 +275,11 @@ class AnyOrder(RuleBasedStateMachine):
         ends, committed = self._ends(), self.cluster.committed(GROUP, TOPIC)
         assert all(committed.get(number, 0) == end for number, end in ends.items()), (committed, ends)
 
-    def _end(self) -> list[str]:
-        """End what tests use themselves; returns what consumers have left."""
+    def end(self) -> list[str]:
         for program in self.programs:
             program.call(program.consumer.close, 0)
-        left = self.loop.end()
-        try:
-            until(lambda: ours() <= self.threads_before, "threads end")
-        except AssertionError:
-            left += [thread.name for thread in ours() - self.threads_before]
-        self.cluster.close()
-        gc.collect()
-        return left
+        return self.loop.end() + super().end()
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(
-    max_examples=trials(8),
-    stateful_step_count=25,
-    deadline=None,
-    derandomize=trials(1) == 1,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],  # a world of threads does not repeat itself exactly
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-)
+TestAnyOrder.settings = search()
