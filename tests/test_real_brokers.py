@@ -38,12 +38,12 @@ def test_a_group_without_offsets_has_none(real_cluster, names):
     assert real_cluster.committed(names.group(), topic) == {}
 
 
-def test_a_java_consumer_consumes_commits_and_leaves(real_cluster, names):
+def test_a_java_consumer_consumes_commits_and_leaves(real_cluster, java, names):
     topic, group = names.topic(), names.group()
     real_cluster.create_topic(topic, queues=2)
-    with real_cluster.java_producer() as producer:
+    with java.producer(real_cluster.name_server) as producer:
         sent = producer.send(topic, b"from java", count=6, tags="t", keys=["k"], properties={"p": "é&="})
-    with real_cluster.java_consumer(group, topic, persistIntervalMs=500) as consumer:
+    with java.consumer(real_cluster.name_server, group, topic, persistIntervalMs=500) as consumer:
         got = consumer.wait_for_messages(6)
         wait_until(lambda: sum(real_cluster.committed(group, topic).values()) == 6, "commits")
         assert consumer.wait_for_queues(topic, 2) == {MessageQueue(topic, "broker-a", each) for each in range(2)}

@@ -12,16 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from pyrocket_consumer.model import MASTER_ID, MessageQueue
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.message import Message, decode_messages
-from tests.real_brokers import programs
 from tests.real_brokers.jars import NEWEST, VERSIONS
 from tests.real_brokers.process import JavaProcess, new_directory, remove_directory
-from tests.real_brokers.remoting import Peer, Refused
+from tests.real_brokers.remoting import Peer, Refused, as_text
 
 START_TIMEOUT_S = 120
 CLUSTER = "DefaultCluster"
@@ -29,25 +27,16 @@ CLUSTER = "DefaultCluster"
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _PORTS = range(20_000, 32_000, 10)[_WORKER[0] :: _WORKER[1]]  # below those that systems give to outgoing connections
 _GET_ALL_CONSUMER_OFFSETS = 43  # what a slave asks; the only call that tells "none" from 0 in every release
-_DELETE_EXPIRED_FILES = 329
 _PULL_WITH_SUBSCRIPTION = 4  # neither commit nor suspend
 _given_ports: set[int] = set()
 
 _BROKER_SETTINGS: dict[str, object] = {
-    "brokerClusterName": CLUSTER,
-    "bindAddress": "127.0.0.1",
-    "brokerIP1": "127.0.0.1",
-    "brokerIP2": "127.0.0.1",
-    "mappedFileSizeCommitLog": 16 * 1024 * 1024,
-    "mappedFileSizeConsumeQueue": 600_000,
-    "maxHashSlotNum": 1000,
-    "maxIndexNum": 5000,
-    "enablePropertyFilter": True,
-    "diskMaxUsedSpaceRatio": 99,
-    "waitTimeMillsInSendQueue": 10_000,
+    "brokerClusterName": CLUSTER, "brokerIP1": "127.0.0.1", "brokerIP2": "127.0.0.1", "enablePropertyFilter": True,
+    "mappedFileSizeCommitLog": 16 << 20, "mappedFileSizeConsumeQueue": 600_000, "maxHashSlotNum": 1000,
+    "maxIndexNum": 5000, "diskMaxUsedSpaceRatio": 99, "waitTimeMillsInSendQueue": 10_000,
     "timerFlushIntervalMs": 10_000,  # of the 37 MB of timers: each second it takes a quarter of a core
     "transactionMetricFlushInterval": 500,  # for as long, at first, 5.3 and later spin: 10 s of a core if left alone
-}
+}  # fmt: skip
 
 
 MadeOf = tuple[dict[str, object], tuple[str, ...], tuple[str, str] | None, dict[str, str]]
@@ -101,18 +90,13 @@ class RealServer:
         self.directory.mkdir(parents=True, exist_ok=True)
         properties = self.directory / "server.properties"
         if not properties.exists():  # a broker writes it anew when its configuration is changed
-            properties.write_text("".join(f"{name}={_text(value)}\n" for name, value in self._settings.items()))
+            properties.write_text("".join(f"{name}={as_text(value)}\n" for name, value in self._settings.items()))
         self._process = JavaProcess(
             self.version, self.main, ["-c", str(properties)], self.directory, options=self.options
         )
 
     def wait_until_ready(self, deadline: float) -> None:
-        """Return when the server answers.
-
-        Raises:
-            AssertionError: it ended, or did not within START_TIMEOUT_S.
-            PortTaken: it ended because its port was taken.
-        """
+        """Return when the server answers; PortTaken, or another failure, if it ends before or does not in time."""
         assert self._process is not None
         while True:
             try:
@@ -122,9 +106,8 @@ class RealServer:
                 if not self._process.running:
                     if re.search("BindException|Address already in use", self.log):
                         raise PortTaken(self.address) from error
-                    raise AssertionError(
-                        f"RocketMQ {self.version} ended with {self._process.exit_code}:\n{self._process.tail()}"
-                    ) from error
+                    ended = f"RocketMQ {self.version} ended with {self._process.exit_code}"
+                    raise AssertionError(f"{ended}:\n{self._process.tail()}") from error
                 if time.monotonic() > deadline:
                     raise AssertionError(f"{self.address} is not ready: {error}\n{self._process.tail()}") from error
                 time.sleep(0.1)  # a server that starts can only be asked again
@@ -169,27 +152,17 @@ class RealBroker(RealServer):
     main = "org.apache.rocketmq.broker.BrokerStartup"
 
     def __init__(
-        self,
-        version: str,
-        directory: Path,
-        port: int,
-        name: str,
-        broker_id: int,
-        name_server: RealNameServer,
+        self, version: str, directory: Path, port: int, name: str, broker_id: int, name_server: RealNameServer,
         made_of: MadeOf,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.made_of = made_of
         settings, jvm_options, account, home_files = made_of
         store = directory / "store"
         own = {
-            "brokerName": name,
-            "brokerId": broker_id,
+            "brokerName": name, "brokerId": broker_id, "namesrvAddr": name_server.address, "haListenPort": port + 1,
             "brokerRole": "ASYNC_MASTER" if broker_id == MASTER_ID else "SLAVE",
-            "namesrvAddr": name_server.address,
-            "haListenPort": port + 1,
-            "storePathRootDir": store,
-            "storePathCommitLog": store / "commitlog",
-        }
+            "storePathRootDir": store, "storePathCommitLog": store / "commitlog",
+        }  # fmt: skip
         super().__init__(version, directory, port, {**_BROKER_SETTINGS, **own, **settings})
         self.peer.account = account
         self.name, self.broker_id, self._name_server = name, broker_id, name_server
@@ -232,31 +205,17 @@ class RealBroker(RealServer):
         return f'"{self.address}"'.encode() in answer.body
 
     def create_topic(
-        self,
-        name: str,
-        queues: int = 4,
-        *,
-        read_queues: int | None = None,
-        write_queues: int | None = None,
-        perm: int = 6,
-        order: bool = False,
-        attributes: str | None = None,
-    ) -> None:
-        """Make or change a topic at this broker; its route follows a moment later."""
-        self.peer.call(
-            RequestCode.UPDATE_AND_CREATE_TOPIC,
-            {
-                "topic": name,
-                "defaultTopic": "TBW102",
-                "readQueueNums": queues if read_queues is None else read_queues,
-                "writeQueueNums": queues if write_queues is None else write_queues,
-                "perm": perm,
-                "topicFilterType": "SINGLE_TAG",
-                "topicSysFlag": 0,
-                "order": order,
-                "attributes": attributes,
-            },
-        )
+        self, name: str, queues: int = 4, *, read_queues: int | None = None, write_queues: int | None = None,
+        perm: int = 6, order: bool = False, attributes: str | None = None,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Make or change a topic at this broker; its route follows a moment later. Returns its numbers of queues."""
+        read, write = (queues if each is None else each for each in (read_queues, write_queues))
+        fields = {
+            "topic": name, "defaultTopic": "TBW102", "readQueueNums": read, "writeQueueNums": write, "perm": perm,
+            "topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": order, "attributes": attributes,
+        }  # fmt: skip
+        self.peer.call(RequestCode.UPDATE_AND_CREATE_TOPIC, fields)
+        return read, write
 
     def committed(self, group: str, topic: str) -> dict[int, int]:
         """Return the offsets a group has committed, by queue id; queues without one are absent."""
@@ -308,18 +267,10 @@ class RealBroker(RealServer):
         offset, end = max(self.min_offset(topic, queue_id), 0), self.max_offset(topic, queue_id)
         while offset < end:
             fields = {
-                "consumerGroup": "pyrocket-look",
-                "topic": topic,
-                "queueId": queue_id,
-                "queueOffset": offset,
-                "maxMsgNums": 32,
-                "sysFlag": _PULL_WITH_SUBSCRIPTION,
-                "commitOffset": 0,
-                "suspendTimeoutMillis": 0,
-                "subscription": "*",
-                "subVersion": 0,
-                "expressionType": "TAG",
-            }
+                "consumerGroup": "pyrocket-look", "topic": topic, "queueId": queue_id, "queueOffset": offset,
+                "maxMsgNums": 32, "sysFlag": _PULL_WITH_SUBSCRIPTION, "commitOffset": 0, "suspendTimeoutMillis": 0,
+                "subscription": "*", "subVersion": 0, "expressionType": "TAG",
+            }  # fmt: skip
             later = (ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_RETRY_IMMEDIATELY, ResponseCode.PULL_OFFSET_MOVED)
             answer = self.peer.call(RequestCode.PULL_MESSAGE, fields, accept=(0, *later))
             if answer.code == 0:
@@ -331,25 +282,13 @@ class RealBroker(RealServer):
         return found
 
     def send(self, topic: str, body: bytes, properties: Mapping[str, str], queue_id: int, flag: int = 0) -> Sent:
-        """Store one message.
-
-        Raises:
-            Refused: it was not stored, even after several attempts.
-        """
+        """Store one message; Refused if several attempts did not."""
         fields = {
-            "producerGroup": "pyrocket-tests",
-            "topic": topic,
-            "defaultTopic": "TBW102",
-            "defaultTopicQueueNums": 4,
-            "queueId": queue_id,
-            "sysFlag": 0,
-            "bornTimestamp": time.time_ns() // 1_000_000,
-            "flag": flag,
+            "producerGroup": "pyrocket-tests", "topic": topic, "defaultTopic": "TBW102", "defaultTopicQueueNums": 4,
+            "queueId": queue_id, "sysFlag": 0, "bornTimestamp": time.time_ns() // 1_000_000, "flag": flag,
             "properties": "".join(f"{name}\x01{value}\x02" for name, value in properties.items()),
-            "reconsumeTimes": 0,
-            "unitMode": False,
-            "batch": False,
-        }
+            "reconsumeTimes": 0, "unitMode": False, "batch": False,
+        }  # fmt: skip
         for attempt in itertools.count(1):
             try:
                 answer = self.peer.call(RequestCode.SEND_MESSAGE, fields, body, accept=(0, 10, 11, 12))
@@ -364,12 +303,8 @@ class RealBroker(RealServer):
 
     def update_config(self, **settings: object) -> None:
         """Change settings while the broker runs. Set them back: the cluster may be shared by tests."""
-        body = "".join(f"{name}={_text(value)}\n" for name, value in settings.items()).encode()
+        body = "".join(f"{name}={as_text(value)}\n" for name, value in settings.items()).encode()
         self.peer.call(RequestCode.UPDATE_BROKER_CONFIG, body=body)
-
-    def delete_expired_files(self) -> None:
-        """Let the broker delete its old files now, by its settings."""
-        self.peer.call(_DELETE_EXPIRED_FILES)
 
 
 class RealCluster:
@@ -393,9 +328,7 @@ class RealCluster:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -407,25 +340,16 @@ class RealCluster:
                 self.name_server_node.start()  # first: a 5.x broker that does not find it asks again only 10 s later
                 self.become(**self._options)
                 return
-            except PortTaken:
+            except BaseException as error:
                 self.close()
-                if attempt == 3:
+                if attempt == 3 or not isinstance(error, PortTaken):
                     raise
-            except BaseException:
-                self.close()
-                raise
 
     def become(
-        self,
-        brokers: int = 1,
-        *,
-        slaves: int = 0,
-        settings: Mapping[str, object] | None = None,
-        jvm_options: Sequence[str] = (),
-        account: tuple[str, str] | None = None,
-        home_files: Mapping[str, str] | None = None,
-        lock_expiry_s: float = 60.0,
-    ) -> None:
+        self, brokers: int = 1, *, slaves: int = 0, settings: Mapping[str, object] | None = None,
+        jvm_options: Sequence[str] = (), account: tuple[str, str] | None = None,
+        home_files: Mapping[str, str] | None = None, lock_expiry_s: float = 60.0,
+    ) -> None:  # fmt: skip
         """Have the brokers that a cluster started with these options has, and return when each is ready.
 
         Those that are as they should be go on, with all they hold, and are started again if they were stopped; the
@@ -489,25 +413,11 @@ class RealCluster:
         return self._brokers[name]
 
     def create_topic(
-        self,
-        name: str,
-        queues: int = 4,
-        *,
-        read_queues: int | None = None,
-        write_queues: int | None = None,
-        perm: int = 6,
-        brokers: Sequence[str] | None = None,
-        order: bool = False,
-        attributes: str | None = None,
+        self, name: str, queues: int = 4, *, brokers: Sequence[str] | None = None, **options: Any
     ) -> None:
         """Make or change a topic, with so many queues on each master (or on those named); returns when it is routed."""
-        read, write = (queues if each is None else each for each in (read_queues, write_queues))
         chosen = self.brokers if brokers is None else [self.broker(each) for each in brokers]
-        for broker in chosen:
-            broker.create_topic(
-                name, read_queues=read, write_queues=write, perm=perm, order=order, attributes=attributes
-            )
-        expected = {broker.name: (read, write) for broker in chosen}
+        expected = {broker.name: broker.create_topic(name, queues, **options) for broker in chosen}
         wait_until(lambda: expected.items() <= _route(self.name_server_node, name).items(), f"route of {name}")
 
     def delete_topic(self, name: str) -> None:
@@ -517,18 +427,10 @@ class RealCluster:
         self.name_server_node.peer.call(RequestCode.DELETE_TOPIC_IN_NAMESRV, {"topic": name, "clusterName": CLUSTER})
 
     def send(
-        self,
-        topic: str,
-        body: bytes | Callable[[int], bytes] = b"-",
-        *,
-        count: int = 1,
-        tags: str | None = None,
-        keys: Iterable[str] = (),
-        properties: Mapping[str, str] | None = None,
-        queue_id: int | None = None,
-        delay_level: int = 0,
-        broker_name: str | None = None,
-    ) -> list[Sent]:
+        self, topic: str, body: bytes | Callable[[int], bytes] = b"-", *, count: int = 1, tags: str | None = None,
+        keys: Iterable[str] = (), properties: Mapping[str, str] | None = None, queue_id: int | None = None,
+        delay_level: int = 0, broker_name: str | None = None,
+    ) -> list[Sent]:  # fmt: skip
         """Store `count` messages one after the other, over all queues in turn unless `queue_id` is given.
 
         `body` may be a function of the message's number. A topic that does not exist is made by the first message.
@@ -546,7 +448,8 @@ class RealCluster:
         for number in range(count):
             broker, target = targets[next(turn) % len(targets)]
             own_body = body(number) if callable(body) else body
-            sent.append(broker.send(topic, own_body or b"-", {**carried, "UNIQ_KEY": _unique_id()}, target))
+            carried["UNIQ_KEY"] = f"{random.getrandbits(128):032X}"
+            sent.append(broker.send(topic, own_body or b"-", carried, target))
         return sent
 
     def messages(self, topic: str) -> list[Message]:
@@ -554,11 +457,7 @@ class RealCluster:
         return [message for broker in self.brokers for message in broker.messages(topic)]
 
     def wait_until(self, predicate: Callable[[], object], timeout_s: float = 30) -> bool:
-        """Look again and again until `predicate()` holds; returns True.
-
-        Raises:
-            AssertionError: it did not hold within `timeout_s`.
-        """
+        """Look again and again until `predicate()` holds; returns True. Fails after `timeout_s`."""
         wait_until(predicate, "the condition waited for", timeout_s)
         return True
 
@@ -570,21 +469,9 @@ class RealCluster:
         """Return the client ids of a group's members, sorted, as one broker (the first) knows them."""
         return self.broker(broker_name or "broker-a").members(group)
 
-    def java_producer(self, **options: Any) -> programs.JavaProducer:
-        """Return a started Java producer of this release."""
-        return programs.JavaProducer(self.version, self.name_server, **options)
-
-    def java_consumer(self, group: str, topic: str | Iterable[str], **options: Any) -> programs.JavaConsumer:
-        """Return a started Java consumer of this release; see JavaConsumer for the options."""
-        return programs.JavaConsumer(self.version, self.name_server, group, topic, **options)
-
 
 def wait_until(ready: Callable[[], object], what: str, timeout_s: float = 30) -> None:
-    """Ask a server again and again until `ready()` is true; for what no event tells.
-
-    Raises:
-        AssertionError: not within `timeout_s`.
-    """
+    """Ask a server again and again until `ready()` is true; for what no event tells. Fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not ready():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
@@ -593,11 +480,9 @@ def wait_until(ready: Callable[[], object], what: str, timeout_s: float = 30) ->
 
 def _route(name_server: RealNameServer, topic: str) -> dict[str, tuple[int, int]]:
     """Return the numbers of queues to read and to write by broker name; empty when the topic has no route."""
-    answer = name_server.peer.call(
-        RequestCode.GET_ROUTEINFO_BY_TOPIC,
-        {"topic": topic, "acceptStandardJsonOnly": True},
-        accept=(0, ResponseCode.TOPIC_NOT_EXIST),
-    )
+    fields = {"topic": topic, "acceptStandardJsonOnly": True}
+    accept = (0, ResponseCode.TOPIC_NOT_EXIST)
+    answer = name_server.peer.call(RequestCode.GET_ROUTEINFO_BY_TOPIC, fields, accept=accept)
     queues = json.loads(answer.body)["queueDatas"] if answer.code == 0 else []
     return {each["brokerName"]: (each["readQueueNums"], each["writeQueueNums"]) for each in queues}
 
@@ -618,11 +503,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _unique_id() -> str:
-    return f"{random.getrandbits(128):032X}"
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

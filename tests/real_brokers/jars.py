@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
@@ -28,11 +29,7 @@ def cache_directory() -> Path:
 
 
 def java_tool(name: str) -> str:
-    """Return the path of `java` or `javac`: the one of JAVA_HOME, else the one on the PATH.
-
-    Raises:
-        CannotRun: there is none.
-    """
+    """Return the path of `java` or `javac`: of JAVA_HOME, else on the PATH; CannotRun if there is none."""
     home = os.environ.get("JAVA_HOME")
     found = shutil.which(name, path=os.path.join(home, "bin")) if home else None
     found = found or shutil.which(name)
@@ -42,11 +39,7 @@ def java_tool(name: str) -> str:
 
 
 def check_machine() -> None:
-    """Check that a JDK and Maven are present, without which nothing real runs.
-
-    Raises:
-        CannotRun: something is missing or too old.
-    """
+    """Raise CannotRun unless a JDK and Maven are present, without which nothing real runs."""
     java_tool("java")
     answer = subprocess.run([java_tool("javac"), "-version"], capture_output=True, text=True, timeout=60, check=False)
     found = re.search(r"javac (\d+)", answer.stdout + answer.stderr)
@@ -57,17 +50,20 @@ def check_machine() -> None:
 
 
 def jars(version: str) -> Path:
-    """Return the directory with the jars of a release; the first call for it downloads them (28 to 94 MB).
+    """Return the directory with the jars of a release; the first call downloads them (28 to 94 MB), or CannotRun."""
+    return _made(_jars(version), lambda partial: _resolve(version, partial))
 
-    Raises:
-        CannotRun: Maven could not resolve them.
-    """
-    target = _jars(version)
+
+def _made(target: Path, make: Callable[[Path], None]) -> Path:
+    """Return a directory; if it is not there yet, one process makes it beside its place."""
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not target.is_dir():  # else another process was quicker
-                _resolve(version, target)
+                partial = target.with_name(target.name + ".partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                make(partial)
+                partial.rename(target)
     return target
 
 
@@ -75,8 +71,7 @@ def _jars(version: str) -> Path:
     return cache_directory() / f"jars-{version}"
 
 
-def _resolve(version: str, target: Path) -> None:
-    partial = target.with_name(target.name + ".partial")
+def _resolve(version: str, partial: Path) -> None:
     maven = shutil.which("mvn")
     if maven is None:
         raise CannotRun(NO_MAVEN)
@@ -91,38 +86,24 @@ def _resolve(version: str, target: Path) -> None:
         except subprocess.TimeoutExpired as error:
             raise CannotRun(f"Maven did not resolve RocketMQ {version} within {RESOLVE_TIMEOUT_S} s") from error
         if answer.returncode == 0:
-            partial.rename(target)
             return
     said = (answer.stdout + answer.stderr).strip()[-2000:]
     raise CannotRun(f"Maven could not resolve RocketMQ {version} in {RESOLVE_ATTEMPTS} attempts: {said}")
 
 
 def classes(version: str) -> Path:
-    """Return the directory with our Java programs, compiled against the jars of a release.
-
-    Raises:
-        CannotRun: they could not be compiled.
-    """
+    """Return the directory with our Java programs, compiled for a release; CannotRun if they cannot be."""
     sources = sorted((HERE / "java").glob("*.java"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
-    libraries = jars(version)
-    target = cache_directory() / f"classes-{version}-{digest}"
-    if not target.is_dir():
-        with FileLock(f"{target}.lock"):
-            if not target.is_dir():
-                _compile(sources, libraries, target)
-    return target
+    quiet = ["-nowarn", "-proc:none", "-Xlint:none", "-cp", f"{jars(version)}/*"]
 
+    def compile_into(partial: Path) -> None:
+        command = [java_tool("javac"), *quiet, "-d", str(partial), *map(str, sources)]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if answer.returncode:
+            raise CannotRun(f"javac failed: {answer.stdout}{answer.stderr}")
 
-def _compile(sources: list[Path], libraries: Path, target: Path) -> None:
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    quiet = ["-nowarn", "-proc:none", "-Xlint:none"]
-    command = [java_tool("javac"), *quiet, "-d", str(partial), "-cp", f"{libraries}/*", *map(str, sources)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if answer.returncode:
-        raise CannotRun(f"javac failed: {answer.stdout}{answer.stderr}")
-    partial.rename(target)
+    return _made(cache_directory() / f"classes-{version}-{digest}", compile_into)
 
 
 def class_path(version: str) -> str:

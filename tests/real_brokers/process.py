@@ -12,12 +12,15 @@ import tempfile
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlencode
 
 from tests.real_brokers.jars import class_path, java_tool
+from tests.real_brokers.remoting import as_text
 
 T = TypeVar("T")
 
@@ -57,10 +60,8 @@ def sweep_directories() -> None:
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # somebody else's
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)  # else it is somebody else's
     return True
 
 
@@ -76,16 +77,9 @@ class JavaProcess:
     """
 
     def __init__(
-        self,
-        version: str,
-        main: str,
-        arguments: Sequence[str],
-        directory: Path,
-        *,
-        options: Sequence[str] = ("-Xmx128m",),
-        with_parent: bool = True,
-        piped: bool = False,
-    ) -> None:
+        self, version: str, main: str, arguments: Sequence[str], directory: Path, *,
+        options: Sequence[str] = ("-Xmx128m",), with_parent: bool = True, piped: bool = False,
+    ) -> None:  # fmt: skip
         """Start `main` of a RocketMQ release. Output goes to `log`, standard output to a pipe if `piped`.
 
         `with_parent=False` is for programs that watch their standard input themselves.
@@ -104,14 +98,9 @@ class JavaProcess:
         ]  # fmt: skip
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if piped else output,
-                stderr=output,
-                cwd=directory,
-                env={**os.environ, "ROCKETMQ_HOME": str(home)},
-                start_new_session=True,
-            )
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE if piped else output, stderr=output,
+                cwd=directory, env={**os.environ, "ROCKETMQ_HOME": str(home)}, start_new_session=True,
+            )  # fmt: skip
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
         _alive.add(self)
 
@@ -128,13 +117,11 @@ class JavaProcess:
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int:
-        """Return the exit code once the process has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not, within `timeout_s`.
-        """
+        """Return the exit code once the process has ended; TimeoutExpired if it has not within `timeout_s`."""
         code = self._process.wait(timeout_s)
-        self._release()
+        for pipe in filter(None, (self.stdin, self.stdout)):
+            with suppress(OSError):  # what was still to be written has no reader any more
+                pipe.close()
         return code
 
     def kill(self) -> None:
@@ -155,14 +142,6 @@ class JavaProcess:
         """Return the last lines of the output."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def _release(self) -> None:
-        for pipe in (self.stdin, self.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:
-                    pass  # what was still to be written has no reader any more
-
 
 @atexit.register
 def _kill_all() -> None:
@@ -171,7 +150,54 @@ def _kill_all() -> None:
             process.kill()
 
 
-class Program:
+class Speaking(ABC):
+    """Who tells events, and takes commands, from `with` to its end."""
+
+    wait_until: Callable[..., Any]
+    """Returns the first true value of a function, which is asked again after each event. Fails after a while."""
+
+    @abstractmethod
+    def said(self) -> list[dict[str, Any]]:
+        """Return the events so far, oldest first."""
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Return those of the events that answer commands."""
+        return self.said()
+
+    @abstractmethod
+    def tell(self, command: Mapping[str, object]) -> None:
+        """Give a command without waiting for what it does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it in order."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def of_kind(self, event: str) -> list[dict[str, Any]]:
+        """Return the events of one kind, oldest first."""
+        return [each for each in self.said() if each["event"] == event]
+
+    def wait_for(self, event: str, count: int = 1, timeout_s: float = 60) -> dict[str, Any]:
+        """Return the `count`-th event of a kind, waiting for it."""
+        found = self.wait_until(lambda: self.of_kind(event)[count - 1 : count], f"event {event} {count}", timeout_s)
+        return dict(found[0])
+
+    def ask(self, command: Mapping[str, object], timeout_s: float = 60) -> dict[str, Any]:
+        """Give a command and return the event that answers it, which must be no failure. One at a time."""
+        before = len(self.answers())
+        self.tell(command)
+        what = f"answer to {dict(command)}"
+        answer = dict(self.wait_until(lambda: self.answers()[before : before + 1], what, timeout_s)[0])
+        assert answer["event"] != "failed", answer["error"]
+        return answer
+
+
+class Program(Speaking):
     """One of the programs in `java/`: commands go in as query strings, events come out as JSON objects."""
 
     def __init__(self, version: str, main: str, options: Mapping[str, object]) -> None:
@@ -180,9 +206,7 @@ class Program:
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         self._ended = False
-        self.process = JavaProcess(
-            version, main, [_query(options)], self.directory, with_parent=False, piped=True
-        )
+        self.process = JavaProcess(version, main, [_query(options)], self.directory, with_parent=False, piped=True)
         self._reader = threading.Thread(target=self._read, name=f"read-{main}", daemon=True)
         self._reader.start()
 
@@ -199,68 +223,36 @@ class Program:
                 self._ended = True
                 self._changed.notify_all()
 
-    def of_kind(self, event: str) -> list[dict[str, Any]]:
-        """Return the events of one kind, oldest first."""
-        return [each for each in self.events if each["event"] == event]
+    def said(self) -> list[dict[str, Any]]:
+        return self.events
 
     def wait_until(self, ready: Callable[[], T], what: str, timeout_s: float = 60) -> T:
-        """Return the first true value of `ready()`, which is asked again after each event.
-
-        Raises:
-            AssertionError: not within `timeout_s`, or the program ended before; with what it has said so far.
-        """
+        """Return the first true value of `ready()`. Fails after `timeout_s`, or when the program ends before."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not (value := ready()):
                 left = deadline - time.monotonic()
                 if left <= 0 or self._ended:
                     state = f"it ended with {self.process.exit_code}" if self._ended else f"waited {timeout_s:g} s"
-                    raise AssertionError(
-                        f"{what}: {state}; last events {self.events[-5:]}; output:\n{self.process.tail()}"
-                    )
+                    said = f"last events {self.events[-5:]}; output:\n{self.process.tail()}"
+                    raise AssertionError(f"{what}: {state}; {said}")
                 self._changed.wait(left)
         return value
 
-    def wait_for(self, event: str, count: int = 1, timeout_s: float = 60) -> dict[str, Any]:
-        """Return the `count`-th event of a kind, waiting for it.
-
-        Raises:
-            AssertionError: it did not come.
-        """
-        return self.wait_until(lambda: self.of_kind(event)[count - 1 : count], f"event {event} {count}", timeout_s)[0]
-
-    def ask(self, command: Mapping[str, object], timeout_s: float = 60) -> dict[str, Any]:
-        """Give a command and return the event that answers it.
-
-        Raises:
-            AssertionError: the program failed, or said nothing.
-        """
-        told = len(self.events)
-        self.tell(command)
-        answer = self.wait_until(lambda: self.events[told : told + 1], f"answer to {dict(command)}", timeout_s)[0]
-        assert answer["event"] != "failed", answer["error"]
-        return answer
-
     def tell(self, command: Mapping[str, object]) -> None:
-        """Give a command without waiting for what it does."""
         assert self.process.stdin is not None
         line = _query(command).encode() + b"\n"
         with self._writing:
             self.process.stdin.write(line)
             self.process.stdin.flush()
 
-    def kill(self) -> None:
-        """End the program with SIGKILL: no shutdown, no last commit."""
-        self.process.kill()
-        self._reader.join()
-
-    def close(self, timeout_s: float = 30) -> None:
+    def close(self) -> None:
         """End the program's input, which makes it shut down, and wait for that."""
         if self.process.running:
             assert self.process.stdin is not None
             self.process.stdin.close()
             try:
-                self._reader.join(timeout_s)  # its end of output comes with its end
+                self._reader.join(30)  # its end of output comes with its end
                 self.process.wait(5 if not self._reader.is_alive() else 0)
             except subprocess.TimeoutExpired:
                 self.process.kill()
@@ -270,8 +262,4 @@ class Program:
 
 
 def _query(values: Mapping[str, object]) -> str:
-    return urlencode({name: _text(value) for name, value in values.items() if value is not None})
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return urlencode({name: as_text(value) for name, value in values.items() if value is not None})

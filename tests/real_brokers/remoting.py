@@ -36,21 +36,11 @@ class Peer:
         self._socket: socket.socket | None = None
 
     def call(
-        self,
-        code: int,
-        fields: Mapping[str, object] | None = None,
-        body: bytes = b"",
-        *,
-        timeout_s: float = 10,
-        accept: Collection[int] = (0,),
-    ) -> RemotingCommand:
-        """Send a request and return its answer.
-
-        Raises:
-            Refused: the answer's code is not one of `accept`.
-            OSError: no connection, connection lost, or no answer within `timeout_s`.
-        """
-        texts = {name: _text(value) for name, value in (fields or {}).items() if value is not None}
+        self, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"", *,
+        timeout_s: float = 10, accept: Collection[int] = (0,),
+    ) -> RemotingCommand:  # fmt: skip
+        """Send a request and return its answer: OSError if there is none, Refused if its code is not in `accept`."""
+        texts = {name: as_text(value) for name, value in (fields or {}).items() if value is not None}
         if self.account is not None:
             texts = sign(texts, body, *self.account)
         request = RemotingCommand(code, texts, body, next(_opaques))
@@ -88,7 +78,8 @@ class Peer:
             self._socket = None
 
 
-def _text(value: object) -> str:
+def as_text(value: object) -> str:
+    """Return a value as Java writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -97,10 +88,8 @@ def _ended(connection: socket.socket) -> bool:
     connection.setblocking(False)
     try:
         connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True
 
 

@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.real_brokers import JavaConsumer, JavaMachine, JavaProducer
+from tests.real_brokers import JavaMachine
 from tests.testing.raw_client import RawClient
 
 pytestmark = pytest.mark.versions("4.9.7", "5.5.0")
@@ -25,14 +25,14 @@ def embedded(real_version: str) -> Iterator[EmbeddedCluster]:
         yield cluster
 
 
-def test_a_java_producer_and_two_members_of_a_group(embedded: EmbeddedCluster, real_version: str) -> None:
+def test_a_java_producer_and_two_members_of_a_group(embedded: EmbeddedCluster, java: JavaMachine) -> None:
     name_server = embedded.name_server
     with (
-        JavaProducer(real_version, name_server) as producer,
-        JavaConsumer(real_version, name_server, "app", "orders") as first,
+        java.producer(name_server) as producer,
+        java.consumer(name_server, "app", "orders") as first,
     ):
         first.wait_for_queues("orders", 4)
-        with JavaConsumer(real_version, name_server, "app", "orders") as second:
+        with java.consumer(name_server, "app", "orders") as second:
             assert first.wait_for_queues("orders", 2).isdisjoint(second.wait_for_queues("orders", 2))
             sent = producer.send("orders", b"hello", count=40, tags="paid", keys=["k1"], properties={"own": "x"})
             assert {each["status"] for each in sent} == {"SEND_OK"}

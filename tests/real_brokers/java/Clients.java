@@ -13,7 +13,7 @@ import org.apache.rocketmq.tools.command.MQAdminStartup;
 /**
  * Many clients in one virtual machine, for starting a machine takes longer than most tests. Commands on standard input,
  * one a line, say what to `do`, and the name of the `client` it is about, which is in all events of that client:
- * Consume and Produce with the options of these programs, send, close, and mqadmin with its `arguments`, one a line.
+ * Consume and Produce with the options of these classes, send, close, and mqadmin with its `arguments`, one a line.
  */
 public final class Clients {
     private static final Map<String, Client> RUNNING = new ConcurrentHashMap<>();

@@ -20,7 +20,7 @@ import org.apache.rocketmq.common.message.MessageExt;
 import org.apache.rocketmq.common.message.MessageQueue;
 
 /**
- * A push consumer that tells of every message it consumes and of every change of its queues, until standard input ends.
+ * A push consumer that tells of every message it consumes and of every change of its queues.
  * A message whose reconsumeTimes are below the option `fail` is asked for again, after `delayLevel` if that is given.
  */
 public final class Consume implements Client {
@@ -30,16 +30,6 @@ public final class Consume implements Client {
     private final int delayLevel;
     private final DefaultMQPushConsumer consumer;
     private volatile boolean closed;
-
-    public static void main(String[] arguments) throws Exception {
-        Consume consume = new Consume(Wire.parse(arguments[0]));
-        consume.start();
-        while (Wire.command() != null) {
-            // nothing to be told
-        }
-        consume.close();
-        System.exit(0);
-    }
 
     /** The option `client` is the name it gives in its events. */
     Consume(Map<String, String> options) throws Exception {

@@ -12,7 +12,7 @@ import org.apache.rocketmq.common.message.MessageAccessor;
 import org.apache.rocketmq.common.message.MessageQueue;
 
 /**
- * Sends what it is told on standard input, one command a line:
+ * Sends what commands say:
  * topic, body (base64), count, batch, tags, keys, delayLevel, deliverMs, shardingKey, brokerName + queueId, property.NAME.
  */
 public final class Produce implements Client {
@@ -20,20 +20,6 @@ public final class Produce implements Client {
 
     private final String name;
     private final DefaultMQProducer producer;
-
-    public static void main(String[] arguments) throws Exception {
-        Produce produce = new Produce(Wire.parse(arguments[0]));
-        produce.start();
-        for (Map<String, String> command = Wire.command(); command != null; command = Wire.command()) {
-            try {
-                produce.send(command);
-            } catch (Exception error) {
-                Wire.print("failed", "error", error.toString());
-            }
-        }
-        produce.close();
-        System.exit(0);
-    }
 
     /** The option `client` is the name it gives in its events. */
     Produce(Map<String, String> options) {
