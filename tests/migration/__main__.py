@@ -1,16 +1,17 @@
-"""Makes the tables of docs/from-java-and-kafka.md about Java anew, in place: `python -m tests.migration`.
+"""Writes the defaults in the tables of docs/from-java-and-kafka.md about Java anew: `python -m tests.migration`.
 
-Names and defaults are those of both sides: Java's as `tests.migration.java` has recorded them, ours as the reference
-has them. What stands for what is in `tests.migration.rows`. The rest of the page is written by hand.
+They are those of both sides: Java's as `tests.migration.java` has recorded them, ours as the reference has them. What
+stands for what, and the remarks, are written by hand, as is the rest of the page.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import fields
+from typing import NamedTuple
 
 from pyrocket_consumer import ConsumerConfig, ProducerConfig
-from tests.migration import java, rows
+from tests.migration import java
 from tests.pages import DOCS
 from tests.reference import CONSUMER as CONSUMER_OPTIONS
 from tests.reference import PRODUCER as PRODUCER_OPTIONS
@@ -20,7 +21,38 @@ DOCUMENT = DOCS / "from-java-and-kafka.md"
 
 OPTIONS = {field.name for config in (ConsumerConfig, ProducerConfig) for field in fields(config)}
 _QUOTED = re.compile(r"`([^`]+)`")
-_TABLE = re.compile(r"(<!-- (\w+): python -m tests\.migration -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- (\w+): python -m tests\.migration -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+ONLY_HERE = "only_here"
+CLASSES = {
+    "client": ["ClientConfig"],
+    "consumer": ["DefaultMQPushConsumer", "ConsumeFromWhere", "MessageModel"],
+    "listener": [
+        "ConsumeConcurrentlyStatus", "ConsumeOrderlyStatus", "ConsumeConcurrentlyContext", "ConsumeOrderlyContext",
+    ],
+    "producer": ["DefaultMQProducer", "TransactionMQProducer", "SendStatus", "LocalTransactionState"],
+    "exceptions": ["exceptions"],
+}  # fmt: skip
+"""Table -> the Java classes whose every name has a row in it."""
+
+
+class Row(NamedTuple):
+    """One row: names of Java's, or options of ours that Java has not; what there is here; and what is different."""
+
+    names: list[str]
+    here: str
+    remark: str
+
+
+def rows(table: str) -> list[Row]:
+    """Return the rows of a table of the page."""
+    head, _, *body = ([cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines())
+    return [Row(_QUOTED.findall(cells[0]), cells[head.index("here")], cells[-1]) for cells in body]
+
+
+def tables(page: str) -> dict[str, list[Row]]:
+    """Return the rows of all tables."""
+    return {name: rows(table) for _, name, table, _ in _TABLE.findall(page)}
 
 
 def options_in(text: str) -> list[str]:
@@ -28,27 +60,25 @@ def options_in(text: str) -> list[str]:
     return [name for name in _QUOTED.findall(text) if name in OPTIONS]
 
 
-def table(name: str) -> str:
-    """Return one of the page's tables."""
-    if name == "only_here":
-        return _lines(
-            ["here", "default", "what it does"],
-            *([f"`{option}`", default_of(option), _linked(_told(option).what)] for option in rows.ONLY_HERE),
-        )
-    chosen = rows.TABLES[name]
-    known = {java_name: default for each in chosen.classes for java_name, default in java.recorded()[each].items()}
+def made(name: str, old: str) -> str:
+    """Return a table as it should be."""
+    if name == ONLY_HERE:
+        options = [option for row in rows(old) for option in row.names]
+        cells = [[f"`{option}`", default_of(option), _linked(_told(option).what)] for option in options]
+        return _lines(["here", "default", "what it does"], *cells)
+    known = {each: default for kind in CLASSES[name] for each, default in java.recorded()[kind].items()}
+    if not any(known.values()):
+        return _lines(["Java", "here", "remark"], *([_quoted(row.names), row.here, row.remark] for row in rows(old)))
     lines = []
-    for row in chosen.rows:
-        names = row.java.split()
-        theirs = dict.fromkeys(_java_default(each, known.get(each)) for each in names)
-        ours = dict.fromkeys(map(default_of, options_in(row.here)))
-        names_of_java = ", ".join(f"`{each}`" for each in names)
-        lines.append(
-            [names_of_java, ", ".join(filter(None, theirs)), row.here or "–", ", ".join(filter(None, ours)), row.remark]
-        )
-    if any(known.values()):
-        return _lines(["Java", "default", "here", "default", "remark"], *lines)
-    return _lines(["Java", "here", "remark"], *([each[0], each[2], each[4]] for each in lines))
+    for row in rows(old):
+        theirs = filter(None, dict.fromkeys(_java_default(each, known.get(each)) for each in row.names))
+        ours = filter(None, dict.fromkeys(map(default_of, options_in(row.here))))
+        lines.append([_quoted(row.names), ", ".join(theirs), row.here, ", ".join(ours), row.remark])
+    return _lines(["Java", "default", "here", "default", "remark"], *lines)
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(f"`{each}`" for each in names)
 
 
 def _lines(*cells: list[str]) -> str:
@@ -82,7 +112,7 @@ def _told(option: str) -> Told:
 
 def document(page: str) -> str:
     """Return the page as it should be."""
-    return _TABLE.sub(lambda found: f"{found[1]}{table(found[2])}{found[3]}", page)
+    return _TABLE.sub(lambda found: f"{found[1]}{made(found[2], found[3])}{found[4]}", page)
 
 
 if __name__ == "__main__":

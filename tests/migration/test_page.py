@@ -11,25 +11,15 @@ from typing import Any
 import pytest
 
 import pyrocket_consumer
-from pyrocket_consumer import (
-    ConsumerConfig,
-    EventKind,
-    ProducerConfig,
-    PushConsumer,
-    admin,
-    consumer,
-    producer,
-    testing,
-)
+from pyrocket_consumer import ConsumerConfig, ProducerConfig, PushConsumer, admin, consumer, producer, testing
 from pyrocket_consumer.cli import main
 from tests.for_each import for_each
 from tests.migration import java
-from tests.migration.__main__ import DOCUMENT, OPTIONS, document, options_in
-from tests.migration.rows import ONLY_HERE, TABLES
+from tests.migration.__main__ import CLASSES, DOCUMENT, ONLY_HERE, OPTIONS, document, options_in, tables
 from tests.pages import blocks, orders_arriving, run_pyrocket, run_python, title
 
 PAGE = DOCUMENT.read_text()
-ROWS = [row for table in TABLES.values() for row in table.rows]
+TABLES = tables(PAGE)
 
 
 @pytest.fixture
@@ -57,25 +47,26 @@ def test_the_tables_are_up_to_date():
     assert document(PAGE) == PAGE, "make them anew: python -m tests.migration"
 
 
-@for_each("name", [*TABLES, "only_here"])
+@for_each("name", [*CLASSES, ONLY_HERE])
 def test_the_page_has_each_table_once(name):
     assert PAGE.count(f"<!-- {name}: python -m tests.migration -->\n|") == 1
 
 
-@for_each("name", TABLES)
+@for_each("name", CLASSES)
 def test_each_name_of_java_has_one_row_and_no_other_has(name):
-    named = [each for row in TABLES[name].rows for each in row.java.split()]
-    assert sorted(named) == sorted({each for kind in TABLES[name].classes for each in java.recorded()[kind]})
+    named = [each for row in TABLES[name] for each in row.names]
+    assert sorted(named) == sorted({each for kind in CLASSES[name] for each in java.recorded()[kind]})
 
 
 def test_each_class_of_java_is_in_a_table():
-    assert sorted(kind for table in TABLES.values() for kind in table.classes) == sorted(java.recorded())
+    assert sorted(kind for kinds in CLASSES.values() for kind in kinds) == sorted(java.recorded())
 
 
 def test_each_option_of_ours_is_in_a_row_or_is_only_here():
-    named = {option for row in ROWS for option in options_in(row.here)}
-    assert sorted({*named, *ONLY_HERE}) == sorted(OPTIONS)
-    assert named.isdisjoint(ONLY_HERE)
+    only_here = [option for row in TABLES[ONLY_HERE] for option in row.names]
+    named = {option for name in CLASSES for row in TABLES[name] for option in options_in(row.here)}
+    assert sorted({*named, *only_here}) == sorted(OPTIONS)
+    assert named.isdisjoint(only_here)
 
 
 def cells_named_here() -> list[str]:
@@ -112,7 +103,7 @@ def test_what_is_named_here_exists(text):
 @for_each("text", sorted(set(re.findall(r"`([a-z]+-[a-z-]+)`", PAGE)) - {"kafka-topics"}))
 def test_the_events_that_are_named_exist(text):
     kafka = {"kafka-consumer-groups", "kafka-console-consumer", "kafka-console-producer"}
-    assert text in kafka or text in {kind.value for kind in EventKind}
+    assert text in kafka or text in {kind.value for kind in pyrocket_consumer.EventKind}
 
 
 def is_literal(text: str) -> bool:
