@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+
+import pytest
 
 from pyrocket_consumer import MessageQueue, PushConsumer
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consuming import Events, consuming, until
+from tests.hazards.members import ours
 
 TOPIC, GROUP = "orders", "app"
 RETRY, DEAD = "%RETRY%app", "%DLQ%app"
@@ -78,3 +82,17 @@ def of(topic: str = TOPIC, **fields: object) -> Callable[[RemotingCommand], bool
     """Return what tells requests about a topic, and with these fields, from others."""
     wanted = {"topic": topic, **{name: str(value) for name, value in fields.items()}}
     return lambda command: all(command.fields.get(name) == value for name, value in wanted.items())
+
+
+def listener_of(kind: str, function: Callable[[Any], Any], blocks: bool = False) -> Callable[[Any], Any]:
+    """Return a "plain" or "async" listener that does this; what blocks must not do so on the loop."""
+
+    async def listen(unit: Any) -> Any:
+        return await asyncio.to_thread(function, unit) if blocks else function(unit)
+
+    return listen if kind == "async" else function
+
+
+def ours_and(*members: Any) -> pytest.MarkDecorator:
+    """Mark a test as one of our member and of these, most of them faulty."""
+    return pytest.mark.parametrize("member", [ours, *members])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,29 +22,29 @@ from pyrocket_consumer.consumer.consume import (
     ThreadWorkers,
     Workers,
 )
-from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, Retry
+from pyrocket_consumer.consumer.listener import ConsumeResult, Failed, Listener, Retry
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.wire.message import Message
-from tests.consumer.windows import QUEUE, window_of
+from tests import consuming
+from tests.consumer.orders import listener_of
+from tests.consumer.windows import window_of
+from tests.consuming import WAIT_S
 
-PATIENCE_S = 30.0
+until = partial(consuming.until, what="reached")
 
 
 class Told:
     """What workers reported."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
         self.failures: list[tuple[int, int]] = []  # offset, delay level
         self.raised: list[BaseException] = []
         self.unknown: list[object] = []
         self.worker_failures: list[BaseException] = []
 
     def failed(self, window, failed):
-        with self._changed:
-            self.failures += [(message.queue_offset, delay_level) for message, delay_level in failed]
-            self._changed.notify_all()
+        self.failures += [(message.queue_offset, delay_level) for message, delay_level in failed]
 
     def listener_raised(self, window, message, error):
         self.raised.append(error)
@@ -52,56 +53,38 @@ class Told:
         self.unknown.append(result)
 
     def worker_failed(self, error):
-        with self._changed:
-            self.worker_failures.append(error)
-            self._changed.notify_all()
-
-    def wait(self, reached: Callable[[], object]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(reached, PATIENCE_S)
-
-
-def until(reached: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+        self.worker_failures.append(error)
 
 
 class Working:
     """Workers, what they told, and a way to hand them work."""
 
     def __init__(self, workers: Workers, told: Told, io: IoThread) -> None:
-        self.workers = workers
-        self.told = told
-        self._io = io
+        self.workers, self.told, self.loop, self._io = workers, told, io.loop, io
 
     def consume(self, function: Any, count: int, *, batch_size: int = 1, tell=lambda queue, offset: None):
         """Hand over `count` messages as one chunk; returns their window."""
         window, messages = window_of(count, tell=tell)
-        self.put(window, function, messages, batch_size)
-        return window
-
-    def put(self, window: ProcessQueue, function: Any, messages: list[Message], batch_size: int = 1) -> Chunk:
         units: list[Any] = messages
         if batch_size > 1:
-            units = [messages[start : start + batch_size] for start in range(0, len(messages), batch_size)]
-        chunk = Chunk(window, Listener.of(function, batch_size), deque(units))
-        self.hand_over(chunk)
-        return chunk
+            units = [messages[start : start + batch_size] for start in range(0, count, batch_size)]
+        self.hand_over(Chunk(window, Listener.of(function, batch_size), deque(units)))
+        return window
 
     def hand_over(self, chunk: Chunk) -> None:
         async def put() -> None:
             self.workers.put(chunk)
 
-        self._io.run(put(), PATIENCE_S)
+        self._io.run(put(), WAIT_S)
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._io.loop
+    def works(self) -> None:
+        """Wait until some more messages are consumed."""
+        after = [self.consume(self.as_kind(lambda message: None), 2) for _ in range(4)]
+        until(lambda: all(window.finished == 2 for window in after))
 
-    def run(self, work: Any) -> Any:
-        return self._io.run(work, PATIENCE_S)
+    def as_kind(self, function: Callable[[Any], Any]) -> Any:
+        """Return the listener as a plain or as an async function."""
+        return listener_of("plain" if isinstance(self.workers, ThreadWorkers) else "async", function)
 
     @property
     def idle(self) -> bool:
@@ -116,28 +99,28 @@ def io() -> Iterator[IoThread]:
     thread.stop()
 
 
-@pytest.fixture
-def threads(io: IoThread) -> Iterator[Working]:
-    told = Told()
-    workers = ThreadWorkers(2, told, 900, io.loop)
+@contextmanager
+def working(workers: Workers, told: Told, io: IoThread) -> Iterator[Working]:
     yield Working(workers, told, io)
     workers.stop()
     workers.abandon()
-    until(lambda: not living("pyrocket-consume"))
+    until(lambda: not living("pyrocket-consume", "pyrocket-listener"))
+
+
+@pytest.fixture
+def threads(io: IoThread) -> Iterator[Working]:
+    with working(ThreadWorkers(2, told := Told(), 900, io.loop), told, io) as made:
+        yield made
 
 
 @pytest.fixture
 def coroutines(io: IoThread) -> Iterator[Working]:
-    told = Told()
-    workers = AsyncWorkers(2, told, 900)
-    yield Working(workers, told, io)
-    workers.stop()
-    workers.abandon()
-    until(lambda: not living("pyrocket-listener"))
+    with working(AsyncWorkers(2, told := Told(), 900), told, io) as made:
+        yield made
 
 
-def living(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+def living(*names: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
 @pytest.fixture(params=["threads", "coroutines"])
@@ -145,194 +128,46 @@ def either(request) -> Working:
     return request.getfixturevalue(request.param)
 
 
-def as_kind(function: Callable[[Any], Any], working: Working) -> Any:
-    """The listener as a plain or as an async function."""
-    if isinstance(working.workers, ThreadWorkers):
-        return function
-
-    async def listen(unit):
-        return function(unit)
-
-    return listen
-
-
 # --- what listeners do
-
-
-class Unspeakable(Exception):
-    def __repr__(self):
-        raise ZeroDivisionError
-
-    __str__ = __repr__
-
-
-class Nonsense:
-    def __repr__(self):
-        raise ZeroDivisionError
-
-    def __eq__(self, other):
-        raise ZeroDivisionError
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [ValueError("x"), KeyboardInterrupt(), SystemExit(3), GeneratorExit(), asyncio.CancelledError(), StopIteration(),
-     StopAsyncIteration(), MemoryError(), Unspeakable()],
-    ids=lambda error: type(error).__name__,
-)
-def test_whatever_a_listener_raises_only_its_message_failed(either, error):
-    def handle(message):
-        if message.queue_offset == 1:
-            raise error
-
-    window = either.consume(as_kind(handle, either), 3)
-    either.told.wait(lambda: either.told.failures)
-    assert either.told.failures == [(1, 0)]
-    assert len(either.told.raised) == 1
-    until(lambda: window.finished == 2)  # of a worker whose task is taken apart another does the rest
-    assert window.commit_offset() == 1
-    after = either.consume(as_kind(lambda message: None, either), 5)
-    until(lambda: after.finished == 5)
-    assert either.told.worker_failures == []
-
-
-@pytest.mark.parametrize("result", [True, False, 0, 1, "ok", b"", [], {}, object(), Nonsense(), ConsumeResult, Retry],
-                         ids=lambda result: type(result).__name__)
-def test_a_result_that_means_nothing_is_told_and_counts_as_retry(either, result):
-    window = either.consume(as_kind(lambda message: result, either), 2)
-    either.told.wait(lambda: len(either.told.failures) == 2)
-    assert either.told.failures == [(0, 0), (1, 0)]
-    assert [each is result for each in either.told.unknown] == [True], "the second says nothing new"
-    assert window.finished == 0
 
 
 def test_wrong_results_are_told_once_a_listener_and_type(either):
     results = [True, 1, False, 2, "x"]
-
-    def listener():
-        return as_kind(lambda message: results[message.queue_offset], either)
-
     for _ in range(2):
-        window = either.consume(listener(), 5)
-        until(lambda window=window: either.idle)
+        either.consume(either.as_kind(lambda message: results[message.queue_offset]), 5)
+        until(lambda: either.idle)
     assert either.told.unknown == [True, 1, "x", True, 1, "x"]
 
 
-def test_a_coroutine_that_is_returned_means_nothing(threads):
-    async def handle(message):
-        pass
-
-    made = []
-    window = threads.consume(lambda message: made.append(handle(message)) or made[-1], 1)
-    threads.told.wait(lambda: threads.told.failures)
-    made[0].close()
-    assert window.finished == 0
+ALL = [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("result", "again"),
-    [(None, []), (ConsumeResult.SUCCESS, []), (ConsumeResult.RETRY, [(0, 0), (1, 0), (2, 0), (3, 0)]),
-     (Retry(delay_level=5), [(0, 5), (1, 5), (2, 5), (3, 5)])],
+    [(None, []), (ConsumeResult.SUCCESS, []), (ConsumeResult.RETRY, [(offset, 0) for offset in ALL]),
+     (Retry(delay_level=5), [(offset, 5) for offset in ALL]), (ValueError(), [(offset, 0) for offset in ALL])],
 )
 def test_known_results_of_a_batch(either, result, again):
-    window = either.consume(as_kind(lambda messages: result, either), 4, batch_size=4)
+    def handle(messages):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    window = either.consume(either.as_kind(handle), 4, batch_size=2)
     until(lambda: either.idle)
     assert either.told.failures == again
     assert window.finished == 4 - len(again)
     assert either.told.unknown == []
+    assert either.told.raised == ([result] * 2 if isinstance(result, Exception) else [])
 
 
 @pytest.mark.parametrize("named", [lambda message: message, lambda message: message.detach()], ids=["it", "a copy"])
 def test_one_bad_message_of_a_batch_comes_again_alone(either, named):
     """A listener may keep detached copies; one it asks for again must not count as consumed."""
-    window = either.consume(as_kind(lambda messages: Retry([named(messages[1])]), either), 6, batch_size=3)
+    window = either.consume(either.as_kind(lambda messages: Retry([named(messages[1])])), 6, batch_size=3)
     until(lambda: either.idle)
     assert either.told.failures == [(1, 0), (4, 0)]
     assert (window.commit_offset(), window.finished) == (1, 4)
-
-
-def test_a_batch_whose_listener_raises_fails_as_a_whole(either):
-    def handle(messages):
-        raise ValueError
-
-    window = either.consume(as_kind(handle, either), 5, batch_size=2)
-    either.told.wait(lambda: len(either.told.failures) == 5)
-    assert window.finished == 0
-    assert len(either.told.raised) == 3
-
-
-def test_an_async_listener_that_is_cancelled_from_within_failed(coroutines):
-    async def handle(message):
-        if message.queue_offset == 0:
-            inner = asyncio.ensure_future(asyncio.sleep(60))
-            asyncio.get_running_loop().call_soon(inner.cancel)
-            await inner
-
-    window = coroutines.consume(handle, 2)
-    coroutines.told.wait(lambda: coroutines.told.failures)
-    assert coroutines.told.failures == [(0, 0)]
-    assert window.finished == 1
-
-
-def cancels_itself_and_waits():
-    asyncio.current_task().cancel()
-    return asyncio.sleep(3600)
-
-
-async def cancels_itself_and_returns():
-    asyncio.current_task().cancel()
-
-
-async def is_cancelled_when_it_has_returned():
-    task = asyncio.current_task()
-    asyncio.get_running_loop().call_later(0.01, task.cancel)
-
-
-async def leaves_the_loop():
-    async def exits():
-        raise SystemExit(3)
-
-    await asyncio.gather(exits())
-
-
-async def stops_the_loop():
-    asyncio.get_running_loop().stop()
-
-
-async def ends_its_generator():
-    raise GeneratorExit
-
-
-@pytest.mark.parametrize(
-    "deed",
-    [cancels_itself_and_waits, cancels_itself_and_returns, is_cancelled_when_it_has_returned, leaves_the_loop,
-     stops_the_loop, ends_its_generator],
-    ids=lambda deed: deed.__name__,
-)
-@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
-def test_async_workers_outlive_whatever_listeners_do(coroutines, deed):
-    async def handle(message):
-        if message.queue_offset == 0:
-            await deed()
-
-    windows = [coroutines.consume(handle, 2) for _ in range(6)]
-    until(lambda: sum(window.finished for window in windows) + len(coroutines.told.failures) == 12)
-    assert {offset for offset, _ in coroutines.told.failures} <= {0}, "only the one that did it may come again"
-    after = coroutines.consume(handle, 5)
-    until(lambda: after.finished + len(coroutines.told.failures) >= 4 and coroutines.idle)
-    assert coroutines.told.worker_failures == []
-
-
-def test_a_listener_cannot_close_the_loop_of_async_workers(coroutines):
-    async def handle(message):
-        asyncio.get_running_loop().close()
-
-    coroutines.consume(handle, 1)
-    coroutines.told.wait(lambda: coroutines.told.failures)
-    window = coroutines.consume(as_kind(lambda message: None, coroutines), 3)
-    until(lambda: window.finished == 3)
 
 
 def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
@@ -347,7 +182,7 @@ def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
 
         workers = AsyncWorkers(2, told, 900, asyncio.get_running_loop())
         workers.put(Chunk(window, Listener.of(listen), deque(messages)))
-        await asyncio.to_thread(began.wait, PATIENCE_S)
+        await asyncio.to_thread(began.wait, WAIT_S)
         return workers
 
     workers = asyncio.run(main())
@@ -357,8 +192,7 @@ def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
 
 
 def test_workers_know_their_own_calls_and_what_those_have_begun(either):
-    service = ConsumeService(either.loop, lambda is_async: either.workers)
-    known = []
+    service, known = ConsumeService(either.loop, lambda is_async: either.workers), []
 
     def handle(message):
         known.append(service.is_own_call())
@@ -368,55 +202,30 @@ def test_workers_know_their_own_calls_and_what_those_have_begun(either):
         known.append(service.is_own_call())
         known.append(await asyncio.create_task(asyncio.to_thread(service.is_own_call)))
 
-    listener = handle if isinstance(either.workers, ThreadWorkers) else listen
+    listener = Listener.of(handle if isinstance(either.workers, ThreadWorkers) else listen)
     window, messages = window_of(1)
-    either.loop.call_soon_threadsafe(service.dispatch, window, Listener.of(listener), messages)
+    either.loop.call_soon_threadsafe(service.dispatch, window, listener, messages)
     until(lambda: window.finished == 1)
     assert known == [True, True]
     assert not service.is_own_call()
 
 
-class Quit(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("error", [None, ValueError("x"), SystemExit(1), Quit(), KeyboardInterrupt()], ids=repr)
-def test_one_call_beside_the_work_runs_where_the_others_do(either, error):
-    service = ConsumeService(either.loop, lambda is_async: either.workers)
-    names = []
-
-    def handle(message):
-        names.append(threading.current_thread().name)
-        if error is not None:
-            raise error
-        return 5
-
-    _, (message,) = window_of(1)
-    listener = Listener.of(as_kind(handle, either))
-    context = ConsumeContext(QUEUE, 1, 0.0)
-    assert either.run(service.call_once(listener, message, context)) == (None if error else 5, error)
-    own = "pyrocket-consume-once" if isinstance(either.workers, ThreadWorkers) else "pyrocket-listener"
-    assert names == [own]
-
-
 def test_a_logging_that_raises_costs_no_message(either):
     """What tells of a listener's error is the user's, too."""
 
-    def raises(window, message, error):
+    def raises(*what):
         raise OSError("the log is full")
-
-    either.told.listener_raised = raises
 
     def handle(message):
         if message.queue_offset == 1:
             raise ValueError
 
-    window = either.consume(as_kind(handle, either), 4)
-    either.told.wait(lambda: either.told.worker_failures)
+    either.told.listener_raised = raises
+    window = either.consume(either.as_kind(handle), 4)
+    until(lambda: either.told.worker_failures)
     assert either.told.failures == [(1, 0)]
     assert window.commit_offset() == 1
-    after = either.consume(as_kind(lambda message: None, either), 2)
-    until(lambda: after.finished == 2)
+    either.works()
 
 
 def test_tasks_of_async_listeners_end_with_their_loop(coroutines):
@@ -445,29 +254,21 @@ def test_a_store_that_raises_inside_an_ack_ends_no_worker(either):
     def tell(queue, offset):
         raise OSError("no space left")
 
-    either.consume(as_kind(lambda message: None, either), 1, tell=tell)
-    either.told.wait(lambda: either.told.worker_failures)
+    either.consume(either.as_kind(lambda message: None), 1, tell=tell)
+    until(lambda: either.told.worker_failures)
     assert isinstance(either.told.worker_failures[0], OSError)
-    for _ in range(4):
-        window = either.consume(as_kind(lambda message: None, either), 1)
-        until(lambda window=window: window.finished == 1)
+    either.works()
 
 
 def test_of_a_dropped_queue_what_runs_counts_and_nothing_begins(either):
-    begun, release = threading.Event(), threading.Event()
-    seen = []
-
-    def handle(message):
-        seen.append(message.queue_offset)
-        begun.set()
-        release.wait(PATIENCE_S)
-
-    window = either.consume(as_kind(handle, either), 5)
-    assert begun.wait(PATIENCE_S)
+    listener, begun, release = blocking(either)
+    window = either.consume(listener, 5)
+    assert begun.acquire(timeout=WAIT_S)
     window.drop()
     release.set()
     until(lambda: either.idle)
-    assert (seen, window.finished, window.commit_offset()) == ([0], 1, 1)
+    assert (window.finished, window.commit_offset()) == (1, 1)
+    assert not begun.acquire(blocking=False)
 
 
 # --- the end
@@ -479,7 +280,7 @@ def blocking(working: Working) -> tuple[Any, threading.Semaphore, threading.Even
 
     def handle(message):
         begun.release()
-        release.wait(PATIENCE_S)
+        release.wait(WAIT_S)
 
     async def listen(message):
         begun.release()
@@ -494,24 +295,19 @@ def test_stopped_workers_begin_nothing_and_finish_what_runs(either):
     running = [either.consume(listener, 1) for _ in range(2)]
     waiting = either.consume(listener, 3)
     for _ in running:
-        assert begun.acquire(timeout=PATIENCE_S)
+        assert begun.acquire(timeout=WAIT_S)
     either.workers.stop()
     release.set()
-    until(lambda: not living("pyrocket-consume") + living("pyrocket-listener"))
+    until(lambda: not living("pyrocket-consume", "pyrocket-listener"))
     assert [window.finished for window in running] == [1, 1]
     assert waiting.finished == 0
     assert not begun.acquire(blocking=False), "nothing else has begun"
 
 
 def test_messages_of_abandoned_coroutines_stay_unfinished(coroutines):
-    begun = threading.Event()
-
-    async def handle(message):
-        begun.set()
-        await asyncio.sleep(3600)
-
-    window = coroutines.consume(handle, 3)
-    assert begun.wait(PATIENCE_S)
+    listener, begun, _ = blocking(coroutines)
+    window = coroutines.consume(listener, 3)
+    assert begun.acquire(timeout=WAIT_S)
     coroutines.workers.stop()
     coroutines.workers.abandon()
     until(lambda: not living("pyrocket-listener"))
@@ -519,20 +315,15 @@ def test_messages_of_abandoned_coroutines_stay_unfinished(coroutines):
     assert coroutines.told.failures == []
 
 
-def test_a_thread_that_never_returns_is_left_alone_by_the_others(io):
-    told, release = Told(), threading.Event()
-    workers = ThreadWorkers(3, told, 900, io.loop)
-    working = Working(workers, told, io)
-    try:
-        working.consume(lambda message: release.wait(PATIENCE_S), 1)
-        others = [working.consume(lambda message: None, 4) for _ in range(10)]
-        until(lambda: all(window.finished == 4 for window in others))
-        workers.stop()
-        workers.abandon()
-        until(lambda: len(living("pyrocket-consume")) == 1)
-    finally:
-        release.set()
-    until(lambda: not living("pyrocket-consume"))
+def test_a_thread_that_never_returns_is_left_alone_by_the_others(threads):
+    listener, _, release = blocking(threads)
+    threads.consume(listener, 1)
+    others = [threads.consume(lambda message: None, 4) for _ in range(10)]
+    until(lambda: all(window.finished == 4 for window in others))
+    threads.workers.stop()
+    threads.workers.abandon()
+    until(lambda: len(living("pyrocket-consume")) == 1)
+    release.set()
 
 
 class Emptied(deque):
@@ -545,9 +336,8 @@ class Emptied(deque):
 def test_a_worker_survives_that_its_units_were_taken_back(either):
     window, messages = window_of(1)
     for _ in range(4):
-        either.hand_over(Chunk(window, Listener.of(as_kind(lambda message: None, either)), Emptied(messages)))
-    after = [either.consume(as_kind(lambda message: None, either), 2) for _ in range(4)]
-    until(lambda: all(window.finished == 2 for window in after))
+        either.hand_over(Chunk(window, Listener.of(either.as_kind(lambda message: None)), Emptied(messages)))
+    either.works()
 
 
 class Turn:
@@ -573,17 +363,15 @@ def test_a_turn_that_no_worker_has_begun_ends_with_the_work(either):
     """Or its queue would count as running, and closing would wait for it in vain."""
     function, begun, release = blocking(either)
     window, messages = window_of(5)
-    turns = []
-    for message in messages:
-        chunk = Chunk(window, Listener.of(function), deque([message]))
+    chunks = [Chunk(window, Listener.of(function), deque([message])) for message in messages]
+    for chunk in chunks:
         chunk.turn = Turn()
-        turns.append(chunk.turn)
         either.hand_over(chunk)
-    assert begun.acquire(timeout=PATIENCE_S)
-    assert begun.acquire(timeout=PATIENCE_S)
+    for _ in range(2):
+        assert begun.acquire(timeout=WAIT_S)
     either.workers.stop()
     release.set()
-    assert all(turn.ended.wait(PATIENCE_S) for turn in turns)
+    assert all(chunk.turn.ended.wait(WAIT_S) for chunk in chunks)
 
 
 # --- how work is cut and taken back
@@ -597,25 +385,18 @@ class Desk:
         self.chunks: deque[Chunk] = deque()
         self.failed: list[Failed] = []
         self.looks = 0
-
-    def put(self, chunk):
-        self.chunks.append(chunk)
+        self.put = self.chunks.append
+        self.stop = self.abandon = lambda: None
 
     def hand_over(self, chunk):
         chunk.window.ack(chunk.done[:])
-        chunk.done.clear()
         self.failed += chunk.failed
+        chunk.done.clear()
         chunk.failed.clear()
 
     def waiting(self):
         self.looks += 1
         return len(self.chunks)
-
-    def stop(self):
-        pass
-
-    def abandon(self):
-        pass
 
     def begin(self, worker: int, now: float) -> Chunk:
         """Have a worker take the next chunk and begin its first unit."""
@@ -633,10 +414,10 @@ def handle(message):
     pass
 
 
-def dispatched(count: int) -> tuple[ConsumeService, Desk, ProcessQueue, list[Message]]:
-    """Hand out so many messages of a quick listener, as one chunk."""
+def dispatched(count: int, time_s: float = 1e-6) -> tuple[ConsumeService, Desk, ProcessQueue, list[Message]]:
+    """Hand out so many messages of a listener that takes this long, as one chunk if it is quick."""
     (service, desk), (window, messages) = serving(), window_of(count)
-    window.listener_time_s = 1e-6
+    window.listener_time_s = time_s
     service.dispatch(window, Listener.of(handle), messages)
     return service, desk, window, messages
 
@@ -646,10 +427,7 @@ def dispatched(count: int) -> tuple[ConsumeService, Desk, ProcessQueue, list[Mes
     [(1e-6, [32, 32, 32, 4]), (1e-4, [5] * 20), (2e-4, [2] * 50), (1e-3, [1] * 100), (10, [1] * 100)],
 )
 async def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, sizes):
-    service, desk = serving()
-    window, messages = window_of(100)
-    window.listener_time_s = listener_time_s
-    service.dispatch(window, Listener.of(handle), messages)
+    service, desk, _, messages = dispatched(100, listener_time_s)
     assert [len(chunk.todo) for chunk in desk.chunks] == sizes
     assert max(sizes) <= LARGEST_CHUNK
     assert [message for chunk in desk.chunks for message in chunk.todo] == messages

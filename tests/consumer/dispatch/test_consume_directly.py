@@ -11,7 +11,7 @@ import pytest
 from pyrocket_consumer import AsyncPushConsumer, ConsumerState, Retry
 from pyrocket_consumer.wire import fastjson
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consumer.orders import GROUP, TOPIC
+from tests.consumer.orders import GROUP, TOPIC, listener_of
 from tests.consuming import QUICK, Seen, until
 from tests.real_brokers.remoting import Peer
 
@@ -63,38 +63,35 @@ def test_an_async_consumer_runs_it_on_the_loop_of_its_user(orders):
     asyncio.run(main())
 
 
+class Quit(BaseException):
+    pass
+
+
+DEEDS = [ValueError("broken"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), Quit(), Retry(), True]
+
+
 @pytest.mark.parametrize("kind", ["plain", "async"])
-@pytest.mark.parametrize(
-    ("deed", "outcome"),
-    [
-        *((error, "CR_THROW_EXCEPTION") for error in (ValueError("broken"), SystemExit(3), KeyboardInterrupt())),
-        (asyncio.CancelledError(), "CR_THROW_EXCEPTION"),
-        *((result, "CR_LATER") for result in (Retry(), True)),
-    ],
-    ids=repr,
-)
-def test_whatever_the_listener_does_is_told(orders, kind, deed, outcome):
+@pytest.mark.parametrize("deed", DEEDS, ids=repr)
+def test_whatever_the_listener_does_is_told(orders, kind, deed):
     direct = threading.Event()
 
-    def handle(message):
-        seen(message)
+    def judge(message):
         if direct.is_set() and isinstance(deed, BaseException):
             raise deed
         return deed if direct.is_set() else None
 
-    async def listen(message):
-        return handle(message)
-
-    seen = Seen()
-    with orders.consuming(handle if kind == "plain" else listen) as (consumer, _):
+    seen = Seen(judge)
+    with orders.consuming(listener_of(kind, seen)) as (consumer, _):
         orders.send(b"x")
         seen.wait_for(1)
         direct.set()
         said = consume_directly(orders, consumer)
         direct.clear()
-        assert said["consumeResult"] == outcome
         if isinstance(deed, BaseException):
+            assert said["consumeResult"] == "CR_THROW_EXCEPTION"
             assert type(deed).__name__ in said["remark"]
+        else:
+            assert said["consumeResult"] == "CR_LATER"
         orders.send(b"y")
         seen.wait(lambda _: b"y" in seen.bodies)
         assert consumer.state is ConsumerState.RUNNING

@@ -13,7 +13,7 @@ import pytest
 from pyrocket_consumer import ConsumeResult, Message, Retry
 from pyrocket_consumer.testing import Gate, answer, close_connection, delay, drop, drop_answer, handle_and_close
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consumer.orders import DEAD, GROUP, QUEUE, RETRY, TOPIC, Orders
+from tests.consumer.orders import DEAD, GROUP, QUEUE, RETRY, TOPIC, Orders, ours_and
 from tests.consuming import WAIT_S, Seen, consuming, numbered, until
 from tests.hazards.members import broadcasting, faulty, ours, settle
 from tests.hazards.naive import NaiveMember, Window
@@ -31,14 +31,13 @@ def take_nothing(broker: Any, trouble: Any = answer(1, "no")) -> None:  # noqa: 
 
 def fails_at_first(body: bytes, error: Callable[[], BaseException] = ValueError) -> Seen:
     """Return a listener that raises for one message, the first time."""
-    failed = []
 
     def judge(message: Message) -> None:
-        if message.body == body and not failed:
-            failed.append(message)
+        if message.body == body and seen.bodies.count(body) == 1:
             raise error()
 
-    return Seen(judge)
+    seen = Seen(judge)
+    return seen
 
 
 def attempts(cluster: Any) -> Counter[int]:
@@ -59,9 +58,7 @@ class SendsBackBlindly(NaiveMember):
 
 @pytest.mark.hazard("H34")
 @pytest.mark.parametrize("trouble", [answer(1, "no"), drop, close_connection], ids=["refused", "lost", "disconnected"])
-@pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(SendsBackBlindly, "committed past a message that failed")]
-)
+@ours_and(NaiveMember, faulty(SendsBackBlindly, "committed past a message that failed"))
 def test_what_cannot_be_sent_back_is_not_committed_past(embedded, broker, trouble, member):
     """A failed message stays unfinished until the broker has acknowledged that it takes it; the next member gets it.
 
@@ -96,9 +93,7 @@ class ForgetsWhatItCouldNotSendBack(NaiveMember):
 
 
 @pytest.mark.hazard("H34")
-@pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(ForgetsWhatItCouldNotSendBack, "tried again where it is")]
-)
+@ours_and(NaiveMember, faulty(ForgetsWhatItCouldNotSendBack, "tried again where it is"))
 def test_what_cannot_be_sent_back_is_tried_again_here(embedded, broker, member):
     """After 5 s it is given to the listener again, as its second attempt, until it succeeds or can be sent back.
 
@@ -119,13 +114,14 @@ def test_what_cannot_be_sent_back_is_tried_again_here(embedded, broker, member):
         assert tries == [0, 1] or member is not ours
 
 
-def test_what_fails_again_at_once_is_tried_again(orders, broker):
+@pytest.mark.parametrize("trouble", [answer(1, "no"), drop], ids=["refused", "lost"])
+def test_what_fails_again_at_once_is_tried_again(orders, broker, trouble):
     """No broker takes it, and its second attempt fails as soon as it begins."""
     orders.fill(100)
-    take_nothing(broker)
+    take_nothing(broker, trouble)
     seen = Seen(lambda message: ConsumeResult.RETRY if message.reconsume_times < 2 else None)
-    with orders.consuming(seen):
-        seen.wait(lambda seen: len(seen.messages) == 300)
+    with orders.consuming(seen, call_timeout_s=5.0):
+        seen.wait(lambda seen: len(seen.messages) == 300, 300)
         orders.wait_committed(100)
     assert set(Counter(seen.bodies).values()) == {3}
 
@@ -180,7 +176,7 @@ class CleansUpTwice(CleansUpWhatTakesTooLong):
 
 
 @pytest.mark.hazard("H35")
-@pytest.mark.parametrize("member", [ours, CleansUpWhatTakesTooLong, faulty(CleansUpTwice, "sent back 2 times")])
+@ours_and(CleansUpWhatTakesTooLong, faulty(CleansUpTwice, "sent back 2 times"))
 def test_what_takes_too_long_and_then_fails_is_sent_back_once(embedded, broker, member):
     """After consume_timeout_s a message is sent back and told as stuck; what its listener returns later counts no more.
 
@@ -290,21 +286,14 @@ class LosesTheWorkersMessage(NaiveMember):
 
 
 @pytest.mark.hazard("H37")
-@pytest.mark.parametrize(
-    ("member", "error"),
-    [
-        (ours, SystemExit),
-        (ours, KeyboardInterrupt),
-        faulty(LosesTheWorkersMessage, "nothing holds the offset", SystemExit),
-    ],
-)
-def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member, error):
+@ours_and(faulty(LosesTheWorkersMessage, "nothing holds the offset"))
+def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member):
     """Whatever a listener raises, SystemExit and KeyboardInterrupt too, its message comes again and the rest goes on.
 
     Faulty: a worker that dies with its message, which then holds the offset for ever.
     """
     Orders(embedded, messages=5)
-    with member(embedded, TOPIC, GROUP, fails_at_first(b"m1", error)) as consumer:
+    with member(embedded, TOPIC, GROUP, fails_at_first(b"m1", SystemExit)) as consumer:
         consumer.seen.wait_for(5)
         until(lambda: consumer.stored() == {QUEUE: 5}, "nothing holds the offset")
         consumer.seen.wait(lambda seen: seen.bodies.count(b"m1") == 2)
@@ -372,17 +361,16 @@ class KeepsFailedMessages(NaiveMember):
 
 
 @pytest.mark.hazard("H43")
-@pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(KeepsFailedMessages, "the failed message does not hold the offset")]
-)
+@ours_and(NaiveMember, faulty(KeepsFailedMessages, "the failed message does not hold the offset"))
 def test_what_fails_in_a_broadcasting_group_is_told_and_passed(embedded, tmp_path, member):
     """A broadcasting group has no retry: a failed message is told as given up, and the offset goes on.
 
     Faulty: Go keeps it in its window for ever, which pins the offset and, in the end, stops the queue.
     """
-    Orders(embedded, messages=10)
+    orders = Orders(embedded, messages=10)
     with member(embedded, TOPIC, GROUP, fails_at_first(b"m5"), **broadcasting(tmp_path)) as consumer:
         consumer.seen.wait_for(10)
         until(lambda: consumer.stored() == {QUEUE: 10}, "the failed message does not hold the offset")
         assert [each.queue for each in consumer.events.of("message-given-up")] == [QUEUE]
+    assert not orders.broker.requests(SEND_BACK)
     assert sorted(consumer.seen.bodies) == numbered(10)

@@ -12,19 +12,12 @@ import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, BrokerError, ConfigError, ConsumerState, sql
 from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry, failed_messages
-from tests.consumer.orders import GROUP, QUEUE, TOPIC
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, listener_of
 from tests.consuming import WAIT_S, Seen, numbered, until
-
-
-def plain(message):
-    pass
+from tests.for_each import for_each
 
 
 def with_context(message, context):
-    pass
-
-
-def with_default(message, seen=()):
     pass
 
 
@@ -42,52 +35,35 @@ class AsyncCallable:
         pass
 
 
-@pytest.mark.parametrize(
-    ("function", "is_async", "wants_context"),
-    [
-        (plain, False, False),
-        (with_context, False, True),
-        (with_default, False, False),
-        (awaited, True, False),
-        (Callable(), False, False),
-        (AsyncCallable(), True, True),
-        (lambda message: None, False, False),
-        (functools.partial(with_context, context=None), False, False),
-        (print, False, False),
-        ([].append, False, False),
-    ],
+@for_each(
+    "function, is_async, wants_context",
+    [(lambda message: None, False, False), (with_context, False, True), (lambda message, seen=(): None, False, False),
+     (awaited, True, False), (Callable(), False, False), (AsyncCallable(), True, True), (print, False, False),
+     (functools.partial(with_context, context=None), False, False), ([].append, False, False)],
 )
 def test_what_is_told_of_a_listener(function, is_async, wants_context):
     listener = Listener.of(function)
     assert (listener.is_async, listener.wants_context) == (is_async, wants_context)
 
 
-@pytest.mark.parametrize("wrong", [None, "handle", 5, Callable, lambda: None, lambda a, b, c: None])
+@for_each("wrong", [None, "handle", 5, Callable, lambda: None, lambda a, b, c: None])
 def test_a_wrong_listener_is_refused_with_a_remedy(wrong):
     with pytest.raises(ConfigError, match="listener"):
         Listener.of(wrong)
 
 
-class Plain:
-    """Stands for a message: only its identity matters here."""
-
-
 def test_results():
-    batch = [Plain(), Plain(), Plain()]
-    assert failed_messages(None, batch) == ([], True)
-    assert failed_messages(ConsumeResult.SUCCESS, batch) == ([], True)
-    assert failed_messages(ConsumeResult.RETRY, batch) == ([(each, 0) for each in batch], True)
-    assert failed_messages(Retry(delay_level=3), batch) == ([(each, 3) for each in batch], True)
-    assert failed_messages(Retry(batch[1:]), batch) == ([(each, 0) for each in batch[1:]], True)
+    batch = [object(), object(), object()]
     every = [(message, 0) for message in batch]
-    assert failed_messages(Retry([Plain()]), batch) == (every, False), "asked for again, and not known what: all"
-    assert failed_messages(Retry(["an id"]), batch) == (every, False)
-    assert failed_messages(Retry([batch[0], Plain()]), batch) == (every, False)
-    assert failed_messages("ok", batch) == ([(each, 0) for each in batch], False)
-    assert failed_messages(True, batch) == ([(each, 0) for each in batch], False)
+    assert failed_messages(None, batch) == failed_messages(ConsumeResult.SUCCESS, batch) == ([], True)
+    assert failed_messages(ConsumeResult.RETRY, batch) == (every, True)
+    assert failed_messages(Retry(delay_level=3), batch) == ([(each, 3) for each in batch], True)
+    assert failed_messages(Retry(batch[1:]), batch) == (every[1:], True)
+    for unknown in (Retry([object()]), Retry(["an id"]), Retry([batch[0], object()]), "ok", True):
+        assert failed_messages(unknown, batch) == (every, False), "asked for again, and not known what: all"
 
 
-@pytest.mark.parametrize("level", [19, "3", 1.5, True])
+@for_each("level", [19, "3", 1.5, True])
 def test_a_wrong_delay_level_is_refused(level):
     with pytest.raises(ConfigError, match="delay_level"):
         Retry(delay_level=level)
@@ -103,35 +79,48 @@ class Unspeakable(Exception):
     __str__ = __repr__
 
 
-def test_what_a_listener_raises_for_comes_again(orders):
+class Nonsense:
+    __hash__ = None
+
+    def __repr__(self):
+        raise ZeroDivisionError
+
+    def __eq__(self, other):
+        raise ZeroDivisionError
+
+
+KINDS = pytest.mark.parametrize("kind", ["plain", "async"])
+ERRORS = [ValueError("x" * 100_000), KeyboardInterrupt(), SystemExit(3), GeneratorExit(), asyncio.CancelledError(),
+          StopIteration(), StopAsyncIteration(), MemoryError(), Unspeakable()]  # fmt: skip
+RESULTS = [Unspeakable(), Nonsense(), object(), True, False, 0, 1, "ok", b"", [], {}, ConsumeResult, Retry]
+
+
+@KINDS
+def test_what_a_listener_raises_for_comes_again(orders, kind):
     orders.make(queues=2)
-    errors = {b"m1": KeyboardInterrupt(), b"m4": SystemExit(1), b"m7": Unspeakable(), b"m9": ValueError("x" * 100_000)}
+    errors = dict(zip(numbered(len(ERRORS)), ERRORS, strict=True))
 
     def judge(message):
         if message.reconsume_times == 0 and message.body in errors:
             raise errors[message.body]
 
     orders.fill(20)
-    with orders.consuming(Seen(judge)) as (consumer, seen):
-        seen.wait(lambda seen: len(seen.bodies) == 24)
+    with orders.consuming(listener_of(kind, seen := Seen(judge))) as (consumer, _):
+        seen.wait(lambda seen: len(seen.bodies) == 20 + len(ERRORS))
         orders.wait_committed(10, 10)
         assert consumer.state is ConsumerState.RUNNING
-    assert Counter(seen.bodies) == Counter(numbered(20) + list(errors))
-    assert len(orders.events.of("listener-failed")) == len(orders.events.of("message-sent-back")) == 4
+    assert Counter(seen.bodies) == Counter([*numbered(20), *errors])
+    assert len(orders.events.of("listener-failed")) == len(orders.events.of("message-sent-back")) == len(ERRORS)
 
 
-@pytest.mark.parametrize("kind", ["plain", "async"])
-@pytest.mark.parametrize("result", [Unspeakable(), True, [], 0], ids=lambda result: type(result).__name__)
+@KINDS
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
 def test_a_result_that_means_nothing_is_told_once(orders, kind, result, caplog):
     """Listeners that return True, or how many rows they wrote, do so each time."""
     orders.make(queues=2)
     orders.fill(50)
     seen = Seen(lambda message: result if message.reconsume_times == 0 else None)
-
-    async def listen(message):
-        return seen(message)
-
-    with orders.consuming(seen if kind == "plain" else listen):
+    with orders.consuming(listener_of(kind, seen)):
         seen.wait(lambda seen: len(seen.bodies) == 100)
         orders.wait_committed(25, 25)
     (event,) = orders.events.of("listener-result-unknown")
@@ -145,15 +134,12 @@ def test_a_result_that_means_nothing_is_told_once(orders, kind, result, caplog):
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_a_plain_listener_that_returns_a_coroutine_learns_why(orders):
     orders.fill(3)
-
-    async def listen(message):
-        pass
-
-    with orders.consuming(lambda message: listen(message)):
+    with orders.consuming(lambda message: awaited(message)):
         assert "async def" in orders.events.wait_for("listener-result-unknown").text
+        orders.events.wait_for("message-sent-back", 3)
 
 
-@pytest.mark.parametrize("kind", ["plain", "async"])
+@KINDS
 def test_a_listener_that_never_returns_holds_up_nothing(orders, kind):
     orders.make(queues=2)
     orders.fill(1, queue_id=0)
@@ -188,20 +174,59 @@ def test_a_listener_that_never_returns_holds_up_nothing(orders, kind):
     assert Counter(again.bodies) == Counter(numbered(21))
 
 
-@pytest.mark.parametrize("when", ["while it runs", "afterwards"])
-def test_async_listeners_that_cancel_themselves_leave_workers(orders, when):
+def cancels_itself(waits):
+    async def deed():
+        asyncio.current_task().cancel()
+        if waits is not None:
+            await asyncio.sleep(waits)
+
+    return deed
+
+
+async def is_cancelled_when_it_has_returned():
+    asyncio.get_running_loop().call_later(0.01, asyncio.current_task().cancel)
+
+
+async def is_cancelled_from_within():
+    inner = asyncio.ensure_future(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(inner.cancel)
+    await inner
+
+
+async def leaves_the_loop():
+    async def exits():
+        raise SystemExit(3)
+
+    await asyncio.gather(exits())
+
+
+async def stops_the_loop():
+    asyncio.get_running_loop().stop()
+
+
+async def closes_the_loop():
+    asyncio.get_running_loop().close()
+
+
+async def ends_its_generator():
+    raise GeneratorExit
+
+
+FAIL = [cancels_itself(0), cancels_itself(3600), is_cancelled_from_within, leaves_the_loop, closes_the_loop,
+        ends_its_generator]  # fmt: skip
+PASS = [cancels_itself(None), is_cancelled_when_it_has_returned, stops_the_loop]
+
+
+@pytest.mark.parametrize("deed", FAIL + PASS, ids=lambda deed: deed.__name__)
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+def test_async_workers_outlive_whatever_listeners_do(orders, deed):
     orders.fill(20)
     seen = Seen()
 
     async def listen(message):
-        task = asyncio.current_task()
         seen(message)
-        if message.reconsume_times == 0 and message.body != b"last":
-            if when == "while it runs":
-                task.cancel()
-            else:
-                asyncio.get_running_loop().call_later(0.01, task.cancel)
-            await asyncio.sleep(0)
+        if message.reconsume_times == 0 and message.queue_offset % 2 == 0 and message.body != b"last":
+            await deed()
 
     with orders.consuming(listen, consume_threads=2) as (consumer, _):
         seen.wait_for(20)
@@ -209,8 +234,9 @@ def test_async_listeners_that_cancel_themselves_leave_workers(orders, when):
         orders.send(b"last")
         seen.wait(lambda _: b"last" in seen.bodies)
         assert consumer.state is ConsumerState.RUNNING
-    if when == "while it runs":
-        assert len(orders.events.of("listener-failed")) == 20
+    if deed in FAIL:
+        assert len(orders.events.of("listener-failed")) == 10
+    assert all(int(body[1:]) % 2 == 0 for body, times in Counter(seen.bodies).items() if times > 1)
 
 
 CHANGES = {
@@ -220,12 +246,13 @@ CHANGES = {
 }
 
 
+ORDERS = [{}, {"orderly": True}, {"orderly": True, "order_by": "sharding_key"}]
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-@pytest.mark.parametrize(
-    "options", [{}, {"orderly": True}, {"orderly": True, "order_by": "sharding_key"}], ids=["any", "queue", "key"]
-)
-def test_a_list_is_its_listener_s_own(orders, options, is_async, change):
+@KINDS
+@pytest.mark.parametrize("options", ORDERS, ids=["any", "queue", "key"])
+def test_a_list_is_its_listener_s_own(orders, options, kind, change):
     """What a listener does to it changes nothing of what was consumed."""
     orders.fill(20)
     seen = []
@@ -234,10 +261,7 @@ def test_a_list_is_its_listener_s_own(orders, options, is_async, change):
         seen.extend(message.queue_offset for message in messages)
         change(messages)
 
-    async def consume_async(messages):
-        consume(messages)
-
-    with orders.consuming(consume_async if is_async else consume, listener_batch_size=8, **options):
+    with orders.consuming(listener_of(kind, consume), listener_batch_size=8, **options):
         orders.wait_committed(20)
     assert sorted(seen) == list(range(20))
 

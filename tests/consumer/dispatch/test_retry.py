@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 
+from pyrocket_consumer import errors
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.consumer.retry import AT_ONCE, LOCAL_RETRY_S, Retries
 from pyrocket_consumer.consumer.statistics import Counts
 from pyrocket_consumer.consumer.tasks import Tasks
-from pyrocket_consumer.errors import (
-    BrokerError,
-    ConnectError,
-    ConnectionLost,
-    FlowControl,
-    RequestTimeout,
-    RouteNotFound,
-)
+from pyrocket_consumer.errors import BrokerError, ConnectError, ConnectionLost, FlowControl, RequestTimeout
 from pyrocket_consumer.model import PERM_READ, BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
 from pyrocket_consumer.wire.message import Message, decode_properties
 from tests.consumer.windows import QUEUE, window_of
@@ -36,19 +30,15 @@ AWAY = ConnectError("broker 'a'", "no known route names an address of its master
 
 
 def route(perm: int = 6, masters: bool = True) -> TopicRoute:
-    names = ("a", "b")
-    return TopicRoute(
-        RETRY,
-        tuple(QueueData(name, 1, 1, perm) for name in names),
-        tuple(BrokerData("c", name, {0 if masters else 1: f"{name}:1"}) for name in names),
-    )
+    brokers = tuple(BrokerData("c", name, {0 if masters else 1: f"{name}:1"}) for name in "ab")
+    return TopicRoute(RETRY, tuple(QueueData(name, 1, 1, perm) for name in "ab"), brokers)
 
 
 class Member:
     """Stands for the member and its brokers: gives the answers it was told, the last one for ever."""
 
-    def __init__(self, *send_backs: Exception | None, sends: Any = (), broadcasting: bool = False) -> None:
-        self.config = SimpleNamespace(broadcasting=broadcasting, most_attempts=16, orderly=False)
+    def __init__(self, *send_backs: Exception | None, sends: Any = ()) -> None:
+        self.config = SimpleNamespace(broadcasting=False, most_attempts=16, orderly=False)
         self.name, self.loop, self.rng = "app", asyncio.get_running_loop(), random.Random(1)
         self.cluster = self
         self.tasks = Tasks(self.loop, self.surprised)
@@ -57,7 +47,6 @@ class Member:
         self.calls: list[tuple[float, str, str]] = []
         self.sent: list[tuple[Any, bytes]] = []
         self.delivered: list[Message] = []
-        self.delivered_at: list[float] = []
         self.fails_at_once = lambda window, message: None
         self.late: list[Any] = []  # what is called when an answer comes too late
         self.told: list[EventKind] = []
@@ -76,6 +65,19 @@ class Member:
             await self._call("send", name)
 
         return SimpleNamespace(send_back=send_back, send=send)
+
+    async def fail(self, window: ProcessQueue, *messages: Message, level: int = 0) -> None:
+        """Have messages fail, and wait until their way back has ended."""
+        self.retries.add(window, [(message, level) for message in messages])
+        await self.settled()
+
+    async def settled(self) -> None:
+        while self.retries.under_way:
+            await asyncio.sleep(0.01)
+
+    def fails_again(self) -> None:
+        """From now on messages fail as soon as they are delivered."""
+        self.fails_at_once = lambda window, message: self.retries.add(window, [(message, 0)])
 
     async def _call(self, what: str, name: str) -> None:
         self.calls.append((self.loop.time(), what, name))
@@ -101,7 +103,6 @@ class Member:
 
     def deliver(self, window, messages):
         self.delivered += messages
-        self.delivered_at.append(self.loop.time())
         for message in messages:
             self.fails_at_once(window, message)
 
@@ -122,28 +123,11 @@ def filled(count: int = 1, queue: MessageQueue = QUEUE) -> tuple[ProcessQueue, l
     return window_of(count, queue, record=record)
 
 
-async def settled(retries: Retries) -> None:
-    while retries.under_way:
-        await asyncio.sleep(0.01)
-
-
 async def sent_back(member: Member, delay_level: int = 0) -> tuple[ProcessQueue, list[Message]]:
     """Have a message fail, and wait until its way back has ended; returns its window and it."""
     window, messages = filled()
-    member.retries.add(window, [(messages[0], delay_level)])
-    await settled(member.retries)
+    await member.fail(window, messages[0], level=delay_level)
     return window, messages
-
-
-async def test_a_message_the_broker_takes_back_is_finished_here():
-    member = Member()
-    retries, (window, messages) = member.retries, filled()
-    retries.add(window, [(messages[0], 0)])
-    assert window.unfinished()[0] == 1, "not before it is there"
-    await settled(retries)
-    assert window.commit_offset() == 1
-    assert member.kinds_of_calls == ["send_back"]
-    assert member.told == [EventKind.MESSAGE_SENT_BACK]
 
 
 async def test_a_busy_broker_is_asked_again_after_a_pause():
@@ -163,8 +147,8 @@ async def test_what_cannot_be_taken_back_is_sent_as_a_new_message(trouble):
     ((header, body),) = member.sent
     properties = decode_properties(header.properties)
     assert (header.topic, header.producer_group, body) == (RETRY, "app", b"paid")
-    assert (header.reconsume_times, header.max_reconsume_times, header.flag) == (3, 16, 7)
-    assert header.born_timestamp == 1234
+    assert (header.reconsume_times, header.max_reconsume_times) == (3, 16)
+    assert (header.flag, header.born_timestamp) == (7, 1234)
     assert (properties["RETRY_TOPIC"], properties["ORIGIN_MESSAGE_ID"]) == ("orders", "id0")
     assert (properties["DELAY"], properties["TAGS"], properties["own"]) == ("5", "t", "x")
     assert "TRAN_MSG" not in properties
@@ -185,14 +169,16 @@ async def test_another_broker_is_tried():
     assert window.commit_offset() == 1
 
 
-@pytest.mark.parametrize(
-    "found",
-    [route(masters=False), route(PERM_READ), TopicRoute(RETRY), RouteNotFound(RETRY, "ns:1"), AWAY],
-    ids=["no master", "read only", "no queue", "no route", "no name server"],
-)
+NOBODY = {
+    "no master": route(masters=False), "read only": route(PERM_READ), "no queue": TopicRoute(RETRY),
+    "no route": errors.RouteNotFound(RETRY, "ns:1"), "no name server": AWAY,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("found", NOBODY)
 async def test_a_message_nobody_takes_is_tried_here_again(found):
     member = Member(AWAY)
-    member.found = found
+    member.found = NOBODY[found]
     window, messages = await sent_back(member)
     assert window.commit_offset() == 0
     assert member.told == [EventKind.SEND_BACK_FAILED]
@@ -204,42 +190,22 @@ async def test_a_message_nobody_takes_is_tried_here_again(found):
     assert member.surprises == []
 
 
-@pytest.mark.parametrize("trouble", [REFUSED, SILENT], ids=["refused", "unanswered"])
-async def test_a_message_that_fails_again_at_once_is_not_forgotten(trouble):
-    member = Member(trouble, trouble, trouble, None, sends=[REFUSED, REFUSED, REFUSED, REFUSED, None])
-    retries, (window, messages) = member.retries, filled()
-    member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
-    retries.add(window, [(messages[0], 0)])
-    await asyncio.sleep(100)
-    assert window.commit_offset() == 1
-    assert messages[0].reconsume_times - 2 == len(member.delivered) > 1
-
-
 @pytest.mark.parametrize("trouble", [SILENT, LOST], ids=["silent", "lost"])
-async def test_what_may_have_been_done_is_not_done_in_another_form(trouble):
-    member = Member(trouble)
+@pytest.mark.parametrize("kind", ["send_back", "send"])
+async def test_what_may_have_been_done_is_not_done_in_another_form(kind, trouble):
+    member = Member(trouble) if kind == "send_back" else Member(REFUSED, sends=[trouble])
     window, messages = await sent_back(member)
-    assert member.kinds_of_calls == ["send_back"]
+    assert member.kinds_of_calls == (["send_back"] if kind == "send_back" else ["send_back", "send"])
     assert member.told == [EventKind.SEND_BACK_FAILED]
-    assert window.commit_offset() == 0
-
-
-@pytest.mark.parametrize("trouble", [SILENT, LOST], ids=["silent", "lost"])
-async def test_a_new_message_that_may_be_stored_goes_nowhere_else(trouble):
-    member = Member(REFUSED, sends=[trouble])
-    window, messages = await sent_back(member)
-    assert member.kinds_of_calls == ["send_back", "send"]
     assert window.commit_offset() == 0
 
 
 async def test_tries_without_an_answer_have_longer_and_longer_pauses():
     member = Member(SILENT)
-    retries, (window, messages) = member.retries, filled()
-    member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
-    retries.add(window, [(messages[0], 0)])
+    member.fails_again()
+    await sent_back(member)
     await asyncio.sleep(2000)
-    times = [at for at, _, _ in member.calls]
-    pauses = [round(after - before) for before, after in pairwise(times)]
+    pauses = [round(after - before) for before, after in pairwise(at for at, _, _ in member.calls)]
     assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300]
 
 
@@ -266,17 +232,13 @@ def copies_of(message: Message, count: int = 1) -> tuple[ProcessQueue, list[Mess
 
 async def test_of_several_copies_of_a_message_one_is_sent_back_for_all():
     """They show that the send-backs nobody answered were executed: else each would make copies of its own."""
-    member = Member(SILENT)
-    retries, (window, messages) = member.retries, filled(2)
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
+    member, (window, messages) = Member(SILENT), filled(2)
+    await member.fail(window, messages[0])
     other, copies = copies_of(messages[0], 3)
-    retries.add(other, [(copies[0], 0)])
-    await settled(retries)
+    await member.fail(other, copies[0])
     assert window.commit_offset() == 1, "the copy stands for it"
     assert len(member.calls) == 1, "and waits as it would have"
-    retries.add(other, [(copies[1], 0), (copies[2], 0)])
-    await settled(retries)
+    await member.fail(other, copies[1], copies[2])
     assert other.commit_offset() == 2
     member.answers["send_back"] = [None]
     await asyncio.sleep(6)
@@ -289,129 +251,100 @@ async def test_a_copy_does_not_wait_any_longer_than_for_the_answer():
     member = Member(SILENT, None)
     window, messages = await sent_back(member)
     other, copies = copies_of(messages[0])
-    member.retries.add(other, [(copies[0], 0)])
+    await member.fail(other, copies[0])
     await asyncio.sleep(1)
     member.late[0]()
     await asyncio.sleep(0.1)
     assert (window.commit_offset(), other.commit_offset()) == (1, 1)
 
 
-async def test_an_older_copy_gives_way_to_one_that_is_further():
-    member = Member(SILENT)
-    retries, (window, messages) = member.retries, filled()
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_an_older_copy_gives_way_to_one_that_is_further(given_up):
+    """If the queue of that one was given up, it stands for nothing."""
+    member, (window, messages) = Member(SILENT), filled()
     other, copies = copies_of(messages[0])
-    retries.add(other, [(copies[0], 0)])
-    await settled(retries)
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
-    assert (window.commit_offset(), other.commit_offset()) == (1, 0)
-
-
-async def test_a_copy_in_a_queue_that_was_given_up_stands_for_nothing():
-    member = Member(SILENT)
-    retries, (window, messages) = member.retries, filled()
-    other, copies = copies_of(messages[0])
-    retries.add(other, [(copies[0], 0)])
-    await settled(retries)
-    other.drop()
-    retries.add(window, [(messages[0], 0)])
-    await settled(retries)
-    assert window.commit_offset() == 0
+    await member.fail(other, copies[0])
+    if given_up:
+        other.drop()
+    await member.fail(window, messages[0])
+    assert window.commit_offset() == (0 if given_up else 1)
+    assert given_up or other.commit_offset() == 0
 
 
 async def test_messages_that_only_look_alike_are_sent_back_each():
     """The items of an inner batch have one place in the commit log, and no checksum of their own."""
-    member = Member(SILENT)
-    alike = {"body": b"", "commit_log_offset": 7, "born_at_ms": 1}
+    member, alike = Member(SILENT), {"body": b"", "commit_log_offset": 7, "born_at_ms": 1}
     window, messages = window_of(3, record=lambda offset: alike)
-    retries = member.retries
-    retries.add(window, [(message, 0) for message in messages])
-    await settled(retries)
+    await member.fail(window, *messages)
     assert len(member.calls) == 3
     assert window.unfinished()[0] == 3
 
 
 async def test_a_message_whose_call_still_runs_is_not_delivered_again():
-    member = Member(REFUSED, sends=[REFUSED])
-    retries, (window, messages) = member.retries, filled()
-    retries.add(window, [(messages[0], 3)], running=True)
+    member, (window, messages) = Member(REFUSED, sends=[REFUSED]), filled()
+    member.retries.add(window, [(messages[0], 3)], running=True)
     await asyncio.sleep(3 * LOCAL_RETRY_S)
     assert member.kinds_of_calls.count("send_back") == 3
     assert member.delivered == []
-    retries.add(window, [(messages[0], 0)])  # it has failed at last
+    member.retries.add(window, [(messages[0], 0)])  # it has failed at last
     await asyncio.sleep(LOCAL_RETRY_S)
     assert member.delivered == messages
 
 
 async def test_a_send_back_of_a_dropped_queue_counts_until_the_end():
-    member = Member()
+    member, (window, messages) = Member(), filled()
     member.call_s = 1.0
-    retries, (window, messages) = member.retries, filled()
-    retries.add(window, [(messages[0], 0)])
+    member.retries.add(window, [(messages[0], 0)])
     await asyncio.sleep(0.5)
+    assert window.unfinished()[0] == 1, "not before it is there"
     window.drop()
-    await settled(retries)
+    await member.settled()
     assert window.fence() == 1
 
 
 @pytest.mark.parametrize(
-    ("delay_level", "failures", "limit", "kind"),
-    [
-        (0, 2, 3, EventKind.MESSAGE_SENT_BACK),
-        (0, 2, 2, EventKind.MESSAGE_GIVEN_UP),
-        (0, 2, 0, EventKind.MESSAGE_GIVEN_UP),
-        (5, 2, 2, EventKind.MESSAGE_GIVEN_UP),
-        (-1, 2, 16, EventKind.MESSAGE_GIVEN_UP),
-        (0, 2, None, EventKind.MESSAGE_SENT_BACK),
-    ],
+    ("delay_level", "limit", "kind"),
+    [(0, 3, "message-sent-back"), (0, None, "message-sent-back"),
+     *((level, limit, "message-given-up") for level, limit in [(0, 2), (0, 0), (5, 2), (-1, 16)])],
 )
 @pytest.mark.parametrize("refused", [False, True], ids=["send-back", "new message"])
-async def test_what_goes_to_the_dead_letters_is_told_as_given_up(delay_level, failures, limit, kind, refused):
+async def test_what_goes_to_the_dead_letters_is_told_as_given_up(delay_level, limit, kind, refused):
     member = Member(REFUSED if refused else None)
     member.config.most_attempts = limit
-    retries, (window, messages) = member.retries, filled()
-    assert messages[0].reconsume_times == failures
-    retries.add(window, [(messages[0], delay_level)])
-    await settled(retries)
+    window, messages = await sent_back(member, delay_level)
+    assert messages[0].reconsume_times == 2
     assert member.told == [kind]
 
 
 async def test_attempts_made_here_do_not_count_for_the_broker():
     member = Member(AWAY, None, sends=[AWAY])
     member.config.most_attempts = 3
-    retries, (window, messages) = member.retries, filled()
-    member.fails_at_once = lambda window, message: retries.add(window, [(message, 0)])
-    retries.add(window, [(messages[0], 0)])
+    member.fails_again()
+    await sent_back(member)
     await asyncio.sleep(10)
     assert member.told == [EventKind.SEND_BACK_FAILED, EventKind.MESSAGE_SENT_BACK]
 
 
 async def test_giving_up_waits_longer_each_time_it_is_not_answered():
-    member = Member(SILENT, SILENT, REFUSED, SILENT, None, sends=[REFUSED])
-    retries, (window, messages) = member.retries, filled()
-    pauses = [await retries.give_up(window, messages[0]) for _ in range(5)]
+    member, (window, messages) = Member(SILENT, SILENT, REFUSED, SILENT, None, sends=[REFUSED]), filled()
+    pauses = [await member.retries.give_up(window, messages[0]) for _ in range(5)]
     assert pauses == [1, 2, 1, 4, 0]
     assert window.commit_offset() == 1
     assert member.told.count(EventKind.MESSAGE_GIVEN_UP) == 1
 
 
 async def test_a_late_answer_to_giving_up_counts():
-    member = Member(SILENT)
-    retries, (window, messages) = member.retries, filled()
-    assert await retries.give_up(window, messages[0]) == 1
+    member, (window, messages) = Member(SILENT), filled()
+    assert await member.retries.give_up(window, messages[0]) == 1
     member.late[0]()
-    assert await retries.give_up(window, messages[0]) == 0
+    assert await member.retries.give_up(window, messages[0]) == 0
     assert len(member.calls) == 1
 
 
 async def test_what_ended_meanwhile_is_not_tried_here_again():
     member = Member(REFUSED, sends=[REFUSED])
-    retries = member.retries
-    consumed, (one,) = filled()
-    lost, (other,) = filled()
-    retries.add(consumed, [(one, 0)])
-    retries.add(lost, [(other, 0)])
-    await settled(retries)
+    consumed, (one,) = await sent_back(member)
+    lost, _ = await sent_back(member)
     consumed.ack([one])
     lost.drop()
     await asyncio.sleep(LOCAL_RETRY_S + 0.1)
@@ -419,60 +352,37 @@ async def test_what_ended_meanwhile_is_not_tried_here_again():
 
 
 async def test_what_is_finished_or_given_up_already_is_not_sent_back():
-    member = Member()
-    retries = member.retries
-    window, messages = filled(2)
+    member, (window, messages) = Member(), filled(2)
     window.ack(messages[:1])
-    retries.add(window, [(messages[0], 0)])
+    member.retries.add(window, [(messages[0], 0)])
     window.drop()
-    retries.add(window, [(messages[1], 0)])
-    await settled(retries)
+    await member.fail(window, messages[1])
     assert member.calls == []
 
 
 async def test_not_all_go_at_once():
-    member = Member()
+    member, (window, messages) = Member(), filled(3 * AT_ONCE)
     member.call_s = 1.0
-    retries, (window, messages) = member.retries, filled(3 * AT_ONCE)
-    retries.add(window, [(message, 0) for message in messages])
-    await settled(retries)
+    await member.fail(window, *messages)
     assert member.most_under_way == AT_ONCE
     assert window.commit_offset() == 3 * AT_ONCE
 
 
 async def test_a_broker_that_does_not_answer_delays_no_other():
-    member = Member()
+    """What is cancelled stays unfinished."""
+    member, (window, messages) = Member(), filled(2 * AT_ONCE)
     member.call_s = 3600.0
-    retries, (window, messages) = member.retries, filled(2 * AT_ONCE)
-    retries.add(window, [(message, 0) for message in messages])
+    member.retries.add(window, [(message, 0) for message in messages])
     await asyncio.sleep(1)
     member.call_s = 0.1
     other, (message,) = filled(queue=MessageQueue("orders", "b", 0))
-    retries.add(other, [(message, 0)])
+    member.retries.add(other, [(message, 0)])
     await asyncio.sleep(1)
     assert other.commit_offset() == 1
-    assert window.commit_offset() == 0
-    retries.cancel()
-
-
-async def test_cancelled_they_stay_unfinished():
-    member = Member()
-    member.call_s = 3600.0
-    retries, (window, messages) = member.retries, filled(3)
-    retries.add(window, [(message, 0) for message in messages])
-    await asyncio.sleep(1)
-    retries.cancel()
-    await settled(retries)
+    member.retries.cancel()
+    await member.settled()
     assert window.commit_offset() == 0
     assert member.surprises == []
-
-
-async def test_a_broadcasting_group_gives_the_message_up_and_says_so():
-    member = Member(broadcasting=True)
-    window, messages = await sent_back(member)
-    assert window.commit_offset() == 1
-    assert member.calls == []
-    assert member.told == [EventKind.MESSAGE_GIVEN_UP]
 
 
 async def test_a_bug_is_a_surprise():

@@ -9,7 +9,7 @@ import pytest
 
 from pyrocket_consumer.testing import Gate
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, Seen, until
 from tests.hazards.members import faulty, give_time_to, ours
 from tests.hazards.naive import NaiveMember
@@ -24,16 +24,13 @@ class Blocked(Seen):
 
     def __init__(self, blocks=lambda message: True, takes_s=0) -> None:
         super().__init__(self._wait)
-        self._blocks, self._takes_s = blocks, takes_s
-        self._release = threading.Event()
+        self._blocks, self._takes_s, released = blocks, takes_s, threading.Event()
+        self.let_go, self._released = released.set, released.wait
 
     def _wait(self, message) -> None:
         if self._blocks(message):
-            self._release.wait(60)
+            self._released(60)
         time.sleep(self._takes_s)
-
-    def let_go(self) -> None:
-        self._release.set()
 
 
 def progress(consumer, topic=TOPIC):
@@ -53,15 +50,13 @@ def settled(consumer, topic=TOPIC):
     return progress(consumer, topic)
 
 
-@pytest.mark.parametrize("limit", [1, 5, BATCH, 20, 100])
+@pytest.mark.parametrize("limit", [1, BATCH - 3, BATCH, BATCH + 1, 2 * BATCH - 1, 20, 100])
 def test_pulling_stops_at_the_number_of_messages_and_goes_on(orders, limit):
     orders.make(queues=2)
     orders.send(b"x", count=600)
     with orders.consuming(Blocked(), max_cached_messages=limit, **OPTIONS) as (consumer, seen):
-        until(
-            lambda: all(max(1, limit - BATCH) < each.unfinished + BATCH for each in progress(consumer)),
-            "what there is room for is used",
-        )
+        least = max(1, limit - BATCH) - BATCH
+        until(lambda: all(each.unfinished > least for each in progress(consumer)), "what there is room for is used")
         assert all(each.unfinished <= limit for each in settled(consumer))
         seen.let_go()
         seen.wait(lambda seen: len(seen.messages) >= 600)
@@ -102,13 +97,8 @@ def test_limits_may_differ_by_topic(orders, broker):
     for each in (TOPIC, other):
         orders.send(b"x", count=400, topic=each)
     seen = Blocked()
-    options = {
-        **OPTIONS,
-        "max_cached_messages": {TOPIC: 10},
-        "pull_batch_size": {other: 4},
-        "max_cached_bytes": {other: 40_000},
-    }
-    with orders.consuming(seen, **options) as (consumer, _):
+    limits = {"max_cached_messages": {TOPIC: 10}, "max_cached_bytes": {other: 40_000}, "pull_batch_size": {other: 4}}
+    with orders.consuming(seen, **{**OPTIONS, **limits}) as (consumer, _):
         consumer.subscribe(other, seen)
         seen.wait(lambda seen: {TOPIC, other} <= {message.topic for message in seen.messages})
         until(lambda: cached(consumer, other) >= 20_000, "full")
@@ -130,7 +120,7 @@ class LooksAtTheBufferOnly(NaiveMember):
 
 
 @pytest.mark.hazard("H37")
-@pytest.mark.parametrize("member", [ours, faulty(LooksAtTheBufferOnly, "behind the stuck one would all come again")])
+@ours_and(faulty(LooksAtTheBufferOnly, "behind the stuck one would all come again"))
 def test_behind_a_stuck_message_only_so_much_is_pulled(embedded, member):
     """At most max_span offsets are pulled past the oldest unfinished message, which progress() names.
 
@@ -160,12 +150,13 @@ def test_behind_a_stuck_message_only_so_much_is_pulled(embedded, member):
     assert set(seen.places.values()) == {1}
 
 
-def test_a_stuck_message_stops_neither_its_queue_nor_others(orders):
+@pytest.mark.parametrize("limit", [BATCH + 1, BATCH + 2, 2 * BATCH - 1, 100])
+def test_a_stuck_message_stops_neither_its_queue_nor_others(orders, limit):
     """With so low a limit as here the queue has room for a few at a time."""
     orders.make(queues=2)
     orders.send(b"x", count=400)
     seen = Blocked(lambda message: message.queue_offset == 0)
-    with orders.consuming(seen, max_cached_messages=BATCH + 2, **OPTIONS) as (consumer, _):
+    with orders.consuming(seen, max_cached_messages=limit, **OPTIONS) as (consumer, _):
         seen.wait(lambda seen: len(seen.messages) >= 400)
         until(lambda: {each.unfinished for each in progress(consumer)} == {1}, "all but the stuck ones")
         assert orders.committed in ({}, {0: 0, 1: 0})
