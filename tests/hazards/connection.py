@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.wire.codes import CLIENT_VERSION
 from pyrocket_consumer.wire.frame import ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command
+from tests.real_brokers.remoting import as_text
 
 
 class Refused(OSError):
@@ -39,11 +40,7 @@ class Wire:
     def call(
         self, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"", timeout_s: float = 10.0
     ) -> RemotingCommand:
-        """Send a request and return its answer, whatever its code is.
-
-        Raises:
-            OSError: the connection is lost, or no answer came in time (TimeoutError).
-        """
+        """Send a request and return its answer, whatever its code is. OSError: lost, or not in time (TimeoutError)."""
         answers: SimpleQueue[RemotingCommand | None] = SimpleQueue()
         with self._lock:
             opaque = next(self._opaques)
@@ -100,7 +97,5 @@ class Wire:
 def _command(
     code: int, fields: Mapping[str, object] | None, body: bytes, opaque: int, flag: int = 0
 ) -> RemotingCommand:
-    texts = {
-        name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in (fields or {}).items()
-    }
+    texts = {name: as_text(value) for name, value in (fields or {}).items()}
     return RemotingCommand(int(code), texts, body, opaque, flag, version=CLIENT_VERSION)

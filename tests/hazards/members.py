@@ -29,10 +29,10 @@ from pyrocket_consumer import Message, MessageQueue, PushConsumer
 from pyrocket_consumer.offsets.directories import read_store, store_directory
 from pyrocket_consumer.testing import Exchange
 from pyrocket_consumer.wire.bodies import encode_offset_table
-from pyrocket_consumer.wire.codes import CLIENT_VERSION, RequestCode
-from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
+from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.wire.frame import RemotingCommand
+from tests import resetting
 from tests.consuming import PATIENT_S, WAIT_S, Events, Seen, started
-from tests.resetting import fill
 
 QUICK: dict[str, Any] = {
     "client_ip": "127.0.0.1",
@@ -99,10 +99,10 @@ class OurMember:
     """Ours behind the face; `consumer` is the PushConsumer itself."""
 
     def __init__(self, cluster: Any, consumer: PushConsumer, seen: Seen, events: Events) -> None:
-        self._cluster = cluster
-        self.consumer = consumer
-        self.seen = seen
-        self.events = events
+        self._cluster, self.consumer = cluster, consumer
+        self.seen, self.events = seen, events
+        self.subscribe, self.unsubscribe, self.reset = consumer.subscribe, consumer.unsubscribe, consumer.reset_offsets
+        self.pause, self.resume, self.close = consumer.pause, consumer.resume, consumer.close
 
     @property
     def client_id(self) -> str:
@@ -117,24 +117,6 @@ class OurMember:
         if config.broadcasting:
             return dict(read_store(store_directory(config.offset_store_dir, self.client_id, config.group)).offsets)
         return at_brokers(self._cluster, config.group, self.consumer.progress())
-
-    def subscribe(self, topic: str, listener: Callable[[Message], Any], selector: str = "*") -> None:
-        self.consumer.subscribe(topic, listener, selector)
-
-    def unsubscribe(self, topic: str) -> None:
-        self.consumer.unsubscribe(topic)
-
-    def reset(self, topic: str, targets: Queues) -> None:
-        self.consumer.reset_offsets(topic, targets)
-
-    def pause(self) -> None:
-        self.consumer.pause()
-
-    def resume(self) -> None:
-        self.consumer.resume()
-
-    def close(self) -> None:
-        self.consumer.close()
 
 
 @contextmanager
@@ -158,8 +140,7 @@ def ours(
 def filled(cluster: Any, names: Any, *, queues: int, messages: int) -> tuple[str, str]:
     """Make a topic and send messages to its queues in turn; returns its name and that of a group, which is new."""
     topic = names.topic()
-    cluster.create_topic(topic, queues=queues)
-    fill(cluster, topic, messages)
+    resetting.fill(cluster, topic, messages, queues=queues)
     return topic, names.group()
 
 
@@ -175,20 +156,17 @@ def at_brokers(cluster: Any, group: str, queues: Any) -> dict[MessageQueue, int]
 
 def committed_values(broker: Any, topic: str) -> list[tuple[int, int]]:
     """Return every commit an embedded broker was asked for, in order: queue id and offset."""
-    return [
-        (int(each.command.fields["queueId"]), int(each.command.fields["commitOffset"]))
-        for each in broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET)
-        if each.command.fields["topic"] == topic
-    ]
+    return _offsets_of(broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET), topic, "commitOffset")
 
 
 def pulled_offsets(broker: Any, topic: str) -> list[tuple[int, int]]:
     """Return every pull an embedded broker was asked for, in order: queue id and offset."""
-    return [
-        (int(each.command.fields["queueId"]), int(each.command.fields["queueOffset"]))
-        for each in broker.requests(RequestCode.PULL_MESSAGE)
-        if each.command.fields["topic"] == topic
-    ]
+    return _offsets_of(broker.requests(RequestCode.PULL_MESSAGE), topic, "queueOffset")
+
+
+def _offsets_of(requests: Any, topic: str, field: str) -> list[tuple[int, int]]:
+    about = [each.command.fields for each in requests if each.command.fields["topic"] == topic]
+    return [(int(fields["queueId"]), int(fields[field])) for fields in about]
 
 
 def of(topic: str, **fields: object) -> Callable[[RemotingCommand], bool]:
@@ -199,18 +177,7 @@ def of(topic: str, **fields: object) -> Callable[[RemotingCommand], bool]:
 
 def tell_members(broker: Any, group: str, targets: Queues) -> None:
     """Have an embedded broker send a reset (220) to every member of a group, as it does when an admin asks for one."""
-    topic = next(iter(targets)).topic
-    fields = {"topic": topic, "group": group, "timestamp": "0", "isForce": "true"}
-    reset = RemotingCommand(
-        RequestCode.RESET_CONSUMER_CLIENT_OFFSET, fields, encode_offset_table(targets), flag=ONEWAY_FLAG,
-        language="JAVA", version=CLIENT_VERSION,
-    )  # fmt: skip
-
-    def send() -> None:
-        for member in broker.core.state.members.group(group).members.values():
-            member.connection.oneway(reset)
-
-    broker.cluster.call(send)
+    resetting.tell_members(broker, group, next(iter(targets)).topic, encode_offset_table(targets))
 
 
 def broadcasting(stores: Path, **options: object) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A consumer of a few hundred lines, for showing what goes wrong in others.
 
 `NaiveMember` blocks, polls and knows no finesse, but its offsets are right. A faulty variant is a subclass in a test
-that overrides one method the way some client gets it wrong.
+that overrides one method the way some client gets it wrong. What cannot be found out or done is an OSError.
 """
 
 from __future__ import annotations
@@ -22,17 +22,7 @@ from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import EventKind, TopicRoute
 from pyrocket_consumer.offsets.directories import store_directory
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
-from pyrocket_consumer.wire.bodies import (
-    ConsumerData,
-    HeartbeatData,
-    LockRequest,
-    decode_consumer_list,
-    decode_lock_answer,
-    decode_offset_table,
-    decode_route,
-    encode_heartbeat,
-    encode_lock_request,
-)
+from pyrocket_consumer.wire import bodies
 from pyrocket_consumer.wire.codes import PullFlag, RequestCode, ResponseCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.message import decode_messages
@@ -78,25 +68,16 @@ class NaiveMember:
     """How much longer than its hold a pull's answer is waited for."""
 
     def __init__(
-        self,
-        cluster: Any,
-        topic: str,
-        group: str,
-        listener: Callable[[Message], Any] | None = None,
-        *,
-        selector: str = "*",
-        **options: Any,
-    ) -> None:
+        self, cluster: Any, topic: str, group: str, listener: Callable[[Message], Any] | None = None, *,
+        selector: str = "*", **options: Any,
+    ) -> None:  # fmt: skip
         """Take the options of a PushConsumer that matter here; others are ignored."""
         self.options = {"name_server": cluster.name_server, **QUICK, **options}
-        self.cluster = cluster
-        self.group = group
+        self.cluster, self.group = cluster, group
         self.broadcasting = self.options.get("message_model") == "broadcasting"
         self.orderly = bool(self.options.get("orderly"))
-        instance = self.options.get("instance_name") or (
-            "DEFAULT" if self.broadcasting else f"{os.getpid()}#{time.time_ns()}"
-        )
-        self.client_id = f"{self.options['client_ip']}@{instance}"
+        instance = "DEFAULT" if self.broadcasting else f"{os.getpid()}#{time.time_ns()}"
+        self.client_id = f"{self.options['client_ip']}@{self.options.get('instance_name') or instance}"
         self.events = self.options.get("on_event") or Events()
         self.seen = listener if isinstance(listener, Seen) else Seen(*[] if listener is None else [listener])
         self.subscriptions: dict[str, tuple[Callable[[Message], Any], str]] = {topic: (self.seen, selector)}
@@ -104,8 +85,7 @@ class NaiveMember:
             self.subscriptions[f"%RETRY%{group}"] = (self.seen, "*")
         self.sub_version = int(time.time() * 1000)
 
-        self.lock = threading.RLock()
-        self.commit_lock = threading.RLock()
+        self.lock, self.commit_lock = threading.RLock(), threading.RLock()
         self.windows: dict[MessageQueue, Window] = {}
         self.offsets: dict[MessageQueue, int] = {}
         """The commit offset of each queue: memory."""
@@ -116,12 +96,10 @@ class NaiveMember:
         self.paused = False
         self.running = 0
         """How many listeners run now."""
-        self.closing = threading.Event()
-        self.closed = threading.Event()
+        self.closing, self.closed = threading.Event(), threading.Event()
         self.tasks: SimpleQueue[Task] = SimpleQueue()
         self._rebalance_due = threading.Event()
-        self._rebalancing = threading.Lock()
-        self._connecting = threading.Lock()
+        self._rebalancing, self._connecting = threading.Lock(), threading.Lock()
         self._wires: dict[str, Wire] = {}
         self._routes: dict[str, tuple[float, TopicRoute]] = {}
         self._threads: list[threading.Thread] = []
@@ -142,9 +120,7 @@ class NaiveMember:
             return
         self.closing.set()
         self.finish_listeners()
-        with self.lock:
-            for window in self.windows.values():
-                window.dropped = True
+        self.drop_all()
         self.persist_all()
         with self._rebalancing:  # no heartbeat is on its way, and none follows
             self.leave()
@@ -153,10 +129,13 @@ class NaiveMember:
     def kill(self) -> None:
         """End as kill -9 does: nothing is stored, nobody is told."""
         self.closing.set()
+        self.drop_all()
+        self._end()
+
+    def drop_all(self) -> None:
         with self.lock:
             for window in self.windows.values():
                 window.dropped = True
-        self._end()
 
     def finish_listeners(self) -> None:
         """Wait until no listener runs, for as long as the options say; none begins any more."""
@@ -169,13 +148,10 @@ class NaiveMember:
         if self.orderly and not self.broadcasting:
             for queue in list(self.windows):
                 self.unlock(queue)
+        fields = {"clientID": self.client_id, "consumerGroup": self.group}
         for wire in self.broker_wires():
             with contextlib.suppress(OSError):
-                wire.call(
-                    RequestCode.UNREGISTER_CLIENT,
-                    {"clientID": self.client_id, "consumerGroup": self.group},
-                    timeout_s=self.options["call_timeout_s"],
-                )
+                wire.call(RequestCode.UNREGISTER_CLIENT, fields, timeout_s=self.options["call_timeout_s"])
 
     def _end(self) -> None:
         self.closed.set()
@@ -260,30 +236,21 @@ class NaiveMember:
         self, address: str, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"",
         timeout_s: float | None = None,
     ) -> RemotingCommand:  # fmt: skip
-        """Call a server; the answer is a success.
-
-        Raises:
-            Refused: it is none.
-            OSError: there was no answer.
-        """
+        """Call a server; the answer is a success."""
         answer = self.wire(address).call(code, fields, body, timeout_s or self.options["call_timeout_s"])
         if answer.code != ResponseCode.SUCCESS:
             raise Refused(answer)
         return answer
 
     def route(self, topic: str) -> TopicRoute:
-        """Return where a topic is, as known since at most `route_refresh_interval_s`; nowhere if it does not exist.
-
-        Raises:
-            OSError: no name server tells.
-        """
+        """Return where a topic is, as known since at most `route_refresh_interval_s`; nowhere if it does not exist."""
         asked_at, route = self._routes.get(topic, (-1e9, TopicRoute(topic)))
         if time.monotonic() - asked_at < self.options["route_refresh_interval_s"]:
             return route
         server = self.options["name_server"].split(";")[0]
         try:
             answer = self.call(server, RequestCode.GET_ROUTEINFO_BY_TOPIC, {"topic": topic})
-            route = decode_route(topic, answer.body)
+            route = bodies.decode_route(topic, answer.body)
         except Refused as refusal:
             if refusal.code != ResponseCode.TOPIC_NOT_EXIST:
                 raise
@@ -292,11 +259,7 @@ class NaiveMember:
         return route
 
     def master(self, queue: MessageQueue, broker_id: int = 0) -> str:
-        """Return the address of a queue's master, or of its broker with another id, else of the master again.
-
-        Raises:
-            OSError: it has none.
-        """
+        """Return the address of a queue's master, or of its broker with another id, else of the master again."""
         for broker in self.route(queue.topic).brokers:
             if broker.broker_name == queue.broker_name:
                 address = broker.addresses.get(broker_id) or broker.addresses.get(0)
@@ -308,27 +271,19 @@ class NaiveMember:
 
     def heartbeat(self, wire: Wire) -> None:
         """Tell a broker who we are and what we subscribe to. Always before the first pull."""
-        data = ConsumerData(
-            self.group,
-            message_model="BROADCASTING" if self.broadcasting else "CLUSTERING",
-            subscriptions=tuple(
-                parse_subscription(topic, selector, self.sub_version)
-                for topic, (_, selector) in list(self.subscriptions.items())
-            ),
-        )
-        body = encode_heartbeat(HeartbeatData(self.client_id, (data,)))
+        selectors = [(topic, selector) for topic, (_, selector) in list(self.subscriptions.items())]
+        subscriptions = tuple(parse_subscription(*each, self.sub_version) for each in selectors)
+        model = "BROADCASTING" if self.broadcasting else "CLUSTERING"
+        data = bodies.ConsumerData(self.group, message_model=model, subscriptions=subscriptions)
+        body = bodies.encode_heartbeat(bodies.HeartbeatData(self.client_id, (data,)))
         wire.call(RequestCode.HEART_BEAT, body=body, timeout_s=self.options["call_timeout_s"])
 
     def members(self, topic: str) -> list[str]:
-        """Return the client ids of the group, ours among them.
-
-        Raises:
-            OSError: no broker of the topic tells.
-        """
+        """Return the client ids of the group, ours among them."""
         for broker in self.route(topic).brokers:
             for _, address in sorted(broker.addresses.items()):
                 answer = self.call(address, RequestCode.GET_CONSUMER_LIST_BY_GROUP, {"consumerGroup": self.group})
-                return sorted(decode_consumer_list(answer.body))
+                return sorted(bodies.decode_consumer_list(answer.body))
         return []
 
     def on_request(self, wire: Wire, request: RemotingCommand) -> None:
@@ -336,7 +291,7 @@ class NaiveMember:
         if request.code == RequestCode.NOTIFY_CONSUMER_IDS_CHANGED:
             self._rebalance_due.set()
         elif request.code == RequestCode.RESET_CONSUMER_CLIENT_OFFSET:
-            self.on_reset(decode_offset_table(request.body))
+            self.on_reset(bodies.decode_offset_table(request.body))
             wire.reply(request)
         else:
             wire.reply(request, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, "not in this member")
@@ -344,11 +299,7 @@ class NaiveMember:
     # --- rebalance
 
     def allocate(self, topic: str) -> list[MessageQueue]:
-        """Return the queues that should be ours: all, or our slice of them.
-
-        Raises:
-            OSError: it cannot be found out.
-        """
+        """Return the queues that should be ours: all, or our slice of them."""
         queues = self.route(topic).consume_queues()
         if self.broadcasting or not queues:
             return queues
@@ -377,10 +328,8 @@ class NaiveMember:
                 if new or held.difference(mine):
                     self.queues_changed()
                 for queue in new:
-                    try:
+                    with contextlib.suppress(OSError):  # the next round tries again
                         self.begin(queue)
-                    except OSError:
-                        pass  # the next round tries again
 
     def queues_changed(self) -> None:
         """The queues we hold change: our subscription has a new version, which brokers hear before any pull."""
@@ -390,11 +339,7 @@ class NaiveMember:
                 self.heartbeat(wire)
 
     def begin(self, queue: MessageQueue) -> None:
-        """Take a queue on.
-
-        Raises:
-            OSError: it is locked by another, or where it stands cannot be found out.
-        """
+        """Take a queue on."""
         if self.orderly and not self.broadcasting:
             self.acquire(queue)
         self.pull_at(queue, self.start_offset(queue))
@@ -429,47 +374,37 @@ class NaiveMember:
                 self.committed.pop(queue, None)
 
     def acquire(self, queue: MessageQueue) -> None:
-        """Lock a queue at its broker.
-
-        Raises:
-            OSError: another has it.
-        """
-        body = encode_lock_request(LockRequest(self.group, self.client_id, frozenset([queue])))
-        answer = self.call(self.master(queue), RequestCode.LOCK_BATCH_MQ, body=body)
-        if queue not in decode_lock_answer(answer.body):
+        """Lock a queue at its broker."""
+        answer = self._ask_for_lock(RequestCode.LOCK_BATCH_MQ, queue)
+        if queue not in bodies.decode_lock_answer(answer.body):
             raise ConnectionError(f"{queue} is locked by another")
 
     def unlock(self, queue: MessageQueue) -> None:
-        body = encode_lock_request(LockRequest(self.group, self.client_id, frozenset([queue])))
         with contextlib.suppress(OSError):
-            self.call(self.master(queue), RequestCode.UNLOCK_BATCH_MQ, body=body)
+            self._ask_for_lock(RequestCode.UNLOCK_BATCH_MQ, queue)
+
+    def _ask_for_lock(self, code: int, queue: MessageQueue) -> RemotingCommand:
+        asked = bodies.LockRequest(self.group, self.client_id, frozenset([queue]))
+        return self.call(self.master(queue), code, body=bodies.encode_lock_request(asked))
 
     # --- where to start
 
     def start_offset(self, queue: MessageQueue) -> int:
-        """Return where to go on: what memory has, else the store, else by `consume_from`.
-
-        Raises:
-            OSError: the broker does not tell; nothing is guessed.
-        """
+        """Return where to go on: what memory has, else the store, else by `consume_from`."""
         offset = self.offsets.get(queue)
         if offset is None:
             offset = self.read_stored(queue)
         return self.first_offset(queue) if offset is None else offset
 
     def read_stored(self, queue: MessageQueue) -> int | None:
-        """Return what file or broker have, None when they have nothing.
-
-        Raises:
-            OSError: that cannot be found out.
-        """
+        """Return what file or broker have, None when they have nothing."""
         if self.broadcasting:
             return self.read_file().get(queue)
-        fields = {
-            "consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id, "setZeroIfNotFound": False
-        }  # fmt: skip
+        fields = {"consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id}
         try:
-            answer = self.call(self.master(queue), RequestCode.QUERY_CONSUMER_OFFSET, fields)
+            answer = self.call(
+                self.master(queue), RequestCode.QUERY_CONSUMER_OFFSET, {**fields, "setZeroIfNotFound": False}
+            )
         except Refused as refusal:
             if refusal.code == ResponseCode.QUERY_NOT_FOUND:
                 return None
@@ -506,24 +441,14 @@ class NaiveMember:
             self.on_pull_answer(window, answer)
 
     def pull(self, window: Window) -> RemotingCommand:
-        """Ask the broker for messages; it may hold the question for `pull_hold_s`. No commit travels with it.
-
-        Raises:
-            OSError: no answer.
-        """
+        """Ask the broker for messages; it may hold the question for `pull_hold_s`. No commit travels with it."""
         queue, hold_s = window.queue, self.options["pull_hold_s"]
         fields = {
-            "consumerGroup": self.group,
-            "topic": queue.topic,
-            "queueId": queue.queue_id,
-            "queueOffset": window.next_offset,
-            "maxMsgNums": self.options.get("pull_batch_size", 32),
-            "sysFlag": int(PullFlag.SUSPEND),
-            "commitOffset": 0,
-            "suspendTimeoutMillis": int(hold_s * 1000),
-            "subVersion": self.sub_version,
-            "expressionType": "TAG",
-        }
+            "consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id,
+            "queueOffset": window.next_offset, "maxMsgNums": self.options.get("pull_batch_size", 32),
+            "sysFlag": int(PullFlag.SUSPEND), "commitOffset": 0, "suspendTimeoutMillis": int(hold_s * 1000),
+            "subVersion": self.sub_version, "expressionType": "TAG",
+        }  # fmt: skip
         address = self.master(queue, window.pull_from)
         return self.wire(address).call(RequestCode.PULL_MESSAGE, fields, timeout_s=hold_s + self.pull_margin_s)
 
@@ -648,11 +573,7 @@ class NaiveMember:
         self.acked(window, message)
 
     def send_back(self, message: Message, delay_level: int = 0) -> None:
-        """Have the broker deliver a message again.
-
-        Raises:
-            OSError: it did not say that it will.
-        """
+        """Have the broker deliver a message again."""
         fields = {
             "group": self.group, "originTopic": message.topic, "offset": message.commit_log_offset,
             "delayLevel": delay_level, "originMsgId": message.message_id, "unitMode": False,
@@ -688,11 +609,7 @@ class NaiveMember:
                 self.persist(queue)
 
     def persist(self, queue: MessageQueue) -> None:
-        """Store the offset of a queue, if it is another one than the store has acknowledged.
-
-        Raises:
-            OSError: it is not stored.
-        """
+        """Store the offset of a queue, if it is another one than the store has acknowledged."""
         with self.commit_lock:
             offset = self.offsets.get(queue)
             if offset is None or offset == self.committed.get(queue):
@@ -708,11 +625,7 @@ class NaiveMember:
             self.committed[queue] = offset
 
     def commit(self, queue: MessageQueue, offset: int) -> None:
-        """Have the broker store an offset; returns when it has acknowledged that.
-
-        Raises:
-            OSError: it has not.
-        """
+        """Have the broker store an offset; returns when it has acknowledged that."""
         fields = {
             "consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id, "commitOffset": offset
         }  # fmt: skip
@@ -724,11 +637,7 @@ class NaiveMember:
         return store_directory(self.options["offset_store_dir"], self.client_id, self.group) / "offsets.json"
 
     def read_file(self) -> dict[MessageQueue, int]:
-        """Return what the file holds, nothing when there is none.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Return what the file holds, nothing when there is none."""
         try:
             return decode_checkpoint(self.file.read_bytes())[0]
         except FileNotFoundError:
@@ -737,11 +646,7 @@ class NaiveMember:
             raise OSError(str(error)) from error
 
     def write_file(self, offsets: Queues) -> None:
-        """Replace the file as a whole.
-
-        Raises:
-            OSError: the old one is still there.
-        """
+        """Replace the file as a whole."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         new = self.file.with_suffix(".new")
         new.write_bytes(encode_offsets(offsets))
