@@ -1,18 +1,49 @@
-"""A topic with one queue, and a group."""
+"""The topic `orders` with one queue, and programs with a consumer in this process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
+from pyrocket_consumer import AsyncPushConsumer
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consumer.orders import GROUP, TOPIC, Orders
+from tests.consuming import until
+
+
+class LifecycleOrders(Orders):
+    """Orders whose consumers come and go."""
+
+    async def begun(self, listener: Callable[..., Any], **options: Any) -> AsyncPushConsumer:
+        """Start a consumer on the loop that runs."""
+        consumer = AsyncPushConsumer(GROUP, **{"name_server": self.cluster.name_server, **options})
+        await consumer.subscribe(TOPIC, listener)
+        await consumer.start()
+        return consumer
+
+    @property
+    def members(self) -> list[str]:
+        """Who is in the group."""
+        return self.cluster.members(GROUP)
+
+    def wait_left(self) -> None:
+        """Wait until nobody is in the group: all have left, or their connections have ended."""
+        until(lambda: self.members == [], "all have left")
+
+
+@pytest.fixture
+def orders(embedded: EmbeddedCluster) -> LifecycleOrders:
+    return LifecycleOrders(embedded)
 
 
 @pytest.fixture
 def topic(embedded: EmbeddedCluster) -> str:
-    embedded.create_topic("orders", queues=1)
-    return "orders"
+    embedded.create_topic(TOPIC, queues=1)
+    return TOPIC
 
 
 @pytest.fixture
 def group() -> str:
-    return "app"
+    return GROUP

@@ -13,30 +13,20 @@ import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumerClosed, ConsumerState, PushConsumer
 from pyrocket_consumer.consumer.end import End, Terminated, terminate, told_of_sigterm
+from tests.consumer.lifecycle.programs import run
+from tests.consumer.orders import GROUP
 from tests.consumer.processes import Child
 from tests.consuming import WAIT_S, Events
-from tests.resetting import fill
 
 RUN = asyncio.run
 
 BLOCKING = """
-import os, signal, sys, threading, time
-from pyrocket_consumer import PushConsumer
-signal.signal(signal.SIGINT, signal.default_int_handler)
-name_server, topic, group, way = sys.argv[1:]
-
-def handle(message):
-    os.write(1, message.body + bytes([10]))
-
 def tell_when_joined():
-    deadline = time.monotonic() + 30
-    while sum(each.committed or 0 for each in consumer.progress().values()) < 20:
-        assert time.monotonic() < deadline, consumer.progress()
-        time.sleep(0.01)
-    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        time.sleep(0.01)
-    os.write(1, b"ready\\n")
+    wait_until(lambda: consumed(consumer.progress()) >= 20, consumer.progress)
+    wait_until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+    tell(b"ready")
 
+(way,) = rest
 with PushConsumer(group, name_server=name_server, consume_from="first") as consumer:
     consumer.subscribe(topic, handle)
     threading.Thread(target=tell_when_joined, daemon=True).start()
@@ -56,30 +46,23 @@ print("closed", flush=True)
 """
 
 ON_A_LOOP = """
-import asyncio, os, signal, sys
-from pyrocket_consumer import AsyncPushConsumer
-signal.signal(signal.SIGINT, signal.default_int_handler)
-name_server, topic, group, way = sys.argv[1:]
-
-async def handle(message):
-    os.write(1, message.body + bytes([10]))
+async def listen(message):
+    handle(message)
 
 async def tell_when_joined(consumer):
-    while sum(each.committed or 0 for each in (await consumer.progress()).values()) < 20:
+    while consumed(await consumer.progress()) < 20 or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         await asyncio.sleep(0.01)
-    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        await asyncio.sleep(0.01)
-    os.write(1, b"ready\\n")
+    tell(b"ready")
 
-async def main():
+async def main(way):
     async with AsyncPushConsumer(group, name_server=name_server, consume_from="first") as consumer:
-        await consumer.subscribe(topic, handle)
+        await consumer.subscribe(topic, listen)
         telling = asyncio.create_task(tell_when_joined(consumer))
         if way == "once":
             assert await consumer.join() is False
         elif way == "twice at once":
             async with AsyncPushConsumer(group + "-other", name_server=name_server) as other:
-                await other.subscribe(topic, handle)
+                await other.subscribe(topic, listen)
                 assert await asyncio.gather(consumer.join(), other.join()) == [False, False]
         elif way == "for ever":
             while True:
@@ -87,66 +70,53 @@ async def main():
         print("joined", flush=True)
     print("closed", flush=True)
 
-asyncio.run(main())
+asyncio.run(main(*rest))
 """
 
+CLOSED = (0, ["joined", "closed"])
+SIGTERM = (143, [])
+CTRL_C = (-signal.SIGINT, [])
 
-def joined(embedded, topic, group, program, way, number):
-    """Run `program`, send it a signal while it joins; returns the exit code, what it printed after, and its errors."""
-    fill(embedded, topic, 20, queues=2)
-    child = Child("-c", program, embedded.name_server, topic, group, way)
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    ("program", "way", "number", "end"),
+    [
+        (BLOCKING, "once", signal.SIGINT, CLOSED),
+        (BLOCKING, "once", signal.SIGTERM, CLOSED),
+        *((BLOCKING, way, signal.SIGTERM, SIGTERM) for way in ("until its end", "while it runs", "for ever")),
+        *((BLOCKING, way, signal.SIGINT, CTRL_C) for way in ("until its end", "while it runs", "for ever")),
+        (ON_A_LOOP, "once", signal.SIGTERM, CLOSED),
+        (ON_A_LOOP, "twice at once", signal.SIGTERM, CLOSED),
+        (ON_A_LOOP, "for ever", signal.SIGTERM, SIGTERM),
+        (ON_A_LOOP, "once", signal.SIGINT, CTRL_C),  # as asyncio has it
+    ],
+    ids=lambda value: {BLOCKING: "blocking", ON_A_LOOP: "asyncio"}.get(value) if isinstance(value, str) else None,
+)
+def test_a_signal_ends_a_join_and_what_follows_closes(orders, program, way, number, end):
+    """A join that stands alone returns, and what follows closes; a loop of joins ends with the process, closed, too."""
+    orders.make(queues=2)
+    orders.fill(20)
+    child = run(orders.cluster, program, way)
     child.wait_for_line("ready")
     child.send(number)
     code = child.ended()
     assert sum(child.bodies.values()) == 20
-    assert embedded.committed(group, topic) == {0: 10, 1: 10}, "closed in order"
-    assert embedded.members(group) == []
-    return code, child.lines[child.lines.index("ready") + 1 :], child.errors
+    assert orders.committed == {0: 10, 1: 10}, "closed in order"
+    assert orders.members == []
+    assert (code, child.lines[child.lines.index("ready") + 1 :]) == end
+    if end == CTRL_C:
+        assert child.errors[-1] == "KeyboardInterrupt"
+    elif (program, way) != (ON_A_LOOP, "for ever"):
+        assert child.errors == []
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_join_and_what_follows_closes(embedded, topic, group, number):
-    assert joined(embedded, topic, group, BLOCKING, "once", number) == (0, ["joined", "closed"], [])
-
-
-@pytest.mark.live
-@pytest.mark.parametrize("way", ["until its end", "while it runs", "for ever"])
-def test_a_loop_around_a_join_ends_with_sigterm(embedded, topic, group, way):
-    assert joined(embedded, topic, group, BLOCKING, way, signal.SIGTERM) == (143, [], [])
-
-
-@pytest.mark.live
-@pytest.mark.parametrize("way", ["until its end", "while it runs", "for ever"])
-def test_a_loop_around_a_join_ends_with_ctrl_c(embedded, topic, group, way):
-    code, after, errors = joined(embedded, topic, group, BLOCKING, way, signal.SIGINT)
-    assert (code, after, errors[-1]) == (-signal.SIGINT, [], "KeyboardInterrupt")
-
-
-@pytest.mark.live
-@pytest.mark.parametrize("way", ["once", "twice at once"])
-def test_sigterm_ends_the_joins_of_a_loop(embedded, topic, group, way):
-    assert joined(embedded, topic, group, ON_A_LOOP, way, signal.SIGTERM) == (0, ["joined", "closed"], [])
-
-
-@pytest.mark.live
-def test_a_loop_around_a_join_on_a_loop_ends_with_sigterm(embedded, topic, group):
-    code, after, _ = joined(embedded, topic, group, ON_A_LOOP, "for ever", signal.SIGTERM)
-    assert (code, after) == (143, [])
-
-
-@pytest.mark.live
-def test_ctrl_c_ends_a_join_on_a_loop_as_asyncio_has_it(embedded, topic, group):
-    code, after, errors = joined(embedded, topic, group, ON_A_LOOP, "once", signal.SIGINT)
-    assert (code, after, errors[-1]) == (-signal.SIGINT, [], "KeyboardInterrupt")
-
-
-@pytest.mark.live
-def test_a_handler_of_the_programs_own_is_left_alone(embedded, group):
+def test_a_handler_of_the_programs_own_is_left_alone(embedded):
     heard, before = threading.Event(), signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: heard.set())
     try:
-        with PushConsumer(group, name_server=embedded.name_server) as consumer:
+        with PushConsumer(GROUP, name_server=embedded.name_server) as consumer:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             assert consumer.join(1) is False
         assert heard.is_set()
@@ -154,8 +124,8 @@ def test_a_handler_of_the_programs_own_is_left_alone(embedded, group):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_join_says_whether_the_consumer_has_ended(embedded, group):
-    with PushConsumer(group, name_server=embedded.name_server) as consumer:
+def test_a_join_says_whether_the_consumer_has_ended(embedded):
+    with PushConsumer(GROUP, name_server=embedded.name_server) as consumer:
         began = time.monotonic()
         assert consumer.join(0.05) is False
         assert time.monotonic() - began >= 0.05
@@ -167,9 +137,9 @@ def test_a_join_says_whether_the_consumer_has_ended(embedded, group):
         closer.join()
 
 
-def test_many_threads_join_and_all_see_the_end(embedded, group):
+def test_many_threads_join_and_all_see_the_end(embedded):
     ended = []
-    with PushConsumer(group, name_server=embedded.name_server) as consumer:
+    with PushConsumer(GROUP, name_server=embedded.name_server) as consumer:
         waiters = [threading.Thread(target=lambda: ended.append(consumer.join(WAIT_S))) for _ in range(10)]
         for waiter in waiters:
             waiter.start()
@@ -178,8 +148,8 @@ def test_many_threads_join_and_all_see_the_end(embedded, group):
     assert ended == [True] * 10
 
 
-async def test_five_hundred_joins_on_a_loop_leave_nothing(embedded, group):
-    async with AsyncPushConsumer(group, name_server=embedded.name_server) as consumer:
+async def test_five_hundred_joins_on_a_loop_leave_nothing(embedded):
+    async with AsyncPushConsumer(GROUP, name_server=embedded.name_server) as consumer:
         gc.collect()
         before = len(gc.get_objects())
         for _ in range(500):
@@ -193,26 +163,28 @@ async def test_five_hundred_joins_on_a_loop_leave_nothing(embedded, group):
         await asyncio.sleep(0)
     assert await asyncio.gather(*waits[5:]) == [True] * 5
     assert await consumer.join() is True
-async def test_join_before_start_says_what_to_do(embedded, group):
-    consumer = PushConsumer(group, name_server=embedded.name_server)
+
+
+async def test_join_before_start_says_what_to_do(orders):
+    consumer = orders.consumer()
     with pytest.raises(ConsumerClosed, match=r"call start\(\) before join"):
         consumer.join(1)
     consumer.close()
     assert consumer.join() is True
     assert consumer.state is ConsumerState.CLOSED
     with pytest.raises(ConsumerClosed, match=r"call start\(\) before join"):
-        await AsyncPushConsumer(group, name_server=embedded.name_server).join(1)
-def test_who_joins_without_a_subscription_is_told_once(embedded, topic, group):
-    events = Events()
-    with PushConsumer(group, name_server=embedded.name_server, on_event=events) as consumer:
+        await AsyncPushConsumer(GROUP, name_server=orders.cluster.name_server).join(1)
+
+
+def test_who_joins_without_a_subscription_is_told_once(orders):
+    with orders.consumer() as consumer:
         for _ in range(3):
             consumer.join(0)
-        assert "subscribe()" in events.wait_for("nothing-subscribed").text
+        assert "subscribe()" in orders.events.wait_for("nothing-subscribed").text
         consumer.join(0.1)
-    assert len(events.of("nothing-subscribed")) == 1
+    assert len(orders.events.of("nothing-subscribed")) == 1
     events = Events()
-    with PushConsumer(group, name_server=embedded.name_server, on_event=events) as consumer:
-        consumer.subscribe(topic, print)
+    with orders.consumer(print, on_event=events) as consumer:
         consumer.join(0.1)
     assert events.of("nothing-subscribed") == []
 

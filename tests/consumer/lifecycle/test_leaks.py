@@ -17,21 +17,19 @@ from tests.net.peer import server_tls, trusting
 pytestmark = pytest.mark.live
 
 
-
 def open_files() -> int:
     return len(os.listdir("/dev/fd"))
 
 
 @pytest.mark.slow("starts and closes a hundred consumers")
-def test_a_hundred_consumers_one_after_the_other(embedded, broker, topic, group):
+def test_a_hundred_consumers_one_after_the_other(embedded, topic, group):
     counts = []
     for number in range(100):
         if number % 20 == 0:
             counts.append(at_rest(embedded))
         embedded.send(topic, b"m%d" % number)
-        seen = Seen()
-        kinds = [seen, consumed_by(seen)]
-        with consuming(embedded, topic, group, kinds[number % 2], consume_threads=2, rebalance_interval_s=20) as _:
+        kinds = [seen := Seen(), consumed_by(seen)]
+        with consuming(embedded, topic, group, kinds[number % 2], consume_threads=2, rebalance_interval_s=20):
             seen.wait_for(1)
         assert seen.bodies == [b"m%d" % number]
     assert embedded.committed(group, topic) == {0: 100}

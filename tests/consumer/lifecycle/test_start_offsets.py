@@ -13,21 +13,15 @@ import pytest
 
 from pyrocket_consumer import ConsumerState, PushConsumer
 from pyrocket_consumer.offsets import MemoryOffsetStore, ReadOffsetType
-from pyrocket_consumer.testing import (
-    EmbeddedCluster,
-    Gate,
-    answer,
-    close_connection,
-    drop,
-    drop_answer,
-    garbage,
-    reset_connection,
-)
+from pyrocket_consumer.testing import EmbeddedCluster, Gate, faults
+from pyrocket_consumer.testing.faults import answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.consumer.orders import GROUP, TOPIC, Orders, of
 from tests.consumer.processes import Child
-from tests.consuming import QUICK, Events, Seen, consuming, numbered, started, until
-from tests.hazards.members import of
-from tests.resetting import fill
+from tests.consuming import QUICK, Seen, numbered, started, until
+from tests.resetting import fill, held
+
+CLUSTER = {"long_poll_tick_s": 5.0}
 
 IMPATIENT = {"call_timeout_s": 0.3, "rebalance_interval_s": 0.1, "commit_interval_s": 0.05}
 
@@ -40,26 +34,26 @@ TROUBLE = {
     "no offset in the answer": answer(0),
     "an offset that is no number": answer(0, fields={"offset": "many"}),
     "never answered": drop,
-    "answer lost": drop_answer,
-    "connection closed": close_connection,
-    "connection reset": reset_connection,
-    "garbage": garbage(b"\0" * 40),
+    "answer lost": faults.drop_answer,
+    "connection closed": faults.close_connection,
+    "connection reset": faults.reset_connection,
+    "garbage": faults.garbage(b"\0" * 40),
 }
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_a_queue_waits_for_its_offset(embedded, broker, group, where):
+def test_a_queue_waits_for_its_offset(embedded, broker, where):
     """One topic for each kind of trouble: all are read by one consumer, and none is started without its answer."""
-    troubled = {f"{group}-{number}": what for number, what in enumerate(TROUBLE)}
+    troubled = {f"T-{number}": what for number, what in enumerate(TROUBLE)}
     for topic, what in troubled.items():
         fill(embedded, topic, 10, queues=1)
-        broker.commit(group, topic, {0: 7})
+        broker.commit(GROUP, topic, {0: 7})
         broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], when=of(topic))
     seen = {topic: Seen() for topic in troubled}
 
     def make() -> PushConsumer:
         options = {**QUICK, **IMPATIENT, "consume_from": where}
-        consumer = PushConsumer(group, name_server=embedded.name_server, **options)
+        consumer = PushConsumer(GROUP, name_server=embedded.name_server, **options)
         for topic, listener in seen.items():
             consumer.subscribe(topic, listener)
         return consumer
@@ -73,7 +67,7 @@ def test_a_queue_waits_for_its_offset(embedded, broker, group, where):
                 assert (progress.origin, progress.start_offset) == ("stored", 7), troubled[queue.topic]
         assert consumer.state is ConsumerState.RUNNING
         for topic in troubled:
-            until(lambda topic=topic: embedded.committed(group, topic) == {0: 10}, "committed")
+            until(lambda topic=topic: embedded.committed(GROUP, topic) == {0: 10}, "committed")
     for topic, what in troubled.items():
         queries = broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 2, when=of(topic))
         pulls = broker.wait_for(RequestCode.PULL_MESSAGE, when=of(topic))
@@ -81,100 +75,86 @@ def test_a_queue_waits_for_its_offset(embedded, broker, group, where):
         assert pulls[0].at_s >= queries[1].at_s, f"{what}: nothing was pulled before the answer"
 
 
-def test_other_queues_do_not_wait_for_it(embedded, broker, topic, group):
-    fill(embedded, topic, 10, queues=2)
-    gate = Gate()
+def unreachable(orders, text):
+    """Whether an event says so of a broker."""
+    return any(text in each.text for each in orders.events.of("broker-unreachable"))
 
-    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None, when=of(topic, queueId=1))
-    events = Events()
-    with consuming(embedded, topic, group, on_event=events, **IMPATIENT) as (_, seen):
+
+def test_other_queues_do_not_wait_for_it(orders):
+    orders.make(queues=2)
+    orders.fill(10)
+    orders.on(RequestCode.QUERY_CONSUMER_OFFSET, gate := Gate(), times=None, queueId=1)
+    with orders.consuming(**IMPATIENT) as (_, seen):
         seen.wait_for(5)
-        until(lambda: any("begins is not known" in each.text for each in events.of("broker-unreachable")), "it is told")
+        until(lambda: unreachable(orders, "begins is not known"), "it is told")
         assert {message.queue.queue_id for message in seen.messages} == {0}
-        broker.clear_faults()
+        orders.broker.clear_faults()
         gate.open()
         seen.wait_for(10)
     assert sorted(seen.bodies) == sorted(numbered(10))
 
 
-def test_where_the_end_is_has_to_be_answered_too(embedded, broker, topic, group):
+def test_where_the_end_is_has_to_be_answered_too(orders):
     """A new group from the end: a failed GET_MAX_OFFSET is no 0."""
-    embedded.send(topic, b"old", count=5)
-
+    orders.send(b"old", count=5)
     for what in ("refused", "never answered"):
-        broker.on(RequestCode.GET_MAX_OFFSET, TROUBLE[what], when=of(topic))
-    events = Events()
-    with consuming(embedded, topic, group, consume_from="last", on_event=events, **IMPATIENT) as (_, seen):
-        broker.wait_for(RequestCode.PULL_MESSAGE, when=of(topic))
-        embedded.send(topic, b"m0")
+        orders.on(RequestCode.GET_MAX_OFFSET, TROUBLE[what])
+    with orders.consuming(consume_from="last", **IMPATIENT) as (_, seen):
+        orders.broker.wait_for(RequestCode.PULL_MESSAGE, when=of(TOPIC))
+        orders.send(b"m0")
         seen.wait_for(1)
     assert seen.bodies == numbered(1)
 
 
-def test_of_a_topic_that_comes_later_everything_is_consumed(embedded, group):
+def test_of_a_topic_that_comes_later_everything_is_consumed(embedded):
     """With default options: what is sent before we have seen the topic is sent to us."""
-    topic = "later"
     seen = Seen()
-    with PushConsumer(group, name_server=embedded.name_server, rebalance_interval_s=0.2) as consumer:
-        consumer.subscribe(topic, seen)
-        fill(embedded, topic, 6, queues=2)
+    with PushConsumer(GROUP, name_server=embedded.name_server, rebalance_interval_s=0.2) as consumer:
+        consumer.subscribe("later", seen)
+        fill(embedded, "later", 6, queues=2)
         seen.wait_for(6)
-        assert {each.origin for queue, each in consumer.progress().items() if queue.topic == topic} == {
-            "queue added while we consume"
-        }
+        origins = {each.origin for queue, each in consumer.progress().items() if queue.topic == "later"}
+        assert origins == {"queue added while we consume"}
 
 
-def test_a_queue_that_lost_its_data_begins_at_the_first_message(group):
+def test_a_queue_that_lost_its_data_begins_at_the_first_message():
     """With default options, and though the broker knows no offset of the group any more: the group is not new."""
-    topic = "orders"
     with EmbeddedCluster() as cluster:
-        cluster.create_topic(topic, queues=1)
-        events, seen, broker = Events(), Seen(), cluster.broker("broker-a")
-        with PushConsumer(group, name_server=cluster.name_server, on_event=events) as consumer:
-            consumer.subscribe(topic, seen)
-            fill(cluster, topic, 100)
+        orders, seen = Orders(cluster), Seen()
+        with orders.consumer(seen) as consumer:
+            orders.fill(100)
             seen.wait_for(100)
-            consumer.unsubscribe(topic)
-            until(lambda: cluster.committed(group, topic) == {0: 100}, "stored")
-            until(lambda: not any(each.topic == topic for each in consumer.progress()), "given up")
-            broker.kill()
-            broker.lose_data()
-            broker.start()
-            fill(cluster, topic, 20, 100)
-            consumer.subscribe(topic, seen)
+            consumer.unsubscribe(TOPIC)
+            orders.wait_committed(100)
+            until(lambda: not held(consumer, TOPIC), "given up")
+            orders.broker.kill()
+            orders.broker.lose_data()
+            orders.broker.start()
+            orders.fill(20, 100)
+            consumer.subscribe(TOPIC, seen)
             seen.wait_for(120)
-        assert events.wait_for("offset-forgotten").facts["offset"] == 100
+        assert orders.events.wait_for("offset-forgotten").facts["offset"] == 100
     assert sorted(seen.bodies[100:]) == numbered(20, 100)
 
 
 @pytest.mark.parametrize("code", [RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_CONSUMER_LIST_BY_GROUP])
-def test_a_start_waits_for_queues_that_could_not_begin_at_once(embedded, broker, topic, group, code):
+def test_a_start_waits_for_queues_that_could_not_begin_at_once(orders, code):
     """With default options: what is sent after `start()` has returned is consumed, although a broker was busy first."""
-    embedded.create_topic(topic, queues=2)
-    broker.on(code, TROUBLE["busy"], times=2, when=lambda each: group in each.fields["consumerGroup"])
-    seen = Seen()
-    consumer = PushConsumer(group, name_server=embedded.name_server)
-    consumer.subscribe(topic, seen)
-    with consumer:
-        fill(embedded, topic, 4)
+    orders.make(queues=2)
+    orders.broker.on(code, TROUBLE["busy"], times=2, when=lambda each: GROUP in each.fields["consumerGroup"])
+    with orders.consumer(seen := Seen()):
+        orders.fill(4)
         seen.wait_for(4)
 
 
-def test_what_has_not_begun_when_a_start_ends_is_named(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=2)
-    events = Events()
-    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE["busy"], times=None, when=of(topic, queueId=1))
-    options = {"start_wait_s": 0.5, "on_event": events}
-    consumer = PushConsumer(group, name_server=embedded.name_server, **options)
-    consumer.subscribe(topic, Seen())
-    with consumer:
-        until(lambda: any("not begun after 0.5 s" in each.text for each in events.of("broker-unreachable")), "told")
-        assert any(f"{topic}/broker-a/1" in each.text for each in events.of("broker-unreachable"))
-        broker.clear_faults()
-        until(lambda: len([queue for queue in consumer.progress() if queue.topic == topic]) == 2, "begun all the same")
-
-
-CLUSTER = {"long_poll_tick_s": 5.0}
+def test_what_has_not_begun_when_a_start_ends_is_named(orders):
+    orders.make(queues=2)
+    orders.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE["busy"], times=None, queueId=1)
+    with orders.consumer(Seen(), start_wait_s=0.5) as consumer:
+        until(lambda: unreachable(orders, "not begun after 0.5 s"), "told")
+        assert unreachable(orders, "orders/broker-a/1")
+        orders.broker.clear_faults()
+        until(lambda: len(held(consumer, TOPIC)) == 2, "begun all the same")
 
 
 class Unfinished(Seen):
@@ -189,16 +169,21 @@ class Unfinished(Seen):
 
 
 @contextmanager
-def running(cluster, topic, group, listener, **options):
-    consumer = PushConsumer(group, **{"name_server": cluster.name_server, "shutdown_timeout_s": 0.2, **options})
-    consumer.subscribe(topic, listener)
-    with consumer:
+def running(orders, listener, **options):
+    with orders.consumer(listener, shutdown_timeout_s=0.2, **options) as consumer:
         try:
             yield consumer
         finally:
             if isinstance(listener, Unfinished):
                 consumer.close()
                 listener.let_go()
+
+
+def next_gets(orders, count, **options):
+    """Check that the next consumer gets what the one before it had in hand, and nothing else."""
+    with running(orders, seen := Seen(), **options):
+        seen.wait_for(count)
+    assert sorted(seen.bodies) == sorted(numbered(count))
 
 
 def from_now() -> dict[str, datetime]:
@@ -211,21 +196,18 @@ STARTS = {"last": dict, "a time": from_now}
 
 @pytest.mark.parametrize("where", STARTS)
 @pytest.mark.parametrize("model", ["clustering", "broadcasting", "a store of one's own"])
-def test_what_a_closed_consumer_left_comes_to_the_next(embedded, topic, group, tmp_path, where, model):
-    embedded.create_topic(topic, queues=4)
-    embedded.send(topic, b"old", count=8)
-    options = {"offset_store_dir": tmp_path, "message_model": "broadcasting"} if model == "broadcasting" else {}
+def test_what_a_closed_consumer_left_comes_to_the_next(orders, tmp_path, where, model):
+    orders.make(queues=4)
+    orders.send(b"old", count=8)
+    options = again = {"offset_store_dir": tmp_path, "message_model": model} if model == "broadcasting" else {}
     if model == "a store of one's own":
         options = {"offset_store": (store := Lasting())}
-    first, second = Unfinished(), Seen()
-    with running(embedded, topic, group, first, **STARTS[where](), **options):
-        fill(embedded, topic, 10)
+    with running(orders, first := Unfinished(), **STARTS[where](), **options):
+        orders.fill(10)
         first.wait_for(10)
     if model == "a store of one's own":
-        options = {"offset_store": Lasting(store)}
-    with running(embedded, topic, group, second, **STARTS[where](), **options):
-        second.wait_for(10)
-    assert sorted(second.bodies) == sorted(numbered(10))
+        again = {"offset_store": Lasting(store)}
+    next_gets(orders, 10, **STARTS[where](), **again)
 
 
 class Lasting(MemoryOffsetStore):
@@ -247,100 +229,90 @@ class Lasting(MemoryOffsetStore):
 
 
 @pytest.mark.parametrize("where", STARTS)
-def test_unfinished_messages_go_to_who_takes_the_queue(embedded, topic, group, where):
-    embedded.create_topic(topic, queues=4)
+def test_unfinished_messages_go_to_who_takes_the_queue(orders, where):
+    orders.make(queues=4)
     first, second = Unfinished(), Seen()
-    with running(embedded, topic, group, first, **STARTS[where](), instance_name="first"):
-        fill(embedded, topic, 12)
+    with running(orders, first, **STARTS[where](), instance_name="first"):
+        orders.fill(12)
         first.wait_for(12)
-        with running(embedded, topic, group, second, **STARTS[where](), instance_name="second"):
+        with running(orders, second, **STARTS[where](), instance_name="second"):
             second.wait_for(6)
             assert len({message.queue for message in second.messages}) == 2
 
 
 @pytest.mark.live
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
-def test_what_a_killed_member_had_in_hand_comes_to_the_next(embedded, broker, topic, group, tmp_path, model):
-    embedded.create_topic(topic, queues=2)
-    embedded.send(topic, b"old", count=4)
+def test_what_a_killed_member_had_in_hand_comes_to_the_next(orders, tmp_path, model):
+    orders.make(queues=2)
+    orders.send(b"old", count=4)
     store = {"message_model": model, "offset_store_dir": str(tmp_path), "client_ip": "127.0.0.1", "instance_name": "it"}
-    options = {"group": group, "name_server": embedded.name_server, "listener_s": 60, **store}
-    child = Child("-m", "tests.consumer.member", topic, json.dumps(options))
+    options = {"group": GROUP, "name_server": orders.cluster.name_server, "listener_s": 60, **store}
+    child = Child("-m", "tests.consumer.member", TOPIC, json.dumps(options))
     try:
-        embedded.wait_until(lambda: broker.held_pulls(topic) == 2)
-        fill(embedded, topic, 10)
+        orders.cluster.wait_until(lambda: orders.broker.held_pulls(TOPIC) == 2)
+        orders.fill(10)
         child.wait(lambda lines: len([line for line in lines if line.startswith("begun")]) == 10)
     finally:
         child.send(signal.SIGKILL)
         child.ended()
-    second = Seen()
-    with running(embedded, topic, group, second, **store):
-        second.wait_for(10)
-    assert sorted(second.bodies) == sorted(numbered(10))
+    next_gets(orders, 10, **store)
 
 
-def test_a_queue_that_is_added_while_we_consume(embedded, topic, group):
-    first, second, events = Unfinished(), Seen(), Events()
-    with running(embedded, topic, group, first, route_refresh_interval_s=0.2, on_event=events):
-        fill(embedded, topic, 9, queues=3)
+def test_a_queue_that_is_added_while_we_consume(orders):
+    with running(orders, first := Unfinished(), route_refresh_interval_s=0.2):
+        orders.make(queues=3)
+        orders.fill(9)
         first.wait_for(9)
-    with running(embedded, topic, group, second):
-        second.wait_for(9)
-    assert sorted(second.bodies) == sorted(numbered(9))
+    next_gets(orders, 9)
 
 
-def test_a_topic_that_is_subscribed_to_while_we_consume(embedded, topic, group):
-    other = f"{topic}-other"
-    for each in (topic, other):
-        embedded.create_topic(each, queues=2)
-    embedded.send(other, b"old", count=4)
-    first, second, events = Unfinished(), Seen(), Events()
-    with running(embedded, topic, group, first, on_event=events) as consumer:
-        consumer.subscribe(other, first)
-        until(lambda: len([each for each in events.of("queue-assigned") if each.queue.topic == other]) == 2, "held")
-        fill(embedded, other, 10)
+def test_a_topic_that_is_subscribed_to_while_we_consume(orders):
+    orders.make(queues=2)
+    orders.send(b"old", topic=orders.make(queues=2, topic="other"), count=4)
+    with running(orders, first := Unfinished()) as consumer:
+        consumer.subscribe("other", first)
+        until(lambda: [each.queue.topic for each in orders.events.of("queue-assigned")].count("other") == 2, "held")
+        orders.fill(10, topic="other")
         first.wait_for(10)
-    with running(embedded, other, group, second):
+    consumer = orders.consumer(shutdown_timeout_s=0.2)
+    consumer.subscribe("other", second := Seen())
+    with consumer:
         second.wait_for(10)
     assert sorted(second.bodies) == sorted(numbered(10))
 
 
-def test_a_topic_that_is_unsubscribed_and_subscribed_to_again(embedded, topic, group):
-    embedded.create_topic(topic, queues=2)
+def test_a_topic_that_is_unsubscribed_and_subscribed_to_again(orders):
+    orders.make(queues=2)
     first, second = Unfinished(), Seen()
-    with running(embedded, topic, group, first) as consumer:
-        fill(embedded, topic, 10)
+    with running(orders, first) as consumer:
+        orders.fill(10)
         first.wait_for(10)
-        consumer.unsubscribe(topic)
-        consumer.subscribe(topic, second)
+        consumer.unsubscribe(TOPIC)
+        consumer.subscribe(TOPIC, second)
         second.wait_for(10)
     assert sorted(second.bodies) == sorted(numbered(10))
 
 
 @pytest.mark.parametrize("trouble", [answer(1, "no"), drop], ids=["refused", "lost"])
-def test_a_beginning_that_has_to_be_stored_again_does_not_move(embedded, broker, topic, group, trouble):
+def test_a_beginning_that_has_to_be_stored_again_does_not_move(orders, trouble):
     """What is sent meanwhile is consumed."""
-    embedded.create_topic(topic, queues=2)
-    embedded.send(topic, b"old", count=4)
-
-    is_ours = of(topic)
-    broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, trouble, times=4, when=is_ours)
-    seen = Seen()
-    with running(embedded, topic, group, seen, call_timeout_s=0.5, start_wait_s=0.1):
-        broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, when=is_ours)
-        fill(embedded, topic, 10)
+    orders.make(queues=2)
+    orders.send(b"old", count=4)
+    orders.on(RequestCode.UPDATE_CONSUMER_OFFSET, trouble, times=4)
+    with running(orders, seen := Seen(), call_timeout_s=0.5, start_wait_s=0.1):
+        orders.broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, when=of(TOPIC))
+        orders.fill(10)
         seen.wait_for(10)
     assert sorted(seen.bodies) == sorted(numbered(10))
 
 
-def test_no_pull_before_the_beginning_is_stored(embedded, broker, topic, group):
-    gate, seen, is_ours = Gate(), Seen(), of(topic)
-    broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, gate, times=None, when=is_ours)
-    with running(embedded, topic, group, seen, start_wait_s=0.3):
+def test_no_pull_before_the_beginning_is_stored(orders):
+    orders.on(RequestCode.UPDATE_CONSUMER_OFFSET, gate := Gate(), times=None)
+    with running(orders, seen := Seen(), start_wait_s=0.3):
         gate.wait_held()
-        fill(embedded, topic, 10)
-        assert not [each for each in broker.requests(RequestCode.PULL_MESSAGE) if is_ours(each.command)]
-        assert embedded.committed(group, topic) == {}
+        orders.fill(10)
+        assert not [each for each in orders.broker.requests(RequestCode.PULL_MESSAGE) if of(TOPIC)(each.command)]
+        assert orders.committed == {}
         gate.open()
         seen.wait_for(10)
     assert sorted(seen.bodies) == sorted(numbered(10))
