@@ -8,15 +8,26 @@ import pytest
 
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.message import decode_messages
+from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version, facts, talking
 
 HOLD = {"sysFlag": 6, "suspendTimeoutMillis": 15_000}
 NO_TICK = {"long_poll_tick_s": 600.0}
 
+pytestmark = pytest.mark.cluster(**NO_TICK)
+
+
+def held(broker, client, offset=0, **options):
+    """Post a pull, and return its opaque once the broker holds it."""
+    before = broker.held_pulls()
+    opaque = client.post_pull("T", 0, offset, **{**HOLD, **options})
+    broker.cluster.wait_until(lambda: broker.held_pulls() == before + 1)
+    return opaque
+
 
 @every_version
-def test_a_message_wakes_every_pull_of_its_queue_at_once(version: str) -> None:
+def test_a_message_wakes_every_pull_of_its_queue_at_once(version):
     with talking(version=version, **NO_TICK) as (broker, client), RawClient(broker.address) as producer:
         first, second = client.post_pull("T", 0, 0, **HOLD), client.post_pull("T", 0, 0, **HOLD)
         other = client.post_pull("T", 1, 0, **HOLD)
@@ -29,107 +40,90 @@ def test_a_message_wakes_every_pull_of_its_queue_at_once(version: str) -> None:
         assert client.answer(other).code == 0
 
 
-def test_waking_takes_about_a_millisecond() -> None:
-    with talking(**NO_TICK) as (broker, client):
-        delays = []
-        for offset in range(20):
-            opaque = client.post_pull("T", 0, offset, **HOLD)
-            broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
-            start = time.perf_counter()
-            broker.cluster.send("T", queue_id=0)
-            client.answer(opaque)
-            delays.append(time.perf_counter() - start)
-        assert min(delays) < 0.02  # a busy machine may delay most
+def test_waking_takes_about_a_millisecond(broker, client):
+    delays = []
+    for offset in range(20):
+        opaque = held(broker, client, offset)
+        start = time.perf_counter()
+        broker.cluster.send("T", queue_id=0)
+        client.answer(opaque)
+        delays.append(time.perf_counter() - start)
+    assert min(delays) < 0.02  # a busy machine may delay most
 
 
-def test_an_empty_answer_comes_at_a_tick_after_the_timeout() -> None:
-    with talking(long_poll_tick_s=0.2) as (_, client):
-        start = time.monotonic()
-        answer = client.pull("T", 0, 0, sysFlag=6, suspendTimeoutMillis=300)
-        assert facts(answer) == (19, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)
-        assert time.monotonic() - start >= 0.3
+@pytest.mark.cluster(long_poll_tick_s=0.2)
+def test_an_empty_answer_comes_at_a_tick_after_the_timeout(client):
+    start = time.monotonic()
+    answer = client.pull("T", 0, 0, sysFlag=6, suspendTimeoutMillis=300)
+    assert facts(answer) == (19, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)
+    assert time.monotonic() - start >= 0.3
 
 
-@pytest.mark.parametrize("timeout_ms", [0, -1])
-def test_the_suspend_bit_alone_holds_to_the_next_tick(timeout_ms: int) -> None:
-    with talking(**NO_TICK) as (broker, client):
-        opaque = client.post_pull("T", 0, 0, sysFlag=6, suspendTimeoutMillis=timeout_ms)
-        broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
-        broker.tick()
-        assert client.answer(opaque).code == 19
-        assert client.pull("T", 0, 0, sysFlag=4, suspendTimeoutMillis=15_000).code == 19
+@for_each("timeout_ms", [0, -1])
+def test_the_suspend_bit_alone_holds_to_the_next_tick(broker, client, timeout_ms):
+    opaque = held(broker, client, suspendTimeoutMillis=timeout_ms)
+    broker.tick()
+    assert client.answer(opaque).code == 19
+    assert client.pull("T", 0, 0, sysFlag=4, suspendTimeoutMillis=15_000).code == 19
 
 
-def test_only_what_could_find_a_message_is_held() -> None:
-    with talking(**NO_TICK) as (broker, client):
-        client.produce("T", properties={"TAGS": "A"})
-        assert client.pull("T", 0, 9, **HOLD).code == 21
-        assert client.pull("T", 0, -1, **HOLD).code == 21
-        assert client.pull("T", 0, 0, subscription="B", **HOLD).code == 20
-        assert broker.held_pulls() == 0
+def test_only_what_could_find_a_message_is_held(broker, client):
+    client.produce("T", properties={"TAGS": "A"})
+    assert client.pull("T", 0, 9, **HOLD).code == 21
+    assert client.pull("T", 0, -1, **HOLD).code == 21
+    assert client.pull("T", 0, 0, subscription="B", **HOLD).code == 20
+    assert broker.held_pulls() == 0
 
 
-def test_an_unwanted_message_wakes_nobody_till_the_next_tick() -> None:
-    with talking(**NO_TICK) as (broker, client), RawClient(broker.address) as producer:
-        opaque = client.post_pull("T", 0, 0, subscription="A", **HOLD)
-        broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
-        producer.produce("T", properties={"TAGS": "B"})
-        producer.produce("T")
-        assert broker.held_pulls() == 1
-        broker.tick()
-        assert facts(client.answer(opaque)) == (20, "NO_MATCHED_MESSAGE", 2, 0, 2)
-        opaque = client.post_pull("T", 0, 2, subscription="A", **HOLD)
-        broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
-        producer.produce("T", properties={"TAGS": "A"})
-        assert facts(client.answer(opaque)) == (0, "FOUND", 3, 0, 3)
+def test_an_unwanted_message_wakes_nobody_till_the_next_tick(broker, client, other):
+    opaque = held(broker, client, subscription="A")
+    other.produce("T", properties={"TAGS": "B"})
+    other.produce("T")
+    assert broker.held_pulls() == 1
+    broker.tick()
+    assert facts(client.answer(opaque)) == (20, "NO_MATCHED_MESSAGE", 2, 0, 2)
+    opaque = held(broker, client, 2, subscription="A")
+    other.produce("T", properties={"TAGS": "A"})
+    assert facts(client.answer(opaque)) == (0, "FOUND", 3, 0, 3)
 
 
-def test_a_woken_pull_goes_by_the_subscription_of_now() -> None:
-    with talking(**NO_TICK) as (broker, client):
-        client.heartbeat("G", "T", expression="A", sub_version=1)
-        opaque = client.post_pull("T", 0, 0, **{**HOLD, "sysFlag": 2, "subscription": None, "subVersion": 1})
-        broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
-        client.heartbeat("G", "T", expression="A || B", sub_version=2)
-        client.produce("T", properties={"TAGS": "B"})
-        client.produce("T", properties={"TAGS": "A"})
-        assert [message.tags for message in decode_messages(client.answer(opaque).body)] == ["B", "A"]
+def test_a_woken_pull_goes_by_the_subscription_of_now(broker, client):
+    client.heartbeat("G", "T", expression="A", sub_version=1)
+    opaque = held(broker, client, sysFlag=2, subscription=None, subVersion=1)
+    client.heartbeat("G", "T", expression="A || B", sub_version=2)
+    client.produce("T", properties={"TAGS": "B"})
+    client.produce("T", properties={"TAGS": "A"})
+    assert [message.tags for message in decode_messages(client.answer(opaque).body)] == ["B", "A"]
 
 
-def test_a_held_pull_commits_when_it_comes_and_not_again() -> None:
-    with talking(**NO_TICK) as (broker, client):
-        opaque = client.post_pull("T", 0, 0, **{**HOLD, "sysFlag": 7, "commitOffset": 0})
-        broker.cluster.wait_until(lambda: broker.committed("G", "T") == {0: 0})
-        client.commit("G", "T", 0, 5)
-        client.produce("T")
-        assert client.answer(opaque).code == 0
-        assert broker.committed("G", "T") == {0: 5}
+def test_a_held_pull_commits_when_it_comes_and_not_again(broker, client):
+    opaque = client.post_pull("T", 0, 0, **{**HOLD, "sysFlag": 7, "commitOffset": 0})
+    broker.cluster.wait_until(lambda: broker.committed("G", "T") == {0: 0})
+    client.commit("G", "T", 0, 5)
+    client.produce("T")
+    assert client.answer(opaque).code == 0
+    assert broker.committed("G", "T") == {0: 5}
 
 
-def test_without_long_polling_a_pull_waits_a_second_at_most() -> None:
-    options = {"settings": {"longPollingEnable": False, "shortPollingTimeMills": 100}, "long_poll_tick_s": 600.0}
-    with talking(**options) as (broker, client), RawClient(broker.address) as producer:
-        opaque = client.post_pull("T", 0, 0, **HOLD)
-        broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
-        producer.produce("T")  # does not wake it; the tick finds it
-        assert facts(client.answer(opaque)) == (0, "FOUND", 1, 0, 1)
-        assert client.pull("T", 0, 1, **HOLD).code == 19
+@pytest.mark.cluster(**NO_TICK, settings={"longPollingEnable": False, "shortPollingTimeMills": 100})
+def test_without_long_polling_a_pull_waits_a_second_at_most(broker, client, other):
+    opaque = held(broker, client)
+    other.produce("T")  # does not wake it; the tick finds it
+    assert facts(client.answer(opaque)) == (0, "FOUND", 1, 0, 1)
+    assert client.pull("T", 0, 1, **HOLD).code == 19
 
 
-def test_a_deleted_topic_and_a_closed_connection_end_the_wait() -> None:
-    with talking(**NO_TICK) as (broker, client):
-        opaque = client.post_pull("T", 0, 0, sysFlag=6, suspendTimeoutMillis=0)
-        with RawClient(broker.address) as gone:
-            gone.post_pull("T", 0, 0, **HOLD)
-            broker.cluster.wait_until(lambda: broker.held_pulls() == 2)
-        broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
-        client.call(RequestCode.DELETE_TOPIC_IN_BROKER, {"topic": "T"})
-        broker.tick()
-        assert client.answer(opaque).code == 17
+def test_a_deleted_topic_and_a_closed_connection_end_the_wait(broker, client):
+    opaque = held(broker, client, suspendTimeoutMillis=0)
+    with RawClient(broker.address) as gone:
+        held(broker, gone)
+    broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
+    client.call(RequestCode.DELETE_TOPIC_IN_BROKER, {"topic": "T"})
+    broker.tick()
+    assert client.answer(opaque).code == 17
 
 
-def test_a_stopping_broker_answers_no_held_pull() -> None:
-    with talking(**NO_TICK) as (broker, client):
-        client.post_pull("T", 0, 0, **HOLD)
-        broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
-        broker.stop()
-        assert client.wait_closed() == "closed"
+def test_a_stopping_broker_answers_no_held_pull(broker, client):
+    held(broker, client)
+    broker.stop()
+    assert client.wait_closed() == "closed"
