@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +14,40 @@ from pyrocket_consumer.spark.data_source import RocketMQDataSource
 from pyrocket_consumer.spark.pyspark_names import ReadAllAvailable
 from pyrocket_consumer.spark.schema import projected
 from pyrocket_consumer.spark.source import StreamReader
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.testing import EmbeddedCluster, Fault
 
-COLUMNS = "topic string, brokerName string, queueId int, queueOffset long, body binary"
+FROM_FIRST = {"subscribe": "orders", "startingOffsets": "earliest"}
 
 Row = tuple[MessageQueue, int]
 """A message that was read: its queue and offset."""
 
 
+def everywhere(cluster: EmbeddedCluster, code: int | None, fault: Fault, **how: Any) -> None:
+    """Have every broker answer so."""
+    for broker in cluster.brokers:
+        broker.on(code, fault, **how)
+
+
+@contextmanager
+def stored_at(
+    times_ms: Sequence[int], topics: Sequence[str] = ("orders",), **options: Any
+) -> Iterator[EmbeddedCluster]:
+    """A broker with one queue of each topic, which has a message of each time."""
+    with EmbeddedCluster(**options) as cluster:
+        for topic in topics:
+            cluster.create_topic(topic, queues=1)
+            for at_ms in times_ms:
+                cluster.send(topic, stored_at_ms=at_ms)
+        yield cluster
+
+
 def data_source(cluster: EmbeddedCluster, **options: object) -> RocketMQDataSource:
-    """Return the data source with quick retries; options as a user writes them, None for the default."""
+    """Return the data source with quick retries; options as a user writes them, None for the default.
+
+    It reads the topic `orders` unless they say otherwise.
+    """
+    if not options.keys() & {"subscribe", "subscribePattern", "assign"}:
+        options["subscribe"] = "orders"
     texts = {"nameServer": cluster.name_server, "requestTimeoutMs": "2000", "planningIntervalMs": "0", "retries": "2"}
     texts |= {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
     texts = {name: value for name, value in texts.items() if options.get(name, "") is not None}
@@ -43,9 +67,7 @@ def rows(reader: Any, partitions: Any) -> list[Row]:
 
 @contextmanager
 def planning(cluster: EmbeddedCluster, **options: object) -> Iterator[Any]:
-    """The reader of a stream, to be asked for offsets only; of the topic `orders` unless options say otherwise."""
-    if not options.keys() & {"subscribe", "subscribePattern", "assign"}:
-        options["subscribe"] = "orders"
+    """The reader of a stream, to be asked for offsets only."""
     reader = data_source(cluster, **options).streamReader(projected(None))
     try:
         yield reader

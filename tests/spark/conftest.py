@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,6 +99,22 @@ def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
             cluster.create_topic("orders", queues=orders["queues"])
             cluster.send("orders", lambda number: b"%d" % number, count=orders["count"])
         yield cluster
+
+
+@pytest.fixture
+def begun(embedded: EmbeddedCluster) -> Iterator[Callable[..., Any]]:
+    """`begun(**options)` starts a query of `orders` at its first message, and runs the first batch of it."""
+    from tests.spark.asking import FROM_FIRST, running
+
+    with ExitStack() as runs:
+
+        def begin(checkpoint: Any = None, release: str = "4.3", trigger: str = "processing", **options: object) -> Any:
+            query = running(embedded, checkpoint, release, trigger, **{**FROM_FIRST, **options})
+            run = runs.enter_context(query)
+            run.batch()
+            return run
+
+        yield begin
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 
@@ -111,7 +110,7 @@ def test_telling_holds_up_nobody(embedded):
 
 
 def test_a_reset_of_the_group_is_reported_once_and_not_obeyed(embedded, caplog):
-    with caplog.at_level(logging.WARNING, "pyrocket_consumer.spark"), running(embedded, **OPTIONS) as run:
+    with running(embedded, **OPTIONS) as run:
         run.batch()
         run.batch()
         wait_until(embedded, {0: 5, 1: 5})
@@ -132,9 +131,8 @@ def test_a_reset_while_the_query_is_idle_is_noticed(embedded, progress, caplog):
     progress.publish({Q0: 5})
     progress.flush(30)
     embedded.broker("broker-a").commit("app", "orders", {0: 2})
-    with caplog.at_level(logging.WARNING):
-        progress.publish({Q0: 5})
-        progress.flush(30)
+    progress.publish({Q0: 5})
+    progress.flush(30)
     assert "orders/broker-a/0 at 2, was 5" in caplog.text
     assert embedded.committed("app", "orders")[0] == 5
 
@@ -147,12 +145,11 @@ def test_a_reset_that_waits_at_the_broker_is_reported(caplog):
         cluster.send("orders", count=5)
         positions = Positions(parse_source({"nameServer": cluster.name_server, "subscribe": "orders"}, streaming=True))
         progress = GroupProgress(positions.cluster, "app", check_interval_s=0)
-        with caplog.at_level(logging.WARNING):
-            progress.publish({Q0: 3})
-            progress.flush(30)
-            with Admin(name_server=cluster.name_server) as admin:
-                admin.plan_reset("app", "orders", "earliest", model="clustering").execute()
-            progress.publish({Q0: 4})
-            progress.flush(30)
+        progress.publish({Q0: 3})
+        progress.flush(30)
+        with Admin(name_server=cluster.name_server) as admin:
+            admin.plan_reset("app", "orders", "earliest", model="clustering").execute()
+        progress.publish({Q0: 4})
+        progress.flush(30)
         positions.close()
     assert "group=app is not where this query put it: orders/broker-a/0 at 0, was 3" in caplog.text

@@ -12,7 +12,7 @@ from pyspark.sql import datasource
 from pyspark.sql import functions as f
 
 from pyrocket_consumer.errors import BrokerError, ConfigError
-from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.positions import CLOCK_SKEW_MS
 from pyrocket_consumer.spark.pushed_filters import MOST_TAGS, MOST_TAGS_LENGTH, PushedFilters, Span, push_filters
@@ -23,7 +23,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, answer, rewrite
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.for_each import for_each
-from tests.spark.asking import data_source, rows
+from tests.spark.asking import data_source, rows, stored_at
 
 if not PUSHES_FILTERS:
     pytest.skip("this release of PySpark pushes no filters", allow_module_level=True)
@@ -37,13 +37,14 @@ def where(kind, column, *value):
     return getattr(datasource, kind)((column,), *value)
 
 
-def negated(each):
-    return datasource.Not(each)
-
-
 def at(ms, us=0):
     """Return a time as Spark gives it."""
     return datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=ms, microseconds=us)
+
+
+def stored(kind, after_ms):
+    """Return a filter for what was stored before or after a time, which counts from the first message on."""
+    return where(kind, "storeTimestamp", at(FIRST_MS + after_ms))
 
 
 def pushed(*filters, tags="*"):
@@ -73,7 +74,7 @@ def pushed(*filters, tags="*"):
         ([where("In", "queueOffset", [1, "2"])], Span()),
         ([where("IsNotNull", "queueOffset")], Span()),
         ([where("IsNull", "queueOffset")], Span()),
-        ([negated(where("EqualTo", "queueOffset", 5))], Span()),
+        ([datasource.Not(where("EqualTo", "queueOffset", 5))], Span()),
         ([datasource.EqualTo(("properties", "queueOffset"), 5)], Span()),
         ([where("EqualTo", "reconsumeTimes", 5)], Span()),
     ],
@@ -108,10 +109,6 @@ def test_store_times(each, span):
     assert pushed(each).stored_ms == span
 
 
-def test_a_time_between_two_milliseconds_leaves_nothing():
-    assert pushed(where("EqualTo", "storeTimestamp", at(7, 500))).leave_nothing
-
-
 QUEUE = MessageQueue("orders", "broker-b", 3)
 
 
@@ -123,8 +120,8 @@ QUEUE = MessageQueue("orders", "broker-b", 3)
         (where("GreaterThan", "queueId", 3), False),
         (where("In", "queueId", [1, None, 3]), True),
         (where("In", "queueId", [1, None]), False),
-        (negated(where("EqualTo", "queueId", 3)), False),
-        (negated(where("In", "queueId", [1, None])), True),
+        (datasource.Not(where("EqualTo", "queueId", 3)), False),
+        (datasource.Not(where("In", "queueId", [1, None])), True),
         (where("EqualTo", "queueId", 2.0), True),
         (where("EqualTo", "brokerName", "broker-a"), False),
         (where("EqualNullSafe", "brokerName", "broker-b"), True),
@@ -159,7 +156,7 @@ def test_queues(each, may_be_there):
         ([where("In", "tags", ["x" * MOST_TAGS_LENGTH, "y"])], "*", "*"),
         ([where("GreaterThan", "tags", "paid")], "*", "*"),
         ([where("StringStartsWith", "tags", "paid")], "*", "*"),
-        ([negated(where("EqualTo", "tags", "paid"))], "*", "*"),
+        ([datasource.Not(where("EqualTo", "tags", "paid"))], "*", "*"),
         ([where("IsNull", "tags")], "*", "*"),
     ],
 )
@@ -169,12 +166,13 @@ def test_tags(filters, given, expression):
     assert not found.leave_nothing
 
 
-def test_tags_that_the_options_exclude_leave_nothing():
+def test_what_cannot_be_leaves_nothing():
+    assert pushed(where("EqualTo", "storeTimestamp", at(7, 500))).leave_nothing
     assert pushed(where("EqualTo", "tags", "paid"), tags="open || lost").leave_nothing
 
 
 def test_with_sql_brokers_are_asked_for_no_tags():
-    given = parse_subscription("", "*").__class__("", "a > 1", frozenset(), "SQL92")
+    given = Subscription("", "a > 1", frozenset(), "SQL92")
     found, selector = push_filters([where("EqualTo", "tags", "paid")], given)
     assert (found, selector) == (PushedFilters(), given)
 
@@ -196,7 +194,6 @@ def cluster():
 
 def reader_of(cluster, *filters, **options):
     """Return a reader to which filters were pushed; it hands all of them back."""
-    options.setdefault("subscribe", "orders")
     reader = data_source(cluster, pushFilters=True, **options).reader(projected(None))
     assert list(reader.pushFilters(iter(filters))) == list(filters)
     return reader
@@ -204,11 +201,8 @@ def reader_of(cluster, *filters, **options):
 
 def ranges(cluster, *filters, **options):
     """Return begin and end of what is read of each queue, by broker and queue id."""
-    found = {}
-    for partition in reader_of(cluster, *filters, **options).partitions():
-        for each in partition.ranges:
-            found[each.queue.topic, each.queue.queue_id] = (each.begin, each.end)
-    return found
+    found = [each for task in reader_of(cluster, *filters, **options).partitions() for each in task.ranges]
+    return {(each.queue.topic, each.queue.queue_id): (each.begin, each.end) for each in found}
 
 
 def read(cluster, *filters, **options):
@@ -217,7 +211,7 @@ def read(cluster, *filters, **options):
 
 
 def test_without_filters_all_is_read(cluster):
-    assert ranges(cluster) == {("orders", 0): (0, 100), ("orders", 1): (0, 100)}
+    assert ranges(cluster) == BOTH
 
 
 @pytest.mark.live
@@ -230,18 +224,14 @@ def test_only_the_offsets_asked_for_are_read(cluster):
 @pytest.mark.parametrize("version", ["4.9.7", "5.3.2"])
 def test_store_times_become_offsets_with_room_for_clocks(version):
     skew = CLOCK_SKEW_MS // 1000
-    with EmbeddedCluster(version=version) as cluster:
-        cluster.create_topic("orders", queues=1)
-        for number in range(200):
-            cluster.send("orders", stored_at_ms=FIRST_MS + number * 1000)
-        low = where("GreaterThanOrEqual", "storeTimestamp", at(FIRST_MS + 150_000))
-        high = where("LessThan", "storeTimestamp", at(FIRST_MS + 160_000))
+    with stored_at([FIRST_MS + number * 1000 for number in range(200)], version=version) as cluster:
+        low = stored("GreaterThanOrEqual", 150_000)
+        high = stored("LessThan", 160_000)
         assert ranges(cluster, low) == {("orders", 0): (150 - skew, 200)}
         assert ranges(cluster, high) == {("orders", 0): (0, 160 + skew)}
         assert ranges(cluster, low, high) == {("orders", 0): (150 - skew, 160 + skew)}
-        assert ranges(cluster, where("LessThan", "storeTimestamp", at(-1))) == {}
-        assert ranges(cluster, where("LessThan", "storeTimestamp", at(FIRST_MS - 60_000))) == {}
-        assert ranges(cluster, where("GreaterThan", "storeTimestamp", at(FIRST_MS + 900_000))) == {}
+        nothing = stored("LessThan", -FIRST_MS - 1), stored("LessThan", -60_000), stored("GreaterThan", 900_000)
+        assert [ranges(cluster, each) for each in nothing] == [{}, {}, {}]
 
 
 @pytest.mark.live
@@ -298,7 +288,7 @@ def test_filters_only_narrow_what_the_options_choose(cluster):
     low, high = where("GreaterThanOrEqual", "queueOffset", 30), where("LessThan", "queueOffset", 53)
     assert ranges(cluster, low, high, **options) == {("orders", 0): (30, 53), ("orders", 1): (50, 53)}
     assert ranges(cluster, where("EqualTo", "queueId", 1), **options) == {("orders", 1): (50, 55)}
-    late = where("GreaterThan", "storeTimestamp", at(FIRST_MS + 110_000))
+    late = stored("GreaterThan", 110_000)
     assert ranges(cluster, late, **options) == {("orders", 0): (50, 60), ("orders", 1): (50, 55)}
 
 
@@ -316,18 +306,13 @@ def test_the_tasks_are_planned_for_what_is_left(cluster):
 def test_lost_messages_that_nobody_asks_for_are_no_loss(cluster):
     cluster.broker("broker-a").delete_before("orders", 0, 50)
     options = {"startingOffsets": '{"orders": {"broker-a": {"0": 0, "1": 0}}}'}
-    with pytest.raises(DataLoss):
-        ranges(cluster, **options)
-    with pytest.raises(DataLoss):
-        ranges(cluster, where("GreaterThanOrEqual", "queueOffset", 49), **options)
-    assert ranges(cluster, where("GreaterThanOrEqual", "queueOffset", 50), **options)["orders", 0] == (50, 100)
-    late = where("GreaterThan", "storeTimestamp", at(FIRST_MS + 150_000))
+    low, late = where("GreaterThanOrEqual", "queueOffset", 50), stored("GreaterThan", 150_000)
+    assert ranges(cluster, low, **options)["orders", 0] == (50, 100)
     assert ranges(cluster, late, **options)["orders", 0] == (70, 100)
-    with pytest.raises(DataLoss):  # who knows what was stored there
-        ranges(cluster, where("GreaterThan", "storeTimestamp", at(FIRST_MS + 90_000)), **options)
-    early = where("LessThan", "storeTimestamp", at(FIRST_MS + 1000))
-    with pytest.raises(DataLoss):
-        ranges(cluster, early, **options)
+    lower = where("GreaterThanOrEqual", "queueOffset", 49)
+    for asked in ([], [lower], [stored("GreaterThan", 90_000)], [stored("LessThan", 1000)]):
+        with pytest.raises(DataLoss):  # who knows what was stored there
+            ranges(cluster, *asked, **options)
 
 
 def test_an_end_beyond_all_matters_to_who_asks_for_it(cluster):
@@ -338,10 +323,7 @@ def test_an_end_beyond_all_matters_to_who_asks_for_it(cluster):
 
 
 def test_topics_are_named_as_in_rows():
-    with EmbeddedCluster() as cluster:
-        for topic in ("ns%orders", "ns%payments"):
-            cluster.create_topic(topic, queues=1)
-            cluster.send(topic, count=5)
+    with stored_at(range(5), ("ns%orders", "ns%payments")) as cluster:
         options = {"namespace": "ns", "subscribe": "orders,payments"}
         assert ranges(cluster, where("EqualTo", "topic", "orders"), **options) == {("ns%orders", 0): (0, 5)}
 
@@ -349,30 +331,36 @@ def test_topics_are_named_as_in_rows():
 # ---- nothing is missed
 
 
-@pytest.mark.parametrize("lie", [0, 10**6, -1])
-def test_a_place_is_believed_if_messages_show_it(cluster, lie):
+def at_offset(offset):
+    """Have a broker answer that a time is there."""
+
     def lying(command):
-        command.fields["offset"] = str(lie)
+        command.fields["offset"] = str(offset)
         return command
 
-    cluster.broker("broker-a").on(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, rewrite(lying), times=None)
-    both = {("orders", 0): (0, 100), ("orders", 1): (0, 100)}
-    assert ranges(cluster, where("GreaterThan", "storeTimestamp", at(FIRST_MS + 50_000))) == both
-    assert ranges(cluster, where("LessThan", "storeTimestamp", at(FIRST_MS + 50_000))) == both
+    return rewrite(lying)
+
+
+BOTH = {("orders", 0): (0, 100), ("orders", 1): (0, 100)}
+
+
+@pytest.mark.parametrize("lie", [0, 10**6, -1])
+def test_a_place_is_believed_if_messages_show_it(cluster, lie):
+    cluster.broker("broker-a").on(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, at_offset(lie), times=None)
+    for kind in ("GreaterThan", "LessThan"):
+        assert ranges(cluster, stored(kind, 50_000)) == BOTH
 
 
 @pytest.mark.parametrize("code", [RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, RequestCode.PULL_MESSAGE])
 @pytest.mark.parametrize("refusal", [answer(ResponseCode.NO_PERMISSION), answer(ResponseCode.SUCCESS)])
 def test_a_broker_that_does_not_tell_a_time_is_read_whole(cluster, code, refusal):
     cluster.broker("broker-a").on(code, refusal, times=None)
-    asked = where("GreaterThan", "storeTimestamp", at(FIRST_MS + 90_000))
-    assert ranges(cluster, asked) == {("orders", 0): (0, 100), ("orders", 1): (0, 100)}
+    assert ranges(cluster, stored("GreaterThan", 90_000)) == BOTH
 
 
 def test_a_broker_that_is_busy_is_asked_again(cluster):
     cluster.broker("broker-a").on(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, answer(ResponseCode.SYSTEM_BUSY))
-    asked = where("GreaterThan", "storeTimestamp", at(FIRST_MS + 90_000))
-    assert ranges(cluster, asked)["orders", 0] == (40, 100)
+    assert ranges(cluster, stored("GreaterThan", 90_000))["orders", 0] == (40, 100)
 
 
 def test_busy_answers_to_every_other_call_cost_one_more_try_each(cluster):
@@ -381,9 +369,7 @@ def test_busy_answers_to_every_other_call_cost_one_more_try_each(cluster):
         cluster.broker("broker-a").on(
             code, lambda exchange: busy(exchange) if next(turns) else exchange.handle(exchange.answer), times=None
         )
-    low = where("GreaterThanOrEqual", "storeTimestamp", at(FIRST_MS + 90_000))
-    high = where("LessThan", "storeTimestamp", at(FIRST_MS + 100_000))
-    asked = low, high, where("EqualTo", "queueId", 0)
+    asked = stored("GreaterThanOrEqual", 90_000), stored("LessThan", 100_000), where("EqualTo", "queueId", 0)
     assert ranges(cluster, *asked, retries=1) == {("orders", 0): (40, 55)}
 
 
@@ -408,19 +394,10 @@ def test_clocks_may_differ_by_just_what_there_is_room_for(kind):
     wanted_ms = FIRST_MS + 100_000
     after_ms = (-60_000, 0, -1, -CLOCK_SKEW_MS, -CLOCK_SKEW_MS // 2, 60_000, 61_000)
     times_ms = [wanted_ms + each for each in after_ms]
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic("orders", queues=1)
-        for each in times_ms:
-            cluster.send("orders", stored_at_ms=each)
+    with stored_at(times_ms) as cluster:
 
         def search(exchange):
-            place = search_of_java(times_ms, int(exchange.request.fields["timestamp"]))
-
-            def found(command):
-                command.fields["offset"] = str(place)
-                return command
-
-            rewrite(found)(exchange)
+            at_offset(search_of_java(times_ms, int(exchange.request.fields["timestamp"])))(exchange)
 
         cluster.broker("broker-a").on(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, search, times=None)
         found = {offset for _, offset in read(cluster, where(kind, "storeTimestamp", at(wanted_ms)))}
@@ -434,11 +411,9 @@ def test_clocks_may_differ_by_just_what_there_is_room_for(kind):
     [(3600, "LessThan", 1000), (3600, "LessThan", 60), (-86_400, "GreaterThan", -3600), (-86_400, "GreaterThan", 40)],
 )
 def test_one_message_of_a_wrong_clock_hides_no_others(version, odd_by_s, kind, limit_s):
-    with EmbeddedCluster(version=version) as cluster:
-        cluster.create_topic("orders", queues=1)
-        for number in range(101):
-            cluster.send("orders", stored_at_ms=FIRST_MS + (number + (odd_by_s if number == 50 else 0)) * 1000)
-        found = {offset for _, offset in read(cluster, where(kind, "storeTimestamp", at(FIRST_MS + limit_s * 1000)))}
+    times_s = [number + (odd_by_s if number == 50 else 0) for number in range(101)]
+    with stored_at([FIRST_MS + each * 1000 for each in times_s], version=version) as cluster:
+        found = {offset for _, offset in read(cluster, stored(kind, limit_s * 1000))}
         right = set(range(101)) - {50}
         assert found >= {each for each in right if (each < limit_s if kind == "LessThan" else each > limit_s)}
 

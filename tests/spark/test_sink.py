@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 import re
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,7 +14,6 @@ import pyarrow as pa
 import pytest
 
 from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
-from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.options import ClientOptions, SinkOptions
 from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
 from pyrocket_consumer.spark.sink import (
@@ -28,6 +27,7 @@ from pyrocket_consumer.spark.sink import (
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, close_connection, delay, handle_and_close, rewrite
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.for_each import for_each
+from tests.spark.asking import everywhere
 from tests.spark.writing import Sink, batches, columns
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -36,6 +36,7 @@ MARKS = {"spark_query_id", "spark_batch_id", "spark_partition", "spark_row"}
 CLUSTER = {"brokers": 2, "delay_scale": 0.01, "auto_create_topics": False}
 ORDERS = {"queues": 2, "count": 0}
 
+PINNED = "body string, brokerName string, queueId int"
 EVERYTHING = (
     "topic string, body binary, tags string, keys string, delayLevel int, deliverAt timestamp, "
     "properties map<string,string>, flag int"
@@ -48,18 +49,13 @@ READ = (
 
 
 @pytest.fixture
-def topic(embedded: EmbeddedCluster) -> str:
-    return "orders"
-
-
-@pytest.fixture
 def sinks(embedded: EmbeddedCluster) -> Iterator[Any]:
-    """`sinks(**options)` makes a sink; its producer, kept for later tasks, is closed at the end."""
+    """`sinks(**options)` makes a sink of `orders`; its producer, kept for later tasks, is closed at the end."""
     made: list[Sink] = []
 
     def make(**options: Any) -> Sink:
         client = options.pop("client", None) or ClientOptions(name_server=embedded.name_server)
-        made.append(Sink(SinkOptions(client=client, **{"send_timeout_s": 20.0, **options})))
+        made.append(Sink(SinkOptions(client=client, **{"topic": "orders", "send_timeout_s": 20.0, **options})))
         return made[-1]
 
     yield make
@@ -73,258 +69,263 @@ def own(message: Any) -> dict[str, str]:
     return {name: value for name, value in message.properties.items() if name not in kept}
 
 
+def keys(message: Any) -> list[str]:
+    return list(message.keys)
+
+
 KINDS = [batch_writer, StreamRowWriter, *([StreamArrowWriter] if DataSourceStreamArrowWriter else [])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_becomes_a_message_with_all_it_says(embedded, topic, sinks, kind):
-    row = (topic, b"\x00body", "paid", "o-1  o-2", 0, None, {"region": "eu", "empty": "", "WAIT": "x"}, 7)
-    assert sinks().write(EVERYTHING, row, kind=kind) == 1
-    (message,) = embedded.messages(topic)
+def test_a_row_becomes_a_message_with_all_it_says(embedded, sinks, kind):
+    row = ("orders", b"\x00body", "paid", "o-1  o-2", 0, None, {"region": "eu", "empty": "", "WAIT": "x"}, 7)
+    assert sinks(topic=None).write(EVERYTHING, row, kind=kind) == 1
+    (message,) = embedded.messages("orders")
     assert (message.body, message.tags, message.flag) == (b"\x00body", "paid", 7)
     assert list(message.keys) == ["o-1", "o-2"]
     assert own(message) == {"region": "eu"}
 
 
+def queue(message: Any) -> tuple[str, int]:
+    return message.queue.broker_name, message.queue.queue_id
+
+
+GIVEN = {"a": None, "b": "", "c": "1", "__RMQ.TRANSIENT.x": "y", "UNIQ_KEY": "old", "DELAY": "18", "x.y": "z"}
+QUEUES = [(f"broker-{'ab'[n % 2]}", n // 2 % 2) for n in range(8)]
+
+
 @for_each("kind", KINDS)
-@for_each("schema, value", [("body string", "grün"), ("body binary", "grün".encode())], ids=["string", "binary"])
-def test_a_body_is_text_or_bytes(embedded, topic, sinks, kind, schema, value):
-    assert sinks(topic=topic).write(schema, (value,), kind=kind) == 1
-    assert {message.body for message in embedded.messages(topic)} == {"grün".encode()}
+@for_each(
+    "more, rows, look, seen",
+    [
+        ("", [("grün",)], lambda message: message.body, ["grün".encode()]),
+        ("keys array<string>", [("x", ["a", "b"]), ("y", None), ("z", [])], keys, [["a", "b"], [], []]),
+        ("properties map<string,string>", [("x", GIVEN), ("y", None)], own, [{"c": "1", "x.y": "z"}, {}]),
+        ("brokerName string, queueId int", [(f"{n}", *QUEUES[n]) for n in range(8)], queue, QUEUES),
+        ("brokerName string, queueId long", [(f"{n}", *QUEUES[n]) for n in range(8)], queue, QUEUES),
+        ("brokerName string, queueId int, shardingKey string", [("x", "broker-a", 1, "")], queue, [("broker-a", 1)]),
+    ],
+)
+@for_each("binary", [False, True])
+def test_what_columns_make_of_a_message(embedded, names, sinks, kind, more, rows, look, seen, binary):
+    topic, schema = names.topic(), f"body {'binary' if binary else 'string'}{', ' * bool(more)}{more}"
+    embedded.create_topic(topic, queues=2)
+    given = [(row[0].encode() if binary else row[0], *row[1:]) for row in rows]
+    assert sinks(topic=topic).write(schema, *given, kind=kind) == len(rows)
+    found = {message.body: look(message) for message in embedded.messages(topic)}
+    assert found == {row[0].encode(): each for row, each in zip(rows, seen, strict=True)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_may_be_an_array(embedded, topic, sinks, kind):
-    sinks(topic=topic).write("body string, keys array<string>", ("x", ["a", "b"]), ("y", None), ("z", []), kind=kind)
-    assert {m.body: list(m.keys) for m in embedded.messages(topic)} == {b"x": ["a", "b"], b"y": [], b"z": []}
+def test_a_pinned_row_goes_to_its_queue_and_others_anywhere(embedded, sinks, kind):
+    rows = [("x", "broker-b", 1)] * 3 + [("y", None, None)]
+    sinks().write(PINNED, *rows, kind=kind)
+    assert [m.body for m in embedded.broker("broker-b").messages("orders", 1)].count(b"x") == 3
 
 
-def test_the_topic_option_wins_over_the_column(embedded, topic, sinks):
-    sinks(topic=topic).write("body string, topic string", ("x", "elsewhere"), ("y", None))
-    assert len(embedded.messages(topic)) == 2
+def test_the_topic_option_wins_over_the_column(embedded, sinks):
+    sinks().write("body string, topic string", ("x", "elsewhere"), ("y", None))
+    assert len(embedded.messages("orders")) == 2
 
 
 def test_rows_of_several_topics(embedded, sinks):
     topics = ["first", "second"]
     for name in topics:
         embedded.create_topic(name)
-    sinks().write("body string, topic string", *[(f"{n}", topics[n % 2]) for n in range(10)])
+    sinks(topic=None).write("body string, topic string", *[(f"{n}", topics[n % 2]) for n in range(10)])
     assert [len(embedded.messages(name)) for name in topics] == [5, 5]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pinned_row_goes_to_its_queue(embedded, topic, sinks, kind):
-    rows = [("x", "broker-b", 1)] * 3 + [("y", None, None)]
-    sinks(topic=topic).write("body string, brokerName string, queueId int", *rows, kind=kind)
-    assert [m.body for m in embedded.broker("broker-b").messages(topic, 1)].count(b"x") == 3
-
-
-def test_rows_with_one_sharding_key_are_in_one_queue_in_order(embedded, topic, sinks):
+def test_rows_with_one_sharding_key_are_in_one_queue_in_order(embedded, sinks):
     rows = [(f"{key}-{number}", key) for number in range(50) for key in "abc"]
-    sinks(topic=topic, max_in_flight=16).write("body string, shardingKey string", *rows)
+    sinks(max_in_flight=16).write("body string, shardingKey string", *rows)
     for key in "abc":
-        found = [m for m in embedded.messages(topic) if m.body.startswith(key.encode())]
+        found = [m for m in embedded.messages("orders") if m.body.startswith(key.encode())]
         assert [m.body for m in found] == [f"{key}-{number}".encode() for number in range(50)]
         assert len({m.queue for m in found}) == 1
 
 
-def test_a_row_may_wait_at_the_broker(embedded, topic, sinks):
+def test_a_row_may_wait_at_the_broker(embedded, sinks):
     at = datetime.fromtimestamp(time.time() + 0.3, UTC)
-    sinks(topic=topic).write("body string, delayLevel int, deliverAt timestamp", ("a", 1, None), ("b", None, at))
-    assert embedded.wait_until(lambda: len(embedded.messages(topic)) == 2, 30)
-    (timed,) = [m for m in embedded.messages(topic) if m.body == b"b"]
+    sinks().write("body string, delayLevel int, deliverAt timestamp", ("a", 1, None), ("b", None, at))
+    assert embedded.wait_until(lambda: len(embedded.messages("orders")) == 2, 30)
+    (timed,) = [m for m in embedded.messages("orders") if m.body == b"b"]
     assert abs(timed.stored_at_ms - at.timestamp() * 1000) < 10_000
 
 
-def test_the_time_of_a_row_is_local_where_spark_hands_it_over_so(embedded, topic, sinks):
+def test_the_time_of_a_row_is_local_where_spark_hands_it_over_so(embedded, sinks):
     """PySpark makes rows with local times without a zone."""
     at = datetime.fromtimestamp(time.time() + 0.3)
-    sinks(topic=topic).write("body string, deliverAt timestamp", ("b", at), kind=StreamRowWriter)
-    assert embedded.wait_until(lambda: len(embedded.messages(topic)) == 1, 30)
+    sinks().write("body string, deliverAt timestamp", ("b", at), kind=StreamRowWriter)
+    assert embedded.wait_until(lambda: len(embedded.messages("orders")) == 1, 30)
 
 
-def test_a_frame_that_was_read_can_be_written(embedded, topic, sinks):
-    embedded.send(topic, b"x", tags="t", keys=["k1", "k2"], properties={"a": "b"}, queue_id=1)
-    (read,) = embedded.messages(topic)
-    copy = "copies"
-    embedded.create_topic(copy, queues=2)
+def test_a_frame_that_was_read_can_be_written(embedded, sinks):
+    embedded.send("orders", b"x", tags="t", keys=["k1", "k2"], properties={"a": "b"}, queue_id=1)
+    (read,) = embedded.messages("orders")
+    embedded.create_topic("copies", queues=2)
     now = datetime.fromtimestamp(time.time(), UTC)
     row = (
-        topic, read.queue.broker_name, read.queue.queue_id, read.queue_offset, read.message_id, read.tags,
+        "orders", read.queue.broker_name, read.queue.queue_id, read.queue_offset, read.message_id, read.tags,
         " ".join(read.keys), read.body, dict(read.properties), 0, 0, 0, now, now, "h", "h",
     )  # fmt: skip
-    sinks(topic=copy).write(READ, row)
-    (written,) = embedded.messages(copy)
+    sinks(topic="copies").write(READ, row)
+    (written,) = embedded.messages("copies")
     assert (written.body, written.tags, list(written.keys), own(written)) == (b"x", "t", ["k1", "k2"], {"a": "b"})
-    assert (written.queue.broker_name, written.queue.queue_id) == (read.queue.broker_name, 1)
+    assert queue(written) == (read.queue.broker_name, 1)
     assert written.message_id != read.message_id
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_properties_without_a_value_or_of_rocketmq_are_left_out(embedded, topic, sinks, kind):
-    given = {"a": None, "b": "", "c": "1", "__RMQ.TRANSIENT.x": "y", "UNIQ_KEY": "old", "DELAY": "18", "x.y": "z"}
-    rows = [("x", given), ("y", None)]
-    sinks(topic=topic).write("body string, properties map<string,string>", *rows, kind=kind)
-    assert {m.body: own(m) for m in embedded.messages(topic)} == {b"x": {"c": "1", "x.y": "z"}, b"y": {}}
-
-
-def test_what_is_left_out_is_told_once(embedded, topic, sinks, caplog):
+def test_what_is_left_out_is_told_once(embedded, sinks, caplog):
     given = {"__RMQ.TRANSIENT.a": "1", "__RMQ.TRANSIENT.b": "1", "POP_CK": "2", "own": "3"}
-    sink = sinks(topic=topic)
+    sink = sinks()
     for _ in range(3):
         sink.write("body string, properties map<string,string>", *[("x", given)] * 50)
-    told = [record.getMessage() for record in caplog.records if "POP_CK" in record.getMessage()]
-    assert len(told) == 1
-    assert "__RMQ.TRANSIENT." in told[0]
-    assert "own" not in told[0].split()
+    (told,) = [record.getMessage() for record in caplog.records if "POP_CK" in record.getMessage()]
+    assert "__RMQ.TRANSIENT." in told
+    assert "own" not in told.split()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_sharding_key_is_none(embedded, topic, sinks, kind):
-    sinks(topic=topic).write("body string, shardingKey string", *[("x", "")] * 8, ("y", None), kind=kind)
-    found = embedded.messages(topic)
+def test_an_empty_sharding_key_is_none(embedded, sinks, kind):
+    sinks().write("body string, shardingKey string", *[("x", "")] * 8, ("y", None), kind=kind)
+    found = embedded.messages("orders")
     assert len({message.queue for message in found if message.body == b"x"}) == 4
     assert not [message for message in found if "__SHARDINGKEY" in message.properties]
-
-
-def test_a_queue_wins_where_the_sharding_key_is_empty(embedded, topic, sinks):
-    schema = "body string, brokerName string, queueId int, shardingKey string"
-    sinks(topic=topic).write(schema, ("x", "broker-a", 1, ""))
-    assert [m.body for m in embedded.broker("broker-a").messages(topic, 1)] == [b"x"]
 
 
 # --- marks of duplicates
 
 
-def test_every_message_tells_which_row_it_was(embedded, topic, sinks):
-    sinks(topic=topic).write("body string", *[(f"{n}",) for n in range(3000)])
-    found = embedded.messages(topic)
+def test_every_message_tells_which_row_it_was(embedded, sinks):
+    sinks().write("body string", *[(f"{n}",) for n in range(3000)])
+    found = embedded.messages("orders")
     assert {m.properties["spark_row"]: m.body.decode() for m in found} == {str(n): str(n) for n in range(3000)}
     assert {(m.properties["spark_batch_id"], m.properties["spark_partition"]) for m in found} == {("0", "0")}
     assert len({m.properties["spark_query_id"] for m in found}) == 1
 
 
-def test_a_task_that_runs_again_gives_the_same_marks(embedded, topic, sinks):
-    schema, sink = columns("body string"), sinks(topic=topic)
+def test_a_task_that_runs_again_gives_the_same_marks(embedded, sinks):
+    schema, sink = columns("body string"), sinks()
     writer = batch_writer(schema, sink.options)
     for task in (writer, pickle.loads(pickle.dumps(writer)), batch_writer(schema, sink.options)):
         task.write(iter(batches(schema, [("x",)])))
-    marks = [m.properties["spark_query_id"] for m in embedded.messages(topic)]
+    marks = [m.properties["spark_query_id"] for m in embedded.messages("orders")]
     assert len(marks) == 3 and len(set(marks)) == 2
 
 
-def test_marks_can_be_left_out(embedded, topic, sinks):
-    sinks(topic=topic, dedup_properties=False).write("body string", ("x",))
-    (message,) = embedded.messages(topic)
+def test_marks_can_be_left_out(embedded, sinks):
+    sinks(dedup_properties=False).write("body string", ("x",))
+    (message,) = embedded.messages("orders")
     assert not MARKS & set(message.properties)
 
 
 # --- acknowledgement
 
 
-def test_a_task_ends_only_when_every_send_was_acknowledged(embedded, topic, sinks):
+@pytest.fixture
+def gates(embedded: EmbeddedCluster) -> Iterator[list[Gate]]:
+    """Hold the sends to each broker; those that come at the same time wait together."""
     gates = [Gate(answers=True), Gate(answers=True)]
     for broker, gate in zip(embedded.brokers, gates, strict=True):
         broker.on(SEND, gate, times=None)
-    sink, done = sinks(topic=topic), threading.Event()
-    task = threading.Thread(target=lambda: (sink.write("body string", *[("x",)] * 8), done.set()))
-    task.start()
-    for gate in gates:
-        gate.wait_held(4, 30)
-    assert len(embedded.messages(topic)) == 8
-    gates[0].open()
-    assert not done.wait(0.2)
-    gates[1].open()
-    assert done.wait(30)
-    task.join()
-
-
-def test_no_more_than_max_in_flight_are_unacknowledged(embedded, topic, sinks):
-    gates = [Gate(), Gate()]
-    for broker, gate in zip(embedded.brokers, gates, strict=True):
-        broker.on(SEND, gate, times=None)
-    sink = sinks(topic=topic, max_in_flight=4)
-    task = threading.Thread(target=lambda: sink.write("body string", *[("x",)] * 20))
-    task.start()
-    for gate in gates:
-        gate.wait_held(2, 30)
-    assert not threading.Event().wait(0.2)  # time in which a fifth would come
-    assert sum(len(gate.wait_held(2)) for gate in gates) == 4
+    yield gates
     for gate in gates:
         gate.open()
-    task.join(30)
-    assert len(embedded.messages(topic)) == 20
 
 
-def test_no_row_in_order_passes_one_that_failed(embedded, topic, sinks):
-    for broker in embedded.brokers:
-        broker.on(SEND, answer(13, "no such message"), when=lambda command: command.body == b"3")
+def test_a_task_ends_only_when_every_send_was_acknowledged(embedded, sinks, gates):
+    sink = sinks()
+    with ThreadPoolExecutor() as pool:
+        task = pool.submit(sink.write, "body string", *[("x",)] * 8)
+        for gate in gates:
+            gate.wait_held(4, 30)
+        assert len(embedded.messages("orders")) == 8
+        gates[0].open()
+        time.sleep(0.2)
+        assert not task.done()
+        gates[1].open()
+        assert task.result(30) == 8
+
+
+def test_no_more_than_max_in_flight_are_unacknowledged(embedded, sinks, gates):
+    sink = sinks(max_in_flight=4)
+    with ThreadPoolExecutor() as pool:
+        task = pool.submit(sink.write, "body string", *[("x",)] * 20)
+        for gate in gates:
+            gate.wait_held(2, 30)
+        time.sleep(0.2)  # in which a fifth would come
+        assert sum(len(gate.wait_held(2)) for gate in gates) == 4
+        for gate in gates:
+            gate.open()
+        assert task.result(30) == 20
+    assert len(embedded.messages("orders")) == 20
+
+
+def test_no_row_in_order_passes_one_that_failed(embedded, sinks):
+    everywhere(embedded, SEND, answer(13, "no such message"), when=lambda command: command.body == b"3")
     with pytest.raises(RocketError, match=r"row 3 of partition 0.*no such message"):
-        sinks(topic=topic).write("body string, shardingKey string", *[(str(n), "k") for n in range(10)])
-    assert [m.body for m in embedded.messages(topic)] == [b"0", b"1", b"2"]
+        sinks().write("body string, shardingKey string", *[(str(n), "k") for n in range(10)])
+    assert [m.body for m in embedded.messages("orders")] == [b"0", b"1", b"2"]
 
 
-def test_each_row_in_order_has_the_whole_timeout(embedded, topic, sinks):
+def test_each_row_in_order_has_the_whole_timeout(embedded, sinks):
     """Together they take longer than the timeout of one."""
-    for broker in embedded.brokers:
-        broker.on(SEND, delay(0.25), times=None)
+    everywhere(embedded, SEND, delay(0.25), times=None)
     rows = [(str(n), "k") for n in range(10)]
-    assert sinks(topic=topic, send_timeout_s=2.0).write("body string, shardingKey string", *rows) == 10
+    assert sinks(send_timeout_s=2.0).write("body string, shardingKey string", *rows) == 10
 
 
 # --- failures
 
 
-def test_another_broker_takes_what_one_refuses(embedded, topic, sinks):
+def test_another_broker_takes_what_one_refuses(embedded, sinks):
     embedded.broker("broker-a").on(SEND, answer(14, "not now"), times=None)
-    assert sinks(topic=topic).write("body string", *[("x",)] * 10) == 10
-    assert len(embedded.broker("broker-b").messages(topic)) == 10
+    assert sinks().write("body string", *[("x",)] * 10) == 10
+    assert len(embedded.broker("broker-b").messages("orders")) == 10
 
 
-def test_after_all_retries_the_task_fails_naming_the_row(embedded, topic, sinks):
+def test_after_all_retries_the_task_fails_naming_the_row(embedded, sinks):
     """Each time the row may have been stored, so time is not all that counts."""
-    for broker in embedded.brokers:
-        broker.on(SEND, close_connection, times=None)
-    with pytest.raises(RocketError, match=rf"row 0 of partition 0.*{topic}.*lost"):
-        sinks(topic=topic, send_retries=1).write("body string", ("x",))
+    everywhere(embedded, SEND, close_connection, times=None)
+    with pytest.raises(RocketError, match="row 0 of partition 0.*orders.*lost"):
+        sinks(send_retries=1).write("body string", ("x",))
     assert sum(len(broker.requests(SEND)) for broker in embedded.brokers) == 2
 
 
-@pytest.mark.parametrize(
+IN_ORDER = pytest.mark.parametrize(
     ("schema", "rest"), [("brokerName string, queueId int", ("broker-a", 0)), ("shardingKey string", ("k",))]
 )
-def test_rows_in_order_are_tried_again_on_their_queue(embedded, topic, sinks, schema, rest):
+
+
+@IN_ORDER
+def test_rows_in_order_are_tried_again_on_their_queue(embedded, sinks, schema, rest):
     rows = [(str(number), *rest) for number in range(10)]
-    sinks(topic=topic).write(f"body string, {schema}", *rows)
-    (queue,) = {message.queue for message in embedded.messages(topic)}
+    sinks().write(f"body string, {schema}", *rows)
+    (queue,) = {message.queue for message in embedded.messages("orders")}
     broker = embedded.broker(queue.broker_name)
     broker.on(SEND, answer(2, "busy"), times=5)
-    sinks(topic=topic).write(f"body string, {schema}", *rows)
-    assert [message.body for message in embedded.messages(topic)] == [row[0].encode() for row in rows * 2]
-    assert {message.queue for message in embedded.messages(topic)} == {queue}
+    sinks().write(f"body string, {schema}", *rows)
+    assert [message.body for message in embedded.messages("orders")] == [row[0].encode() for row in rows * 2]
+    assert {message.queue for message in embedded.messages("orders")} == {queue}
 
 
-@pytest.mark.parametrize(
-    ("schema", "rest"), [("brokerName string, queueId int", ("broker-a", 0)), ("shardingKey string", ("k",))]
-)
-def test_what_may_be_stored_is_tried_as_often_as_may_be(embedded, topic, sinks, schema, rest):
-    for broker in embedded.brokers:
-        broker.on(SEND, answer(1, "odd"), times=None)
+@IN_ORDER
+def test_what_may_be_stored_is_tried_as_often_as_may_be(embedded, sinks, schema, rest):
+    everywhere(embedded, SEND, answer(1, "odd"), times=None)
     with pytest.raises(RocketError, match=r"row 0 of partition 0.*odd \(3 times\)"):
-        sinks(topic=topic, send_retries=2).write(f"body string, {schema}", ("x", *rest))
+        sinks(send_retries=2).write(f"body string, {schema}", ("x", *rest))
     assert sorted(len(broker.requests(SEND)) for broker in embedded.brokers) == [0, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_may_be_there_twice_is_told(embedded, topic, sinks, caplog, kind):
-    for broker in embedded.brokers:
-        broker.on(SEND, handle_and_close, when=lambda command: command.body in (b"3", b"8"), times=1)
+def test_what_may_be_there_twice_is_told(embedded, sinks, caplog, kind):
+    everywhere(embedded, SEND, handle_and_close, when=lambda command: command.body in (b"3", b"8"), times=1)
     rows = [(str(number), "k") for number in range(10)]
-    assert sinks(topic=topic).write("body string, shardingKey string", *rows, kind=kind) == 10
-    bodies = [message.body for message in embedded.messages(topic)]
-    twice = [body for body in dict.fromkeys(bodies) if bodies.count(body) == 2]
-    assert twice == [b"3"]
-    marks = [message.properties["spark_row"] for message in embedded.messages(topic) if message.body == b"3"]
+    assert sinks().write("body string, shardingKey string", *rows, kind=kind) == 10
+    bodies = [message.body for message in embedded.messages("orders")]
+    assert [body for body in dict.fromkeys(bodies) if bodies.count(body) == 2] == [b"3"]
+    marks = [message.properties["spark_row"] for message in embedded.messages("orders") if message.body == b"3"]
     assert marks == ["3", "3"]
     (told,) = [record.getMessage() for record in caplog.records if "there may be copies" in record.getMessage()]
     assert "rows=1 " in told
@@ -335,25 +336,18 @@ def degraded(command):
     return command
 
 
-def test_degraded_answers_fail_the_task(embedded, topic, sinks):
-    for broker in embedded.brokers:
-        broker.on(SEND, rewrite(degraded), times=None)
+def test_degraded_answers_count_only_where_they_are_accepted(embedded, sinks):
+    everywhere(embedded, SEND, rewrite(degraded), times=None)
     with pytest.raises(RocketError, match=r"row 0 of partition 0.*FLUSH_SLAVE_TIMEOUT"):
-        sinks(topic=topic, send_retries=1).write("body string", ("x",))
-    assert len(embedded.messages(topic)) == 2
+        sinks(send_retries=1).write("body string", ("x",))
+    assert len(embedded.messages("orders")) == 2
+    assert sinks(accept_degraded=True).write("body string", ("x",)) == 1
+    assert len(embedded.messages("orders")) == 3
 
 
-def test_degraded_answers_count_where_they_are_accepted(embedded, topic, sinks):
-    for broker in embedded.brokers:
-        broker.on(SEND, rewrite(degraded), times=None)
-    assert sinks(topic=topic, accept_degraded=True).write("body string", ("x",)) == 1
-    assert len(embedded.messages(topic)) == 1
-
-
-def test_after_a_failed_task_the_next_one_starts_afresh(embedded, topic, sinks):
-    sink = sinks(topic=topic, send_retries=0)
-    for broker in embedded.brokers:
-        broker.on(SEND, close_connection, times=None)
+def test_after_a_failed_task_the_next_one_starts_afresh(embedded, sinks):
+    sink = sinks(send_retries=0)
+    everywhere(embedded, SEND, close_connection, times=None)
     with pytest.raises(RocketError):
         sink.write("body string", ("x",))
     for broker in embedded.brokers:
@@ -361,46 +355,38 @@ def test_after_a_failed_task_the_next_one_starts_afresh(embedded, topic, sinks):
     assert sink.write("body string", ("y",)) == 1
 
 
-def test_a_task_keeps_its_connections_for_the_next(embedded, topic, sinks):
-    sink = sinks(topic=topic)
+def test_a_task_keeps_its_connections_for_the_next(embedded, sinks):
+    sink = sinks()
     sink.write("body string", *[("x",)] * 4)
     before = {each for broker in embedded.brokers for each in broker.connections}
     sink.write("body string", *[("x",)] * 4)
     assert {each for broker in embedded.brokers for each in broker.connections} <= before
 
 
-def test_without_rows_nothing_is_connected(sinks):
-    nowhere = ClientOptions(name_server="127.0.0.1:1")
+NOWHERE = ClientOptions(name_server="127.0.0.1:1", retries=1)
+
+
+def test_only_rows_need_a_name_server(sinks):
     for kind in (batch_writer, stream_writer):
-        assert sinks(client=nowhere, topic="t").write("body string", kind=kind) == 0
-
-
-def test_without_a_name_server_a_task_fails(sinks):
-    nowhere = ClientOptions(name_server="127.0.0.1:1", retries=1)
+        assert sinks(client=NOWHERE).write("body string", kind=kind) == 0
     with pytest.raises(ConnectError, match="127.0.0.1:1"):
-        sinks(client=nowhere, topic="t").write("body string", ("x",))
-
-
-def test_a_topic_that_does_not_exist_is_named(embedded, sinks):
-    with pytest.raises(RocketError, match="row 0 of partition 0.*no-such-topic.*autoCreateTopic=true"):
-        sinks(topic="no-such-topic", send_timeout_s=0.5).write("body string", ("x",))
+        sinks(client=NOWHERE).write("body string", ("x",))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_topic_is_made_on_demand_where_that_is_wanted(kind):
     with EmbeddedCluster(auto_create_topics=True) as cluster:
-        topic = "new"
         sink = Sink(SinkOptions(client=ClientOptions(name_server=cluster.name_server), auto_create_topic=True))
         schema = "body string, topic string, shardingKey string"
-        assert sink.write(schema, ("x", topic, "k"), ("y", topic, "k"), kind=kind) == 2
+        assert sink.write(schema, ("x", "new", "k"), ("y", "new", "k"), kind=kind) == 2
         sink.close()
-        assert [message.body for message in cluster.messages(topic)] == [b"x", b"y"]
+        assert [message.body for message in cluster.messages("new")] == [b"x", b"y"]
 
 
-def test_a_body_may_be_larger_where_that_is_wanted(embedded, topic, sinks):
+def test_a_body_may_be_larger_where_that_is_wanted(embedded, sinks):
     with pytest.raises(ConfigError, match="row 0 of partition 0: body of 5000000 bytes is more than maxMessageBytes"):
-        sinks(topic=topic).write("body binary", (bytes(5_000_000),))
-    assert sinks(topic=topic, max_message_bytes=6_000_000).write("body binary", (bytes(5_000_000),)) == 1
+        sinks().write("body binary", (bytes(5_000_000),))
+    assert sinks(max_message_bytes=6_000_000).write("body binary", (bytes(5_000_000),)) == 1
 
 
 @for_each(
@@ -409,14 +395,10 @@ def test_a_body_may_be_larger_where_that_is_wanted(embedded, topic, sinks):
         ("body string", (None,), "body is null"),
         ("body binary", (None,), "body is null"),
         ("body string", ("",), "body is empty"),
-        ("body string, brokerName string, queueId int", ("x", "broker-a", None), "give both"),
-        ("body string, brokerName string, queueId int", ("x", None, 1), "give both"),
-        (
-            "body string, brokerName string, queueId int, shardingKey string",
-            ("x", "broker-a", 1, "k"),
-            "brokerName with queueId, and shardingKey='k'",
-        ),
-        ("body string, brokerName string, queueId int", ("x", "broker-z", 1), "not a queue that can be written"),
+        (PINNED, ("x", "broker-a", None), "give both"),
+        (PINNED, ("x", None, 1), "give both"),
+        (f"{PINNED}, shardingKey string", ("x", "broker-a", 1, "k"), "brokerName with queueId, and shardingKey='k'"),
+        (PINNED, ("x", "broker-z", 1), "not a queue that can be written"),
         ("body string, shardingKey string", ("x", "a\x01b"), "shardingKey holds"),
         ("body string, delayLevel int", ("x", 19), "delayLevel=19"),
         ("body string, delayLevel int, deliverAt timestamp", ("x", 1, datetime.now(UTC)), "delayLevel and deliverAt"),
@@ -427,15 +409,15 @@ def test_a_body_may_be_larger_where_that_is_wanted(embedded, topic, sinks):
     ],
 )
 @for_each("kind", [batch_writer, StreamRowWriter])
-def test_a_row_that_cannot_be_a_message_is_named(embedded, topic, sinks, kind, schema, row, reason):
+def test_a_row_that_cannot_be_a_message_is_named(embedded, sinks, kind, schema, row, reason):
     good = ("good", *[None] * (len(row) - 1))
     with pytest.raises(RocketError, match=rf"row 2 of partition 0: .*{reason}"):
-        sinks(topic=topic, send_timeout_s=3.0).write(schema, good, good, row, kind=kind)
+        sinks(send_timeout_s=3.0).write(schema, good, good, row, kind=kind)
 
 
-def test_a_null_topic_is_named(embedded, topic, sinks):
+def test_a_null_topic_is_named(embedded, sinks):
     with pytest.raises(ConfigError, match="row 1 of partition 0: topic is null"):
-        sinks().write("body string, topic string", ("x", topic), ("x", None))
+        sinks(topic=None).write("body string, topic string", ("x", "orders"), ("x", None))
 
 
 NOT_TEXT = b"\xff-"  # Spark's text may be any bytes: CAST(X'ff2d' AS STRING)
@@ -445,6 +427,9 @@ def text(*values: bytes) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(values), pa.array(values, pa.binary()).buffers())
 
 
+PROPERTIES = pa.MapArray.from_arrays([0, 0, 1], text(b"name"), text(NOT_TEXT))
+
+
 @for_each(
     "schema, column, reason",
     [
@@ -452,36 +437,29 @@ def text(*values: bytes) -> pa.Array:
         ("shardingKey string", text(b"-", NOT_TEXT), "column 'shardingKey' is not text"),
         ("keys string", text(b"-", NOT_TEXT), "column 'keys' is not text"),
         ("keys array<string>", pa.ListArray.from_arrays([0, 0, 1], text(NOT_TEXT)), "column 'keys' is not text"),
-        (
-            "properties map<string,string>",
-            pa.MapArray.from_arrays([0, 0, 1], text(b"name"), text(NOT_TEXT)),
-            "column 'properties' is not text",
-        ),
+        ("properties map<string,string>", PROPERTIES, "column 'properties' is not text"),
         ("deliverAt timestamp", pa.array([0, 2**58], pa.timestamp("us", "UTC")), "column 'deliverAt' is not a time"),
         ("deliverAt timestamp", pa.array([0, -(2**58)], pa.timestamp("us", "UTC")), "column 'deliverAt' is not a time"),
     ],
 )
-def test_a_value_that_python_cannot_hold_is_named(topic, sinks, schema, column, reason):
-    writer = batch_writer(columns(f"body string, {schema}"), sinks(topic=topic).options)
+def test_a_value_that_python_cannot_hold_is_named(sinks, schema, column, reason):
+    writer = batch_writer(columns(f"body string, {schema}"), sinks().options)
     names = ["body", schema.split()[0]]
-    first, second = (
-        pa.RecordBatch.from_arrays([pa.array(["x"] * len(part)), part], names=names)
-        for part in (column.slice(0, 1), column)
-    )
+    parts = column.slice(0, 1), column
+    handed = [pa.RecordBatch.from_arrays([pa.array(["x"] * len(part)), part], names=names) for part in parts]
     with pytest.raises(ConfigError, match=f"row 2 of partition 0: {re.escape(reason)}"):
-        writer.write(iter([first, second]))
+        writer.write(iter(handed))
 
 
-def test_a_topic_column_that_is_not_used_may_hold_anything(embedded, topic, sinks):
-    sink = sinks(topic=topic)
+def test_a_topic_column_that_is_not_used_may_hold_anything(embedded, sinks):
     batch = pa.RecordBatch.from_arrays([text(NOT_TEXT), text(NOT_TEXT)], names=["body", "topic"])
-    assert batch_writer(columns("body string, topic string"), sink.options).write(iter([batch])).rows == 1
-    assert [message.body for message in embedded.messages(topic)] == [NOT_TEXT]
+    assert batch_writer(columns("body string, topic string"), sinks().options).write(iter([batch])).rows == 1
+    assert [message.body for message in embedded.messages("orders")] == [NOT_TEXT]
 
 
 def test_secrets_are_in_no_text(sinks):
     client = ClientOptions(name_server="127.0.0.1:1", access_key="user", secret_key="hidden", retries=0)
-    sink = sinks(client=client, topic="t")
+    sink = sinks(client=client, topic="orders")
     assert "hidden" not in repr(sink.options)
     with pytest.raises(ConnectError) as raised:
         sink.write("body string", ("x",))
@@ -489,8 +467,8 @@ def test_secrets_are_in_no_text(sinks):
 
 
 def test_commit_and_abort_never_raise(sinks):
-    writer = batch_writer(columns("body string"), sinks(topic="t").options)
-    stream = stream_writer(columns("body string"), sinks(topic="t").options)
+    writer = batch_writer(columns("body string"), sinks(topic="orders").options)
+    stream = stream_writer(columns("body string"), sinks(topic="orders").options)
     for messages in ([], [None], None):
         writer.commit(messages)
         writer.abort(messages)
@@ -517,27 +495,17 @@ def test_commit_and_abort_never_raise(sinks):
     ],
 )
 def test_a_wrong_schema_is_told(schema, reason):
-    options = SinkOptions(client=ClientOptions(name_server="127.0.0.1:1"), topic="t")
     for check in (check_schema, batch_writer, stream_writer):
         with pytest.raises(ConfigError, match=reason):
-            check(columns(schema), options)
+            check(columns(schema), SinkOptions(client=NOWHERE, topic="orders"))
 
 
 def test_a_topic_is_needed():
-    options = SinkOptions(client=ClientOptions(name_server="127.0.0.1:1"))
     with pytest.raises(ConfigError, match="option topic"):
-        check_schema(columns("body string"), options)
+        check_schema(columns("body string"), SinkOptions(client=NOWHERE))
 
 
 def test_overwriting_is_refused():
     check_overwrite(False)
     with pytest.raises(ConfigError, match="append"):
         check_overwrite(True)
-
-
-def test_queues_are_named_by_the_row(embedded, topic, sinks):
-    rows = [(f"{n}", f"broker-{'ab'[n % 2]}", n // 2 % 2) for n in range(8)]
-    sinks(topic=topic).write("body string, brokerName string, queueId long", *rows)
-    for n in range(8):
-        queue = MessageQueue(topic, f"broker-{'ab'[n % 2]}", n // 2 % 2)
-        assert str(n).encode() in [m.body for m in embedded.messages(topic) if m.queue == queue]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from pyrocket_consumer.testing import (
     reset_connection,
 )
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.spark.asking import everywhere
 from tests.spark.writing import Sink
 
 CLUSTER = {"auto_create_topics": False}
@@ -51,32 +53,13 @@ def sink(embedded: EmbeddedCluster) -> Iterator[Callable[..., Sink]]:
         each.close()
 
 
-class Task(threading.Thread):
-    """A task of Spark that writes ROWS rows, on a thread of its own; `result` says how it ended."""
-
-    def __init__(self, sink: Sink, lanes: str, rows: int = ROWS) -> None:
-        super().__init__()
-        self._sink, self._lanes, self._rows = sink, lanes, rows
-        self._outcome: int | BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        schema, more = LANES[self._lanes]
-        try:
-            self._outcome = self._sink.write(schema, *[(str(number), *more(number)) for number in range(self._rows)])
-        except BaseException as error:
-            self._outcome = error
-
-    def result(self) -> int:
-        self.join(100)
-        assert not self.is_alive(), "the task goes on and on"
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
+def task_of(sink: Sink, lanes: str, rows: int = ROWS) -> Future[int]:
+    """Return a task of Spark that writes rows, on a thread of its own."""
+    schema, more = LANES[lanes]
+    return ThreadPoolExecutor(1).submit(sink.write, schema, *[(str(number), *more(number)) for number in range(rows)])
 
 
-def reached(cluster: EmbeddedCluster, row: int) -> threading.Event:
+def reached(cluster: EmbeddedCluster, row: int = ROWS // 2) -> threading.Event:
     """Return an event that comes when a row is about to be stored; it is stored."""
     came = threading.Event()
 
@@ -84,27 +67,28 @@ def reached(cluster: EmbeddedCluster, row: int) -> threading.Event:
         came.set()
         exchange.handle(exchange.answer)
 
-    for broker in cluster.brokers:
-        broker.on(SEND, pass_on, times=None, when=lambda command: command.body == str(row).encode())
+    everywhere(cluster, SEND, pass_on, times=None, when=lambda command: command.body == str(row).encode())
     return came
 
 
-def stored(cluster: EmbeddedCluster) -> tuple[dict[object, list[int]], int]:
-    """Return the rows by queue, each where it was stored first, and how many copies there are."""
-    found: dict[object, list[int]] = {}
-    copies = 0
-    for message in cluster.messages("orders"):
-        queue = found.setdefault(message.queue, [])
-        if (row := int(message.body)) in queue:
-            copies += 1
-        else:
-            queue.append(row)
-    return found, copies
+def halfway(cluster: EmbeddedCluster, sink: Sink, lanes: str) -> Future[int]:
+    """Return a task that has written the first half of its rows."""
+    came = reached(cluster)
+    task = task_of(sink, lanes)
+    assert came.wait(60)
+    return task
 
 
 def check(cluster: EmbeddedCluster, lanes: str, most_copies: int, rows: int = ROWS) -> None:
     """Check that all rows are there, with few copies, and in order if they have lanes."""
-    by_queue, copies = stored(cluster)
+    by_queue: dict[object, list[int]] = {}  # each where it was stored first
+    copies = 0
+    for message in cluster.messages("orders"):
+        queue = by_queue.setdefault(message.queue, [])
+        if (row := int(message.body)) in queue:
+            copies += 1
+        else:
+            queue.append(row)
     assert {row for queue in by_queue.values() for row in queue} == set(range(rows))
     if lanes != "any queue":
         for queue in by_queue.values():
@@ -113,65 +97,48 @@ def check(cluster: EmbeddedCluster, lanes: str, most_copies: int, rows: int = RO
     assert copies <= most_copies
 
 
-def stop(broker: Any) -> None:
-    broker.stop()
-
-
-def stop_unnoticed(broker: Any) -> None:
-    broker.stop(keep_route=True)
-
-
-def kill(broker: Any) -> None:
-    broker.kill()
-
-
-def be_silent(broker: Any) -> None:
-    broker.on(None, drop, times=None)
-
-
-def be_busy(broker: Any) -> None:
-    broker.on(SEND, answer(2, "[PCBUSY_CLEAN_QUEUE]broker busy, start flow control for a while"), times=None)
+BUSY = answer(2, "[PCBUSY_CLEAN_QUEUE]broker busy, start flow control for a while")
+AWAY: dict[str, Callable[[Any], None]] = {
+    "stop": lambda broker: broker.stop(),
+    "stop unnoticed": lambda broker: broker.stop(keep_route=True),
+    "kill": lambda broker: broker.kill(),
+    "be busy": lambda broker: broker.on(SEND, BUSY, times=None),
+}
+SILENT: dict[str, Callable[[Any], None]] = {"be silent": lambda broker: broker.on(None, drop, times=None)}
 
 
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("go_away", [stop, stop_unnoticed, kill, be_busy])
+@pytest.mark.parametrize("go_away", AWAY)
 def test_a_task_outlives_a_broker_that_is_away_for_a_while(embedded, sink, go_away, lanes):
-    broker = embedded.broker("broker-a")
-    came = reached(embedded, ROWS // 2)
-    task = Task(sink(), lanes)
-    assert came.wait(60)
-    go_away(broker)
+    task, broker = halfway(embedded, sink(), lanes), embedded.broker("broker-a")
+    AWAY[go_away](broker)
     time.sleep(AWAY_S)
     broker.clear_faults()
     if not broker.running:
         broker.start()
-    assert task.result() == ROWS
+    assert task.result(100) == ROWS
     check(embedded, lanes, most_copies=256)  # what was under way when the connection ended
 
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_task_outlives_a_broker_that_stands_still_for_a_while(embedded, sink, lanes):
     """It has got everything, and goes on where it stood."""
-    came = reached(embedded, ROWS // 2)
-    task = Task(sink(), lanes)
-    assert came.wait(60)
+    task = halfway(embedded, sink(), lanes)
     embedded.broker("broker-a").on(None, gate := Gate(), times=None)
     time.sleep(AWAY_S)
     gate.open()
-    assert task.result() == ROWS
+    assert task.result(100) == ROWS
     check(embedded, lanes, most_copies=0)
 
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_task_outlives_a_broker_that_is_silent(embedded, sink, lanes, caplog):
     """What it got meanwhile is lost: it is sent again, on a new connection."""
-    came = reached(embedded, ROWS // 2)
-    task = Task(sink(sendTimeoutMs="60000", requestTimeoutMs="1500"), lanes)
-    assert came.wait(60)
-    be_silent(embedded.broker("broker-a"))
+    task = halfway(embedded, sink(sendTimeoutMs="60000", requestTimeoutMs="1500"), lanes)
+    embedded.broker("broker-a").on(None, drop, times=None)
     assert embedded.wait_until(lambda: "connection lost" in caplog.text, 60)
     embedded.broker("broker-a").clear_faults()
-    assert task.result() == ROWS
+    assert task.result(100) == ROWS
     check(embedded, lanes, most_copies=0)
 
 
@@ -183,35 +150,29 @@ def test_a_task_may_begin_while_servers_are_away(embedded, sink, away, lanes):
         broker.stop(keep_route=away == "broker, unnoticed")
     if away in ("name server", "everything"):
         embedded.stop_name_server()
-    task = Task(sink(), lanes, rows=20)
+    task = task_of(sink(), lanes, rows=20)
     time.sleep(AWAY_S)
-    assert task.is_alive()
+    assert not task.done()
     if not broker.running:
         broker.start()
     if away in ("name server", "everything"):
         embedded.start_name_server()
-    assert task.result() == 20
+    assert task.result(100) == 20
     check(embedded, lanes, most_copies=0, rows=20)
 
 
 def test_a_task_may_begin_while_the_broker_of_its_queue_is_away():
-    topic = "orders"
-    with EmbeddedCluster(brokers=2) as cluster:
-        cluster.create_topic(topic, queues=2)
+    rows = [(str(number), f"broker-{'ab'[number % 2]}", 1) for number in range(300)]
+    with EmbeddedCluster(brokers=2) as cluster, ThreadPoolExecutor() as pool:
+        cluster.create_topic("orders", queues=2)
         cluster.broker("broker-b").stop()
-        sink = Sink(parse_sink({"nameServer": cluster.name_server, "topic": topic}))
-        rows = [(str(number), f"broker-{'ab'[number % 2]}", 1) for number in range(300)]
-        outcome: list[int] = []
-        task = threading.Thread(
-            target=lambda: outcome.append(sink.write("body string, brokerName string, queueId int", *rows))
-        )
-        task.start()
+        sink = Sink(parse_sink({"nameServer": cluster.name_server, "topic": "orders"}))
+        task = pool.submit(sink.write, "body string, brokerName string, queueId int", *rows)
         time.sleep(AWAY_S)
         cluster.broker("broker-b").start()
-        task.join(60)
+        assert task.result(60) == 300
         sink.close()
-        assert outcome == [300]
-        found = {broker.name: [int(message.body) for message in broker.messages(topic)] for broker in cluster.brokers}
+        found = {broker.name: [int(each.body) for each in broker.messages("orders")] for broker in cluster.brokers}
         assert found == {"broker-a": [*range(0, 300, 2)], "broker-b": [*range(1, 300, 2)]}
 
 
@@ -228,10 +189,10 @@ def test_a_queue_that_is_not_there_is_told_soon(embedded, sink):
 def test_a_task_may_begin_while_the_name_server_is_in_trouble(embedded, sink, fault):
     (name_server,) = embedded.name_server_nodes
     name_server.on(None, fault, times=None)
-    task = Task(sink(requestTimeoutMs="1500"), "sharding key", rows=20)
+    task = task_of(sink(requestTimeoutMs="1500"), "sharding key", rows=20)
     time.sleep(AWAY_S)
     name_server.clear_faults()
-    assert task.result() == 20
+    assert task.result(100) == 20
     check(embedded, "sharding key", most_copies=0, rows=20)
 
 
@@ -239,7 +200,7 @@ def test_a_task_may_begin_while_the_name_server_is_in_trouble(embedded, sink, fa
 @pytest.mark.parametrize("fault", [reset_connection, close_connection, handle_and_close, answer(2, "busy")])
 def test_one_row_in_trouble_costs_no_other_a_copy(embedded, sink, fault, lanes):
     embedded.broker("broker-a").on(SEND, fault, times=2, when=lambda command: command.body == b"500")
-    assert Task(sink(), lanes).result() == ROWS
+    assert task_of(sink(), lanes).result(100) == ROWS
     check(embedded, lanes, most_copies=256)
 
 
@@ -247,42 +208,42 @@ def test_one_row_in_trouble_costs_no_other_a_copy(embedded, sink, fault, lanes):
 def test_a_slow_broker_takes_all(embedded, sink, lanes):
     """Rows in order take their turns: together they take longer than one may."""
     embedded.broker("broker-a").on(SEND, delay(0.05), times=None)
-    assert Task(sink(sendTimeoutMs="4000", requestTimeoutMs="3500"), lanes, rows=200).result() == 200
+    assert task_of(sink(sendTimeoutMs="4000", requestTimeoutMs="3500"), lanes, rows=200).result(100) == 200
     check(embedded, lanes, most_copies=0, rows=200)
 
 
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("go_away", [stop, stop_unnoticed, kill, be_silent, be_busy])
+@pytest.mark.parametrize("go_away", {**AWAY, **SILENT})
 def test_a_task_ends_when_the_time_is_over(embedded, sink, go_away, lanes):
-    came = reached(embedded, ROWS // 2)
+    came = reached(embedded)
     for _ in range(5):  # a busy machine may stand still for the second that a row has
-        task = Task(sink(sendTimeoutMs="1000", requestTimeoutMs="500"), lanes, rows=20_000)  # more than it has time for
-        embedded.wait_until(lambda task=task: came.is_set() or not task.is_alive(), 60)
+        task = task_of(
+            sink(sendTimeoutMs="1000", requestTimeoutMs="500"), lanes, rows=20_000
+        )  # more than it has time for
+        embedded.wait_until(lambda task=task: came.is_set() or task.done(), 60)
         if came.is_set():
             break
     assert came.is_set()
-    go_away(embedded.broker("broker-a"))
+    {**AWAY, **SILENT}[go_away](embedded.broker("broker-a"))
     began = time.monotonic()
     with pytest.raises(RocketError, match=r"row \d+ of partition 0: .*orders"):
-        task.result()
+        task.result(100)
     assert time.monotonic() - began < 20
 
 
 def test_a_topic_that_is_not_there_is_told_soon(embedded, sink, caplog):
     began = time.monotonic()
-    with pytest.raises(RocketError, match="row 0 of partition 0: .*unknown.*autoCreateTopic"):
+    with pytest.raises(RocketError, match="row 0 of partition 0: .*unknown.*autoCreateTopic=true"):
         sink(topic="unknown", requestTimeoutMs="2000").write("body string", *[("x",)] * 300)
     assert time.monotonic() - began < 60, "sendTimeoutMs is 120 s"
-    told = [record.getMessage() for record in caplog.records if "writing waits" in record.getMessage()]
-    assert len(told) == 1
-    assert "'unknown'" in told[0]
+    (told,) = [record.getMessage() for record in caplog.records if "writing waits" in record.getMessage()]
+    assert "'unknown'" in told
 
 
 def test_a_topic_may_come_late(embedded, sink, caplog):
-    task = Task(sink(topic="late"), "sharding key", rows=300)
+    task = task_of(sink(topic="late"), "sharding key", rows=300)
     assert embedded.wait_until(lambda: "writing waits" in caplog.text, 60)
     embedded.create_topic("late", queues=1)
-    assert task.result() == 300
-    assert [int(message.body) for message in embedded.messages("late") if int(message.body) % 10 == 7] == [
-        *range(7, 300, 10)
-    ]
+    assert task.result(100) == 300
+    of_lane = [number for each in embedded.messages("late") if (number := int(each.body)) % 10 == 7]
+    assert of_lane == [*range(7, 300, 10)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
+from itertools import islice
+from typing import Any
 
 import pytest
 
@@ -11,18 +12,17 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.spark.asking import Checkpoint, CrashError, all_batches, flat, planning, rows, running
+from tests.spark.asking import FROM_FIRST, Checkpoint, CrashError, all_batches, flat, planning, rows, running
 
 pytestmark = pytest.mark.live
 
 CLUSTER = {"brokers": 2}
 ORDERS = {"queues": 2, "count": 20}
-FROM_FIRST = {"subscribe": "orders", "startingOffsets": "earliest"}
 RELEASES = ("4.0", "4.3")
 QUEUES = [MessageQueue("orders", broker, queue_id) for broker in ("broker-a", "broker-b") for queue_id in (0, 1)]
 
 
-def all_of(queue_rows: object, low: int, high: int) -> bool:
+def all_of(queue_rows: Any, low: int, high: int) -> bool:
     return sorted(queue_rows) == [(queue, offset) for queue in QUEUES for offset in range(low, high)]
 
 
@@ -54,24 +54,15 @@ def test_what_is_asked_twice_is_answered_alike(embedded):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_crash_in_the_first_batch_reads_the_same_range_again(embedded, release):
+@pytest.mark.parametrize(("first", "then", "low"), [("earliest", "latest", 0), ("latest", "earliest", 5)])
+def test_a_crash_in_the_first_batch_reads_the_same_range_again(embedded, release, first, then, low):
+    """It may be empty, too. What the options say meanwhile is for new queries."""
     checkpoint = Checkpoint()
-    with running(embedded, checkpoint, release, **FROM_FIRST) as run, pytest.raises(CrashError):
+    with running(embedded, checkpoint, release, startingOffsets=first) as run, pytest.raises(CrashError):
         run.batch(crash=True)
     embedded.send("orders", count=8)
-    with running(embedded, checkpoint, release, subscribe="orders", startingOffsets="latest") as run:
-        assert all_of(run.batch(), 0, 5)
-        assert all_of(run.batch(), 5, 7)
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_an_empty_first_batch_that_crashed_is_empty_again(embedded, release):
-    checkpoint = Checkpoint()
-    with running(embedded, checkpoint, release, subscribe="orders") as run, pytest.raises(CrashError):
-        run.batch(crash=True)
-    embedded.send("orders", count=8)
-    with running(embedded, checkpoint, release, **FROM_FIRST) as run:
-        assert run.batch() == []
+    with running(embedded, checkpoint, release, startingOffsets=then) as run:
+        assert all_of(run.batch(), low, 5)
         assert all_of(run.batch(), 5, 7)
 
 
@@ -130,12 +121,11 @@ def test_a_new_queue_is_read_from_its_first_message(embedded):
         assert run.batch() is None
 
 
-def test_a_new_queue_without_messages_makes_no_batch(embedded):
-    with running(embedded, subscribePattern="orders.*") as run:
-        run.batch()
-        embedded.create_topic("orders-2", queues=1)
-        run.reader._asking.forget_discovery()
-        assert run.batch() is None
+def test_a_new_queue_without_messages_makes_no_batch(embedded, begun):
+    run = begun(subscribe=None, subscribePattern="orders.*")
+    embedded.create_topic("orders-2", queues=1)
+    run.reader._asking.forget_discovery()
+    assert run.batch() is None
 
 
 def test_a_topic_that_is_no_longer_chosen_keeps_its_place(embedded, caplog):
@@ -146,7 +136,7 @@ def test_a_topic_that_is_no_longer_chosen_keeps_its_place(embedded, caplog):
         assert len(run.batch()) == 24
     embedded.send("others", count=4)
     embedded.send("orders", count=4)
-    with caplog.at_level(logging.WARNING), running(embedded, checkpoint, subscribe="orders") as run:
+    with running(embedded, checkpoint, subscribe="orders") as run:
         assert {queue.topic for queue, _ in run.batch()} == {"orders"}
         assert sum(place for name, place in run.place().items() if name.startswith("others")) == 4
     assert "the options do not choose it any more" in caplog.text
@@ -173,30 +163,27 @@ def test_a_cap_holds_on_every_release(embedded, release):
         assert [len(run.batch()) for _ in range(3)] == [8, 8, 4]
 
 
-def test_once_reads_everything_whatever_the_limits(embedded):
-    limits = {"maxOffsetsPerTrigger": 8, "minOffsetsPerTrigger": 8}
+@pytest.mark.parametrize(
+    "limits", [{"maxOffsetsPerTrigger": 8, "minOffsetsPerTrigger": 8}, {"minOffsetsPerTrigger": 99}]
+)
+def test_once_reads_everything_whatever_the_limits(embedded, limits):
     with running(embedded, trigger="once", **FROM_FIRST, **limits) as run:
         assert len(run.batch()) == 20
-    with running(embedded, trigger="once", minOffsetsPerTrigger=99, **FROM_FIRST) as run:
-        assert len(run.batch()) == 20
 
 
-def test_a_batch_waits_for_enough(embedded):
-    options = {"subscribe": "orders", "minOffsetsPerTrigger": 6, "maxTriggerDelay": "1h"}
-    with running(embedded, **options) as run:
-        run.batch()
-        embedded.send("orders", count=4)
-        assert run.batch() is None
-        embedded.send("orders", count=4)
-        assert all_of(run.batch(), 5, 7)
+def test_a_batch_waits_for_enough(embedded, begun):
+    run = begun(minOffsetsPerTrigger=6, maxTriggerDelay="1h")
+    embedded.send("orders", count=4)
+    assert run.batch() is None
+    embedded.send("orders", count=4)
+    assert all_of(run.batch(), 5, 7)
 
 
-def test_a_batch_waits_no_longer_than_it_is_told(embedded):
-    with running(embedded, subscribe="orders", minOffsetsPerTrigger=1000, maxTriggerDelay="200ms") as run:
-        run.batch()
-        embedded.send("orders", count=4)
-        batches = iter(run.batch, object())
-        assert all_of(next(found for found in batches if found is not None), 5, 6)
+def test_a_batch_waits_no_longer_than_it_is_told(embedded, begun):
+    run = begun(startingOffsets="latest", minOffsetsPerTrigger=1000, maxTriggerDelay="200ms")
+    embedded.send("orders", count=4)
+    batches = iter(run.batch, object())
+    assert all_of(next(found for found in batches if found is not None), 5, 6)
 
 
 def test_with_an_old_spark_the_first_batch_waits_for_nothing(embedded):
@@ -241,13 +228,9 @@ def test_a_run_to_the_end_ends_although_a_queue_shrank(embedded):
         for broker in embedded.brokers:
             for queue_id in (0, 1):
                 broker.truncate("orders", queue_id, 3)
-        for _ in range(10):
-            batch = run.batch()
-            if batch is None:
-                break
-            found += batch
-        else:
-            pytest.fail("the run does not end")
+        batches = islice(iter(run.batch, None), 10)
+        found += [row for batch in batches for row in batch]
+        assert run.batch() is None, "the run does not end"
     assert all_of(found, 0, 3)
 
 
@@ -260,16 +243,6 @@ def test_a_run_to_the_end_waits_for_no_minimum(embedded):
 # --- tasks
 
 
-def test_tags_leave_gaps_and_nothing_is_missed(embedded):
-    """Ranges end and begin at messages that the broker leaves out."""
-    embedded.create_topic("tagged", queues=1, brokers=["broker-a"])
-    for number in range(40):
-        embedded.send("tagged", tags="b" if number % 4 == 2 else "a", broker_name="broker-a")
-    options = {"subscribe": "tagged", "tags": "b", "startingOffsets": "earliest", "maxOffsetsPerTrigger": 5}
-    with running(embedded, **options) as run:
-        assert [offset for _, offset in all_batches(run)] == list(range(2, 40, 4))
-
-
 def test_ranges_are_planned_as_the_options_say(embedded):
     with planning(embedded, startingOffsets="earliest", minPartitions=8) as reader:
         end = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
@@ -278,23 +251,20 @@ def test_ranges_are_planned_as_the_options_say(embedded):
     assert all_of(rows(reader, partitions), 0, 5)  # whether the planner is there or not
 
 
-def test_what_is_reported_as_latest_is_beyond_the_cap(embedded):
-    with running(embedded, **FROM_FIRST, maxOffsetsPerTrigger=4) as run:
-        run.batch()
-        assert list(flat(run.reader.reportLatestOffset()).values()) == [5, 5, 5, 5]
-        assert list(run.place().values()) == [1, 1, 1, 1]
+def test_what_is_reported_as_latest_is_beyond_the_cap(begun):
+    run = begun(maxOffsetsPerTrigger=4)
+    assert list(flat(run.reader.reportLatestOffset()).values()) == [5, 5, 5, 5]
+    assert list(run.place().values()) == [1, 1, 1, 1]
 
 
-def test_brokers_are_asked_no_more_often_than_told(embedded):
-    with running(embedded, subscribe="orders", planningIntervalMs=400) as run:
-        run.batch()
-        broker = embedded.broker("broker-a")
-        broker.forget_requests()
-        assert run.batch() is None
-        assert run.batch() is None
-        asked = [each.at_s for each in broker.requests(RequestCode.GET_MAX_OFFSET)]
-        assert len(asked) == 4  # two looks at two queues
-        assert asked[2] - asked[1] >= 0.35
+def test_brokers_are_asked_no_more_often_than_told(embedded, begun):
+    run, broker = begun(planningIntervalMs=400), embedded.broker("broker-a")
+    broker.forget_requests()
+    assert run.batch() is None
+    assert run.batch() is None
+    asked = [each.at_s for each in broker.requests(RequestCode.GET_MAX_OFFSET)]
+    assert len(asked) == 4  # two looks at two queues
+    assert asked[2] - asked[1] >= 0.35
 
 
 def test_nothing_between_is_nothing_to_do(embedded):
@@ -303,24 +273,18 @@ def test_nothing_between_is_nothing_to_do(embedded):
         assert run.reader.partitions(start, start) == []
 
 
-def test_expired_messages_are_data_loss(embedded):
-    with running(embedded, **FROM_FIRST) as run:
+@pytest.mark.parametrize("fails", [True, False])
+def test_expired_messages_are_data_loss(embedded, caplog, fails):
+    said = "orders/broker-a/1: wanted offsets from 0 up to 5, available from 3 on"
+    with running(embedded, failOnDataLoss=fails, **FROM_FIRST) as run:
         run.reader.initialOffset()
         embedded.broker("broker-a").delete_before("orders", 1, 3)
-        with pytest.raises(
-            DataLoss, match=r"orders/broker-a/1: wanted offsets from 0 up to 5, available from 3 on"
-        ) as loss:
-            run.batch()
-    assert "failOnDataLoss" in str(loss.value)
-
-
-def test_a_query_may_go_on_with_what_there_is(embedded, caplog):
-    options = {**FROM_FIRST, "failOnDataLoss": False}
-    with caplog.at_level(logging.WARNING), running(embedded, **options) as run:
-        run.reader.initialOffset()
-        embedded.broker("broker-a").delete_before("orders", 1, 3)
-        found = run.batch()
-        assert [offset for queue, offset in found if queue == QUEUES[1]] == [3, 4]
-        assert len(found) == 17
-        assert run.batch() is None
-    assert caplog.text.count("wanted offsets from 0 up to 5, available from 3 on") == 1
+        if fails:
+            with pytest.raises(DataLoss, match=f"{said}.*failOnDataLoss"):
+                run.batch()
+        else:
+            found = run.batch()
+            assert [offset for queue, offset in found if queue == QUEUES[1]] == [3, 4]
+            assert len(found) == 17
+            assert run.batch() is None
+            assert caplog.text.count(said) == 1
