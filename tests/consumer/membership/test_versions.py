@@ -11,8 +11,9 @@ from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.wire.bodies import decode_heartbeat
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
+from tests.consumer.orders import ours_and
 from tests.consuming import Seen
-from tests.hazards.members import faulty, of, ours
+from tests.hazards.members import faulty, of
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import fill
 
@@ -71,15 +72,11 @@ def of_group(group: str) -> Any:
 
 
 @pytest.mark.hazard("H08")
-@pytest.mark.parametrize(
-    "member",
-    [
-        ours,
-        NaiveMember,
-        faulty(NewVersionEachRound, "versions while nothing changed"),
-        faulty(CountsNanoseconds, "is not in milliseconds"),
-        faulty(BeatsAfterwards, "before the heartbeat"),
-    ],
+@ours_and(
+    NaiveMember,
+    faulty(NewVersionEachRound, "versions while nothing changed"),
+    faulty(CountsNanoseconds, "is not in milliseconds"),
+    faulty(BeatsAfterwards, "before the heartbeat"),
 )
 def test_the_subscription_has_a_new_version_with_its_queues_only(embedded, broker, member):
     """The version, in milliseconds, is new when the queues held change, and brokers hear of it before any pull has it.

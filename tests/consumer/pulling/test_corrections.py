@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer import EventKind, MessageQueue
+from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.errors import OffsetStoreError, ProtocolError, RocketError
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.directories import store_directory
@@ -20,8 +20,8 @@ from pyrocket_consumer.offsets.recovery import recover
 from pyrocket_consumer.testing import Exchange, Fault, Gate, answer
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of
-from tests.consuming import WAIT_S, Seen, consuming, numbered, until
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
+from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import Held, broadcasting, committed_values, faulty, full_disk, ours, pulled_offsets, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
@@ -118,9 +118,7 @@ class CorrectsMemoryOnly(NaiveMember):
 
 
 @pytest.mark.hazard("H06")
-@pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(CorrectsMemoryOnly, "wrong pulls go on after a correction")]
-)
+@ours_and(NaiveMember, faulty(CorrectsMemoryOnly, "wrong pulls go on after a correction"))
 def test_every_wrong_offset_is_corrected_once(embedded, broker, tmp_path, member):
     """A correction is in the file before the queue is pulled again, though no message was consumed; then it is over.
 
@@ -128,8 +126,8 @@ def test_every_wrong_offset_is_corrected_once(embedded, broker, tmp_path, member
     """
     orders = Orders(embedded, queues=2, messages=60)
     places = [queue(TOPIC, 0), queue(TOPIC, 1)]
-    for queue_id in range(2):
-        broker.delete_before(TOPIC, queue_id, 30)
+    for each in places:
+        broker.delete_before(TOPIC, each.queue_id, 30)
     directory = store_directory(tmp_path, "127.0.0.1@DEFAULT", GROUP)
     directory.mkdir(parents=True)
     (directory / "offsets.json").write_bytes(encode_offsets(dict.fromkeys(places, 5)))
@@ -156,12 +154,12 @@ def test_every_wrong_offset_is_corrected_once(embedded, broker, tmp_path, member
 class SaysNothing(NaiveMember):
     """Follows a correction, and tells nobody but its log."""
 
-    def tell(self, kind: EventKind, text: str, queue: MessageQueue | None = None, **facts: object) -> None:
+    def tell(self, *about: object, **facts: object) -> None:
         pass
 
 
 @pytest.mark.hazard("H16")
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(SaysNothing, "no offset-corrected")])
+@ours_and(NaiveMember, faulty(SaysNothing, "no offset-corrected"))
 def test_an_offset_beyond_the_end_of_the_queue_is_told(embedded, broker, member):
     """An offset beyond the end is followed to the end, with the event `offset-corrected` that has both numbers; reset
     the group if it shall have all of a topic that was made anew. An offset that such a topic has overtaken cannot be
@@ -180,7 +178,7 @@ def test_an_offset_beyond_the_end_of_the_queue_is_told(embedded, broker, member)
 
 
 @pytest.mark.hazard("H17")
-@pytest.mark.parametrize("member", [ours, faulty(ObeysAtOnce, "went on at 0: everything is consumed again")])
+@ours_and(faulty(ObeysAtOnce, "went on at 0: everything is consumed again"))
 def test_a_correction_to_zero_is_not_obeyed_blindly(embedded, broker, member):
     """A correction backwards is followed only after the broker was asked five times, a second apart, where the queue
     begins and ends; then it goes to the nearest offset there is, never to 0 because the broker said so.
@@ -201,7 +199,7 @@ def test_a_correction_to_zero_is_not_obeyed_blindly(embedded, broker, member):
 
 @pytest.mark.hazard("H18")
 @pytest.mark.parametrize("stored", [7, 10])
-@pytest.mark.parametrize("member", [ours, faulty(ObeysAtOnce, "consumed again from the start")])
+@ours_and(faulty(ObeysAtOnce, "consumed again from the start"))
 def test_a_broker_that_is_loading_is_waited_for(embedded, broker, member, stored):
     """A broker that was just started and says that a queue is empty is asked again, for up to five seconds; its queue
     goes on where it was, and nothing before is consumed again.
@@ -251,10 +249,9 @@ def test_a_correction_backwards_is_believed_in_the_end(orders, broker):
     def committed(each):
         return orders.cluster.committed(GROUP, each)
 
-    with consuming(orders.cluster, loading, GROUP, seen[loading], on_event=events, pull_hold_s=0.5) as (consumer, _):
-        for each in (silent, emptied):
-            consumer.subscribe(each, seen[each])
+    with orders.consuming(Seen(), pull_hold_s=0.5) as (consumer, _):
         for each in topics:
+            consumer.subscribe(each, seen[each])
             orders.fill(10, topic=each)
             seen[each].wait_for(10)
             until(lambda each=each: committed(each) == {0: 10}, "committed")
@@ -320,14 +317,10 @@ class ReadsTheFileAfterACorrection(NaiveMember):
 
 
 @pytest.mark.hazard("H07")
-@pytest.mark.parametrize(
-    "member",
-    [
-        ours,
-        NaiveMember,
-        faulty(ReadsTheFileAfterACorrection, "corrections, one after the other"),
-        faulty(SaysNothing, "nobody was told"),
-    ],
+@ours_and(
+    NaiveMember,
+    faulty(ReadsTheFileAfterACorrection, "corrections, one after the other"),
+    faulty(SaysNothing, "nobody was told"),
 )
 def test_a_disk_that_is_full_while_an_offset_is_corrected(embedded, broker, tmp_path, member):
     """A correction that cannot be written is followed from memory, once; `store-unwritable` tells, and the next tick
@@ -369,7 +362,7 @@ class StartsWhateverTheDirectory(NaiveMember):
 
 
 @pytest.mark.hazard("H07")
-@pytest.mark.parametrize("member", [ours, faulty(StartsWhateverTheDirectory, "it started, and can store nothing")])
+@ours_and(faulty(StartsWhateverTheDirectory, "it started, and can store nothing"))
 def test_a_directory_that_cannot_be_made_fails_the_start(embedded, tmp_path, member):
     """A store that could never be written is found out at the start, which fails and names the directory.
 
@@ -377,22 +370,19 @@ def test_a_directory_that_cannot_be_made_fails_the_start(embedded, tmp_path, mem
     """
     Orders(embedded)
     (stores := tmp_path / "stores").write_text("")
-    failure = ""
+    failure = "it started, and can store nothing"
     try:
         with member(embedded, TOPIC, GROUP, **broadcasting(stores / "store")):
             pass
     except (RocketError, OSError) as error:
         failure = str(error)
-    assert str(stores) in failure, "it started, and can store nothing"
-    assert "Nothing was started" in failure, f"the start failed, and this is said: {failure}"
+    assert str(stores) in failure and "Nothing was started" in failure, failure
 
 
 QUEUES = [queue(TOPIC, number) for number in range(3)]
 
 
 class OurFile:
-    """Our store, behind what the check below needs."""
-
     def __init__(self, disk: Any) -> None:
         self._store = LocalFileOffsetStore("/s", "checkpoint", disk=disk)
         self._store.load()
@@ -428,13 +418,9 @@ class WritesInPlace:
 
 @pytest.mark.hazard("H07")
 @pytest.mark.parametrize(
-    ("file", "operations"),
-    [  # a file can be emptied on a full disk
-        (OurFile, WRITES),
-        (OurFile, ["write_at"]),
-        (OurFile, ["write_at", "sync"]),
-        faulty(WritesInPlace, "a restart finds", ["write_at"]),
-    ],
+    ("file", "operations"),  # a file can be emptied on a full disk
+    [*((OurFile, some) for some in (WRITES, ["write_at"], ["write_at", "sync"])),
+     faulty(WritesInPlace, "a restart finds", ["write_at"])],
 )
 def test_a_disk_that_gets_full_in_the_middle_of_a_write(file, operations):
     """A file is replaced as a whole or not at all: whichever operation fails, the one before is still there.
@@ -456,11 +442,12 @@ def test_a_disk_that_gets_full_in_the_middle_of_a_write(file, operations):
         for offset in (6, 7):
             with suppress(OSError, OffsetStoreError):
                 store.write(offset)
+        found: Any
         try:
             found = file.found(memory.files())
+            whole = set(found.values()) <= {5, 6, 7} and set(found) == set(QUEUES)
         except (OffsetStoreError, ProtocolError) as error:
-            raise AssertionError(f"full from operation {number} on, a restart finds {error}") from error
-        whole = set(found.values()) <= {5, 6, 7} and set(found) == set(QUEUES)
+            whole, found = False, error
         assert whole, f"full from operation {number} on, a restart finds {found}"
         if not failing.failures:
             assert number > 1, "the disk was never full"

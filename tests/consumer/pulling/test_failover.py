@@ -13,7 +13,7 @@ from pyrocket_consumer import Message, MessageQueue
 from pyrocket_consumer.testing import EmbeddedBroker, Exchange, Gate
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.frame import RemotingCommand
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import Seen, numbered, until
 from tests.hazards.members import faulty, give_time_to, ours, settle
 from tests.hazards.naive import NaiveMember, Window
@@ -54,9 +54,7 @@ class BeginsAgainAfterFailover(NaiveMember):
 
 
 @pytest.mark.hazard("H19")
-@pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(BeginsAgainAfterFailover, "messages were consumed again")]
-)
+@ours_and(NaiveMember, faulty(BeginsAgainAfterFailover, "messages were consumed again"))
 def test_who_holds_a_queue_keeps_its_place_over_a_failover(embedded, broker, slave, member):
     """While a queue is held its offset is ours: a new master with an older one is not asked, and gets ours.
 
@@ -79,24 +77,21 @@ def test_who_holds_a_queue_keeps_its_place_over_a_failover(embedded, broker, sla
 def test_what_the_old_master_acknowledged_the_new_one_gets(embedded, broker, slave):
     """A broker name with a new master gets every offset again, also those of queues where nothing happens: the next
     owner shall find them there."""
-    orders = Orders(embedded)
     with ours(embedded, TOPIC, GROUP) as consumer:
-        caught_up(orders, consumer)
+        caught_up(Orders(embedded), consumer)
         slave.commit(GROUP, TOPIC, {0: 5})
         broker.kill()
         embedded.switch_master("broker-a")
         until(lambda: slave.committed(GROUP, TOPIC) == {0: 20}, "committed at the new master, without a message")
 
 
-class SaysNothing(NaiveMember):
-    """Follows a correction, and tells nobody but its log."""
-
+class TellsNobody(NaiveMember):
     def tell(self, *about: object, **facts: object) -> None:
         pass
 
 
 @pytest.mark.hazard("H19")
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(SaysNothing, "no offset-corrected")])
+@ours_and(NaiveMember, faulty(TellsNobody, "no offset-corrected"))
 def test_a_new_master_that_has_lost_messages_is_followed(embedded, broker, slave, member):
     """When the new master's queue ends before our offset, the consumer goes on at that end, with an event."""
     orders = Orders(embedded)
@@ -167,14 +162,14 @@ def given_up_and_taken_back(cluster: Any, member: Any, *, was_away: bool, to: in
         orders.fill(3, 20)
         consumer.seen.wait_for(23)
         until(lambda: consumer.stored()[QUEUE] == 23, "everything is committed")
-        went_back = [dict(event.facts) for event in consumer.events.of("offset-went-back")]
-        assert member is not ours or went_back == ([] if told else [{"stored": to, "known": 20}])
+        went_back = [(event.queue, dict(event.facts)) for event in consumer.events.of("offset-went-back")]
+        assert member is not ours or went_back == ([] if told else [(QUEUE, {"stored": to, "known": 20})])
         times = Counter(message.queue_offset for message in consumer.seen.messages)
     return [times[offset] for offset in range(23)]
 
 
 @pytest.mark.hazard("H19")
-@pytest.mark.parametrize("member", [ours, faulty(BelievesTheBroker, "15 messages were consumed again")])
+@ours_and(faulty(BelievesTheBroker, "15 messages were consumed again"))
 def test_an_acknowledged_offset_that_the_broker_lost_is_known(embedded, member):
     """A queue that comes back with an older offset than its broker had acknowledged goes on where it was, if the
     connection to the broker ended within 30 s of that acknowledgement: the broker may not have written it. The event
@@ -187,9 +182,7 @@ def test_an_acknowledged_offset_that_the_broker_lost_is_known(embedded, member):
 
 
 @pytest.mark.hazard("H19")
-@pytest.mark.parametrize(
-    "member", [ours, BelievesTheBroker, faulty(BelievesItself, "where the group was set to is passed over")]
-)
+@ours_and(BelievesTheBroker, faulty(BelievesItself, "where the group was set to is passed over"))
 def test_an_offset_that_went_back_without_a_reason_is_followed(embedded, member):
     """Where nothing explains an older offset somebody has set it: it is followed, with the same event.
 
@@ -200,7 +193,7 @@ def test_an_offset_that_went_back_without_a_reason_is_followed(embedded, member)
 
 
 @pytest.mark.hazard("H19")
-@pytest.mark.parametrize("member", [ours, faulty(BelievesItself, "the reset is passed over")])
+@ours_and(faulty(BelievesItself, "the reset is passed over"))
 def test_a_reset_heard_of_while_the_queue_is_not_held_counts(embedded, member):
     """A reset that a member hears of while it does not hold the queue makes it forget what it knew, also if the broker
     was away.
@@ -257,9 +250,7 @@ def not_here(exchange: Exchange) -> None:
 
 
 @pytest.mark.hazard("H20")
-@pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(StaysAtTheSlave, "pulls at the slave, none at the master")]
-)
+@ours_and(NaiveMember, faulty(StaysAtTheSlave, "pulls at the slave, none at the master"))
 def test_a_slave_that_names_its_master_is_left(embedded, broker, slave, member):
     """The broker an answer suggests is asked next, whatever the answer is: also when a slave, which corrects no offset,
     sends us back to its master.
@@ -293,7 +284,7 @@ class CommitsToAnybody(NaiveMember):
 
 
 @pytest.mark.hazard("H20")
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsToAnybody, "10 was committed to a slave")])
+@ours_and(NaiveMember, faulty(CommitsToAnybody, "10 was committed to a slave"))
 def test_commits_wait_for_the_master(embedded, broker, slave, member):
     """Offsets are committed to a master only, and kept until there is one: what a slave is told, its master overwrites.
 

@@ -31,10 +31,8 @@ def beside(attack, tmp_path, **options):
         honest = cluster.brokers[0]
         with HostileServer(TOPIC, (honest.name, honest.address), honest_queues=2) as server:
             server.do(attack)
-            consumer = PushConsumer(
-                GROUP, name_server=server.name_server, consume_from="first", on_event=told, offset_store_dir=tmp_path,
-                **options,
-            )  # fmt: skip
+            options |= {"name_server": server.name_server, "consume_from": "first", "offset_store_dir": tmp_path}
+            consumer = PushConsumer(GROUP, on_event=told, **options)
             consumer.subscribe(TOPIC, seen)
             with consumer:
                 cluster.send(TOPIC, b"honest")
@@ -51,15 +49,15 @@ class Leads(Attack):
         self.to, self.code = to, code
 
     def answer(self, peer, command):
-        if command.code != RequestCode.PULL_MESSAGE:
-            return NotImplemented
-        return pulled(command, self.code, nextBeginOffset=self.to)
+        is_pull = command.code == RequestCode.PULL_MESSAGE
+        return pulled(command, self.code, nextBeginOffset=self.to) if is_pull else NotImplemented
+
+
+CODES = [ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCode.PULL_RETRY_IMMEDIATELY]
 
 
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
-@pytest.mark.parametrize(
-    "code", [ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCode.PULL_RETRY_IMMEDIATELY]
-)
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("to", [2**63 - 1, 2**63, 2**64, 10**30, -1, MAX_OFFSET + 100_000])
 def test_a_place_that_no_queue_has_is_not_followed(to, code, model, tmp_path):
     with beside(Leads(to, code), tmp_path, message_model=model) as (consumer, server, _, told):
@@ -101,10 +99,6 @@ def nested(depth: int, kind: str) -> bytes:
     return b"[" * depth + b"]" * depth if kind == "lists" else b'{"a":' * depth + b"1" + b"}" * depth
 
 
-def headed(header: bytes) -> bytes:
-    return struct.pack(">II", 4 + len(header), len(header)) + header
-
-
 def deep_header(depth: int, kind: str, place: str):
     """A fault: an answer whose header is as deep as that in one of its fields."""
 
@@ -115,7 +109,8 @@ def deep_header(depth: int, kind: str, place: str):
             "code": b'{"code":%b,"flag":1,"opaque":%d}' % (deep, opaque),
             "remark": b'{"code":0,"flag":1,"opaque":%d,"remark":%b}' % (opaque, deep),
         }
-        exchange.connection.write(headed(texts[place]))
+        header = texts[place]
+        exchange.connection.write(struct.pack(">II", 4 + len(header), len(header)) + header)
 
     return apply
 
@@ -136,15 +131,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_deep_answers_of_a_name_server_are_left_for_another(what):
-    asked_first = []
+    asked = []
 
     def judge(node):
         def apply(exchange: Exchange) -> None:
-            asked_first.append(node)
-            if asked_first[0] is node:
-                FAULTS[what](exchange)
-            else:
-                exchange.handle(exchange.answer)
+            asked.append(node)
+            FAULTS[what](exchange) if asked[0] is node else exchange.handle(exchange.answer)
 
         return apply
 
@@ -155,33 +147,32 @@ def test_deep_answers_of_a_name_server_are_left_for_another(what):
         with orders.consumer(seen, consume_from="first") as consumer:
             seen.wait_for(3)
             assert consumer.state is ConsumerState.RUNNING
-        assert len(set(map(id, asked_first))) == 2
+        assert len(set(map(id, asked))) == 2
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_deep_answers_of_a_broker_stop_no_other(what):
     with EmbeddedCluster(brokers=2) as cluster:
         orders, seen = Orders(cluster, queues=4), Seen()
-        good, bad = (broker.name for broker in cluster.brokers)
+        (good, bad), asked = cluster.brokers, Counter()
+
+        def apply(exchange: Exchange) -> None:
+            request = exchange.request
+            asked[request.code, request.fields.get("topic"), request.fields.get("queueId")] += 1
+            FAULTS[what](exchange)
+
         with orders.consumer(seen, consume_from="first") as consumer:
-            orders.fill(3, 0, broker_name=good)
-            orders.fill(3, 3, broker_name=bad)
+            orders.fill(3, 0, broker_name=good.name)
+            orders.fill(3, 3, broker_name=bad.name)
             seen.wait_for(6)
-            asked: Counter[tuple[int, str | None, str | None]] = Counter()
-
-            def apply(exchange: Exchange) -> None:
-                request = exchange.request
-                asked[request.code, request.fields.get("topic"), request.fields.get("queueId")] += 1
-                FAULTS[what](exchange)
-
-            cluster.broker(bad).on(None, apply, times=None)
-            cluster.broker(bad).close_connections()
+            bad.on(None, apply, times=None)
+            bad.close_connections()
             until(lambda: max(asked.values(), default=0) >= 3, "something is asked again")
-            orders.fill(3, 6, broker_name=good)
-            orders.fill(3, 9, broker_name=bad)
+            orders.fill(3, 6, broker_name=good.name)
+            orders.fill(3, 9, broker_name=bad.name)
             seen.wait_for(9)
             assert consumer.state is ConsumerState.RUNNING
-            cluster.broker(bad).clear_faults()
+            bad.clear_faults()
             seen.wait_for(12)
             assert consumer.state is ConsumerState.RUNNING
 

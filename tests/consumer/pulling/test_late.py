@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,10 +13,10 @@ from pyrocket_consumer.testing import answer
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.company import AnotherComes
-from tests.hazards.members import Held, committed_values, faulty, give_time_to, ours, settle, tell_members
+from tests.hazards.members import Held, committed_values, faulty, give_time_to, settle, tell_members
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import queue
 
@@ -47,7 +48,7 @@ class BelievesLateAnswers(NaiveMember):
 
 @pytest.mark.hazard("H01")
 @pytest.mark.parametrize("what", ANSWERS)
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(BelievesLateAnswers, "from before the reset")])
+@ours_and(NaiveMember, faulty(BelievesLateAnswers, "from before the reset"))
 def test_the_answer_of_a_pull_from_before_a_reset_is_nobody_s(embedded, broker, what, member):
     """Each period of a queue has a window of its own: what comes late for an ended one reaches neither store nor pull
     loop, whatever the answer says.
@@ -115,22 +116,15 @@ def test_resets_by_calls_take_turns(orders):
     orders.make(queues=2)
     orders.fill(20)
     queues = [queue(TOPIC, 0), queue(TOPIC, 1)]
-    with orders.consuming() as (consumer, seen):
+    with orders.consuming() as (consumer, seen), ThreadPoolExecutor() as threads:
         seen.wait_for(20)
-        outcomes = []
 
         def reset(target):
-            outcomes.append(consumer.reset_offsets(TOPIC, dict.fromkeys(queues, target)))
+            return consumer.reset_offsets(TOPIC, dict.fromkeys(queues, target))
 
         for target in (9, 4, 7):
-            reset(target)
-        assert [sorted(outcome.values()) for outcome in outcomes] == [[9, 9], [4, 4], [7, 7]]
-        at_once = [threading.Thread(target=reset, args=(3,)) for _ in range(4)]
-        for thread in at_once:
-            thread.start()
-        for thread in at_once:
-            thread.join(WAIT_S)
-        assert len(outcomes) == 7
+            assert reset(target) == dict.fromkeys(queues, target)
+        assert len(list(threads.map(reset, [3] * 4))) == 4
         seen.wait(lambda seen: seen.places[queues[0], 3] > 1 and seen.places[queues[1], 9] > 1)
         orders.wait_committed(10, 10)
         orders.fill(4, 20)
@@ -181,9 +175,7 @@ class OnePeriodIsLikeAnother(NaiveMember):
 
 
 @pytest.mark.hazard("H48")
-@pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(OnePeriodIsLikeAnother, "was committed by calls that began before")]
-)
+@ours_and(NaiveMember, faulty(OnePeriodIsLikeAnother, "was committed by calls that began before"))
 def test_an_acknowledgement_counts_for_its_own_period_only(embedded, member):
     """What a listener finishes after its queue was given up and taken back counts no more: the new period has its own.
 

@@ -44,13 +44,9 @@ class Measure:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.changed = threading.Condition()
 
     def __call__(self, message):
-        size = len(message.body)
-        with self.changed:
-            self.sizes.append(size)
-            self.changed.notify_all()
+        self.sizes.append(len(message.body))
 
     async def awaited(self, message):
         self(message)
@@ -58,8 +54,7 @@ class Measure:
         assert message.body
 
     def wait(self, count):
-        with self.changed:
-            assert self.changed.wait_for(lambda: len(self.sizes) >= count, WAIT_S), self.sizes
+        until(lambda: len(self.sizes) >= count, "measured")
 
 
 @KINDS
@@ -70,28 +65,22 @@ def test_bodies_unpacked_at_once_stay_within_the_bound(orders, kind, how):
     send(orders.cluster, TOPIC, *[bomb] * count, sys_flag=kind)
     measure = Measure()
     everyone = threading.Barrier(4)
-    options: dict[str, object] = {"max_cached_bytes": MIB // 2}
-    listener = measure.awaited if how == "awaited" else measure
-    if how == "orderly":
-        options["orderly"] = True
-    if how == "lists":
-        options["listener_batch_size"] = 8
 
-        def listener(messages):
-            assert sum(len(message.body) for message in messages) <= 2 * MIB
-            for message in messages:
-                measure(message)
+    def calls(message):
+        measure(message)
+        try:
+            everyone.wait(0.05)  # were several calls under way, they would all hold their bodies here
+        except threading.BrokenBarrierError:
+            everyone.reset()
 
-    if how == "calls":
-
-        def listener(message):
+    def lists(messages):
+        assert sum(len(message.body) for message in messages) <= 2 * MIB
+        for message in messages:
             measure(message)
-            try:
-                everyone.wait(0.05)  # were several calls under way, they would all hold their bodies here
-            except threading.BrokenBarrierError:
-                everyone.reset()
 
-    with traced() as peak, orders.consuming(listener, **options):
+    listener = {"calls": calls, "awaited": measure.awaited, "orderly": measure, "lists": lists}[how]
+    options = {"orderly": how == "orderly", "listener_batch_size": 8 if how == "lists" else 1}
+    with traced() as peak, orders.consuming(listener, max_cached_bytes=MIB // 2, **options):
         measure.wait(count)
     assert measure.sizes == [2 * MIB] * count
     assert peak[0] < 12 * MIB
@@ -115,11 +104,13 @@ def test_a_body_is_not_kept_once_its_listener_has_returned(orders):
     assert peak[0] < 15 * MIB
 
 
+LIMITS = {ZLIB: MIB, LZ4: MIB, ZSTD: 64 * MIB}  # the last is the default
+
+
 @pytest.mark.parametrize("orderly", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "limit"), [(ZLIB, MIB), (LZ4, MIB), (ZSTD, 64 * MIB)], ids=["zlib", "lz4", "zstd, the default"]
-)
-def test_a_body_that_is_too_large_is_given_up_at_once(orders, kind, limit, orderly):
+@KINDS
+def test_a_body_that_is_too_large_is_given_up_at_once(orders, kind, orderly):
+    limit = LIMITS[kind]
     send(orders.cluster, TOPIC, PACKED[kind](bytes(limit + MIB)), sys_flag=kind)
     send(orders.cluster, TOPIC, b"next")
     errors = []
@@ -131,8 +122,8 @@ def test_a_body_that_is_too_large_is_given_up_at_once(orders, kind, limit, order
             errors.append(error)
             raise ValueError("not what I want") from error
 
-    options = {"orderly": orderly} if kind == ZSTD else {"orderly": orderly, "max_body_bytes": limit}
-    with orders.consuming(Seen(judge), **options) as (consumer, seen):
+    options = {} if kind == ZSTD else {"max_body_bytes": limit}
+    with orders.consuming(Seen(judge), orderly=orderly, **options) as (consumer, seen):
         event = orders.events.wait_for("message-too-large")
         assert f"max_body_bytes={limit}" in event.text
         assert event.facts["offset"] == 0
@@ -187,21 +178,29 @@ def test_a_call_that_holds_a_large_body_stops_no_other(orders):
         goes_on.set()
 
 
+def waiting(is_async, goes_on, began=lambda message: None, ended=lambda message: None):
+    """Return a listener whose calls wait until they may go on."""
+
+    def listener(message):
+        began(message)
+        goes_on.wait(WAIT_S)
+        ended(message)
+
+    async def awaited(message):
+        began(message)
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        ended(message)
+
+    return awaited if is_async else listener
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_consumer_closes_while_calls_wait_for_room(orders, is_async):
     send(orders.cluster, TOPIC, *[zlib.compress(bytes(MIB))] * 4, sys_flag=ZLIB)
     began, goes_on = threading.Event(), threading.Event()
-
-    def listener(message):
-        began.set()
-        goes_on.wait(WAIT_S)
-
-    async def awaited(message):
-        began.set()
-        while not goes_on.is_set():
-            await asyncio.sleep(0.01)
-
-    with orders.consuming(awaited if is_async else listener, max_cached_bytes=MIB // 8, consume_threads=3):
+    listener = waiting(is_async, goes_on, lambda message: began.set())
+    with orders.consuming(listener, max_cached_bytes=MIB // 8, consume_threads=3):
         assert began.wait(WAIT_S)
         threading.Timer(0.3, goes_on.set).start()
     assert orders.committed == {0: 1}, "the others had not begun"
@@ -215,18 +214,9 @@ def test_calls_wait_for_room_behind_some_that_are_not_wanted(orders, is_async):
     for queue_id in range(12):
         send(orders.cluster, TOPIC, *[packed] * 5, sys_flag=ZLIB, queue_id=queue_id)
     goes_on, seen = threading.Event(), []
-
-    def listener(message):
-        goes_on.wait(WAIT_S)
-        seen.append((message.queue.queue_id, len(message.body)))
-
-    async def awaited(message):
-        while not goes_on.is_set():
-            await asyncio.sleep(0.01)
-        seen.append((message.queue.queue_id, len(message.body)))
-
-    options = {"max_cached_bytes": MIB // 8, "consume_threads": 3}
-    with orders.consuming(awaited if is_async else listener, **options) as (consumer, _):
+    ended = lambda message: seen.append((message.queue.queue_id, len(message.body)))  # noqa: E731
+    listener = waiting(is_async, goes_on, ended=ended)
+    with orders.consuming(listener, max_cached_bytes=MIB // 8, consume_threads=3) as (consumer, _):
         until(lambda: sum(each.unfinished for each in consumer.progress().values()) == 60, "waiting")
         unwanted = [queue for queue in consumer.progress() if queue.topic == TOPIC and queue.queue_id != 11]
         with Admin(name_server=orders.cluster.name_server) as admin:
@@ -296,10 +286,10 @@ def test_a_large_batch_leaves_the_io_thread_alone(orders, broker, bits):
 
     def stretched(answer):
         """As a broker answers that knows how many messages are in it."""
-        ends = {"nextBeginOffset": str(count), "maxOffset": str(count)}
+        ends = {"nextBeginOffset": str(count), "maxOffset": str(count)} if answer.body else {}
         return dataclasses.replace(answer, fields={**answer.fields, **ends})
 
-    broker.on(RequestCode.PULL_MESSAGE, rewrite(lambda answer: stretched(answer) if answer.body else answer))
+    broker.on(RequestCode.PULL_MESSAGE, rewrite(stretched))
     seen = set()
     consumer = orders.consumer(lambda message: seen.add(message.body), **QUICK).start()
     gc.collect()
@@ -339,11 +329,10 @@ def test_an_answer_with_too_many_records_is_refused(orders, broker):
 
     def flood(answer):
         record = encode_message(StoredMessage(TOPIC, b""))
-        return dataclasses.replace(answer, body=record * 60_000)
+        return dataclasses.replace(answer, body=record * 60_000 if answer.body else b"")
 
-    broker.on(RequestCode.PULL_MESSAGE, rewrite(lambda answer: flood(answer) if answer.body else answer), times=2)
-    seen = Seen()
-    with orders.consuming(seen):
+    broker.on(RequestCode.PULL_MESSAGE, rewrite(flood), times=2)
+    with orders.consuming() as (_, seen):
         seen.wait_for(1)
     assert seen.bodies == [b"fine"]
     assert "more than 1024 records" in "".join(event.text for event in orders.events.all)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -29,7 +29,7 @@ from pyrocket_consumer.testing import (
 )
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of
+from tests.consumer.orders import GROUP, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import faulty, ours
 from tests.hazards.naive import NaiveMember, Window
@@ -41,18 +41,18 @@ def changed(**changes):
 
     def change(answer: RemotingCommand) -> RemotingCommand:
         fields = {**answer.fields, **changes}
-        return dataclasses.replace(answer, fields={name: text for name, text in fields.items() if text is not None})
+        return replace(answer, fields={name: text for name, text in fields.items() if text is not None})
 
     return rewrite(change)
 
 
 def body(change):
-    return rewrite(lambda answer: dataclasses.replace(answer, body=change(answer.body)))
+    return rewrite(lambda answer: replace(answer, body=change(answer.body)))
 
 
 def backwards(answer: RemotingCommand) -> RemotingCommand:
-    fields = {**answer.fields, "nextBeginOffset": str(max(0, int(answer.fields["nextBeginOffset"]) - 20))}
-    return dataclasses.replace(answer, fields=fields)
+    next_offset = max(0, int(answer.fields["nextBeginOffset"]) - 20)
+    return replace(answer, fields={**answer.fields, "nextBeginOffset": str(next_offset)})
 
 
 def record_at(number: int, offset: int):
@@ -72,7 +72,7 @@ def record_at(number: int, offset: int):
     return body(change)
 
 
-IMPOSSIBLE = {
+FAULTS = {
     **{f"next offset {name}": changed(nextBeginOffset=str(value)) for name, value in {
         "of 64 bits": 2**63, "of 65 bits": 2**64, "of 100 digits": 10**99, "the last there is": 2**63 - 1,
         "far beyond the end": 5000,
@@ -91,10 +91,6 @@ IMPOSSIBLE = {
     "a message twice": record_at(1, 0),
     "a message at a negative offset": record_at(2, -5),
     "the first message far behind the others": record_at(0, 2**62),
-}  # fmt: skip
-
-FAULTS = {
-    **IMPOSSIBLE,
     **{f"refused with {code}": answer(code, "not now") for code in (1, 2, 16, 17, 24, 25, 26, 215, 999)},
     "late": delay(0.2),
     "answered twice": duplicate,
@@ -114,10 +110,10 @@ FAULTS = {
     "next offset negative": changed(nextBeginOffset="-1"),
     "next offset missing": changed(nextBeginOffset=None),
     "next offset no number": changed(nextBeginOffset="soon"),
-    "all fields missing": rewrite(lambda answer: dataclasses.replace(answer, fields={})),
+    "all fields missing": rewrite(lambda answer: replace(answer, fields={})),
     "unknown fields": changed(topicSysFlag="7", novelty="yes"),
     "a broker id nobody has": changed(suggestWhichBrokerId="42"),
-}
+}  # fmt: skip
 
 
 PULL = RequestCode.PULL_MESSAGE
@@ -134,10 +130,8 @@ class LosesItsPull(NaiveMember):
 @pytest.mark.hazard("H36")
 @pytest.mark.parametrize(
     ("member", "what"),
-    [
-        *(pytest.param(ours, what, id=what) for what in FAULTS),
-        *(faulty(LosesItsPull, "all of the first", what) for what in ("next offset no number", "next offset missing")),
-    ],
+    [*(pytest.param(ours, what, id=what) for what in FAULTS),
+     *(faulty(LosesItsPull, "all of the first", what) for what in ("next offset no number", "next offset missing"))],
 )
 def test_nothing_is_lost_or_repeated(embedded, member, what):
     """Whatever is wrong with an answer, the next pull follows after pull_retry_delay_s; no timer has to notice.
@@ -173,7 +167,7 @@ class FiltersWithoutMoving(NaiveMember):
 
 
 @pytest.mark.hazard("H41")
-@pytest.mark.parametrize("member", [ours, faulty(FiltersWithoutMoving, "what nobody wants is committed past")])
+@ours_and(faulty(FiltersWithoutMoving, "what nobody wants is committed past"))
 def test_messages_that_the_client_filters_out_are_committed_past(cluster, topic, group, member):
     """What the broker sends because of its tag's hash, and the subscription does not want, moves the commit offset.
 
@@ -191,36 +185,6 @@ def test_messages_that_the_client_filters_out_are_committed_past(cluster, topic,
 
 
 # --- answers that cannot be right, or never come
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        "next offset of 64 bits",
-        "none that match, and a next offset beyond the end",
-        "a correction beyond the end",
-        "a message far behind the others",
-        "the first message far behind the others",
-    ],
-)
-def test_of_an_answer_that_cannot_be_right_nothing_is_taken(orders, broker, what):
-    orders.fill(20)
-    seen, neighbour = Seen(), orders.make(1, "neighbour")
-    orders.on(PULL, IMPOSSIBLE[what], times=None)
-    consumer = orders.consumer(seen, consume_from="first")
-    consumer.subscribe(neighbour, seen)
-    with consumer:
-        assert orders.events.wait_for("answer-refused").queue == QUEUE
-        broker.wait_for(PULL, 2, when=of())
-        orders.send(b"neighbour", topic=neighbour)
-        seen.wait_for(1)
-        assert consumer.state is ConsumerState.RUNNING
-        assert consumer.progress()[QUEUE].committed in (0, None)
-        assert seen.bodies == [b"neighbour"]
-        broker.clear_faults()
-        seen.wait_for(21)
-    assert orders.committed == {0: 20}
-    assert Counter(seen.bodies) == Counter([*numbered(20), b"neighbour"])
 
 
 def test_a_broker_that_holds_no_pull_is_asked_less_and_less(orders, broker):
@@ -308,19 +272,10 @@ def random_fault(rng: random.Random) -> Fault:
     if rng.random() < 0.8:
         return rng.choice((delay, delay_request))(rng.random() * 0.02)
     part = rng.random()
-    return rng.choice(
-        [
-            answer(rng.choice((1, 2, 16, 24, 25, 26, 215, 999)), "now and then"),
-            duplicate,
-            body(lambda data: data[: int(len(data) * part)]),
-            cut_after(rng.randrange(400)),
-            garbage(rng.randbytes(20)),
-            close_connection,
-            handle_and_close,
-            reset_connection,
-            changed(nextBeginOffset="0"),
-        ]
-    )
+    refused = answer(rng.choice((1, 2, 16, 24, 25, 26, 215, 999)), "now and then")
+    cut, noise = body(lambda data: data[: int(len(data) * part)]), garbage(rng.randbytes(20))
+    lost, back = (close_connection, handle_and_close, reset_connection), changed(nextBeginOffset="0")
+    return rng.choice([refused, duplicate, cut, cut_after(rng.randrange(400)), noise, *lost, back])
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -12,7 +12,7 @@ from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop, garbage
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, numbered, until
 from tests.hazards.company import STRANGER, DropsWithoutStoring, members_of
 from tests.hazards.members import committed_values, faulty, ours, pulled_offsets
@@ -20,6 +20,7 @@ from tests.hazards.naive import NaiveMember
 from tests.resetting import fill, queue
 
 MEMBERS, PULL = RequestCode.GET_CONSUMER_LIST_BY_GROUP, RequestCode.PULL_MESSAGE
+ASK = RequestCode.QUERY_CONSUMER_OFFSET
 NEVER_S = 3600.0
 
 
@@ -51,18 +52,15 @@ def begins_at(embedded: EmbeddedCluster, member: Any, what: str, stored: int | N
     orders, broker = Orders(embedded, messages=10), embedded.broker("broker-a")
     if stored is not None:
         broker.commit(GROUP, TOPIC, {0: stored})
-    orders.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], times=2)
-    options: dict[str, Any] = {"consume_from": "last", "rebalance_interval_s": 0.1}
-    if TROUBLE[what] is drop:
-        options["call_timeout_s"] = 1.0  # only silence is to run into it
-    with member(embedded, TOPIC, GROUP, **options) as consumer:
+    orders.on(ASK, TROUBLE[what], times=2)
+    options = {"call_timeout_s": 1.0} if TROUBLE[what] is drop else {}  # only silence is to run into it
+    with member(embedded, TOPIC, GROUP, consume_from="last", rebalance_interval_s=0.1, **options) as consumer:
         broker.wait_for(PULL, timeout_s=WAIT_S, when=of())
         orders.fill(1, 10)
         consumer.seen.wait(lambda seen: b"m10" in seen.bodies)
         started = pulled_offsets(broker, TOPIC)[0][1]
         assert started == first, f"began at {started} after {what}, {stored} was stored"
-        asked = [each for each in broker.requests(RequestCode.QUERY_CONSUMER_OFFSET) if of()(each.command)]
-        assert len(asked) == 3
+        assert sum(of()(each.command) for each in broker.requests(ASK)) == 3
         until(lambda: consumer.stored() == {QUEUE: 11}, "committed")
         assert min(offset for _, offset in committed_values(broker, TOPIC)) >= first
 
@@ -70,11 +68,9 @@ def begins_at(embedded: EmbeddedCluster, member: Any, what: str, stored: int | N
 @pytest.mark.hazard("H21")
 @pytest.mark.parametrize(
     ("member", "what"),
-    [
-        *(pytest.param(ours, what, id=what) for what in TROUBLE),
-        *((NaiveMember, what) for what in ("system error", "no answer", "connection closed")),
-        *(faulty(TakesErrorsForNone, "began at 10", what) for what in TROUBLE),
-    ],
+    [*(pytest.param(ours, what, id=what) for what in TROUBLE),
+     *((NaiveMember, what) for what in ("system error", "no answer", "connection closed")),
+     *(faulty(TakesErrorsForNone, "began at 10", what) for what in TROUBLE)],
 )
 def test_trouble_with_the_stored_offset_is_not_taken_for_none(embedded, member, what):
     """A queue is pulled when its stored offset is known. Errors, silence and nonsense are asked again; only the
@@ -107,11 +103,8 @@ LISTS = {"all but us": [STRANGER], "another one": [STRANGER, "us"], "several": [
 @pytest.mark.hazard("H39")
 @pytest.mark.parametrize(
     ("member", "which"),
-    [
-        *(pytest.param(ours, which, id=which) for which in LISTS),
-        (NaiveMember, "another one"),
-        *(faulty(AnEmptyPlaceIsEmpty, "messages were consumed again", which) for which in LISTS),
-    ],
+    [*(pytest.param(ours, which, id=which) for which in LISTS), (NaiveMember, "another one"),
+     *(faulty(AnEmptyPlaceIsEmpty, "messages were consumed again", which) for which in LISTS)],
 )
 def test_a_wrong_list_of_members_repeats_nothing(embedded, broker, member, which):
     """Queues that go because of a list of members, right or wrong, have their offsets stored first; none is repeated.
@@ -154,7 +147,7 @@ class LeavesAGhost(NaiveMember):
 
 
 @pytest.mark.hazard("H39")
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(LeavesAGhost, "a closed member is in the group again")])
+@ours_and(NaiveMember, faulty(LeavesAGhost, "a closed member is in the group again"))
 def test_a_closed_member_leaves_no_ghost(cluster, topic, group, member):
     """After close() nothing of a consumer goes on: no thread, no heartbeat, no commit.
 
