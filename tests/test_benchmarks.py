@@ -11,23 +11,45 @@ from pathlib import Path
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.for_each import for_each
 
 ROOT = Path(__file__).parents[1]
 
 
-def run(program, *arguments):
+def ended(program, *arguments):
     command = [sys.executable, "-m", f"benchmarks.{program}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+
+
+def run(program, *arguments):
+    done = ended(program, *arguments)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Run a program with `--json`; returns what it printed, and the figures."""
+
+    def run_it(program, *arguments, cluster=None):
+        figures = tmp_path / "figures.json"
+        where = [] if cluster is None else ["--name-server", cluster.name_server]
+        return run(program, *arguments, *where, "--json", str(figures)), json.loads(figures.read_text())
+
+    return run_it
+
+
+@pytest.fixture
+def cluster():
+    with EmbeddedCluster(delay_scale=0.01) as embedded:
+        yield embedded
 
 
 PROGRAMS = [
     "consume", "produce", "order_by_key", "exactly_once", "offset_persist", "decode", "drop_in", "start_close",
     "spark_read", "spark_pushdown", "spark_write", "cores",
 ]  # fmt: skip
-
-
+long = pytest.mark.slow("measures for half a minute and more", proof=True)
 pytestmark = [pytest.mark.live, pytest.mark.slow("starts programs that measure")]
 
 
@@ -38,41 +60,30 @@ def test_help_has_the_question_and_the_options(program):
     assert "--json" in text
 
 
-def test_offset_persist_measures_what_its_table_shows(tmp_path):
-    figures = tmp_path / "figures.json"
+def test_offset_persist_measures_what_its_table_shows(measured, tmp_path):
     options = ["--no-java", "--rounds", "2", "--queues", "16", "--threads", "1"]
-    printed = run("offset_persist", *options, "--directory", str(tmp_path), "--json", str(figures))
+    printed, figures = measured("offset_persist", *options, "--directory", str(tmp_path))
     assert "fsync ÷ disk" in printed
-    (case,) = json.loads(figures.read_text())["persist"]
+    (case,) = figures["persist"]
     assert case["queues"] == 16
     assert set(case["us_per_persist"]) == {"disk", "fsync", "process", "checkpoint"}
     assert all(len(each["rounds"]) == 2 and min(each["rounds"]) > 0 for each in case["us_per_persist"].values())
 
 
-@pytest.mark.slow("measures for half a minute and more", proof=True)
-def test_start_close_measures_imports_starts_and_a_close(tmp_path):
-    figures = tmp_path / "figures.json"
-    run("start_close", "--quick", "--json", str(figures))
-    measured = json.loads(figures.read_text())
-    assert set(measured["import_ms"]) == {"asyncio and ssl", "the package", "PushConsumer", "Producer", "Admin"}
-    assert min(measured["import_ms"].values()) > 0
-    cases = measured["cases"]
+@long
+def test_start_close_measures_imports_starts_and_a_close(measured):
+    _, figures = measured("start_close", "--quick")
+    assert set(figures["import_ms"]) == {"asyncio and ssl", "the package", "PushConsumer", "Producer", "Admin"}
+    assert min(figures["import_ms"].values()) > 0
+    cases = figures["cases"]
     assert [(each["case"], each["queues"]) for each in cases] == [("start", 100), ("start", 500), ("close", 100)]
     assert all(len(each["seconds"]) == 1 and each["seconds"][0] > 0 for each in cases)
 
 
-def test_decode_measures_every_way(tmp_path):
-    figures = tmp_path / "figures.json"
-    run("decode", "--rounds", "1", "--json", str(figures))
-    results = json.loads(figures.read_text())["results"]
-    assert {each["way"] for each in results} >= {"eager", "lazy", "walk lengths"}
-    assert {each["body_bytes"] for each in results} == {100, 1024, 10240}
-
-
-def test_decode_measures_each_step(tmp_path):
-    figures = tmp_path / "figures.json"
-    printed = run("decode", "--rounds", "2", "--json", str(figures))
-    found = json.loads(figures.read_text())
+def test_decode_measures_every_way_and_each_step(measured):
+    printed, found = measured("decode", "--rounds", "2")
+    assert {each["way"] for each in found["results"]} >= {"eager", "lazy", "walk lengths"}
+    assert {each["body_bytes"] for each in found["results"]} == {100, 1024, 10240}
     steps = [each["step"] for each in found["steps"]]
     assert steps == ["decode", "body", "five properties", "one property", "all", "ack"]
     accelerated = found["environment"]["accelerated"]
@@ -83,28 +94,21 @@ def test_decode_measures_each_step(tmp_path):
     assert "five properties" in printed
 
 
-@pytest.mark.slow("measures for half a minute and more", proof=True)
-def test_drop_in_measures_the_facade_beside_what_is_beneath(tmp_path):
-    figures = tmp_path / "figures.json"
-    with EmbeddedCluster(delay_scale=0.01) as cluster:
-        options = ["--quick", "--sides", "facade,api", "--name-server", cluster.name_server]
-        printed = run("drop_in", *options, "--json", str(figures))
-    rounds = json.loads(figures.read_text())["rounds"]
+@long
+def test_drop_in_measures_the_facade_beside_what_is_beneath(measured, cluster):
+    printed, found = measured("drop_in", "--quick", "--sides", "facade,api", cluster=cluster)
+    rounds = found["rounds"]
     assert set(rounds) == {"consume", "read", "send", "raising"}
     assert all(set(sides) == {"facade", "api"} for sides in rounds.values())
     assert {(each["raised"], each["came_again"]) for (each,) in rounds["raising"].values()} == {(16, 16)}
     assert "consume: CPU ÷ api" in printed
 
 
-@pytest.mark.slow("measures for half a minute and more", proof=True)
-def test_consume_measures_the_chosen_sides(tmp_path):
-    figures = tmp_path / "figures.json"
+@long
+def test_consume_measures_the_chosen_sides(measured, cluster):
     options = ["--quick", "--cases", "one,touched,lists,lists-touched,sleep", "--sides", "pyrocket,pure,threads,before"]
     sizes = ["--queues", "4", "--messages", "60000", "--sleep-messages", "5000"]
-    with EmbeddedCluster() as cluster:
-        where = ["--name-server", cluster.name_server, "--before", str(ROOT)]
-        printed = run("consume", *options, *sizes, *where, "--json", str(figures))
-    found = json.loads(figures.read_text())
+    printed, found = measured("consume", *options, *sizes, "--before", str(ROOT), cluster=cluster)
     for case, sides in found["rounds"].items():
         assert set(sides) == {"pyrocket", "pure", "before"} | ({"threads"} if "sleeps" in case else set())
         assert all(answer["messages"] > 0 and answer["cpu_s"] >= 0 for (answer,) in sides.values())
@@ -120,13 +124,11 @@ def test_consume_measures_the_chosen_sides(tmp_path):
     assert "accelerated" in printed.splitlines()[0] or "pure Python" in printed.splitlines()[0]
 
 
-@pytest.mark.slow("measures for half a minute and more", proof=True)
-def test_cores_measures_one_and_two_members_of_a_group(tmp_path):
-    figures = tmp_path / "figures.json"
-    with EmbeddedCluster() as cluster:
-        options = ["--quick", "--cases", "no-op,touched", "--queues", "4", "--messages", "40000"]
-        printed = run("cores", *options, "--name-server", cluster.name_server, "--json", str(figures))
-    rounds = json.loads(figures.read_text())["rounds"]
+@long
+def test_cores_measures_one_and_two_members_of_a_group(measured, cluster):
+    options = ["--quick", "--cases", "no-op,touched", "--queues", "4", "--messages", "40000"]
+    printed, found = measured("cores", *options, cluster=cluster)
+    rounds = found["rounds"]
     assert len(rounds) == 2
     for sides in rounds.values():
         assert set(sides) == {"1 process", "2 processes"}
@@ -164,8 +166,8 @@ def test_spark_pushdown_has_messages_of_the_age_it_says():
     assert sorted(found) == [(queue, at, FIRST_MS + at * 1000) for queue in (0, 1) for at in range(990, 1000)]
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
+@for_each(
+    "options, told",
     [
         (["--sides", "pyrocket,jvaa"], "no side is called jvaa"),
         (["--sides", "pure,before"], "needs --before"),
@@ -173,35 +175,26 @@ def test_spark_pushdown_has_messages_of_the_age_it_says():
     ],
 )
 def test_consume_says_what_it_cannot_measure(options, told):
-    command = [sys.executable, "-m", "benchmarks.consume", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert told in done.stderr
+    done = ended("consume", *options)
+    assert (done.returncode, told in done.stderr) == (2, True), done.stderr
 
 
-def test_produce_measures_both_ways_of_sending(tmp_path):
-    figures = tmp_path / "figures.json"
-    with EmbeddedCluster() as cluster:
-        options = ["--quick", "--sides", "pyrocket", "--warm", "100", "--messages", "3000", "--sync-messages", "300"]
-        where = ["--name-server", cluster.name_server, "--before", str(ROOT)]
-        printed = run("produce", *options, *where, "--json", str(figures))
-    rounds = json.loads(figures.read_text())["rounds"]
-    assert {case: set(sides) for case, sides in rounds.items()} == {
-        "async": {"pyrocket", "before"},
-        "sync": {"pyrocket", "before"},
-    }
+def test_produce_measures_both_ways_of_sending(measured, cluster):
+    options = ["--quick", "--sides", "pyrocket", "--warm", "100", "--messages", "3000", "--sync-messages", "300"]
+    printed, found = measured("produce", *options, "--before", str(ROOT), cluster=cluster)
+    rounds = found["rounds"]
+    assert {case: set(sides) for case, sides in rounds.items()} == {case: {"pyrocket", "before"} for case in rounds}
+    assert set(rounds) == {"async", "sync"}
     assert {answer["messages"] for (answer,) in rounds["async"].values()} == {3000}
     assert all(answer["seconds"] > 0 for sides in rounds.values() for (answer,) in sides.values())
     assert "rate ÷ before" in printed
 
 
-@pytest.mark.slow("measures for half a minute and more", proof=True)
-def test_order_by_key_measures_all_modes(tmp_path):
-    figures = tmp_path / "figures.json"
-    with EmbeddedCluster() as cluster:
-        options = ["--quick", "--no-java", "--messages", "30000", "--sleep-messages", "3000", "--before", str(ROOT)]
-        printed = run("order_by_key", *options, "--name-server", cluster.name_server, "--json", str(figures))
-    rounds = json.loads(figures.read_text())["rounds"]
+@long
+def test_order_by_key_measures_all_modes(measured, cluster):
+    options = ["--quick", "--no-java", "--messages", "30000", "--sleep-messages", "3000", "--before", str(ROOT)]
+    printed, found = measured("order_by_key", *options, cluster=cluster)
+    rounds = found["rounds"]
     assert len(rounds) == 2
     sides = {"orderly", "order_by", "order_by a function", "concurrent", "orderly before"}
     assert all({side.partition(", ")[2] for side in case} == sides for case in rounds.values())
@@ -211,21 +204,13 @@ def test_order_by_key_measures_all_modes(tmp_path):
 
 def test_drop_in_says_where_the_native_library_is():
     if importlib.util.find_spec("rocketmq") is None:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.drop_in", "--quick"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = ended("drop_in", "--quick")
         assert (done.returncode, "pip install '.[native]'" in done.stderr) == (2, True)
 
 
-@pytest.mark.slow("measures for half a minute and more", proof=True)
-def test_exactly_once_measures_every_side(tmp_path):
-    figures = tmp_path / "figures.json"
-    run("exactly_once", "--quick", "--databases", "sqlite", "--json", str(figures))
-    cases = json.loads(figures.read_text())["cases"]
+@long
+def test_exactly_once_measures_every_side(measured):
+    _, found = measured("exactly_once", "--quick", "--databases", "sqlite")
+    cases = found["cases"]
     assert [(each["batch"], each["queues"]) for each in cases] == [(1, 1), (1, 4), (64, 1), (64, 4)]
     assert all(min(rates) > 0 for each in cases for rates in each["per_second"].values())
