@@ -11,9 +11,10 @@ from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.wire.compression import Compression, compress
 from pyrocket_consumer.wire.frame import RESPONSE_FLAG, RemotingCommand, encode_command
 from pyrocket_consumer.wire.message import BatchItem, StoredMessage, encode_batch, encode_message
-from tests.hostile.server import Answer, Attack, Peer, found_nothing, now_ms, pulled
+from tests.hostile.server import Answer, Attack, Peer, found_nothing, now_ms, pulled, queue_data, route
 
 PAUSE_S = 0.02
+PULLS = (RequestCode.PULL_MESSAGE,)
 MiB = 1 << 20
 
 GROUP = "hostile-group"
@@ -78,9 +79,8 @@ class SlowJson(Attack):
     BODY = b"{" + b'{"brokerName":"b","queueId":1,"topic":"T"}:1,' * 130_000 + b"0:1}"
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        if command.code in (RequestCode.PULL_MESSAGE, RequestCode.HEART_BEAT):
-            return NotImplemented
-        return command.answer(body=self.BODY)
+        honest = command.code in (RequestCode.PULL_MESSAGE, RequestCode.HEART_BEAT)
+        return NotImplemented if honest else command.answer(body=self.BODY)
 
     async def besides(self, peer: Peer) -> None:
         while True:
@@ -145,10 +145,8 @@ class Twice(Attack):
             one = encode_command(found_nothing(command))
         else:
             one = encode_command(command.answer(fields={"offset": "0"}, body=b'{"consumerIdList":[]}'))
-        unasked = [
-            encode_command(RemotingCommand(0, {}, b"x" * 1000, number, RESPONSE_FLAG)) for number in range(9000, 9100)
-        ]
-        return [one, one, one, *unasked]
+        unasked = (RemotingCommand(0, {}, b"x" * 1000, number, RESPONSE_FLAG) for number in range(9000, 9100))
+        return [one, one, one, *map(encode_command, unasked)]
 
 
 # --- answers to pulls
@@ -158,37 +156,29 @@ class NextOffset(Attack):
     """A next offset that no queue can have."""
 
     VALUES = (2**63, 2**64, -1, -(2**63), 2**63 - 1, 10**30, 100_000)
-
-    def __init__(self) -> None:
-        self.turn = 0
+    CODES = (ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCode.PULL_RETRY_IMMEDIATELY)
+    codes = PULLS
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        if command.code != RequestCode.PULL_MESSAGE:
-            return NotImplemented
-        self.turn += 1
-        code = (ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCode.PULL_RETRY_IMMEDIATELY)[
-            self.turn % 3
-        ]
-        return pulled(command, code, nextBeginOffset=self.VALUES[self.turn % len(self.VALUES)])
+        value = self.VALUES[self.turn % len(self.VALUES)]
+        return pulled(command, self.CODES[self.turn % 3], nextBeginOffset=value)
 
 
 class AbsurdOffsets(Attack):
     """Committed, first and last offsets that no queue can have."""
 
+    codes = (RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET)
+
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        if "queueOffset" in command.fields or command.code not in (
-            RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET,
-        ):  # fmt: skip
-            return NotImplemented
         return command.answer(fields={"offset": str((2**63, -5, 10**25)[command.opaque % 3])})
 
 
 class Moved(Attack):
     """Every pull is told that its offset has moved, on and on."""
 
+    codes = PULLS
+
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        if command.code != RequestCode.PULL_MESSAGE:
-            return NotImplemented
         here = int(command.fields["queueOffset"])
         return pulled(command, ResponseCode.PULL_OFFSET_MOVED, nextBeginOffset=here + 1, maxOffset=here + 1000)
 
@@ -196,68 +186,65 @@ class Moved(Attack):
 class ResetEndlessly(Attack):
     """Every pull is told of a reset."""
 
+    codes = PULLS
+
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        if command.code != RequestCode.PULL_MESSAGE:
-            return NotImplemented
-        return pulled(
-            command, ResponseCode.PULL_OFFSET_MOVED, remark="OFFSET_RESET", nextBeginOffset=command.opaque % 10
-        )
+        moved = ResponseCode.PULL_OFFSET_MOVED
+        return pulled(command, moved, remark="OFFSET_RESET", nextBeginOffset=command.opaque % 10)
 
 
 class NothingAtOnce(Attack):
     """Pulls are never held."""
 
+    codes = PULLS
+
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        return found_nothing(command) if command.code == RequestCode.PULL_MESSAGE else NotImplemented
+        return found_nothing(command)
 
 
 class FoundNothing(Attack):
     """Messages were found, says the header; there is none, and the place is the same."""
 
+    codes = PULLS
+
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        return pulled(command, 0) if command.code == RequestCode.PULL_MESSAGE else NotImplemented
+        return pulled(command, 0)
 
 
 class Found(Attack):
     """Answers pulls with records."""
 
+    codes = PULLS
+
     def records(self, offset: int, queue_id: int) -> bytes:
         raise NotImplementedError
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        if command.code != RequestCode.PULL_MESSAGE:
-            return NotImplemented
         here = int(command.fields["queueOffset"])
         body = self.records(here, int(command.fields["queueId"]))
         return pulled(command, 0, body, nextBeginOffset=here + 32, maxOffset=here + 1_000_000)
 
 
 @cache
-def bomb(kind: Compression) -> tuple[bytes, int]:
-    body, flags = compress(bytes(60 * MiB), kind)
+def bomb(mebibytes: int) -> tuple[bytes, int]:
+    body, flags = compress(bytes(mebibytes * MiB), Compression.ZSTD)
     return body, int(flags)
 
 
 class Bombs(Found):
     """32 messages of a few KB, each 60 MiB when unpacked."""
 
+    unpacked = 60
+
     def records(self, offset: int, queue_id: int) -> bytes:
-        body, flags = bomb(Compression.ZSTD)
+        body, flags = bomb(self.unpacked)
         return b"".join(record(offset + number, body, flags, queue_id=queue_id) for number in range(32))
 
 
-class LargerBombs(Found):
+class LargerBombs(Bombs):
     """The same, each of 200 MiB, which is more than any body may have."""
 
-    @staticmethod
-    @cache
-    def packed() -> tuple[bytes, int]:
-        body, flags = compress(bytes(200 * MiB), Compression.ZSTD)
-        return body, int(flags)
-
-    def records(self, offset: int, queue_id: int) -> bytes:
-        body, flags = self.packed()
-        return b"".join(record(offset + number, body, flags, queue_id=queue_id) for number in range(32))
+    unpacked = 200
 
 
 @cache
@@ -278,13 +265,10 @@ class InnerBatches(Found):
 class ManyRecords(Found):
     """15 MiB of the smallest records."""
 
-    @staticmethod
-    @cache
-    def one() -> bytes:
-        return encode_message(StoredMessage(TOPIC, b"", {}, queue_offset=0))
+    ONE = encode_message(StoredMessage(TOPIC, b"", {}, queue_offset=0))
 
     def records(self, offset: int, queue_id: int) -> bytes:
-        return self.one() * (15 * MiB // len(self.one()))
+        return self.ONE * (15 * MiB // len(self.ONE))
 
 
 class StrangeRecords(Found):
@@ -360,9 +344,8 @@ class Plans(Attack):
             for epoch in (2**63 - 1, 2**62, now_ms() * 1000, 1):
                 turn += 1
                 topic = (TOPIC, "never-heard-of", "%RETRY%" + GROUP)[turn % 3]
-                body = json.dumps(
-                    {"topic": topic, "epoch": epoch, "targets": {"broker-x": {str(each): 7 for each in range(3000)}}}
-                ).encode()
+                targets = {"broker-x": {str(each): 7 for each in range(3000)}}
+                body = json.dumps({"topic": topic, "epoch": epoch, "targets": targets}).encode()
                 fields = {
                     "consumerGroup": GROUP, "clientId": peer.client_id, "pyrocketOp": "reset", "pyrocketId": str(turn),
                     "pyrocketV": "1", "jstackEnable": "false",
@@ -394,42 +377,29 @@ class Routes(Attack):
     """Routes with queues without number, and addresses that are none."""
 
     at_name_server = True
-
-    def __init__(self) -> None:
-        self.turn = 0
+    codes = (RequestCode.GET_ROUTEINFO_BY_TOPIC,)
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        if command.code != RequestCode.GET_ROUTEINFO_BY_TOPIC:
-            return NotImplemented
-        self.turn += 1
-        queues = {"brokerName": "b", "readQueueNums": 2**31 - 1, "writeQueueNums": 2**31 - 1, "perm": 6}
-        addresses = (
-            "file:///etc/passwd",
-            "127.0.0.1:99999999",
-            "\x1b[2J:1",
-            "x" * MiB + ":1",
-            "169.254.169.254:80",
-            "",
-        )
-        address = addresses[self.turn % len(addresses)]
-        broker = {"cluster": "c", "brokerName": "b", "brokerAddrs": {"0": address}}
-        return command.answer(body=json.dumps({"queueDatas": [queues], "brokerDatas": [broker] * 1000}).encode())
+        strange = "file:///etc/passwd", "127.0.0.1:99999999", "\x1b[2J:1", "x" * MiB + ":1", "169.254.169.254:80", ""
+        address = strange[self.turn % len(strange)]
+        brokers = [{"cluster": "c", "brokerName": "b", "brokerAddrs": {"0": address}}] * 1000
+        return command.answer(body=route([queue_data("b", 2**31 - 1)], brokers))
 
 
 class Members(Attack):
     """A hundred thousand members, none of whom is there."""
 
     BODY = json.dumps({"consumerIdList": [f"10.0.0.{number}@{'x' * 50}" for number in range(100_000)]}).encode()
+    codes = (RequestCode.GET_CONSUMER_LIST_BY_GROUP,)
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        return command.answer(body=self.BODY) if command.code == 38 else NotImplemented
+        return command.answer(body=self.BODY)
 
 
 class MembersThatChange(Attack):
     """Other members at every question: the member alone, twice, with others, not at all."""
 
-    def __init__(self) -> None:
-        self.turn = 0
+    codes = (RequestCode.GET_CONSUMER_LIST_BY_GROUP,)
 
     async def besides(self, peer: Peer) -> None:
         while True:
@@ -437,9 +407,6 @@ class MembersThatChange(Attack):
             await asyncio.sleep(PAUSE_S)
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        if command.code != RequestCode.GET_CONSUMER_LIST_BY_GROUP:
-            return NotImplemented
-        self.turn += 1
         me, other = peer.client_id, "0" if self.turn & 1 else "\U0010ffff"
         strange = [me, None, 5, [], {}]
         lists: tuple[object, ...] = ([me], [me, me, other], [other], [], strange, None, [other, me, "\n\0"])
@@ -450,25 +417,17 @@ class RoutesThatChange(Attack):
     """Another route at every question: queues come and go, brokers change their addresses, two have one name."""
 
     at_name_server = True
-
-    def __init__(self) -> None:
-        self.turn = 0
+    codes = (RequestCode.GET_ROUTEINFO_BY_TOPIC,)
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        if command.code != RequestCode.GET_ROUTEINFO_BY_TOPIC:
-            return NotImplemented
-        self.turn += 1
         names = ("\n\x1b[2J", "b" * 65_536, "..", "/etc/passwd", "\0", "\u202e", "a@b%DLQ%")
         name = names[self.turn % len(names)]
-        datas = [
-            {"brokerName": name, "readQueueNums": queues, "writeQueueNums": queues, "perm": 6}
-            for queues in (4, self.turn % 9)
-        ]
+        datas = [queue_data(name, queues) for queues in (4, self.turn % 9)]
         brokers = [
             {"cluster": name, "brokerName": name, "brokerAddrs": {str(number): f"127.0.0.1:{number + 1}"}}
             for number in (0, self.turn % 50, -1, 2**63)
         ]
-        return command.answer(body=json.dumps({"queueDatas": datas, "brokerDatas": brokers}).encode())
+        return command.answer(body=route(datas, brokers))
 
 
 class OneAnswer(Attack):
@@ -507,13 +466,9 @@ class LongNames(Attack):
 class StrangeCommits(Attack):
     """Offsets that jump at every question."""
 
-    def __init__(self) -> None:
-        self.turn = 0
+    codes = (RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET)
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        if command.code not in (RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET):
-            return NotImplemented
-        self.turn += 1
         offsets = ("0", "9", "5", str(2**62), "-1", "1e5", " 7 ", "\u0667")
         return command.answer(fields={"offset": offsets[self.turn % len(offsets)]})
 
@@ -546,12 +501,7 @@ class SilentNameServer(Silence):
 
 
 ATTACKS: dict[str, type[Attack]] = {
-    attack.__name__: attack
-    for attack in (
-        DeepHeader, DeeperHeader, DeepBody, DeepRoute, DeepRouteHeader, SlowJson, SlowRoute, Garbage, LongClaim,
-        LongRemarks, LongRouteRemarks, Silence, Twice, NextOffset, AbsurdOffsets, Moved, ResetEndlessly, NothingAtOnce,
-        FoundNothing, Bombs, LargerBombs, InnerBatches, ManyRecords, StrangeRecords, DamagedRecords, Flood,
-        FloodOfNameServer, LongRequests, Plans, Resets, Routes, Members, MembersThatChange, RoutesThatChange,
-        OneAnswer, Drops, LongNames, StrangeCommits, FarTimes, SilentNameServer,
-    )
-}  # fmt: skip
+    name: kind
+    for name, kind in list(vars().items())
+    if isinstance(kind, type) and issubclass(kind, Attack) and kind not in (Attack, Found)
+}

@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +47,10 @@ class Attack:
 
     at_name_server = False
     """Whether the name server is the one that means harm, and not the broker."""
+    codes: tuple[int, ...] = ()
+    """The requests that it answers; all if there is none."""
+    turn = 0
+    """How many it has answered."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         """Return what is answered instead; NotImplemented for what an honest server says."""
@@ -79,7 +82,7 @@ class HostileServer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="hostile", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self) -> HostileServer:
+    def __enter__(self) -> HostileServer:
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
         return self
@@ -92,7 +95,7 @@ class HostileServer:
             self._servers.append(server)
             setattr(self, role, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
 
-    def stop(self) -> None:
+    def __exit__(self, *error: object) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -108,12 +111,6 @@ class HostileServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0.01)
-
-    def __enter__(self) -> HostileServer:
-        return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
 
     def do(self, attack: Attack) -> None:
         """Attack in this way from now on, on connections to come: what there is of the former one ends with its own."""
@@ -150,8 +147,10 @@ class HostileServer:
                 if is_broker:
                     self.requests[command.code] += 1
                 answer: Answer = NotImplemented
-                if self._attack.at_name_server != is_broker:
-                    answer = self._attack.answer(peer, command)
+                attack = self._attack
+                if attack.at_name_server != is_broker and command.code in (attack.codes or [command.code]):
+                    attack.turn += 1
+                    answer = attack.answer(peer, command)
                 if answer is NotImplemented:
                     self._answer_honestly(peer, command)
                 else:
@@ -191,8 +190,7 @@ class HostileServer:
             case RequestCode.GET_ROUTEINFO_BY_TOPIC:
                 return command.answer(body=self.route(fields["topic"]))
             case RequestCode.HEART_BEAT:
-                found = json.loads(command.body)
-                peer.client_id = found["clientID"]
+                peer.client_id = json.loads(command.body)["clientID"]
                 self.client_ids.add(peer.client_id)
                 return command.answer()
             case RequestCode.GET_CONSUMER_LIST_BY_GROUP:
@@ -222,13 +220,16 @@ class HostileServer:
         if topic == self.topic:
             queues.append(queue_data(BROKER, QUEUES))
             brokers.append(broker_data(BROKER, self.broker))
-        return json.dumps({"queueDatas": queues, "brokerDatas": brokers, "filterServerTable": {}}).encode()
+        return route(queues, brokers)
+
+
+def route(queues: list[dict[str, Any]], brokers: list[dict[str, Any]]) -> bytes:
+    return json.dumps({"queueDatas": queues, "brokerDatas": brokers, "filterServerTable": {}}).encode()
 
 
 def queue_data(broker_name: str, queues: int) -> dict[str, Any]:
-    return {
-        "brokerName": broker_name, "readQueueNums": queues, "writeQueueNums": queues, "perm": 6, "topicSysFlag": 0,
-    }  # fmt: skip
+    numbers = {"readQueueNums": queues, "writeQueueNums": queues, "perm": 6, "topicSysFlag": 0}
+    return {"brokerName": broker_name, **numbers}
 
 
 def broker_data(name: str, address: str) -> dict[str, Any]:
@@ -245,25 +246,9 @@ def pulled(
 ) -> RemotingCommand:
     """Return an answer to a pull; `changed` are fields of its header, by their names."""
     here = command.fields.get("queueOffset", "0")
-    fields = {
-        "nextBeginOffset": here,
-        "minOffset": "0",
-        "maxOffset": str(max(int(here), MAX_OFFSET)),
-        "suggestWhichBrokerId": "0",
-    }
-    fields |= {name: str(value) for name, value in changed.items()}
+    fields = {"nextBeginOffset": here, "minOffset": "0", "maxOffset": str(max(int(here), MAX_OFFSET))}
+    fields |= {"suggestWhichBrokerId": "0", **{name: str(value) for name, value in changed.items()}}
     return command.answer(code, remark, fields, body)
-
-
-def each_after(seconds: float, do: Callable[[], None]) -> Callable[[], Any]:
-    """Return a coroutine function that does something again and again."""
-
-    async def loop() -> None:
-        while True:
-            do()
-            await asyncio.sleep(seconds)
-
-    return loop
 
 
 def now_ms() -> int:
