@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pyrocket_consumer.spark.patience import Patience
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 def pauses(patience: Patience, clock: Clock) -> list[float]:
@@ -21,15 +27,13 @@ def pauses(patience: Patience, clock: Clock) -> list[float]:
     return found
 
 
-def test_pauses_grow_and_fill_the_time():
-    clock = Clock()
+def test_pauses_grow_and_fill_the_time(clock):
     found = pauses(Patience(20, None, clock), clock)
     assert 0.05 < found[0] < found[2] < found[4] <= 2
     assert abs(sum(found) - 20) < 0.001
 
 
-def test_the_time_begins_with_the_first_failure():
-    clock = Clock()
+def test_the_time_begins_with_the_first_failure(clock):
     patience = Patience(1, None, clock)
     clock.now += 50
     assert patience.failed() is not None
@@ -37,15 +41,9 @@ def test_the_time_begins_with_the_first_failure():
     assert patience.failed() is None
 
 
-def test_tries_may_be_fewer_than_the_time_allows():
-    clock = Clock()
-    assert len(pauses(Patience(100, 3, clock), clock)) == 3
-
-
-def test_what_worked_has_all_its_time_again():
-    clock = Clock()
-    patience = Patience(1, 2, clock)
-    pauses(patience, clock)
+def test_tries_may_be_fewer_and_what_worked_has_all_of_them_again(clock):
+    patience = Patience(100, 3, clock)
+    assert len(pauses(patience, clock)) == 3
     patience.renew()
     assert patience.failures == 0
-    assert len(pauses(patience, clock)) == 2
+    assert len(pauses(patience, clock)) == 3

@@ -12,6 +12,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.options import TaskSizes
 from pyrocket_consumer.spark.planning import plan_tasks, spread
 from pyrocket_consumer.spark.ranges import QueueRange
+from tests.for_each import for_each
 
 
 def queue(number: int) -> MessageQueue:
@@ -30,24 +31,18 @@ def sizes(tasks: list[tuple[QueueRange, ...]]) -> list[int]:
     return [sum(map(len, task)) for task in tasks]
 
 
-ONE_EACH = TaskSizes(min_records=0)
-
-
-def test_what_fits_is_read_whole():
-    assert spread(backlogs(5, 0, 3), 8) == {queue(0): 5, queue(2): 3}
-
-
-def test_a_cap_is_spread_in_proportion():
-    assert list(spread(backlogs(600, 300, 100), 100).values()) == [60, 30, 10]
-
-
-def test_a_small_queue_is_not_starved():
-    shares = spread(backlogs(1_000_000, 1, 1), 10)
-    assert sorted(shares.values()) == [1, 1, 8]
-
-
-def test_with_more_queues_than_the_cap_each_gets_one():
-    assert spread(backlogs(*[9] * 20), 5) == dict.fromkeys(backlogs(*[9] * 20), 1)
+@for_each(
+    "waiting, cap, shares",
+    [
+        ([5, 0, 3], 8, [5, None, 3]),
+        ([600, 300, 100], 100, [60, 30, 10]),
+        ([1_000_000, 1, 1], 10, [8, 1, 1]),
+        ([9] * 20, 5, [1] * 20),
+    ],
+    ids=["what fits is read whole", "in proportion", "none is starved", "one of each if there are more"],
+)
+def test_a_cap_is_spread(waiting, cap, shares):
+    assert spread(backlogs(*waiting), cap) == {queue(n): share for n, share in enumerate(shares) if share}
 
 
 @settings(deadline=None)
@@ -62,36 +57,26 @@ def test_a_spread_keeps_its_promises(waiting, cap):
     assert all(share <= max(1, cap * wanted[each] / total + 1) for each, share in shares.items())
 
 
-def test_a_large_queue_is_one_task_unless_told_otherwise():
-    assert sizes(plan_tasks(ranges(5000, 1000), TaskSizes())) == [5000, 1000]
+@for_each(
+    "lengths, options, planned",
+    [
+        ([5000, 1000], {}, [5000, 1000]),  # a large queue is one task unless told otherwise
+        ([300] * 7, {}, [1200, 900]),  # small ranges share a task
+        ([300, 300], {"min_records": 0}, [300, 300]),
+        ([2500], {"max_records": 1000}, [833, 833, 834]),
+        ([9000, 1000], {"min_partitions": 10}, [1000] * 10),
+        ([80], {"min_partitions": 8}, [10] * 8),  # before minRecordsPerPartition
+        ([5000, 4000, 3000, 2000], {"max_partitions": 2}, [7000, 7000]),
+        ([3], {"min_partitions": 10, "min_records": 0}, [1, 1, 1]),  # no more than there are offsets
+        ([0, 0], {"min_partitions": 4}, []),
+    ],
+)
+def test_tasks(lengths, options, planned):
+    assert sizes(plan_tasks(ranges(*lengths), TaskSizes(**options))) == planned
 
 
-def test_small_ranges_share_a_task():
-    assert sizes(plan_tasks(ranges(*[300] * 7), TaskSizes())) == [1200, 900]
-    assert sizes(plan_tasks(ranges(300, 300), ONE_EACH)) == [300, 300]
-
-
-def test_large_ranges_are_split():
-    assert sizes(plan_tasks(ranges(2500), TaskSizes(max_records=1000))) == [833, 833, 834]
-
-
-def test_about_so_many_tasks_at_least():
-    assert sizes(plan_tasks(ranges(9000, 1000), TaskSizes(min_partitions=10))) == [1000] * 10
-    assert sizes(plan_tasks(ranges(80), TaskSizes(min_partitions=8))) == [10] * 8  # before minRecordsPerPartition
+def test_there_may_be_more_tasks_than_wanted_or_none():
     assert len(plan_tasks(ranges(*[700] * 4), TaskSizes(min_partitions=2))) >= 2
-
-
-def test_so_many_tasks_at_most_of_similar_size():
-    tasks = plan_tasks(ranges(5000, 4000, 3000, 2000), TaskSizes(max_partitions=2))
-    assert sizes(tasks) == [7000, 7000]
-
-
-def test_more_tasks_than_offsets_are_not_made():
-    assert sizes(plan_tasks(ranges(3), TaskSizes(min_partitions=10, min_records=0))) == [1, 1, 1]
-
-
-def test_nothing_needs_no_task():
-    assert plan_tasks(ranges(0, 0), TaskSizes(min_partitions=4)) == []
     assert plan_tasks([QueueRange(queue(0), 9, 3)], TaskSizes()) == []
 
 
@@ -110,6 +95,7 @@ SIZES = st.builds(
 def test_tasks_hold_every_offset_once(lengths, task_sizes):
     wanted = ranges(*lengths)
     tasks = plan_tasks(wanted, task_sizes)
+    assert plan_tasks(ranges(*lengths), task_sizes) == tasks
     pieces = sorted(piece for task in tasks for piece in task)
     assert all(len(piece) > 0 for piece in pieces)
     assert all(tasks)
@@ -122,12 +108,6 @@ def test_tasks_hold_every_offset_once(lengths, task_sizes):
         assert len(tasks) <= task_sizes.max_partitions
     if task_sizes.max_records is not None:
         assert all(len(piece) <= task_sizes.max_records for piece in pieces)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 4000), max_size=12), SIZES)
-def test_a_plan_is_the_same_again(lengths, task_sizes):
-    assert plan_tasks(ranges(*lengths), task_sizes) == plan_tasks(ranges(*lengths), task_sizes)
 
 
 def test_ten_thousand_queues_are_planned_within_a_second():
