@@ -266,10 +266,8 @@ def test_without_a_master_a_queue_is_read_and_not_committed(with_slave, connect)
     find_route(client, refresh=True)
     assert offsets(pull(do, 0)[1]) == [0, 1]
     for call in [
-        lambda: do("commit_offset", "app", QUEUE, 1),
-        lambda: do("query_offset", "app", QUEUE),
-        lambda: do("max_offset", QUEUE),
-        lambda: do("lock", "app", [QUEUE]),
+        lambda: do("commit_offset", "app", QUEUE, 1), lambda: do("query_offset", "app", QUEUE),
+        lambda: do("max_offset", QUEUE), lambda: do("lock", "app", [QUEUE]),
     ]:
         with pytest.raises(ConnectError, match="master"):
             call()

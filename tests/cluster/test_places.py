@@ -39,14 +39,8 @@ def ask(client, place, queues=QUEUES):
 @for_each(
     "to, means",
     [
-        ("first", "first"),
-        ("earliest", "first"),
-        ("last", "last"),
-        ("latest", "last"),
-        (AT, AT),
-        ("2026-11-21T08:00:00Z", AT),
-        ("2026-11-21T09:00:00+01:00", AT),
-        ({QUEUE: 5}, {QUEUE: 5}),
+        ("first", "first"), ("earliest", "first"), ("last", "last"), ("latest", "last"), (AT, AT),
+        ("2026-11-21T08:00:00Z", AT), ("2026-11-21T09:00:00+01:00", AT), ({QUEUE: 5}, {QUEUE: 5}),
     ],
 )
 def test_what_is_taken_for_a_place(to, means):
@@ -91,8 +85,7 @@ def test_every_broker_says_where_its_queues_begin_and_end(two_brokers, connect):
 @pytest.mark.parametrize(
     ("place", "code"),
     [
-        ("first", RequestCode.GET_MIN_OFFSET),
-        ("last", RequestCode.GET_MAX_OFFSET),
+        ("first", RequestCode.GET_MIN_OFFSET), ("last", RequestCode.GET_MAX_OFFSET),
         (AT, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP),
     ],
     ids=str,

@@ -163,3 +163,15 @@ async def until(reached: Callable[[], object]) -> None:
     """Let the loop work until `reached()`; the scenario's deadline ends a wait in vain."""
     while not reached():
         await asyncio.sleep(0.001)
+
+
+def command(code: int = 11, **fields: str) -> RemotingCommand:
+    return RemotingCommand(code, fields)
+
+
+async def answered(connection: Connection, peer: Peer, code: int = 0, body: bytes = b"") -> None:
+    """Call; what `peer` answers must be what comes."""
+    call = connection.call(command(), 30)
+    peer.answer(await peer.next(), code, body)
+    answer = await call
+    assert (answer.code, answer.body) == (code, body)

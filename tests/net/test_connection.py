@@ -10,22 +10,20 @@ import pytest
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
 from pyrocket_consumer.net.connection import MOST_OVERDUE
 from pyrocket_consumer.wire.frame import MAX_FRAME_BYTES, RemotingCommand, encode_command
-from tests.net.peer import Lost, connected, until
-
-
-def command(code: int = 11, **fields: str) -> RemotingCommand:
-    return RemotingCommand(code, fields)
+from tests.for_each import for_each
+from tests.net.peer import Lost, answered, command, connected, until
+from tests.wire.test_frame import BAD_FRAMES
 
 
 def send(connection, on_answer, timeout_s, **options):
     return connection.send(lambda opaque: connection.encode(command(), opaque), on_answer, timeout_s, **options)
 
 
-async def test_a_call_gets_its_answer_whatever_the_code(connection, peer):
+async def test_a_call_gets_its_answer_whatever_its_code_and_size(connection, peer):
     for code in (0, 1, 21, 999):
-        answer = connection.call(command(), 30)
-        peer.answer(await peer.next(), code, b"body")
-        assert ((await answer).code, (await answer).body) == (code, b"body")
+        await answered(connection, peer, code, b"body")
+    for size in (5 * 1024 * 1024, 1, 0, 300_000, MAX_FRAME_BYTES - 1000, 7):
+        await answered(connection, peer, body=b"z" * size)
 
 
 async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
@@ -71,20 +69,17 @@ async def test_answers_nobody_waits_for_are_ignored(connection, peer):
         peer.send(encode_command(RemotingCommand(0, flag=1, opaque=stray, body=b"stray")))
     first = connection.call(command(), 30)
     asked = await peer.next()
-    peer.answer(asked, body=b"first")
-    peer.answer(asked, body=b"again")
-    second = connection.call(command(), 30)
-    peer.answer(await peer.next(), body=b"second")
-    assert ((await first).body, (await second).body) == (b"first", b"second")
+    for body in (b"first", b"again"):
+        peer.answer(asked, body=body)
+    await answered(connection, peer, body=b"second")
+    assert (await first).body == b"first"
 
 
 async def test_a_late_answer_is_ignored_and_the_connection_goes_on(connection, peer):
     with pytest.raises(RequestTimeout, match="PULL_MESSAGE was not answered by 127.0.0.1:.* within 0.05 s"):
         await connection.call(command(11), 0.05)
     peer.answer(await peer.next(), body=b"late")
-    answer = connection.call(command(), 30)
-    peer.answer(await peer.next(), body=b"new")
-    assert (await answer).body == b"new"
+    await answered(connection, peer, body=b"new")
 
 
 async def test_a_late_answer_reaches_whoever_asked_for_it_once(connection, peer):
@@ -102,9 +97,7 @@ async def test_a_late_answer_reaches_whoever_asked_for_it_once(connection, peer)
     for each in (asked[0], asked[0], asked[1]):
         peer.answer(each, body=b"late")
     await until(lambda: late)
-    answer = connection.call(command(), 30)
-    peer.answer(await peer.next(), body=b"new")
-    assert (await answer).body == b"new"
+    await answered(connection, peer, body=b"new")
     assert (late, len(told)) == ([b"late"], 3)
 
 
@@ -112,37 +105,27 @@ async def test_answers_that_never_come_are_not_remembered_without_end(connection
     late: list[bytes] = []
     for _ in range(MOST_OVERDUE + 1):
         send(connection, lambda answer: None, 0.001, on_late=lambda answer: late.append(answer.body))
-    asked = [await peer.next() for _ in range(MOST_OVERDUE + 1)]
+    oldest, after, *_ = [await peer.next() for _ in range(MOST_OVERDUE + 1)]
     await until(lambda: connection.waiting == 0)
-    peer.answer(asked[0], body=b"oldest")
-    peer.answer(asked[1], body=b"next")
+    peer.answer(oldest, body=b"oldest")
+    peer.answer(after, body=b"next")
     await until(lambda: late)
     assert late == [b"next"]
 
 
 async def test_without_answers_each_call_ends_at_its_own_deadline(connection):
-    began = asyncio.get_running_loop().time()
-    ended: list[float] = []
+    began, ended = asyncio.get_running_loop().time(), []
 
     async def call(timeout_s: float) -> None:
         with pytest.raises(RequestTimeout):
             await connection.call(command(), timeout_s)
         ended.append(timeout_s)
-        late = asyncio.get_running_loop().time() - began - timeout_s
-        assert -0.001 <= late < 0.5
+        assert -0.001 <= asyncio.get_running_loop().time() - began - timeout_s < 0.5
 
     await asyncio.gather(*(call(timeout_s) for timeout_s in (0.4, 0.1, 0.3, 0.2, 0.001)))
     assert ended == sorted(ended)
     assert connection.waiting == 0
     assert not connection.closed, "whether that means anything is for others to judge"
-
-
-def frame(length: int, word: int, rest: bytes = b"") -> bytes:
-    return struct.pack(">II", length, word) + rest
-
-
-def headed(header: bytes, header_type: int = 0) -> bytes:
-    return frame(4 + len(header), header_type << 24 | len(header), header)
 
 
 async def test_a_request_from_a_callback_delays_no_other_deadline(connection):
@@ -158,40 +141,19 @@ async def test_a_request_from_a_callback_delays_no_other_deadline(connection):
     assert 0.5 <= ended[0] < 10
 
 
-BAD_FRAMES = {
-    "over 16 MiB": frame(MAX_FRAME_BYTES, 10),
-    "4 GiB": b"\xff" * 8,
-    "no room for a header length": frame(3, 0),
-    "header longer than its frame": frame(20, 21, b"{}" * 8),
-    "unknown header type": headed(b'{"code":0,"flag":1}', 7),
-    "negative header type": headed(b'{"code":0,"flag":1}', 0xFF),
-    "empty header": headed(b""),
-    "header cut short": headed(b'{"code":0,"flag":1'),
-    "header without a code": headed(b'{"flag":1,"opaque":1}'),
-    "header that is a list": headed(b"[0]"),
-    "header of wrong types": headed(b'{"code":"0","flag":1,"opaque":1}'),
-    "header that is not text": headed(b"\xff\xfe\x00\x01"),
-    "header nested without end": headed(b'{"code":0,"extFields":' + b"[" * 5000),
-    "binary header cut short": headed(b"\x00\x00\x01", 1),
-    "binary header with a remark beyond its end": headed(struct.pack(">hBhiii", 0, 0, 0, 1, 1, 2**31 - 1), 1),
-    "another protocol": b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n",
-    "TLS": b"\x15\x03\x01\x00\x02\x02\x46" + b"\x00" * 20,
-}
-
-
-@pytest.mark.parametrize("what", BAD_FRAMES)
-async def test_bytes_that_are_no_frame_end_connection_and_calls(what):
+@for_each("bad", BAD_FRAMES.values(), ids=BAD_FRAMES)
+async def test_bytes_that_are_no_frame_end_connection_and_calls(bad):
     lost = Lost()
     async with connected(on_lost=lost) as (connection, peer):
         calls = [connection.call(command(), 30) for _ in range(3)]
         await peer.next()
-        peer.send(BAD_FRAMES[what])
+        peer.send(bad)
         errors = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(errors[0], ProtocolError)
         assert errors == [errors[0]] * 3
         assert connection.closed
-        assert len(lost.reasons) == 1
-        assert "bad frame" in lost.reasons[0]
+        (reason,) = lost.reasons
+        assert "bad frame" in reason
         await peer.rest()
         with pytest.raises(ConnectionLost, match="bad frame"):
             await connection.call(command(), 30)
@@ -209,7 +171,7 @@ async def test_frames_are_as_large_as_they_may_be(max_frame_bytes):
             connection.call(RemotingCommand(10, body=b"x" * max_frame_bytes), 30)
         call = connection.call(command(), 30)
         await peer.next()
-        peer.send(frame(max_frame_bytes, 10))
+        peer.send(struct.pack(">II", max_frame_bytes, 10))
         with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
             await call
         assert connection.closed
@@ -244,13 +206,6 @@ async def test_answers_may_come_byte_by_byte(connection, peer):
     asked = [await peer.next() for _ in calls]
     await peer.send_slowly(b"".join(encode_command(each.answer(body=b"x" * 40)) for each in asked))
     assert [(await call).body for call in calls] == [b"x" * 40] * 3
-
-
-async def test_large_answers_and_small_ones(connection, peer):
-    for size in (5 * 1024 * 1024, 1, 0, 300_000, MAX_FRAME_BYTES - 1000, 7):
-        call = connection.call(command(), 10)
-        peer.answer(await peer.next(), body=b"z" * size)
-        assert (await call).body == b"z" * size
 
 
 async def test_a_request_that_is_too_large_is_not_sent(connection, peer):
@@ -305,7 +260,6 @@ async def test_a_forgotten_call_is_never_told(connection, peer):
 @pytest.mark.parametrize("end", ["answer", "timeout", "lost", "closed", "garbage", "closed before"])
 async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, connection, peer):
     told: list[RemotingCommand | Exception] = []
-
     if end == "closed before":
         connection.close("over")
         send(connection, told.append, 0.05)
@@ -313,20 +267,18 @@ async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, conn
     else:
         send(connection, told.append, 0.05 if end == "timeout" else 30)
         asked = await peer.next()
-        if end == "answer":
-            peer.answer(asked)
-        elif end == "lost":
-            peer.close()
-        elif end == "closed":
-            connection.close("over")
-        elif end == "garbage":
-            peer.send(b"\xff" * 8)
+        {
+            "answer": lambda: peer.answer(asked),
+            "timeout": lambda: None,
+            "lost": peer.close,
+            "closed": lambda: connection.close("over"),
+            "garbage": lambda: peer.send(b"\xff" * 8),
+        }[end]()
     await until(lambda: told)
     connection.close("over")
     await asyncio.sleep(0.1)
-    assert len(told) == 1
     expected = {"answer": RemotingCommand, "timeout": RequestTimeout, "garbage": ProtocolError}
-    assert type(told[0]) is expected.get(end, ConnectionLost)
+    assert [type(each) for each in told] == [expected.get(end, ConnectionLost)]
 
 
 @pytest.mark.live
@@ -408,62 +360,50 @@ async def test_a_oneway_request_of_the_server_gets_no_answer():
         assert handled == [40, 307]
 
 
-async def test_a_request_that_fails_is_answered_with_the_error():
-    async def on_request(asked, connection):
-        raise RocketError("not today")
-
-    async with connected(on_request=on_request) as (_, peer):
-        peer.send(encode_command(RemotingCommand(307, opaque=2)))
-        answer = await peer.next()
-        assert (answer.code, answer.remark) == (1, "not today")
+def not_today(asked):
+    raise RocketError("not today")
 
 
-async def test_a_bug_in_handling_a_request_is_answered_and_told():
+@for_each(
+    "answer, remark",
+    [
+        (not_today, "not today"),
+        (lambda asked: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda asked: asked.answer(body=b"x" * MAX_FRAME_BYTES), "at most"),
+    ],
+    ids=["an error of ours", "a bug", "too large"],
+)
+async def test_a_request_that_fails_is_answered_with_the_reason(answer, remark):
     told: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
 
     async def on_request(asked, connection):
-        return 1 / 0
+        return answer(asked)
 
     async with connected(on_request=on_request) as (_, peer):
         peer.send(encode_command(RemotingCommand(307, opaque=2)))
-        answer = await peer.next()
-        assert (answer.code, answer.remark) == (1, "ZeroDivisionError: division by zero")
-        assert "GET_CONSUMER_RUNNING_INFO" in told[0]["message"]
-
-
-async def test_an_answer_that_is_too_large_is_replaced_by_an_error():
-    async def on_request(asked, connection):
-        return asked.answer(body=b"x" * MAX_FRAME_BYTES)
-
-    async with connected(on_request=on_request) as (_, peer):
-        peer.send(encode_command(RemotingCommand(307, opaque=2)))
-        answer = await peer.next()
-        assert (answer.code, answer.opaque) == (1, 2)
-        assert "at most" in answer.remark
+        answered = await peer.next()
+        assert (answered.code, answered.opaque) == (1, 2)
+        assert remark in answered.remark if remark == "at most" else answered.remark == remark
+    assert ["GET_CONSUMER_RUNNING_INFO" in context["message"] for context in told] == [True] * ("Zero" in remark)
 
 
 @pytest.mark.live
 async def test_a_flood_of_requests_leaves_others_their_turn():
     """However many come together, only some are taken in a row."""
-    handled = 0
-
-    def on_request(asked, connection):
-        nonlocal handled
-        handled += 1
-
-    async with connected(on_request=on_request) as (connection, peer):
+    handled = []
+    async with connected(on_request=lambda asked, connection: handled.append(asked)) as (connection, peer):
         call = connection.call(command(), 30)
         ours = await peer.next()
         peer.send(20_000 * encode_command(RemotingCommand(40, flag=2)))
         peer.answer(ours, body=b"behind them")
         most = 0
         while not call.done():
-            before = handled
+            before = len(handled)
             await asyncio.sleep(0)
-            most = max(most, handled - before)
+            most = max(most, len(handled) - before)
         assert (await call).body == b"behind them"
-        assert handled == 20_000
+        assert len(handled) == 20_000
         assert most <= 256
 
 
@@ -486,18 +426,17 @@ async def test_many_answers_before_the_end_reach_their_calls(connection, peer):
 
 @pytest.mark.live
 async def test_answers_that_the_server_does_not_read_do_not_pile_up():
-    handled = 0
+    handled = []
 
     def on_request(asked, connection):
-        nonlocal handled
-        handled += 1
+        handled.append(asked)
         connection.answer(asked, asked.answer(body=b"x" * 50_000))
 
     async with connected(on_request=on_request) as (connection, peer):
         peer.stop_reading()
         for number in range(2000):
             peer.send(encode_command(RemotingCommand(307, opaque=number)))
-        await until(lambda: handled == 2000)
+        await until(lambda: len(handled) == 2000)
         assert connection.is_unread
         peer.go_on_reading()
         answered = 0
@@ -541,7 +480,8 @@ async def test_requests_are_signed_once_and_last_and_answers_never():
 
 
 @pytest.mark.live
-async def test_a_full_socket_is_waited_for(connection, peer):
+@pytest.mark.parametrize("end", ["read", "reset"])
+async def test_a_full_socket_is_waited_for_until_it_is_read_or_reset(end, connection, peer):
     peer.stop_reading()
     for _ in range(8):
         connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))
@@ -549,20 +489,11 @@ async def test_a_full_socket_is_waited_for(connection, peer):
     waiting = asyncio.ensure_future(connection.drained())
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    peer.go_on_reading()
-    for _ in range(8):
-        await peer.next()
+    if end == "read":
+        peer.go_on_reading()
+        for _ in range(8):
+            await peer.next()
+    else:
+        peer.reset()
     await waiting
-
-
-@pytest.mark.live
-async def test_a_wait_for_a_full_socket_ends_with_the_connection(connection, peer):
-    peer.stop_reading()
-    for _ in range(8):
-        connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))
-    await asyncio.sleep(0)
-    waiting = asyncio.ensure_future(connection.drained())
-    await asyncio.sleep(0)
-    peer.reset()
-    await waiting
-    assert connection.closed
+    assert connection.closed is (end == "reset")

@@ -111,6 +111,18 @@ def _plain(value: object) -> object:
     return repr(value) if type(value).__module__.startswith(PACKAGE) else value
 
 
+def grown_kib(work: Callable[[], object], before: int, times: int) -> int:
+    """Return by how much memory grows when something is done again and again, after the first times."""
+    resource = pytest.importorskip("resource")
+
+    def peak_after(times: int) -> int:
+        for _ in range(times):
+            work()
+        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+    return -peak_after(before) + peak_after(times)
+
+
 def messages_of(which: Copy, data: bytes, most: int | None = None) -> object:
     """Return what `which` copy reads in the body of a pull's answer, or why it refuses it."""
     message, model = which.module("wire.message"), which.module("model")

@@ -33,8 +33,7 @@ def compiler() -> str:
 def copied(folder: Path) -> Path:
     """Copy the package without its compiled part into `folder`; return where that would be."""
     shutil.copytree(
-        ROOT / "pyrocket_consumer",
-        folder / "pyrocket_consumer",
+        ROOT / "pyrocket_consumer", folder / "pyrocket_consumer",
         ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"),
     )
     return folder / "pyrocket_consumer" / "wire"

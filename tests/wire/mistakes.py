@@ -68,13 +68,11 @@ MISTAKES = {
         "i64_at(head + QUEUE_OFFSET), sys_flag", "u32_at(head + QUEUE_OFFSET + 4), sys_flag"
     ),
     "names are told apart by length alone": Mistake(
-        "kept->length == length && memcmp(kept->bytes, bytes, (size_t)length) == 0",
-        "kept->length == length",
+        "kept->length == length && memcmp(kept->bytes, bytes, (size_t)length) == 0", "kept->length == length"
     ),
     "both hosts are of IPv4": Mistake("start += (flag & BORN_HOST_V6 ? 12 : 0)", "start += (flag & 0 ? 12 : 0)"),
     "a host of IPv6 is as long as one of IPv4": _of_columns(
-        "uint32_t shift = born_v6(&row) + store_v6(&row);",
-        "uint32_t shift = 0;",
+        "uint32_t shift = born_v6(&row) + store_v6(&row);", "uint32_t shift = 0;"
     ),
     "a batch's own record is a row": _of_columns("(row.sys_flag & UNPACK) == UNPACK ||", ""),
     "any magic will do": _of_columns("(magic != MAGIC_V1 && magic != MAGIC_V2)", "0"),
@@ -95,8 +93,7 @@ MISTAKES = {
         "if (is_chosen(tags_of(self, &self->rows[each], NULL), tags, count))", "if (1)"
     ),
     "an id is of the producer's host": _of_columns(
-        "Text host = store_host_of(self, row, NULL);",
-        "Text host = born_host_of(self, row, NULL);",
+        "Text host = store_host_of(self, row, NULL);", "Text host = born_host_of(self, row, NULL);"
     ),
 }
 """The name of each says what the compiled part then does."""

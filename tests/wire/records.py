@@ -133,19 +133,8 @@ topics = st.text("ABCxyz019_-%|", min_size=1, max_size=300)
 def stored_messages() -> st.SearchStrategy[StoredMessage]:
     """Return messages with any value a record can hold, not compressed."""
     return st.builds(
-        StoredMessage,
-        topic=topics,
-        body=st.binary(max_size=300),
-        properties=property_maps,
-        queue_id=i32,
-        queue_offset=i64,
-        commit_log_offset=i64,
-        flag=i32,
-        sys_flag=st.sampled_from([0, 2, 4, 8, 12, 64, 128, 0x300, 0x700]),
-        born_at_ms=times_ms,
-        born_host=hosts,
-        stored_at_ms=times_ms,
-        store_host=hosts,
-        reconsume_times=i32,
-        prepared_transaction_offset=i64,
+        StoredMessage, topic=topics, body=st.binary(max_size=300), properties=property_maps, queue_id=i32,
+        queue_offset=i64, commit_log_offset=i64, flag=i32,
+        sys_flag=st.sampled_from([0, 2, 4, 8, 12, 64, 128, 0x300, 0x700]), born_at_ms=times_ms, born_host=hosts,
+        stored_at_ms=times_ms, store_host=hosts, reconsume_times=i32, prepared_transaction_offset=i64,
     )

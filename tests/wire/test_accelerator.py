@@ -13,7 +13,10 @@ import sys
 import sysconfig
 import threading
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,14 +59,14 @@ def with_properties(text: bytes) -> bytes:
 # --- the same values and errors
 
 
-@for_each("body", SMALL_BODIES + COMPRESSED_RECORDS, ids=lambda body: f"{len(body)}-bytes")
-def test_answers_of_real_brokers_read_the_same(body):
-    assert isinstance(read_by_both(body), tuple)
+def two_records() -> bytes:
+    return records(StoredMessage("T", b"x" * 50, {"A": "1"}), StoredMessage("T", b"y" * 50, {"A": "2"}))
 
 
-@for_each(
-    "message",
-    [
+def inputs() -> Iterator[bytes]:
+    """Answers of real brokers, unusual records, odd properties, more names than are kept, and what ends too early."""
+    yield from SMALL_BODIES + COMPRESSED_RECORDS
+    for message in (
         StoredMessage("T" * 128, b"a long topic", {"A": "1"}),
         StoredMessage("T", b"", {}),
         StoredMessage("T", b"hosts", {"A": "1"}, born_host="[::1]:1"),
@@ -74,32 +77,23 @@ def test_answers_of_real_brokers_read_the_same(body):
         StoredMessage("T", b"not packed at all", sys_flag=SysFlag.COMPRESSED),
         StoredMessage("T", b"x", queue_offset=-1, sys_flag=-(2**31)),
         StoredMessage("T", b"x" * 100_000, {"a": "b" * 30_000}),
-    ],
-    ids=lambda message: message.topic[:1] + str(len(message.body)),
-)
-def test_unusual_records_read_the_same(message):
-    read_by_both(records(message, StoredMessage("T", b"usual"), message))
+    ):
+        yield records(message, StoredMessage("T", b"usual"), message)
+    yield from map(with_properties, ODD_PROPERTIES)
+    names = ({f"name-{number}-{each}": str(number) for each in range(20)} for number in range(100))
+    yield records(*(StoredMessage("T", b"x", each) for each in names))
+    yield from (two_records()[:cut] for cut in range(0, 300, 7))
 
 
-@for_each("text", ODD_PROPERTIES)
-def test_properties_of_any_form_read_the_same(text):
-    read_by_both(with_properties(text))
-
-
-def test_more_names_than_are_kept_read_the_same():
-    properties = [{f"name-{number}-{each}": str(number) for each in range(20)} for number in range(100)]
-    read_by_both(records(*(StoredMessage("T", b"x", each) for each in properties)))
+@for_each("data", inputs, ids=lambda data: f"{len(data)} bytes {data[-50:]!r}")
+def test_whatever_comes_is_read_the_same(data):
+    is_read = isinstance(read_by_both(data), tuple)
+    assert is_read or data not in SMALL_BODIES + COMPRESSED_RECORDS
 
 
 @for_each("most", [1, 2, 1023, 1024, 1025, None])
 def test_as_many_records_as_a_pull_asks_for_are_read_the_same(most):
     read_by_both(records(StoredMessage("T", b"x")) * 1025, most)
-
-
-@for_each("cut", range(0, 300, 7))
-def test_what_ends_too_early_is_refused_the_same(cut):
-    whole = records(StoredMessage("T", b"x" * 50, {"A": "1"}), StoredMessage("T", b"y" * 50, {"A": "2"}))
-    read_by_both(whole[:cut])
 
 
 @pytest.mark.search
@@ -143,24 +137,16 @@ def test_a_message_is_what_users_know(which):
             setattr(message, name, b"other")
 
 
-@for_each("name", [b"TAGS", 5, ["TAGS"], None])
-def test_a_name_that_is_no_text_is_a_type_error(which, name):
-    with pytest.raises(TypeError):
-        one(which, properties={"TAGS": "a"}).property(name)
-
-
 def test_a_property_is_asked_for_as_any_function_is_called(which):
     message = one(which, properties={"TAGS": "a"})
     assert message.property(name="TAGS") == message.property("TAGS") == "a"
     assert list(inspect.signature(message.property).parameters) == ["name"]
-    for call in (
-        lambda: message.property(),
-        lambda: message.property("TAGS", "KEYS"),
-        lambda: message.property(named="TAGS"),
-        lambda: message.property("TAGS", name="TAGS"),
-    ):
+    for names, named in (((), {}), (("TAGS", "KEYS"), {}), ((), {"named": "TAGS"}), (("TAGS",), {"name": "TAGS"})):
         with pytest.raises(TypeError):
-            call()
+            message.property(*names, **named)
+    for name in (b"TAGS", 5, ["TAGS"], None):
+        with pytest.raises(TypeError):
+            message.property(name)
 
 
 def test_a_message_can_be_derived_from(which):
@@ -173,7 +159,7 @@ def test_a_message_can_be_derived_from(which):
     kept = made(Kept, data, 0, 88 + 4, len(data), 0, 0, None, None)
     kept.mine = [kept]
     assert (kept.shout(), kept.tags, kept.topic) == (b"BODY", "a", "T")
-    kept.sign = type("Sign", (), {})()
+    kept.sign = Sign()
     seen = weakref.ref(kept.sign)
     del kept
     gc.collect()
@@ -189,29 +175,25 @@ def test_a_message_that_nobody_decoded_has_nothing(which):
         empty.property("TAGS")
 
 
-def test_a_message_in_a_circle_is_collected(which):
-    class Sign:
-        pass
+class Sign:
+    """Something that shows whether it was collected, or whether what holds it was."""
 
+
+def in_properties(message, sign):
+    message.properties.update(circle=message, sign=sign)
+
+
+def in_its_line(message, sign):
+    message._key_line, sign.message = sign, message
+    assert message._key_line is sign
+
+
+@for_each("bind", [in_properties, in_its_line])
+def test_a_message_in_a_circle_is_collected(which, bind):
     sign = Sign()
     seen = weakref.ref(sign)
-    message = one(which, properties={"TAGS": "a"})
-    message.properties["circle"] = message
-    message.properties["sign"] = sign
-    del message, sign
-    gc.collect()
-    assert seen() is None
-
-
-def test_a_message_in_a_circle_with_its_line_is_collected(which):
-    class Line:
-        pass
-
-    message, line = one(which), Line()
-    message._key_line, line.message = line, message
-    seen = weakref.ref(line)
-    assert message._key_line is line
-    del message, line
+    bind(one(which, properties={"TAGS": "a"}), sign)
+    del sign
     gc.collect()
     assert seen() is None
 
@@ -220,7 +202,6 @@ def test_a_message_in_a_circle_with_its_line_is_collected(which):
 @pytest.mark.slow("the memory of the process tells only of much that was read")
 def test_nothing_is_left_of_what_was_read(which):
     """Reading for long takes no memory: neither what is right nor what is refused."""
-    resource = pytest.importorskip("resource")
     decode = which.module("wire.message").decode_messages
     good = records(*(StoredMessage("T", b"x" * 1000, {f"name-{each}": "v" * 50, "é": "ü"}) for each in range(32)))
     inputs = [good, good[:-5], with_properties(b"\xff\x01\xfe\x02" * 50), *COMPRESSED_RECORDS]
@@ -231,15 +212,7 @@ def test_nothing_is_left_of_what_was_read(which):
             for message in messages if isinstance(messages, list) else ():
                 both.all_of(message)
 
-    def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    for _ in range(30):
-        read()
-    before = peak()
-    for _ in range(300):
-        read()
-    assert peak() - before < 4 * 1024
+    assert both.grown_kib(read, 30, 300) < 4 * 1024
 
 
 NAMES_FOR_EVER = """
@@ -263,9 +236,7 @@ print(read(range(2_000, 12_000)) - before)
 def test_names_that_senders_choose_are_not_kept(version):
     """Some Pythons never free what is interned. Reading messages needs no package but this one."""
     both.copy(pure=False)
-    answer = subprocess.run(
-        [pythons()[version], "-c", NAMES_FOR_EVER], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    answer = python("-c", NAMES_FOR_EVER, executable=pythons()[version], PYTHONPATH=str(ROOT))
     assert answer.returncode == 0, answer.stderr
     assert int(answer.stdout) < 4 * 1024
 
@@ -273,20 +244,17 @@ def test_names_that_senders_choose_are_not_kept(version):
 @pytest.mark.live
 def test_threads_read_the_same_message(which):
     """Of one that many read at once each gets the same, whole."""
-    for _ in range(trials(200)):
-        message = one(which, body=b"x" * 500, properties={f"name-{each}": "v" * each for each in range(1, 20)})
-        found, start = [], threading.Barrier(4)
+    start = threading.Barrier(4)
 
-        def read(message=message, found=found, start=start) -> None:
-            start.wait()
-            found.append((message.body, message.property("name-7"), dict(message.properties), message.tags))
+    def read(message):
+        start.wait()
+        return message.body, message.property("name-7"), dict(message.properties), message.tags
 
-        threads = [threading.Thread(target=read) for _ in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        assert len(found) == 4 and all(each == found[0] for each in found)
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(trials(200)):
+            message = one(which, body=b"x" * 500, properties={f"name-{each}": "v" * each for each in range(1, 20)})
+            found = list(threads.map(read, [message] * 4))
+            assert len(found) == 4 and all(each == found[0] for each in found)
 
 
 # --- functions
@@ -303,8 +271,7 @@ def test_what_is_finished_counts_once(which):
 
 
 @for_each(
-    "offsets, rises",
-    [([], True), ([5], True), ([1, 2, 9], True), ([1, 1], False), ([2, 1], False), ([1, 3, 2], False)],
+    "offsets, rises", [([], True), ([5], True), ([1, 2, 9], True), ([1, 1], False), ([2, 1], False), ([1, 3, 2], False)]
 )
 def test_rising_offsets_are_told_from_others(which, offsets, rises):
     messages = [one(which, queue_offset=each) for each in offsets]
@@ -331,19 +298,13 @@ def test_the_compiled_part_makes_nothing_else_than_its_records(kind):
         accelerator.cut_records(kind, [], bytes(91), 0, 0, None, int)
 
 
-@for_each("end", [0, -5, "x", None, 2**80])
-def test_a_wrong_end_of_a_record_is_refused_by_the_compiled_part(end):
+def test_a_wrong_end_of_a_record_is_refused_by_the_compiled_part():
     which = both.copy(pure=False)
     kind, cut = which.module("wire.message").Message, which.module("wire.accelerator").cut_records
-    with pytest.raises((ValueError, TypeError, OverflowError)):
-        cut(kind, [], bytes(200), 0, 100, None, lambda start: end)
-
-
-def test_a_record_that_ends_behind_the_data_ends_the_reading():
-    """A record that is told to end behind the data ends the reading."""
-    which = both.copy(pure=False)
-    kind, cut = which.module("wire.message").Message, which.module("wire.accelerator").cut_records
-    assert cut(kind, [], bytes(200), 0, 100, None, lambda start: 10**6) == 10**6
+    for end in (0, -5, "x", None, 2**80):
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            cut(kind, [], bytes(200), 0, 100, None, lambda start, end=end: end)
+    assert cut(kind, [], bytes(200), 0, 100, None, lambda start: 10**6) == 10**6, "behind the data: it ends the reading"
 
 
 # --- which of the two is used
@@ -358,13 +319,19 @@ print(pyrocket_consumer.ACCELERATED, accelerator.REASON, message(topic="T", body
 """
 
 
-def tells(folder: Path, **environment: str) -> tuple[str, str]:
-    """Return what a fresh process says of its compiled part, and what it logs."""
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYROCKET_PURE", "PYTHONPATH")}
-    answer = subprocess.run(
-        [sys.executable, "-P", "-c", TELLS], env={**variables, **environment, "PYTHONPATH": str(folder)},
-        cwd=folder, capture_output=True, text=True, timeout=60, check=True,
+def python(*command: str, executable: str = sys.executable, cwd: Path = ROOT, **variables: str) -> Any:
+    """Run Python as somebody does who has set no variable of ours but these."""
+    ours = {name: value for name, value in os.environ.items() if name not in ("PYROCKET_PURE", "PYTHONPATH")}
+    return subprocess.run(
+        [executable, "-P", *command], env=ours | variables, cwd=cwd, capture_output=True, text=True, timeout=120,
+        check=False,
     )  # fmt: skip
+
+
+def tells(folder: Path, **variables: str) -> tuple[str, str]:
+    """Return what a fresh process says of its compiled part, and what it logs."""
+    answer = python("-c", TELLS, cwd=folder, PYTHONPATH=str(folder), **variables)
+    assert answer.returncode == 0, answer.stderr
     return answer.stdout.strip(), answer.stderr.strip()
 
 
@@ -378,61 +345,50 @@ def test_a_variable_switches_it_off(value, pure):
 
 
 @pytest.mark.live
-@for_each("value, told", [("0", "with its compiled part"), ("1", "in Python alone: PYROCKET_PURE is set")])
-def test_the_command_line_says_which_is_used(value, told):
+def test_the_command_line_says_in_one_line_which_is_used(tmp_path):
     both.copy(pure=False)
-    answer = subprocess.run(
-        [sys.executable, "-m", "pyrocket_consumer.cli", "--version"], env=dict(os.environ) | {"PYROCKET_PURE": value},
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert answer.stdout == f"pyrocket-consumer {pyrocket_consumer.__version__}, {told}\n"
-
-
-@pytest.mark.live
-def test_the_command_line_says_it_in_one_line(tmp_path):
     copied(tmp_path)
-    environment = dict(os.environ) | {"PYTHONPATH": str(tmp_path), "COLUMNS": "40", "PYROCKET_PURE": "0"}
-    command = [sys.executable, "-P", "-m", "pyrocket_consumer.cli", "--version"]
-    answer = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert answer.stdout.count("\n") == 1 and "there is no build of it here" in answer.stdout
+    for folder, value, told in (
+        (ROOT, "0", "with its compiled part\n"),
+        (ROOT, "1", "in Python alone: PYROCKET_PURE is set\n"),
+        (tmp_path, "0", "in Python alone: there is no build of it here"),
+    ):
+        command = ("-m", "pyrocket_consumer.cli", "--version")
+        answer = python(*command, cwd=folder, PYTHONPATH=str(folder), COLUMNS="40", PYROCKET_PURE=value)
+        assert answer.stdout.startswith(f"pyrocket-consumer {pyrocket_consumer.__version__}, {told}"), answer.stderr
+        assert answer.stdout.count("\n") == 1
+
+
+LIBRARY = ".abi3.so" if not sysconfig.get_config_var("Py_GIL_DISABLED") else sysconfig.get_config_var("EXT_SUFFIX")
 
 
 @pytest.mark.live
-def test_where_nothing_was_built_nothing_is_said(tmp_path):
-    copied(tmp_path)
-    said, logged = tells(tmp_path)
-    assert said.startswith("False there is no build of it here") and said.endswith(" b'x'") and not logged
-
-
-@pytest.mark.live
-@for_each("content", [b"", b"not a library at all", b"\x7fELF" + bytes(100)])
-def test_a_broken_build_is_said_once_and_not_used(tmp_path, content):
-    suffix = ".abi3.so" if not sysconfig.get_config_var("Py_GIL_DISABLED") else sysconfig.get_config_var("EXT_SUFFIX")
-    folder = tmp_path / str(len(content))
-    (copied(folder) / f"_accelerator{suffix}").write_bytes(content)
+@for_each(
+    "suffix, content, reason",
+    [
+        ("", b"", "there is no build of it here"),
+        (LIBRARY, b"", "its build cannot be used"),
+        (LIBRARY, b"not a library at all", "its build cannot be used"),
+        (LIBRARY, b"\x7fELF" + bytes(100), "its build cannot be used"),
+        (".py", b"SOURCE = 'another'", "its build cannot be used: it is of another version's source"),
+        (".py", b"raise SystemError('odd')", "its build cannot be used: odd"),
+        (".py", b"raise ValueError('odd')", "its build cannot be used: odd"),
+        (".py", b"import no_such_odd_module", "its build cannot be used: No module named 'no_such_odd_module'"),
+    ],
+)
+def test_a_build_that_cannot_be_used_is_said_once(tmp_path, suffix, content, reason):
+    folder = tmp_path / suffix / str(len(content))
+    wire = copied(folder)
+    if suffix:
+        (wire / f"_accelerator{suffix}").write_bytes(content)
     said, logged = tells(folder)
-    assert said.startswith("False its build cannot be used") and said.endswith(" b'x'")
-    assert logged.count("\n") == 0 and logged.startswith("WARNING Python code is used in place of the compiled part")
-    assert "install the package again" in logged
-
-
-@pytest.mark.live
-def test_a_build_of_another_source_is_not_used(tmp_path):
-    (copied(tmp_path) / "_accelerator.py").write_text("SOURCE = 'another'\n")
-    said, logged = tells(tmp_path)
-    assert said.startswith("False its build cannot be used: it is of another version's source")
+    assert said.startswith(f"False {reason}") and said.endswith(" b'x'")
     assert logged.count("\n") == 0
-
-
-@pytest.mark.live
-@for_each("fault", ["raise SystemError('odd')", "raise ValueError('odd')", "import no_such_odd_module"])
-def test_a_build_that_fails_in_any_way_is_not_used(tmp_path, fault):
-    folder = tmp_path / str(len(fault))
-    (copied(folder) / "_accelerator.py").write_text(fault)
-    said, logged = tells(folder)
-    assert said.startswith("False its build cannot be used: ") and "odd" in said and logged.count("\n") == 0
+    if suffix:
+        assert logged.startswith("WARNING Python code is used in place of the compiled part")
+        assert "install the package again" in logged
+    else:
+        assert not logged
 
 
 READS = """
@@ -464,10 +420,8 @@ sys.stdout.flush()
 def test_another_interpreter_of_the_process_may_use_it(version):
     """One other: before 3.13.1 Python's own `datetime` breaks where more import it. From 3.12 on it has its own GIL."""
     both.copy(pure=False)
-    answer = subprocess.run(
-        [pythons()[version], "-W", "ignore", "-c", IN_ANOTHER_INTERPRETER, READS], capture_output=True, text=True,
-        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)}, timeout=60, check=False,
-    )  # fmt: skip
+    command = ("-W", "ignore", "-c", IN_ANOTHER_INTERPRETER, READS)
+    answer = python(*command, executable=pythons()[version], PYTHONPATH=str(ROOT))
     assert answer.stdout == "well\n", answer.stderr
 
 

@@ -16,25 +16,15 @@ ANEW = f"the kept input finds it no longer: {STORE}"
 
 
 @pytest.mark.live
-@pytest.mark.slow("compiles the source with each mistake")
-def test_kept_inputs_find_each_mistake(subtests):
+@pytest.mark.slow("compiles the source with each mistake, and with sanitizers")
+@pytest.mark.parametrize("mistakes", [MISTAKES, OF_SANITIZERS], ids=["compared", "sanitized"])
+def test_kept_inputs_find_each_mistake(mistakes, subtests):
     compiler()
-    told = ask("replay", MISTAKES)
+    told = ask("replay", mistakes)
     assert told.pop(RIGHT) == ""
     for mistake, wrong in told.items():
         with subtests.test(mistake):
-            assert wrong, ANEW
-
-
-@pytest.mark.live
-@pytest.mark.slow("compiles the source with sanitizers")
-def test_sanitizers_find_a_length_that_is_believed(subtests):
-    compiler()
-    told = ask("replay", OF_SANITIZERS)
-    assert told.pop(RIGHT) == ""
-    for mistake, wrong in told.items():
-        with subtests.test(mistake):
-            assert wrong == f"{DIED} {SANITIZERS_STATUS}", ANEW
+            assert wrong if mistakes is MISTAKES else wrong == f"{DIED} {SANITIZERS_STATUS}", ANEW
 
 
 @pytest.mark.search
@@ -81,7 +71,3 @@ def test_what_a_free_threaded_python_compiles_is_right():
     command = [compiler(), *flags, str(SOURCE)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 0, answer.stderr
-
-
-def test_there_is_a_compiler():
-    assert compiler()

@@ -27,8 +27,7 @@ def test_a_release_has_a_number_and_a_name(release, ordinal):
 
 
 @for_each(
-    "ordinal, name",
-    [(232, "V4_1_0_SNAPSHOT"), (212, "V4_0_0_SNAPSHOT"), (121, "VERSION_121"), (612, "HIGHER_VERSION")],
+    "ordinal, name", [(232, "V4_1_0_SNAPSHOT"), (212, "V4_0_0_SNAPSHOT"), (121, "VERSION_121"), (612, "HIGHER_VERSION")]
 )
 def test_other_version_numbers_have_a_name_too(ordinal, name):
     assert version_name(ordinal) == name
@@ -40,11 +39,8 @@ def test_a_release_outside_the_list_has_no_number(release):
         version_ordinal(*release)
 
 
-def test_our_version_gets_standard_json_and_no_go_away():
-    assert version_ordinal(4, 9, 4) == CLIENT_VERSION
-
-
 def test_codes_have_names_known_or_not():
     assert (request_name(11), request_name(200050)) == ("PULL_MESSAGE", "CODE_200050")
     assert (response_name(22), response_name(-1006)) == ("QUERY_NOT_FOUND", "CODE_-1006")
     assert LANGUAGE_NAMES[LanguageCode.PYTHON] == "PYTHON"
+    assert version_ordinal(4, 9, 4) == CLIENT_VERSION, "it gets standard JSON and no GO_AWAY"

@@ -49,6 +49,11 @@ def messages_of(entry, queue=None):
     return decode_messages(decode_command(entry.frame()).body, queue)
 
 
+def decoded(stored, queue=None):
+    (message,) = decode_messages(encode_message(stored), queue)
+    return message
+
+
 def shown(value):
     return f"<{len(value)} chars>" if len(value) > 120 else value
 
@@ -57,23 +62,15 @@ def shown(value):
 def test_a_message_of_a_real_broker_is_what_the_index_says(entry):
     messages = messages_of(entry)
     records = read_records(decode_command(entry.frame()).body)
-    assert len(messages) == len(entry.records)
     for message, line, record in zip(messages, entry.records, records, strict=True):
         told = RECORD_LINE.fullmatch(line)
         assert told, line
         numbers = {
-            "queue_id": message.queue.queue_id,
-            "queue_offset": message.queue_offset,
-            "phys": message.commit_log_offset,
-            "size": message.store_size,
-            "flag": message.flag,
-            "sys_flag": message.sys_flag,
-            "born_ms": message.born_at_ms,
-            "stored_ms": message.stored_at_ms,
-            "reconsume": message.reconsume_times,
-            "prepared": message.prepared_transaction_offset,
-            "crc": message.body_crc,
-        }
+            "queue_id": message.queue.queue_id, "queue_offset": message.queue_offset, "phys": message.commit_log_offset,
+            "size": message.store_size, "flag": message.flag, "sys_flag": message.sys_flag,
+            "born_ms": message.born_at_ms, "stored_ms": message.stored_at_ms, "reconsume": message.reconsume_times,
+            "prepared": message.prepared_transaction_offset, "crc": message.body_crc,
+        }  # fmt: skip
         assert numbers == {name: int(told[name]) for name in numbers}
         assert (message.born_host, message.store_host) == (told["born_host"], told["store_host"])
         assert message.queue.topic == told["topic"]
@@ -81,27 +78,22 @@ def test_a_message_of_a_real_broker_is_what_the_index_says(entry):
         if told["body"].isalnum():
             assert message.body.hex() == told["body"]
         else:
-            length, digest = re.fullmatch(r"(\d+) bytes sha256 (\w+)", told["body"]).groups()
-            assert len(record.stored_body) == int(length)
-            assert hashlib.sha256(record.stored_body).hexdigest()[:16] == digest
+            digest = hashlib.sha256(record.stored_body).hexdigest()[:16]
+            assert told["body"] == f"{len(record.stored_body)} bytes sha256 {digest}"
         assert body_crc(record.stored_body) == message.body_crc
+
+
+STORED_FIELDS = (
+    "queue_id", "queue_offset", "commit_log_offset", "flag", "sys_flag", "born_at_ms", "born_host", "stored_at_ms",
+    "store_host", "reconsume_times", "prepared_transaction_offset",
+)  # fmt: skip
 
 
 @for_each("entry", WITH_RECORDS, ids=str)
 def test_a_record_of_a_real_broker_is_written_the_same(entry):
     for record in read_records(decode_command(entry.frame()).body):
-        stored = StoredMessage(
-            topic=record.topic,
-            body=record.stored_body,
-            properties=record.properties_text,
-            **{
-                name: getattr(record, name)
-                for name in (
-                    "queue_id", "queue_offset", "commit_log_offset", "flag", "sys_flag", "born_at_ms", "born_host",
-                    "stored_at_ms", "store_host", "reconsume_times", "prepared_transaction_offset",
-                )
-            },
-        )  # fmt: skip
+        fields = {name: getattr(record, name) for name in STORED_FIELDS}
+        stored = StoredMessage(record.topic, record.stored_body, record.properties_text, **fields)
         assert encode_message(stored) == record.data
         if len(set(re.findall("(?:^|\x02)([^\x01]*)", record.properties_text))) == record.properties_text.count("\x01"):
             properties = read_properties(record.properties_text)
@@ -134,29 +126,24 @@ AS_SENT_LATER = {
 
 @for_each("entry", PULLS_OF_J2, ids=str)
 def test_messages_of_a_java_producer_arrive_as_sent(entry):
+    assert [entry.version for entry in PULLS_OF_J2] == list(golden.VERSIONS)
     assert hashlib.sha256(BIG).hexdigest() == "94d6357cde5587efe712b2a0820700d2ced0755f0fada8ab8df712c0221d86cb"
     messages = messages_of(entry, MessageQueue("A_j2", "broker-a", 0))
     assert [message.queue_offset for message in messages] == list(range(len(messages)))
-    seen = [(m.body, m.tags, m.keys, m.flag, {n: m.property(n) for n in ("user prop", "x2", "big", "i")})
-            for m in messages]  # fmt: skip
     wanted = [*AS_SENT, *(AS_SENT_LATER[message.tags] for message in messages[len(AS_SENT) :])]
-    for (*got, got_properties), (*sent, sent_properties) in zip(seen, wanted, strict=True):
-        assert got == sent
-        assert {name: value for name, value in got_properties.items() if value is not None} == sent_properties
+    for message, (*sent, properties) in zip(messages, wanted, strict=True):
+        assert [message.body, message.tags, message.keys, message.flag] == sent
+        for name in ("user prop", "x2", "big", "i"):
+            assert message.property(name) == properties.get(name)
     later = {"TagLZ4", "TagZSTD", "TagZLIB"} | ({"TagTimer"} if entry.version != "4.9.7" else set())
     assert {message.tags for message in messages[len(AS_SENT) :]} == later
 
 
-def test_pulls_of_all_versions_are_compared_with_what_was_sent():
-    assert [entry.version for entry in PULLS_OF_J2] == list(golden.VERSIONS)
-
-
 def test_messages_of_a_java_batch_have_different_offset_ids():
-    by_version = {entry.version: messages_of(entry)[6:9] for entry in PULLS_OF_J2}
-    for batch in by_version.values():
-        assert len({message.offset_message_id for message in batch}) == 3
-    # These versions add the batch's own key to every item, and the last one counts.
-    assert [len({m.message_id for m in by_version[v]}) for v in golden.VERSIONS] == [3, 1, 1, 3]
+    batches = [messages_of(entry)[6:9] for entry in PULLS_OF_J2]
+    assert [len({message.offset_message_id for message in batch}) for batch in batches] == [3, 3, 3, 3]
+    # The second and third version add the batch's own key to every item, and the last one counts.
+    assert [len({message.message_id for message in batch}) for batch in batches] == [3, 1, 1, 3]
 
 
 @for_each("version", golden.VERSIONS)
@@ -178,11 +165,7 @@ def test_a_retried_message_has_its_first_topic_and_its_queue():
     (entry,) = (e for e in WITH_RECORDS if e.version == "4.9.7" and e.name.startswith("87-"))
     (message,) = messages_of(entry, queue)
     assert (message.topic, message.queue) == ("A_gold", queue)
-
-
-def test_a_retried_message_without_a_topic_has_its_queues():
-    (message,) = decode_messages(encode_message(StoredMessage("%RETRY%g", b"")))
-    assert message.topic == "%RETRY%g"
+    assert decoded(StoredMessage("%RETRY%g", b"")).topic == "%RETRY%g", "without a topic, its queue's"
 
 
 def test_topics_longer_than_127_bytes_are_in_the_second_form():
@@ -211,30 +194,20 @@ def test_the_worked_record_is_read():
 
 
 def test_the_worked_record_is_written():
+    properties = {"TAGS": "TagA", "UNIQ_KEY": "0A000009126718B4AAC200000000002A"}
     stored = StoredMessage(
-        topic="T",
-        body=b"hi",
-        properties={"TAGS": "TagA", "UNIQ_KEY": "0A000009126718B4AAC200000000002A"},
-        queue_id=3,
-        queue_offset=42,
-        commit_log_offset=4096,
-        born_at_ms=1_700_000_000_000,
-        born_host="10.0.0.9:50000",
-        stored_at_ms=1_700_000_000_005,
-        store_host="10.0.0.1:10911",
-    )
+        "T", b"hi", properties, queue_id=3, queue_offset=42, commit_log_offset=4096, born_at_ms=1_700_000_000_000,
+        born_host="10.0.0.9:50000", stored_at_ms=1_700_000_000_005, store_host="10.0.0.1:10911",
+    )  # fmt: skip
     assert encode_message(stored) == WORKED_RECORD
 
 
 def assert_is(message, stored):
     """Compare every attribute of a message with what was stored."""
-    assert message.body == stored.body
-    assert message.properties == stored.properties
+    assert (message.body, message.properties) == (stored.body, stored.properties)
     assert message.tags == stored.properties.get("TAGS")
-    for name in stored.properties:
-        assert message.property(name) == stored.properties[name]
-    for name in ("queue_offset", "commit_log_offset", "flag", "born_at_ms", "stored_at_ms", "born_host", "store_host",
-                 "reconsume_times", "prepared_transaction_offset"):  # fmt: skip
+    assert {name: message.property(name) for name in stored.properties} == stored.properties
+    for name in set(STORED_FIELDS) - {"queue_id", "sys_flag"}:
         assert getattr(message, name) == getattr(stored, name), name
     hosts = ("[" in stored.born_host) * SysFlag.BORN_HOST_V6 | ("[" in stored.store_host) * SysFlag.STORE_HOST_V6
     assert message.sys_flag == stored.sys_flag | hosts
@@ -251,10 +224,8 @@ def assert_is(message, stored):
 @settings(deadline=None)
 def test_what_is_stored_is_read(stored):
     data = b"".join(map(encode_message, stored))
-    messages = decode_messages(data, QUEUE)
-    for message, original in zip(messages, stored, strict=True):
-        assert message.queue is QUEUE
-        assert message.topic == "orders"
+    for message, original in zip(decode_messages(data, QUEUE), stored, strict=True):
+        assert (message.queue is QUEUE, message.topic) == (True, "orders")
         assert_is(message, original)
     for message, original in zip(decode_messages(data), stored, strict=True):
         assert message.queue == MessageQueue(original.topic, "", original.queue_id)
@@ -268,7 +239,7 @@ def test_what_is_stored_is_read(stored):
 @for_each("kind", list(Compression))
 def test_a_compressed_body_is_read_decompressed(kind):
     body, flags = compress(b"x" * 5000, kind)
-    (message,) = decode_messages(encode_message(StoredMessage("orders", body, sys_flag=flags)))
+    message = decoded(StoredMessage("orders", body, sys_flag=flags))
     assert message.body == b"x" * 5000
     assert message.body is message.body  # once
     assert message.body_crc == body_crc(body)
@@ -276,7 +247,7 @@ def test_a_compressed_body_is_read_decompressed(kind):
 
 def test_ids_and_hosts_of_ipv6_brokers():
     hosts = {"born_host": "[2001:db8::9]:5", "store_host": "[2001:db8::1]:10911"}
-    (message,) = decode_messages(encode_message(StoredMessage("T", b"hi", commit_log_offset=4096, **hosts)))
+    message = decoded(StoredMessage("T", b"hi", commit_log_offset=4096, **hosts))
     assert message.message_id == message.offset_message_id == "20010DB800000000000000000000000100002A9F0000000000001000"
     assert (message.born_host, message.store_host) == ("[2001:db8::9]:5", "[2001:db8::1]:10911")
 
@@ -288,11 +259,8 @@ def test_a_record_without_body_and_properties_is_the_shortest():
     assert (message.body, message.properties, message.tags, message.keys) == (b"", {}, None, ())
     assert message.message_id == message.offset_message_id
     assert decode_messages(b"") == []
-
-
-def test_keys_are_split_at_spaces_only():
-    (message,) = decode_messages(encode_message(StoredMessage("T", b"", {"KEYS": " a  b\u00a0c d "})))
-    assert message.keys == ("a", "b\u00a0c", "d")
+    keyed = decoded(StoredMessage("T", b"", {"KEYS": " a  b\u00a0c d "}))
+    assert keyed.keys == ("a", "b\u00a0c", "d"), "split at spaces only"
 
 
 def test_a_property_that_is_not_utf8_is_there_as_it_was_sent():
@@ -313,7 +281,7 @@ def test_a_message_prints_where_it_is_and_not_what_it_holds():
     assert repr(message) == "<Message damaged queue=None offset=0 bytes=105>"
 
 
-def test_a_detached_message_keeps_its_own_bytes_only():
+def test_a_message_apart_keeps_its_own_bytes_only():
     data = b"".join(encode_message(StoredMessage("T", bytes([n]) * 1000, queue_offset=n)) for n in range(32))
     message = decode_messages(data, QUEUE)[7]
     detached = message.detach()
@@ -322,6 +290,8 @@ def test_a_detached_message_keeps_its_own_bytes_only():
     held = [value for value in gc.get_referents(detached) if isinstance(value, bytes)]
     assert sum(map(len, held)) < 2200
     assert detached.detach() is detached
+    data = WORKED_RECORD + encode_message(StoredMessage("T", b"x" * 100_000))
+    assert len(pickle.dumps(decode_messages(data, QUEUE)[0])) < 500
 
 
 @pytest.mark.search
@@ -338,17 +308,11 @@ def test_a_message_travels_to_another_process(stored):
 
 
 def test_attempts_the_record_does_not_know_of_are_counted():
-    (message,) = decode_messages(encode_message(StoredMessage("T", b"", reconsume_times=3)) * 2)[:1]
+    message = decode_messages(encode_message(StoredMessage("T", b"", reconsume_times=3)) * 2)[0]
     assert message._done is False
     message._extra_attempts += 2
-    assert message.reconsume_times == 5
-    assert message.detach().reconsume_times == 5
-    assert pickle.loads(pickle.dumps(message)).reconsume_times == 5
-
-
-def test_a_message_travels_alone():
-    data = WORKED_RECORD + encode_message(StoredMessage("T", b"x" * 100_000))
-    assert len(pickle.dumps(decode_messages(data, QUEUE)[0])) < 500
+    for each in (message, message.detach(), pickle.loads(pickle.dumps(message))):
+        assert each.reconsume_times == 5
 
 
 # ---- inner batches ----
@@ -388,13 +352,10 @@ def test_a_batch_of_a_java_producer_is_read_and_written(version):
     assert encode_batch(items) == body
 
 
-def stored_batch(body=TWO_ITEMS, sys_flag=SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH, **fields):
-    return encode_message(
-        StoredMessage(
-            "T", body, {"INNER_NUM": "2"}, queue_id=3, queue_offset=42, commit_log_offset=4096, flag=1,
-            sys_flag=sys_flag, born_at_ms=5, stored_at_ms=6, reconsume_times=7, **fields,
-        )
-    )  # fmt: skip
+def stored_batch(body=TWO_ITEMS, sys_flag=SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH):
+    fields = {"queue_id": 3, "queue_offset": 42, "commit_log_offset": 4096, "flag": 1, "sys_flag": sys_flag}
+    times = {"born_at_ms": 5, "stored_at_ms": 6, "reconsume_times": 7}
+    return encode_message(StoredMessage("T", body, {"INNER_NUM": "2"}, **fields, **times))
 
 
 @for_each("kind", [None, *Compression])
@@ -404,10 +365,8 @@ def test_an_inner_batch_is_unpacked_into_its_messages(kind):
     data = WORKED_RECORD + stored_batch(body, flags) + WORKED_RECORD
     before, one, two, after = decode_messages(data, QUEUE)
     assert (before.body, after.body) == (b"hi", b"hi")
-    assert [message.queue_offset for message in (one, two)] == [42, 43]
-    assert [message.body for message in (one, two)] == [b"one", b"two"]
-    assert [message.properties for message in (one, two)] == [ONE.properties, TWO.properties]
-    assert [message.tags for message in (one, two)] == ["A", "B"]
+    found = [(each.queue_offset, each.body, each.properties, each.tags) for each in (one, two)]
+    assert found == [(42, b"one", ONE.properties, "A"), (43, b"two", TWO.properties, "B")]
     for message in (one, two, pickle.loads(pickle.dumps(one)), one.detach()):
         assert message.queue is QUEUE or message.queue == QUEUE
         assert (message.flag, message.body_crc) == (0, 0)
@@ -423,12 +382,8 @@ def test_an_inner_batch_of_ipv6_and_a_long_topic_is_unpacked():
     one, two = decode_messages(encode_message(stored))
     assert (one.topic, one.body, two.queue_offset) == ("t" * 200, b"one", 10)
     assert two.store_host == "[2001:db8::1]:10911"
-
-
-def test_an_inner_batch_behind_the_last_offset_is_damaged():
-    stored = StoredMessage("orders", TWO_ITEMS, sys_flag=0xC0, queue_offset=2**63 - 1)
     with pytest.raises(ProtocolError, match="item 1 of the batch at offset 9223372036854775807"):
-        decode_messages(encode_message(stored))
+        decode_messages(encode_message(replace(stored, queue_offset=2**63 - 1)))
 
 
 @for_each("sys_flag", [SysFlag.NEED_UNWRAP, SysFlag.INNER_BATCH])
@@ -503,10 +458,8 @@ def test_inner_batches_cannot_unfold_without_end():
 @for_each(
     "stored",
     [
-        StoredMessage("t" * 32_768, b""),
-        StoredMessage("T", b"", {"a": "\x01"}),
-        StoredMessage("T", b"", {"a": "x" * 32_767}),
-        StoredMessage("T", b"", store_host="broker-a:10911"),
+        StoredMessage("t" * 32_768, b""), StoredMessage("T", b"", {"a": "\x01"}),
+        StoredMessage("T", b"", {"a": "x" * 32_767}), StoredMessage("T", b"", store_host="broker-a:10911"),
     ],
 )
 def test_what_no_record_can_hold_is_refused(stored):
@@ -516,10 +469,6 @@ def test_what_no_record_can_hold_is_refused(stored):
 
 def test_the_items_of_a_batch_keep_the_ids_they_were_given():
     """Brokers 5.1 and 5.3 append the batch's properties to those of each item; the last of a name counts."""
-    record = encode_message(
-        StoredMessage("orders", b"b", properties="TAGS\x01A\x02UNIQ_KEY\x01item\x02UNIQ_KEY\x01batch\x02")
-    )
-    (message,) = decode_messages(record)
+    message = decoded(StoredMessage("orders", b"b", "TAGS\x01A\x02UNIQ_KEY\x01item\x02UNIQ_KEY\x01batch\x02"))
     assert (message.message_id, message.producer_id) == ("batch", "item")
-    (message,) = decode_messages(encode_message(StoredMessage("orders", b"b", properties="MY_UNIQ_KEY\x01item\x02")))
-    assert message.producer_id is None
+    assert decoded(StoredMessage("orders", b"b", "MY_UNIQ_KEY\x01item\x02")).producer_id is None
