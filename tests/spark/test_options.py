@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from operator import attrgetter
 
 import pytest
 
@@ -33,19 +34,52 @@ def given(base: dict[str, str] = ORDERS, **options: str) -> dict[str, str]:
     return {**base, **{name.lower(): value for name, value in options.items()}}
 
 
-def test_defaults_of_a_read():
-    options = parse_source(ORDERS, streaming=True)
-    assert options.topics == ("orders",)
-    assert (options.pattern, options.assigned, options.start, options.end) == (None, (), None, Named.LATEST)
-    assert options.read.group == DEFAULT_GROUP
-    assert options.read.selector.expression == "*"
-    assert (options.read.pull_batch_size, options.read.pulls_in_flight) == (32, 16)
-    assert options.read.fail_on_data_loss
-    assert (options.commit_offsets, options.max_offsets, options.min_offsets) == (False, None, None)
-    assert (options.max_delay_s, options.planning_interval_s) == (900, 0.1)
-    assert (options.tasks.min_partitions, options.tasks.max_partitions) == (None, None)
-    assert (options.tasks.min_records, options.tasks.max_records) == (1000, None)
-    assert (options.client.request_timeout_s, options.client.retries, options.read.read_timeout_s) == (10, None, 120)
+NAMED = {"first": Named.EARLIEST, "Earliest": Named.EARLIEST, "LATEST": Named.LATEST, "last": Named.LATEST}
+TIME_MS = 1714557600000
+TIMES = ["2024-05-01T12:00:00+02:00", "2024-05-01T10:00:00Z", str(TIME_MS)]
+BY_TOPIC = '{"orders": "2024-05-01T12:00:00+02:00", "payments": 1714557600001}'
+OF_TOPICS = StoredAtByTopic("startingTimestamp", {"ns%orders": TIME_MS, "ns%payments": TIME_MS + 1})
+OF_PAYMENTS = StoredAtByTopic("endingTimestamp", {"payments": 5})
+DURATIONS = {"500ms": 0.5, "90": 0.09, "30s": 30, "15m": 900, "2 hours": 7200, "1d": 86400}
+
+
+@for_each(
+    "options, names, values",
+    [
+        ({}, "topics pattern assigned start end", (("orders",), None, (), None, Named.LATEST)),
+        ({}, "read.group read.selector.expression read.pull_batch_size", (DEFAULT_GROUP, "*", 32)),
+        ({}, "read.pulls_in_flight read.fail_on_data_loss read.read_timeout_s", (16, True, 120)),
+        ({}, "commit_offsets max_offsets min_offsets max_delay_s", (False, None, None, 900)),
+        ({}, "planning_interval_s client.request_timeout_s client.retries", (0.1, 10, None)),
+        ({}, "tasks.min_partitions tasks.max_partitions", (None, None)),
+        ({}, "tasks.min_records tasks.max_records", (1000, None)),
+        ({"subscribe": "b, a,b"}, "topics", ("b", "a")),
+        ({"topic": "b, a,b"}, "topics", ("b", "a")),
+        ({"subscribe": "orders", "tags": "a || b"}, "read.selector.tags", {"a", "b"}),
+        ({"subscribe": "orders", "subExpression": "a || b"}, "read.selector.tags", {"a", "b"}),
+        ({"sqlFilter": "a > 1"}, "read.selector.expression read.selector.expression_type", ("a > 1", "SQL92")),
+        ({"startingOffsets": "earliest"}, "start", Named.EARLIEST),
+        ({"startingOffsets": "group", "consumerGroup": "app"}, "start", Named.GROUP),
+        *[({"startingOffsets": name}, "start", bound) for name, bound in NAMED.items()],
+        *[({"startingTimestamp": text, "startingOffsets": "latest"}, "start", StoredAt(TIME_MS)) for text in TIMES],
+        ({"startingTimestamp": "2024-05-01T10:00:00.000001Z"}, "start", StoredAt(TIME_MS + 1)),
+        ({"startingTimestamp": "0"}, "start", StoredAt(0)),
+        ({"subscribe": "orders,payments", "startingTimestamp": BY_TOPIC, "namespace": "ns"}, "start", OF_TOPICS),
+        ({"subscribePattern": "pay.*", "endingTimestamp": '{"payments": "5"}'}, "end", OF_PAYMENTS),
+        ({"endingOffsets": "latest"}, "end", Named.LATEST),
+        ({"endingTimestamp": "5"}, "end", StoredAt(5)),
+        *[({"maxTriggerDelay": text}, "max_delay_s", pytest.approx(delay_s)) for text, delay_s in DURATIONS.items()],
+        ({"consumerGroup": "app"}, "commit_offsets read.group", (True, "app")),
+        ({"consumerGroup": "app", "commitOffsets": "FALSE"}, "commit_offsets", False),
+        ({"consumerGroup": "app", "namespace": "ns"}, "read.group client.namespace", ("ns%app", "ns")),
+        ({"namespace": "ns"}, "topics", ("ns%orders",)),
+    ],
+)
+def test_what_options_of_a_read_mean(options, names, values):
+    chosen = {"topic", "subscribePattern"} & options.keys()
+    streaming = not {"endingOffsets", "endingTimestamp"} & options.keys()
+    found = parse_source(given(SERVER if chosen else ORDERS, **options), streaming)
+    assert attrgetter(*names.split())(found) == values
 
 
 def test_defaults_of_a_write():
@@ -59,40 +93,21 @@ def test_names_are_taken_in_any_case():
     assert options.tasks.min_partitions == 3
 
 
-@for_each("text", ["a:1;b:2", "a:1,b:2", " a:1 ; b:2 "])
-def test_several_name_servers(text):
-    assert parse_source(given(nameServer=text), None).client.config().name_servers == ("a:1", "b:2")
-
-
-@for_each("name", ["subscribe", "topic"])
-def test_topics_are_joined_by_commas(name):
-    assert parse_source(given(SERVER, **{name: "b, a,b"}), None).topics == ("b", "a")
+@for_each(
+    "name, text, parts",
+    [
+        *[("nameServer", text, ("a:1", "b:2")) for text in ("a:1;b:2", "a:1,b:2", " a:1 ; b:2 ")],
+        ("allowedAddresses", "10.0.0.0/8, broker-a:10911", ("10.0.0.0/8", "broker-a:10911")),
+    ],
+)
+def test_there_may_be_several(name, text, parts):
+    config = parse_source(given(**{name: text}), None).client.config()
+    assert parts == (config.name_servers if name == "nameServer" else config.allowed_addresses)
 
 
 def test_assigned_queues():
     options = parse_source(given(SERVER, assign='{"orders": {"broker-b": [1, 0], "broker-a": [2]}}'), None)
     assert [str(queue) for queue in options.assigned] == ["orders/broker-a/2", "orders/broker-b/0", "orders/broker-b/1"]
-
-
-@for_each("name", ["tags", "subExpression"])
-def test_tags(name):
-    assert parse_source(given(**{name: "a || b"}), None).read.selector.tags == {"a", "b"}
-
-
-def test_a_filter_in_sql():
-    selector = parse_source(given(sqlFilter="a > 1"), None).read.selector
-    assert (selector.expression, selector.expression_type) == ("a > 1", "SQL92")
-
-
-@for_each(
-    "text, bound",
-    [
-        ("earliest", Named.EARLIEST), ("first", Named.EARLIEST), ("Earliest", Named.EARLIEST), ("LATEST", Named.LATEST),
-        ("last", Named.LATEST), ("group", Named.GROUP),
-    ],
-)  # fmt: skip
-def test_starting_places_have_the_same_names_as_everywhere(text, bound):
-    assert parse_source(given(startingOffsets=text, consumerGroup="app"), True).start is bound
 
 
 def test_starting_offsets_for_queues_brokers_and_topics():
@@ -109,30 +124,6 @@ def test_starting_offsets_for_queues_brokers_and_topics():
 
 
 @for_each(
-    "text, at_ms",
-    [
-        ("0", 0),
-        ("1714557600000", 1714557600000),
-        ("2024-05-01T12:00:00+02:00", 1714557600000),
-        ("2024-05-01T10:00:00Z", 1714557600000),
-        ("2024-05-01T10:00:00.000001Z", 1714557600001),
-    ],
-)
-def test_starting_times(text, at_ms):
-    options = parse_source(given(startingTimestamp=text, startingOffsets="earliest"), True)
-    assert options.start == StoredAt(at_ms)
-
-
-def test_times_by_topic():
-    text = '{"orders": "2024-05-01T12:00:00+02:00", "payments": 1714557600001}'
-    options = parse_source(given(subscribe="orders,payments", startingTimestamp=text, namespace="ns"), True)
-    assert isinstance(options.start, StoredAtByTopic)
-    assert options.start.timestamps_ms == {"ns%orders": 1714557600000, "ns%payments": 1714557600001}
-    options = parse_source(given(SERVER, subscribePattern="pay.*", endingTimestamp='{"payments": "5"}'), False)
-    assert options.end == StoredAtByTopic("endingTimestamp", {"payments": 5})
-
-
-@for_each(
     "options, said",
     [
         ({"subscribe": "orders,payments", "startingTimestamp": '{"orders": 5}'}, "lacks payments"),
@@ -145,30 +136,13 @@ def test_times_by_topic_are_of_the_topics_to_read(options, said):
         parse_source(given(SERVER, **options), None)
 
 
-def test_endings_of_a_batch():
-    assert parse_source(given(endingOffsets="latest"), False).end is Named.LATEST
-    assert parse_source(given(endingTimestamp="5"), False).end == StoredAt(5)
+def test_offsets_that_are_given():
     end = parse_source(given(endingOffsets='{"orders": {"b": {"0": 7, "1": -1}}}'), False).end
     assert isinstance(end, GivenOffsets)
     assert end.offset(MessageQueue("orders", "b", 1)) == LATEST
-
-
-@for_each("text, seconds", [("500ms", 0.5), ("90", 0.09), ("30s", 30), ("15m", 900), ("2 hours", 7200), ("1d", 86400)])
-def test_durations(text, seconds):
-    assert parse_source(given(maxTriggerDelay=text), True).max_delay_s == pytest.approx(seconds)
-
-
-def test_a_group_is_committed_for_unless_told_otherwise():
-    assert parse_source(given(consumerGroup="app"), True).commit_offsets
-    assert parse_source(given(consumerGroup="app"), True).read.group == "app"
-    assert not parse_source(given(consumerGroup="app", commitOffsets="FALSE"), True).commit_offsets
-
-
-def test_names_are_put_into_the_namespace():
-    options = parse_source(given(namespace="ns", consumerGroup="app", startingOffsets='{"orders": -2}'), True)
-    assert (options.topics, options.read.group, options.client.namespace) == (("ns%orders",), "ns%app", "ns")
-    assert isinstance(options.start, GivenOffsets)
-    assert options.start.offset(MessageQueue("ns%orders", "b", 0)) == EARLIEST
+    start = parse_source(given(namespace="ns", startingOffsets='{"orders": -2}'), True).start
+    assert isinstance(start, GivenOffsets)
+    assert start.offset(MessageQueue("ns%orders", "b", 0)) == EARLIEST
     assert parse_sink(given(SERVER, namespace="ns", topic="orders")).topic == "orders"  # the producer does it
 
 
@@ -276,30 +250,24 @@ def test_a_wrong_value_is_refused_whatever_the_source_is_for(name, value, text, 
 
 
 @for_each(
-    "text, said",
+    "options, said",
     [
-        ("{", "no JSON"),
-        ("[]", "no JSON object"),
-        ("{}", "names no queue"),
-        ('{"orders": [0]}', "[0] of topic 'orders'"),
-        ('{"orders": {"b": []}}', "[] of broker 'b'"),
-        ('{"orders": {"b": [-1]}}', "[-1] of broker 'b'"),
-        ('{"orders": {"b": ["0"]}}', "['0'] of broker 'b'"),
-        (f'{{"orders": {{"b": [{"9" * 5000}]}}}}', "no JSON"),
+        ({"assign": "{"}, "no JSON.*give JSON like"),
+        ({"assign": "[]"}, "no JSON object.*give JSON like"),
+        ({"assign": "{}"}, "names no queue.*give JSON like"),
+        ({"assign": '{"orders": [0]}'}, r"\[0\] of topic 'orders'.*give JSON like"),
+        ({"assign": '{"orders": {"b": []}}'}, r"\[\] of broker 'b'.*give JSON like"),
+        ({"assign": '{"orders": {"b": [-1]}}'}, r"\[-1\] of broker 'b'.*give JSON like"),
+        ({"assign": '{"orders": {"b": ["0"]}}'}, r"\['0'\] of broker 'b'.*give JSON like"),
+        ({"assign": f'{{"orders": {{"b": [{"9" * 5000}]}}}}'}, "no JSON.*give JSON like"),
+        ({"subscribePattern": "("}, r"subscribePattern='\(' is no regular expression"),
+        ({"nameServer": None, "subscribe": "orders"}, "nameServer is missing"),
     ],
+    ids=lambda each: str(each)[:40],
 )
-def test_a_wrong_assignment_is_refused(text, said):
-    with pytest.raises(ConfigError) as refused:
-        check_options(given(SERVER, assign=text))
-    assert said in str(refused.value)
-    assert "give JSON like" in str(refused.value)
-
-
-def test_a_bad_pattern_and_no_name_server_are_refused():
-    with pytest.raises(ConfigError, match=r"subscribePattern='\(' is no regular expression"):
-        check_options(given(SERVER, subscribePattern="("))
-    with pytest.raises(ConfigError, match="nameServer is missing"):
-        check_options({"subscribe": "orders"})
+def test_what_cannot_be_read_is_refused(options, said):
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        check_options({name: text for name, text in given(SERVER, **options).items() if text is not None})
 
 
 def test_a_read_needs_something_to_read():
@@ -366,8 +334,3 @@ def test_options_travel():
 
 def test_every_option_is_known_by_one_name():
     assert len({name.lower() for name in NAMES}) == len(NAMES)
-
-
-def test_allowed_addresses_are_joined_by_commas():
-    options = given(allowedAddresses="10.0.0.0/8, broker-a:10911")
-    assert parse_source(options, None).client.config().allowed_addresses == ("10.0.0.0/8", "broker-a:10911")
