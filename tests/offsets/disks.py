@@ -7,7 +7,9 @@ import os
 import random
 from collections.abc import Callable
 
+from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.disk import Disk, DiskFile, DiskLock
+from pyrocket_consumer.offsets.recovery import recover
 
 SECTOR = 512
 
@@ -47,6 +49,7 @@ class _MemoryFile:
             now.extend(bytes(position - len(now)))
         now[position : position + len(data)] = data
         self._inode.unsynced.append((position, bytes(data)))
+        self._disk.bytes_written += len(data)
         if position == 0:
             self._disk.beginnings.append(bytes(data[:512]))
 
@@ -90,6 +93,7 @@ class MemoryDisk:
         self._lying_directories = lying_directories
         self.has_links = True
         self.beginnings: list[bytes] = []  # whatever was written at the start of a file, ever
+        self.bytes_written = 0
 
     def make_directories(self, path: str) -> None:
         pass
@@ -164,23 +168,29 @@ class MemoryDisk:
         self._safe_names = dict(self._names)
         self._unsynced.clear()
 
+    def recovered(self) -> dict[MessageQueue, int]:
+        """Return the offsets that a restart finds in the store /s."""
+        main, backup, journal = (self.read("/s/offsets" + end) for end in (".json", ".json.bak", ".journal"))
+        return dict(recover(main, backup, journal).offsets)
+
     def free_locks(self) -> None:
         """The process that used the disk is gone; what it wrote is in the cache still."""
         self._taken.clear()
 
     def after_kill(self) -> MemoryDisk:
         """Return the disk as the next process finds it when this one was killed."""
-        return self._with({path: bytes(inode.now) for path, inode in self._names.items()})
+        return self.holding({path: bytes(inode.now) for path, inode in self._names.items()})
 
     def after_power_loss(self, rng: random.Random) -> MemoryDisk:
         """Return a disk as it may be found after a power failure now."""
         names = dict(self._safe_names)
         for change in self._unsynced[: rng.randint(0, len(self._unsynced))]:  # the file system's journal keeps order
             self._apply(names, change)
-        return self._with({path: inode.survivor(rng) for path, inode in names.items()})
+        return self.holding({path: inode.survivor(rng) for path, inode in names.items()})
 
     @staticmethod
-    def _with(files: dict[str, bytes]) -> MemoryDisk:
+    def holding(files: dict[str, bytes]) -> MemoryDisk:
+        """Return a disk with these files."""
         disk = MemoryDisk()
         for path, data in files.items():
             disk.put(path, data)

@@ -1,19 +1,49 @@
-"""A store driven at random, and what may be found of it after a crash."""
+"""A store driven at random, and what may be found of it after a crash; what tests of stores share."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable
+from typing import Any
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
 
+MEMORY, STORE = ReadOffsetType.READ_FROM_MEMORY, ReadOffsetType.READ_FROM_STORE
+DURABILITIES = ["fsync", "process", "checkpoint"]
+ORDERS = [MessageQueue("orders", "broker-a", number) for number in range(8)]
+QUEUE = ORDERS[0]
 QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "bills") for broker in ("a", "b") for n in range(3)]
+
+
+def opened(directory: str | os.PathLike[str] = "/s", durability: str = "fsync", **options: Any) -> LocalFileOffsetStore:
+    store = LocalFileOffsetStore(directory, durability, **options)
+    store.load()
+    return store
+
+
+def update(store: LocalFileOffsetStore, queues: Iterable[MessageQueue], offset: int) -> None:
+    """Set one offset for several queues, in memory."""
+    for queue in queues:
+        store.update_offset(queue, offset)
 
 
 def put(store: LocalFileOffsetStore, queue: MessageQueue, offset: int) -> None:
     store.update_offset(queue, offset)
     store.persist(queue)
+
+
+def left(directory: str | os.PathLike[str], queues: Iterable[MessageQueue], offset: int, **options: Any) -> None:
+    """Let a store be used, and closed."""
+    with LocalFileOffsetStore(directory, **options) as store:
+        update(store, queues, offset)
+
+
+def flipped(data: bytes, byte: int, bit: int) -> bytes:
+    damaged = bytearray(data)
+    damaged[byte] ^= 1 << bit
+    return bytes(damaged)
 
 
 class History:

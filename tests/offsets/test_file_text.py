@@ -1,7 +1,11 @@
-"""H42: offsets.json as every client and every release has written it, and what is no such text."""
+"""H42: offsets.json as every client and every release has written it, and what is no such text.
+
+It is read whoever wrote it, and written as Java writes it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -10,61 +14,93 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pyrocket_consumer import MessageQueue, OffsetStoreCorrupt
+from pyrocket_consumer import MessageQueue, OffsetStoreCorrupt, ProtocolError
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, QueueReset
+from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from tests.consuming import consuming, until
+from tests.for_each import for_each
 from tests.hazards.members import faulty
 from tests.offsets.driving import put
 from tests.real_brokers import JavaOffsetStore
 
-TOPIC, BROKER = "orders", "broker-a"
+TOPIC, BROKER = "broadcast-test-topic", "broker-a"
 IP = "127.0.0.1"
 
+OURS = LocalFileOffsetStore
 MakeStore = Callable[[Path], Any]
+Offsets = dict[int, int]
+"""The offset of each queue id, in the order of the text."""
+
+SAMPLE = {2: 102, 1: 101, 0: 100}
 
 
 def key(queue_id: int, indent: str = "") -> str:
     return f'{{{indent}"brokerName":"{BROKER}",{indent}"queueId":{queue_id},{indent}"topic":"{TOPIC}"'
 
 
-def fastjson_1(offsets: list[int]) -> str:
+def fastjson(offsets: Offsets, before: str) -> bytes:
+    entries = ",".join(before + key(each, "\n\t\t\t") + f"\n\t\t}}:{offset}" for each, offset in offsets.items())
+    return ('{\n\t"offsetTable":{' + entries + "\n\t}\n}").encode()
+
+
+def fastjson_1(offsets: Offsets) -> bytes:
     """As Java up to 5.3 writes it."""
-    indent = "\n\t\t\t"
-    return '{\n\t"offsetTable":{' + ",".join(
-        f"{key(queue_id, indent)}\n\t\t}}:{offset}" for queue_id, offset in enumerate(offsets)
-    ) + "\n\t}\n}"  # fmt: skip
+    return fastjson(offsets, "")
 
 
-def fastjson_2(offsets: list[int]) -> str:
+def fastjson_2(offsets: Offsets) -> bytes:
     """As Java from 5.4 on writes it."""
-    indent = "\n\t\t\t"
-    return '{\n\t"offsetTable":{' + ",".join(
-        f"\n\t\t{key(queue_id, indent)}\n\t\t}}:{offset}" for queue_id, offset in enumerate(offsets)
-    ) + "\n\t}\n}"  # fmt: skip
+    return fastjson(offsets, "\n\t\t")
 
 
-def go(offsets: list[int]) -> str:
+def go(offsets: Offsets) -> bytes:
     """As the Go client writes it: each key is a text that holds JSON."""
-    keys = [json.dumps(key(queue_id) + "}") for queue_id in range(len(offsets))]
-    return '{"offsetTable":{' + ",".join(f"{text}:{offset}" for text, offset in zip(keys, offsets, strict=True)) + "}}"
+    entries = ",".join(f"{json.dumps(key(queue_id) + '}')}:{offset}" for queue_id, offset in offsets.items())
+    return ('{"offsetTable":{' + entries + "}}").encode()
 
 
-def compact(offsets: list[int]) -> str:
-    return re.sub(r"\s", "", fastjson_1(offsets))
+def compact(offsets: Offsets) -> bytes:
+    """As in the bodies of requests."""
+    return re.sub(rb"\s", b"", fastjson_1(offsets))
 
 
-SPELLINGS: dict[str, Callable[[list[int]], bytes]] = {
-    "fastjson 1": lambda offsets: fastjson_1(offsets).encode(),
-    "fastjson 2": lambda offsets: fastjson_2(offsets).encode(),
-    "compact": lambda offsets: compact(offsets).encode(),
-    "Go": lambda offsets: go(offsets).encode(),
-    "byte order mark": lambda offsets: b"\xef\xbb\xbf" + fastjson_1(offsets).encode(),
-    "CRLF": lambda offsets: fastjson_2(offsets).replace("\n", "\r\n").encode() + b"\r\n",
-    "other order of fields": lambda offsets: re.sub(
-        r'("brokerName":"[^"]*"),("queueId":\d+)', r'\2,"new":[{}],\1', compact(offsets)
-    ).encode(),
+FIELDS = rb'("brokerName":"[^"]*"),("queueId":\d+)'
+SPELLINGS: dict[str, Callable[[Offsets], bytes]] = {
+    "fastjson 1": fastjson_1,
+    "fastjson 2": fastjson_2,
+    "compact": compact,
+    "Go": go,
+    "with a last line end": lambda offsets: fastjson_1(offsets) + b"\n",
+    "byte order mark": lambda offsets: b"\xef\xbb\xbf" + fastjson_1(offsets),
+    "byte order mark of Go": lambda offsets: b"\xef\xbb\xbf" + go(offsets),
+    "CRLF": lambda offsets: fastjson_2(offsets).replace(b"\n", b"\r\n") + b"\r\n",
+    "spaces": lambda offsets: compact(offsets).replace(b":", b" : ").replace(b",", b" , "),
+    "other order of fields": lambda offsets: re.sub(FIELDS, rb'\2,"new":[{}],\1', compact(offsets)),
+    "another order in one": lambda offsets: re.sub(FIELDS, rb'\2,"x":[null],\1', compact(offsets), count=1),
+    "Go in another order": lambda offsets: re.sub(FIELDS.replace(b'"', rb'\\"'), rb"\2,\1", go(offsets), count=1),
+    "another table": lambda offsets: compact(offsets)[:-1] + b',"version":3}',
+    "escapes": lambda offsets: compact(offsets).replace(b"broker-a", b"\\u0062roker-a"),
 }
+
+
+def test_the_golden_texts_are_the_ones_java_wrote():
+    assert hashlib.sha1(fastjson_1(SAMPLE)).hexdigest() == "7f7bd5a107ba54fb156602eae970a828dcb96981"
+    assert hashlib.sha1(fastjson_2(SAMPLE)).hexdigest() == "1c7454a2ebb2b249dcdeefaecedee627090dc0e0"
+
+
+def test_what_we_write_is_byte_for_byte_what_java_writes():
+    assert encode_offsets(table(SAMPLE)) == fastjson_1(SAMPLE)
+    assert encode_offsets({}) == b'{\n\t"offsetTable":{}\n}'
+
+
+@for_each("count", [255, 256, 257, 1000])
+def test_large_tables_are_one_entry_after_the_other(count):
+    offsets = {number: number for number in range(count)}
+    in_text = {MessageQueue(TOPIC, "broker-%d", number): number for number in offsets}
+    assert encode_offsets(in_text) == fastjson_1(offsets).replace(BROKER.encode(), b"broker-%d")
 
 
 class FileOfAnotherClient(MemoryOffsetStore):
@@ -106,10 +142,6 @@ class NumbersAreInts(FileOfAnotherClient):
         return int(digits) & 0x7FFFFFFF
 
 
-def ours(directory: Path) -> LocalFileOffsetStore:
-    return LocalFileOffsetStore(directory)
-
-
 def fresh(tmp_path: Path, text: bytes) -> Path:
     """Return a directory that holds `text` as offsets.json and nothing else."""
     directory = Path(mkdtemp(dir=tmp_path))
@@ -117,8 +149,8 @@ def fresh(tmp_path: Path, text: bytes) -> Path:
     return directory
 
 
-def table(offsets: list[int]) -> dict[MessageQueue, int]:
-    return {MessageQueue(TOPIC, BROKER, queue_id): offset for queue_id, offset in enumerate(offsets)}
+def table(offsets: Offsets) -> dict[MessageQueue, int]:
+    return {MessageQueue(TOPIC, BROKER, queue_id): offset for queue_id, offset in offsets.items()}
 
 
 def read(make_store: MakeStore, directory: Path) -> dict[MessageQueue, int]:
@@ -127,26 +159,26 @@ def read(make_store: MakeStore, directory: Path) -> dict[MessageQueue, int]:
 
 
 @pytest.mark.hazard("H42")
-@pytest.mark.parametrize("member", [ours, faulty(FileOfAnotherClient, "written as Go")])
+@pytest.mark.parametrize("member", [OURS, faulty(FileOfAnotherClient, "written as Go")])
 def test_every_spelling_of_the_file_is_read(tmp_path, member):
     """The file is read whoever wrote it: Java of both eras, the Go client, with a byte order mark or CRLF.
 
     Faulty: a reader that knows one spelling of the keys; Java 5.5.0 takes the Go client's file for no offsets.
     """
     for name, spell in SPELLINGS.items():
-        assert read(member, fresh(tmp_path, spell([102, 101, 0]))) == table([102, 101, 0]), f"written as {name}"
+        assert read(member, fresh(tmp_path, spell(SAMPLE))) == table(SAMPLE), f"written as {name}"
 
 
 @pytest.mark.hazard("H42")
 @pytest.mark.parametrize(
-    "member", [ours, *(faulty(kind, "an offset has changed") for kind in (NumbersAreDoubles, NumbersAreInts))]
+    "member", [OURS, *(faulty(kind, "an offset has changed") for kind in (NumbersAreDoubles, NumbersAreInts))]
 )
 def test_large_offsets_are_exact(tmp_path, member):
     """Offsets up to 2^63 - 1 are read exactly.
 
     Faulty: numbers that become doubles, or 32 bits wide (fastjson 2.0.43).
     """
-    offsets = [2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 0]
+    offsets = dict(enumerate([2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 0]))
     for name in ("fastjson 1", "fastjson 2", "compact"):
         assert read(member, fresh(tmp_path, SPELLINGS[name](offsets))) == table(offsets), "an offset has changed"
 
@@ -161,34 +193,58 @@ def refuses(make_store: MakeStore, directory: Path, what: str) -> None:
 
 @pytest.mark.hazard("H42")
 @pytest.mark.parametrize(
-    "member", [ours, faulty(FileOfAnotherClient, r"fastjson 1 cut after \d+ bytes was read as \{Mess")]
+    "member", [OURS, faulty(FileOfAnotherClient, r"fastjson 1 cut after \d+ bytes was read as \{Mess")]
 )
 def test_a_text_cut_anywhere_is_damaged_never_shorter(tmp_path, member):
     """A file that ends too early is refused (or its backup used), wherever it ends; it is never a shorter table.
 
     Faulty: a reader that takes what it finds.
     """
+    directory = fresh(tmp_path, b"")
     for name in ("fastjson 1", "fastjson 2", "Go"):
-        text = SPELLINGS[name]([12, 11])
+        text = SPELLINGS[name]({0: 12, 1: 11})
         for length in reversed(range(len(text))):
-            directory = fresh(tmp_path, text[:length])
+            (directory / "offsets.json").write_bytes(text[:length])
             refuses(member, directory, f"{name} cut after {length} bytes")
             assert (directory / "offsets.json").read_bytes() == text[:length], "it is left for whoever looks at it"
 
 
+@for_each("text", [compact(SAMPLE), encode_offsets({})])
+def test_the_other_texts_are_damaged_too_when_they_are_cut(text):
+    for length in range(len(text)):
+        with pytest.raises(ProtocolError):
+            decode_checkpoint(text[:length])
+
+
+GOOD = fastjson_1(SAMPLE)
 NO_TABLES = {
     "empty": b"",
     "null": b"null",
     "no table": b"{}",
+    "a list": b"[]",
+    "a list as table": b'{"offsetTable":[]}',
+    "a number as key": b'{"offsetTable":{5:6}}',
+    "a word as key": b'{"offsetTable":{"x":6}}',
     "zeros after a power failure": b"\0" * 512,
     "a boost archive of the C++ client": b"22 serialization::archive 17 0 0 1 0 0 0 6 orders",
-    "another charset": fastjson_1([102]).encode("utf-16"),
-    "two texts": fastjson_1([102]).encode() * 2,
+    "another charset": GOOD.decode().encode("utf-16"),
+    "no UTF-8": b"\xff" + GOOD,
+    "two texts": GOOD * 2,
+    "text and more": GOOD + b"x",
+    "text and a zero": GOOD + b"\0",
+    "half an offset": GOOD.replace(b":101", b":1.5"),
+    "an offset of 64 bits": GOOD.replace(b":101", b":9223372036854775808"),
+    "a truth as offset": GOOD.replace(b":101", b":true"),
+    "a negative queue": GOOD.replace(b'"queueId":1', b'"queueId":-2'),
+    "a queue of 32 bits": GOOD.replace(b'"queueId":1', b'"queueId":2147483648'),
+    "a text as queue": GOOD.replace(b'"queueId":1', b'"queueId":"1"'),
+    "a number as topic": GOOD.replace(f'"topic":"{TOPIC}"'.encode(), b'"topic":7'),
+    "a long name": GOOD.replace(b"broker-a", b"x" * 5000),
 }
 
 
 @pytest.mark.hazard("H42")
-@pytest.mark.parametrize("member", [ours, faulty(FileOfAnotherClient, "empty was read as {}")])
+@pytest.mark.parametrize("member", [OURS, faulty(FileOfAnotherClient, "empty was read as {}")])
 def test_what_is_no_table_is_damaged_never_empty(tmp_path, member):
     """A file of another format or charset stops the start with the reason; it is never taken for "no offsets".
 
@@ -213,7 +269,8 @@ def test_a_consumer_goes_on_from_the_file_of_another_client(embedded, names, tmp
     embedded.send(topic, count=9)
     directory = tmp_path / f"{IP}@DEFAULT" / group
     directory.mkdir(parents=True)
-    (directory / "offsets.json").write_bytes(SPELLINGS[name]([0, 1, 2]).replace(TOPIC.encode(), topic.encode()))
+    text = SPELLINGS[name]({0: 0, 1: 1, 2: 2}).replace(TOPIC.encode(), topic.encode())
+    (directory / "offsets.json").write_bytes(text)
     options: dict[str, Any] = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "client_ip": IP}
     if store is not None:
         options |= {"offset_store": store(directory)}
@@ -235,8 +292,7 @@ class WritesLikeGo(MemoryOffsetStore):
         self._file = directory / "offsets.json"
 
     def close(self) -> None:
-        offsets = self.clone_offset_table()
-        self._file.write_text(go([offsets[queue] for queue in sorted(offsets)]))
+        self._file.write_bytes(go({queue.queue_id: offset for queue, offset in self.clone_offset_table().items()}))
 
 
 @pytest.mark.hazard("H42")
@@ -246,7 +302,7 @@ def test_java_reads_what_we_wrote_and_we_what_java_wrote(real_version, durabilit
 
     Faulty: the Go client's file, from 5.4 on.
     """
-    offsets = table([5, 2**40]) | {MessageQueue("%RETRY%g", "broker-b", 0): 2**63 - 1}
+    offsets = table({0: 5, 1: 2**40}) | {MessageQueue("%RETRY%g", "broker-b", 0): 2**63 - 1}
     first = next(iter(offsets))
     with JavaOffsetStore(real_version, "g") as java:
         with LocalFileOffsetStore(java.path.parent, durability) as store:
@@ -276,7 +332,7 @@ def test_java_reads_what_we_wrote_and_we_what_java_wrote(real_version, durabilit
 @pytest.mark.versions("5.5.0")
 @pytest.mark.parametrize("store", [faulty(WritesLikeGo, "Java does not find the offsets")])
 def test_java_reads_not_what_go_wrote(real_version, store):
-    offsets = table([5, 2**40, 2**63 - 1])
+    offsets = table({0: 5, 1: 2**40, 2: 2**63 - 1})
     with JavaOffsetStore(real_version, "app") as java:
         java.path.parent.mkdir(parents=True, exist_ok=True)
         with store(java.path.parent) as written:
@@ -284,3 +340,46 @@ def test_java_reads_not_what_go_wrote(real_version, store):
                 written.update_offset(queue, offset)
         java.load()
         assert java.clone_offset_table() == offsets, "Java does not find the offsets"
+
+
+def test_no_broker_name_is_empty_and_a_negative_offset_none():
+    text = b'{"offsetTable":{{"queueId":1,"topic":"t"}:5,{"brokerName":"b","queueId":1,"topic":"t"}:-1}}'
+    assert decode_checkpoint(text)[0] == {MessageQueue("t", "", 1): 5}
+
+
+names = st.text(max_size=12).filter(lambda text: text.encode("utf-8", "replace").decode() == text)
+queues = st.builds(MessageQueue, names, names, st.integers(-1, 2**31 - 1))
+
+
+@pytest.mark.slow("writes and reads many tables")
+@given(st.dictionaries(queues, st.integers(0, 2**63 - 1), max_size=8))
+def test_any_table_comes_back_as_it_was(table):
+    assert decode_checkpoint(encode_offsets(table))[0] == table
+
+
+@given(
+    st.dictionaries(queues, st.integers(0, 2**63 - 1), max_size=8),
+    st.dictionaries(st.builds(MessageQueue, names, names, st.integers(0, 2**31 - 1)), st.integers(1, 2**63 - 1)),
+)
+def test_any_table_with_epochs_comes_back_as_it_was(table, epochs):
+    assert decode_checkpoint(encode_offsets(table, epochs)) == (table, epochs)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_and_nothing_else_happens(data):
+    try:
+        table = decode_checkpoint(data)[0]
+    except ProtocolError:
+        return
+    assert b"offsetTable" in data or table  # only a table that is there may be empty
+
+
+@given(st.data())
+def test_a_changed_byte_is_refused_or_read_as_what_it_now_says(data):
+    text = bytearray(data.draw(st.sampled_from([spell(SAMPLE) for spell in (fastjson_1, fastjson_2, compact, go)])))
+    text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        table = decode_checkpoint(bytes(text))[0]
+    except ProtocolError:
+        return
+    assert all(type(offset) is int and offset >= 0 for offset in table.values())

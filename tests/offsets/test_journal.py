@@ -25,6 +25,7 @@ from pyrocket_consumer.offsets.journal import (
     replay,
 )
 from tests.consuming import quick
+from tests.offsets.driving import ORDERS, flipped
 
 SIZE = 8192
 HEADER = JournalHeader(7, SIZE, identity(b"checkpoint!"), identity(b"before it"))
@@ -41,21 +42,18 @@ def journal(*frames: bytes, header: JournalHeader = HEADER, before: bytes = b"")
 
 def frames(generation: int, *offsets: int) -> list[bytes]:
     """A definition, and one frame per offset for queue 3."""
-    return [encode_names(generation, 0, "orders", "broker-a")] + [
-        encode_offset(generation, 0, 3, offset) for offset in offsets
-    ]
+    written = [encode_offset(generation, 0, 3, offset) for offset in offsets]
+    return [encode_names(generation, 0, "orders", "broker-a"), *written]
 
 
-QUEUE = MessageQueue("orders", "broker-a", 3)
+QUEUE = ORDERS[3]
 
 
 def test_a_header_comes_back_and_knows_its_checkpoint():
     header = decode_header(encode_header(HEADER).ljust(HEADER_BYTES, b"\0"))
     assert header == HEADER
-    assert header.follows(b"checkpoint!")
-    assert not header.follows(b"checkpoint?")
-    assert header.follows_backup(b"before it")
-    assert header.follows_backup(b"checkpoint!")
+    assert header.follows(b"checkpoint!") and not header.follows(b"checkpoint?")
+    assert header.follows_backup(b"before it") and header.follows_backup(b"checkpoint!")
     assert not header.follows_backup(b"a later one")
 
 
@@ -76,39 +74,29 @@ def test_a_frame_of_many_queues_counts_whole_or_not_at_all():
 def test_frames_of_an_older_generation_are_dead():
     old = b"".join(frames(6, *range(1000, 1100)))
     assert replay(journal(before=old), HEADER).offsets == {}
-    assert replay(journal(*frames(7, 5), before=old), HEADER).offsets == {QUEUE: 5}
-    assert replay(journal(*frames(7, 5), before=old), HEADER).damaged_bytes == 0
+    result = replay(journal(*frames(7, 5), before=old), HEADER)
+    assert (result.offsets, result.damaged_bytes) == ({QUEUE: 5}, 0)
 
 
 def test_frames_behind_an_unreadable_one_are_used():
-    good = journal(*frames(7, 10, 20, 30))
-    for byte in range(len(encode_offset(7, 0, 3, 20))):
-        damaged = bytearray(good)
-        damaged[HEADER_BYTES + len(b"".join(frames(7, 10))) + byte] ^= 0x40
-        result = replay(bytes(damaged), HEADER)
-        assert result.offsets == {QUEUE: 30}
-        assert result.damaged_bytes == len(encode_offset(7, 0, 3, 20))
+    good, start, length = journal(*frames(7, 10, 20, 30)), len(b"".join(frames(7, 10))), len(encode_offset(7, 0, 3, 20))
+    for byte in range(length):
+        result = replay(flipped(good, HEADER_BYTES + start + byte, 6), HEADER)
+        assert (result.offsets, result.damaged_bytes) == ({QUEUE: 30}, length)
 
 
 def test_records_whose_names_are_damaged_are_left_out():
-    damaged = bytearray(journal(*frames(7, 10, 20)))
-    damaged[HEADER_BYTES + 9] ^= 1
-    result = replay(bytes(damaged), HEADER)
+    result = replay(flipped(journal(*frames(7, 10, 20)), HEADER_BYTES + 9, 0), HEADER)
     assert result.offsets == {}
     assert result.damaged_bytes > 0
 
 
 def test_every_damaged_header_is_refused():
     good = journal()
-    for byte in range(48):
-        for bit in range(8):
-            damaged = bytearray(good)
-            damaged[byte] ^= 1 << bit
-            with pytest.raises(ProtocolError):
-                decode_header(bytes(damaged))
-    for length in range(HEADER_BYTES):
+    flips = (flipped(good, byte, bit) for byte in range(48) for bit in range(8))
+    for damaged in (*flips, *(good[:length] for length in range(HEADER_BYTES))):
         with pytest.raises(ProtocolError):
-            decode_header(good[:length])
+            decode_header(damaged)
 
 
 def test_a_newer_format_says_so():

@@ -32,9 +32,6 @@ MakeStore = Callable[..., OffsetStore]
 """(disk, on_event=…) -> a store in /s of that disk, not loaded yet."""
 
 
-# -- stores that get it wrong ------------------------------------------------------------------------------------
-
-
 class JavaStore:
     """Java from 5.2 on: reads the file, lays memory over it, copies the file to the backup, writes it in place."""
 
@@ -131,9 +128,6 @@ def ours_that_checkpoints(disk: Disk, **options: Any) -> LocalFileOffsetStore:
 
 
 OURS = [ours, ours_that_checkpoints]
-
-
-# -- H13 ---------------------------------------------------------------------------------------------------------
 
 
 class Life:
@@ -295,9 +289,6 @@ def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
     store.close()
 
 
-# -- H14 ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.hazard("H14")
 @pytest.mark.parametrize("make", [*OURS, faulty(JavaStore, "but 100 is stored")])
 def test_a_correction_is_not_overwritten_by_the_timer(make):
@@ -336,9 +327,6 @@ def test_a_correction_is_not_overwritten_by_the_timer(make):
         stored = again.read_offset(QUEUE, ReadOffsetType.MEMORY_FIRST_THEN_STORE)
         assert stored == 40, f"corrected to 40 and acknowledged, but {stored} is stored"
     store.close()
-
-
-# -- H15 ---------------------------------------------------------------------------------------------------------
 
 
 def an_absent_brokers_queues_keep_their_place(cluster: EmbeddedCluster, names: Any, **store: Any) -> None:

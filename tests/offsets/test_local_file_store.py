@@ -6,8 +6,8 @@ import gc
 import logging
 import os
 import pickle
-import threading
 import tracemalloc
+from itertools import islice
 
 import pytest
 
@@ -15,25 +15,19 @@ from pyrocket_consumer.cluster.client_id import make_client_id
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ReadOffsetType
+from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
 from pyrocket_consumer.offsets.directories import base_directory, find_orphans, read_store, slot_ids
 from pyrocket_consumer.offsets.journal import decode_header, replay
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from tests.for_each import for_each
 from tests.offsets.disks import MemoryDisk, WatchedDisk
-from tests.offsets.driving import put
-
-MEMORY, STORE = ReadOffsetType.READ_FROM_MEMORY, ReadOffsetType.READ_FROM_STORE
-QUEUES = [MessageQueue("orders", "broker-a", queue_id) for queue_id in range(8)]
-QUEUE = QUEUES[0]
-DURABILITIES = ["fsync", "process", "checkpoint"]
+from tests.offsets.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, STORE, left, opened, put, update
 
 
 class Clock:
     """Time that passes when told."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -52,37 +46,30 @@ def frames_in(directory):
 def test_what_was_persisted_is_there_after_a_restart(tmp_path, durability):
     with LocalFileOffsetStore(tmp_path / "store", durability) as store:
         assert store.found.source == "new"
-        for number, queue in enumerate(QUEUES):
+        for number, queue in enumerate(ORDERS):
             put(store, queue, number)
         store.update_offset(QUEUE, 100)
-        store.persist_all(QUEUES)
+        store.persist_all(ORDERS)
+        assert read_store(tmp_path / "store").offsets[QUEUE] == 100
+        store.update_offset(QUEUE, 101)  # closing persists it
+    expected = {QUEUE: 101} | {queue: queue.queue_id for queue in ORDERS[1:]}
+    assert main_file(tmp_path / "store") == expected
     with LocalFileOffsetStore(tmp_path / "store", durability) as store:
         assert (store.found.source, store.found.queues, store.found.journal_frames) == ("file", 8, 0)
-        assert store.clone_offset_table() == {QUEUE: 100} | {queue: queue.queue_id for queue in QUEUES[1:]}
+        assert store.clone_offset_table() == expected
         assert store.origin(QUEUE) == "file"
         assert store.origin(MessageQueue("x", "y", 1)) is None
 
 
-@pytest.mark.parametrize("durability", DURABILITIES)
-def test_closing_persists_what_memory_holds(tmp_path, durability):
-    with LocalFileOffsetStore(tmp_path, durability) as store:
-        store.update_offset(QUEUE, 5)
-    assert main_file(tmp_path) == {QUEUE: 5}
-
-
 def test_the_journal_holds_what_the_checkpoint_does_not(tmp_path):
     clock = Clock()
-    store = LocalFileOffsetStore(tmp_path, checkpoint_interval_s=5, clock=clock)
-    store.load()
-    store.update_offset(QUEUE, 1)
-    store.persist(QUEUE)  # the first persist of a new store writes both
+    store = opened(tmp_path, checkpoint_interval_s=5, clock=clock)
+    put(store, QUEUE, 1)  # the first persist of a new store writes both
     put(store, QUEUE, 2)
-    assert main_file(tmp_path) == {QUEUE: 1}
-    assert frames_in(tmp_path).offsets == {QUEUE: 2}
+    assert (main_file(tmp_path), frames_in(tmp_path).offsets) == ({QUEUE: 1}, {QUEUE: 2})
     clock.now = 5.0
     store.persist_all()  # nothing has changed, but offsets.json is behind
-    assert main_file(tmp_path) == {QUEUE: 2}
-    assert frames_in(tmp_path).offsets == {}
+    assert (main_file(tmp_path), frames_in(tmp_path).offsets) == ({QUEUE: 2}, {})
     put(store, QUEUE, 3)
     assert main_file(tmp_path) == {QUEUE: 2}
     store.close()
@@ -91,26 +78,20 @@ def test_the_journal_holds_what_the_checkpoint_does_not(tmp_path):
 
 
 def test_with_checkpoint_durability_each_persist_is_readable(tmp_path):
-    store = LocalFileOffsetStore(tmp_path, "checkpoint")
-    store.load()
-    for offset in range(5):
-        put(store, QUEUE, offset)
-        assert (tmp_path / "offsets.json").read_bytes() == encode_offsets({QUEUE: offset})
-    store.close()
+    with LocalFileOffsetStore(tmp_path, "checkpoint") as store:
+        for offset in range(5):
+            put(store, QUEUE, offset)
+            assert (tmp_path / "offsets.json").read_bytes() == encode_offsets({QUEUE: offset})
     assert not (tmp_path / "offsets.journal").exists()
 
 
 def test_a_generation_never_comes_again():
     """Power loss may take the last header and leave frames written after it: they must not fit the next generation."""
-    disk = MemoryDisk()
-    with LocalFileOffsetStore("/s", disk=disk) as store:
-        store.update_offset(QUEUE, 1)
-    generations = set()
+    disk, generations = MemoryDisk(), set()
+    left("/s", [QUEUE], 1, disk=disk)
     for _ in range(5):
         again = disk.after_kill()
-        store = LocalFileOffsetStore("/s", disk=again)
-        store.load()
-        put(store, QUEUE, 2)
+        put(opened(disk=again), QUEUE, 2)
         generations.add(decode_header(again.files()["/s/offsets.journal"]).generation)
     assert len(generations) == 5
 
@@ -127,52 +108,48 @@ def test_an_unchanged_offset_costs_no_write(tmp_path):
 
 
 def test_a_full_journal_becomes_a_checkpoint_and_nothing_is_lost(tmp_path):
-    store = LocalFileOffsetStore(tmp_path, "process", journal_bytes=4096)
-    store.load()
-    for offset in range(2000):
-        queue = QUEUES[offset % 8]
-        put(store, queue, offset)
-        if offset % 97 == 0:
-            assert read_store(tmp_path).offsets[queue] == offset
-    assert (tmp_path / "offsets.journal").stat().st_size == 4096
-    store.close()
+    with LocalFileOffsetStore(tmp_path, "process", journal_bytes=4096) as store:
+        for offset in range(2000):
+            queue = ORDERS[offset % 8]
+            put(store, queue, offset)
+            if offset % 97 == 0:
+                assert read_store(tmp_path).offsets[queue] == offset
+        assert (tmp_path / "offsets.journal").stat().st_size == 4096
 
 
 def test_a_batch_too_large_for_the_journal_becomes_a_checkpoint(tmp_path):
     many = [MessageQueue(f"topic-{n % 7}", "broker-a", n) for n in range(1000)]
     with LocalFileOffsetStore(tmp_path, journal_bytes=4096) as store:
         for round_ in range(3):
-            for queue in many:
-                store.update_offset(queue, round_)
+            update(store, many, round_)
             store.persist_all(many)
             assert set(read_store(tmp_path).offsets.values()) == {round_}
             put(store, many[3], 77)
             assert read_store(tmp_path).offsets[many[3]] == 77
 
 
-@pytest.mark.parametrize(
-    "named",
-    [
+@for_each(
+    "number, named",
+    enumerate([
         lambda known: known,
         lambda known: known[::-1],
         lambda known: [MessageQueue(each.topic, each.broker_name, each.queue_id) for each in known],
         lambda known: [*known, MessageQueue("another topic", "broker-a", 0)],
         lambda known: iter(known),
-    ],
+    ]),
     ids=["as known", "in another order", "equal ones", "and one more", "an iterator"],
-)
-def test_the_queues_of_a_table_may_be_named_in_any_way(tmp_path, named):
+)  # fmt: skip
+def test_the_queues_of_a_table_may_be_named_in_any_way(tmp_path, number, named):
     known = [MessageQueue(f"topic-{n % 7}", "broker-a", n) for n in range(100)]
-    with LocalFileOffsetStore(tmp_path) as store:
+    with LocalFileOffsetStore(tmp_path / str(number)) as store:
         for round_ in range(3):
-            for queue in known:
-                store.update_offset(queue, round_)
+            update(store, known, round_)
             store.persist_all(named(known))
-            assert read_store(tmp_path).offsets == dict.fromkeys(known, round_)
+            assert read_store(store.directory).offsets == dict.fromkeys(known, round_)
         store.update_offset(known[0], 7)
         store.update_offset(known[1], 8)
         store.persist_all([*known[:1], *known[2:], known[2]])
-        assert read_store(tmp_path).offsets == dict.fromkeys(known, 2) | {known[0]: 7}
+        assert read_store(store.directory).offsets == dict.fromkeys(known, 2) | {known[0]: 7}
 
 
 def test_another_journal_size_takes_effect_at_the_next_start(tmp_path):
@@ -190,21 +167,14 @@ def test_an_offset_may_step_back(tmp_path):
             assert read_store(tmp_path).offsets == {QUEUE: offset}
 
 
-def test_reading_from_the_store_never_forgets_what_memory_has(tmp_path):
-    with LocalFileOffsetStore(tmp_path) as store:
-        put(store, QUEUE, 5)
-        store.update_offset(QUEUE, 9)
-        assert store.read_offset(QUEUE, STORE) == 5
-        assert store.read_offset(QUEUE, MEMORY) == 9
-
-
 def test_an_offset_set_before_load_is_kept(tmp_path):
-    with LocalFileOffsetStore(tmp_path) as store:
-        store.update_offset(QUEUE, 5)
+    left(tmp_path, [QUEUE], 5)
     store = LocalFileOffsetStore(tmp_path)
     store.update_offset(QUEUE, 9)
     store.load()
-    assert (store.read_offset(QUEUE, MEMORY), store.read_offset(QUEUE, STORE)) == (9, 5)
+    for _ in range(2):
+        assert (store.read_offset(QUEUE, MEMORY), store.read_offset(QUEUE, STORE)) == (9, 5)
+        store.load()  # a second time is safe
     store.close()
     assert main_file(tmp_path) == {QUEUE: 9}
 
@@ -231,22 +201,21 @@ def test_a_store_opened_again_goes_on_after_another_owner(tmp_path, durability, 
     """Also when a listener acknowledges after the close, and somebody tries to persist that."""
     store = LocalFileOffsetStore(tmp_path, durability)
     with store:
-        for queue in QUEUES[:3]:
-            store.update_offset(queue, 10)
+        update(store, ORDERS[:3], 10)
     with LocalFileOffsetStore(tmp_path) as other:
         other.update_offset(QUEUE, 500)
-        other.persist_resets({QUEUES[1]: QueueReset(3, 77)})
+        other.persist_resets({ORDERS[1]: QueueReset(3, 77)})
     store.update_offset(QUEUE, 11)
     with pytest.raises(OffsetStoreError, match="not open"):
         store.persist(QUEUE)
     with caplog.at_level(logging.INFO), store:
         assert f"offsets that memory had are not used: directory={tmp_path} queues=2" in caplog.text
-        assert store.clone_offset_table() == {QUEUE: 500, QUEUES[1]: 3, QUEUES[2]: 10}
-        assert store.reset_epoch(QUEUES[1]) == 77
-        store.update_offset(QUEUES[2], 12)
+        assert store.clone_offset_table() == {QUEUE: 500, ORDERS[1]: 3, ORDERS[2]: 10}
+        assert store.reset_epoch(ORDERS[1]) == 77
+        store.update_offset(ORDERS[2], 12)
         store.persist_all()
-        assert read_store(tmp_path).offsets == {QUEUE: 500, QUEUES[1]: 3, QUEUES[2]: 12}
-    assert main_file(tmp_path) == {QUEUE: 500, QUEUES[1]: 3, QUEUES[2]: 12}
+        assert read_store(tmp_path).offsets == {QUEUE: 500, ORDERS[1]: 3, ORDERS[2]: 12}
+    assert main_file(tmp_path) == {QUEUE: 500, ORDERS[1]: 3, ORDERS[2]: 12}
 
 
 def test_a_store_opened_again_forgets_what_was_removed(tmp_path):
@@ -256,9 +225,7 @@ def test_a_store_opened_again_forgets_what_was_removed(tmp_path):
     for path in tmp_path.iterdir():
         path.unlink()
     with store:
-        assert store.found.source == "new"
-        assert store.clone_offset_table() == {}
-        assert store.read_offset(QUEUE) is None
+        assert (store.found.source, store.clone_offset_table(), store.read_offset(QUEUE)) == ("new", {}, None)
 
 
 def test_a_relative_directory_does_not_follow_the_process(tmp_path, monkeypatch):
@@ -266,8 +233,7 @@ def test_a_relative_directory_does_not_follow_the_process(tmp_path, monkeypatch)
     mine, others = tmp_path / "mine", tmp_path / "others"
     for place in (mine, others):
         place.mkdir()
-    with LocalFileOffsetStore(others / "offsets") as other:
-        other.update_offset(QUEUE, 777)
+    left(others / "offsets", [QUEUE], 777)
     monkeypatch.chdir(mine)
     store = LocalFileOffsetStore("offsets", checkpoint_interval_s=0)
     assert store.directory == mine / "offsets"
@@ -287,13 +253,9 @@ def test_a_relative_base_directory_does_not_follow_it_either(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     stores = [LocalFileOffsetStore.for_group(config("base"), "10.0.0.5@DEFAULT") for _ in range(2)]
     monkeypatch.chdir(tmp_path / "elsewhere")
-    for store in stores:
-        store.load()
-    assert [store.directory for store in stores] == [
-        tmp_path / "base" / client_id / "g" for client_id in ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1")
-    ]
-    for store in stores:
-        store.close()
+    with stores[0], stores[1]:
+        ids = ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1")
+        assert [store.directory for store in stores] == [tmp_path / "base" / client_id / "g" for client_id in ids]
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -308,35 +270,31 @@ def test_what_a_store_holds_is_not_known_while_it_is_not_open(tmp_path, when):
     """None would say that there is no offset, and a consumer would begin at the end."""
     with LocalFileOffsetStore(tmp_path) as store:
         store.update_offset(QUEUE, 5)
-        store.update_offset(QUEUES[1], 6)
-        store.remove_offset(QUEUES[1])
+        store.update_offset(ORDERS[1], 6)
+        store.remove_offset(ORDERS[1])
     if when == "before":
         store = LocalFileOffsetStore(tmp_path)
         store.update_offset(QUEUE, 5)
-    for queue in QUEUES[:3]:
+    unknown = [*((queue, STORE) for queue in ORDERS[:3]), *((queue,) for queue in ORDERS[1:3])]
+    for arguments in unknown:
         with pytest.raises(OffsetStoreError, match=r"not open; call load\(\)"):
-            store.read_offset(queue, STORE)
-    for queue in QUEUES[1:3]:
-        with pytest.raises(OffsetStoreError, match=r"not open; call load\(\)"):
-            store.read_offset(queue)
+            store.read_offset(*arguments)
     assert store.read_offset(QUEUE) == 5
-    assert [store.read_offset(queue, MEMORY) for queue in QUEUES[:3]] == [5, None, None]
+    assert [store.read_offset(queue, MEMORY) for queue in ORDERS[:3]] == [5, None, None]
     with store:
-        assert [store.read_offset(queue) for queue in QUEUES[:3]] == [5, 6, None]
-        assert [store.read_offset(queue, STORE) for queue in QUEUES[:3]] == [5, 6, None]
+        assert [store.read_offset(queue) for queue in ORDERS[:3]] == [5, 6, None]
+        assert [store.read_offset(queue, STORE) for queue in ORDERS[:3]] == [5, 6, None]
 
 
-@pytest.mark.parametrize("epoch", [-1, 2**63, 1.0, "1", True, None])
-def test_a_wrong_epoch_sets_nothing(tmp_path, epoch):
-    with LocalFileOffsetStore(tmp_path) as store:
+@for_each("epoch", [-1, 2**63, 1.0, "1", True, None])
+def test_a_wrong_epoch_sets_nothing(epoch):
+    with LocalFileOffsetStore("/s", disk=MemoryDisk()) as store:
         with pytest.raises(ConfigError, match=f"epoch {epoch!r} of orders.*whole number"):
-            store.persist_resets({QUEUES[1]: QueueReset(3, 1), QUEUE: QueueReset(5, epoch)})
-        assert (store.clone_offset_table(), store.reset_epoch(QUEUE), store.reset_epoch(QUEUES[1])) == ({}, 0, 0)
+            store.persist_resets({ORDERS[1]: QueueReset(3, 1), QUEUE: QueueReset(5, epoch)})
+        assert (store.clone_offset_table(), store.reset_epoch(QUEUE), store.reset_epoch(ORDERS[1])) == ({}, 0, 0)
 
 
 def test_a_store_that_is_dropped_leaves_no_file_and_no_lock(tmp_path):
-    """It leaves no open file behind, and no lock."""
-
     def lowest_free():
         fd = os.open(os.devnull, os.O_RDONLY)
         os.close(fd)
@@ -345,8 +303,7 @@ def test_a_store_that_is_dropped_leaves_no_file_and_no_lock(tmp_path):
     gc.collect()
     before = lowest_free()
     for offset in range(5):
-        store = LocalFileOffsetStore(tmp_path)
-        store.load()
+        store = opened(tmp_path)
         put(store, QUEUE, offset)
         store.update_offset(QUEUE, 100)
         del store
@@ -354,9 +311,7 @@ def test_a_store_that_is_dropped_leaves_no_file_and_no_lock(tmp_path):
     assert lowest_free() == before
 
 
-@pytest.mark.parametrize(
-    "options", [{"instance_name": "../../x"}, {"instance_name": "a/b"}, {"client_ip": "/"}, {"unit_name": "a/"}]
-)
+@for_each("options", [{"instance_name": "../../x"}, {"instance_name": "a/b"}, {"client_ip": "/"}, {"unit_name": "a/"}])
 def test_a_client_id_that_is_no_name_of_a_directory_is_refused(tmp_path, options):
     """It would be somewhere else, where nobody looks for a store that was left behind, or beyond `offset_store_dir`."""
     chosen = config(tmp_path / "base", **{"client_ip": "10.0.0.5", **options})
@@ -365,105 +320,72 @@ def test_a_client_id_that_is_no_name_of_a_directory_is_refused(tmp_path, options
     assert list(tmp_path.iterdir()) == []
 
 
-def test_loading_twice_is_safe(tmp_path):
-    with LocalFileOffsetStore(tmp_path) as store:
-        store.update_offset(QUEUE, 5)
-        store.load()
-        assert store.read_offset(QUEUE) == 5
-
-
 def test_names_of_any_script_and_with_percent_signs_survive(tmp_path):
     names = [("%RETRY%orders", "broker-a"), ("订单%d", 'b"\\\n'), ("", "")]
     queues = [MessageQueue(*pair, number) for number, pair in enumerate(names)]
-    store = LocalFileOffsetStore(tmp_path)
-    store.load()
-    for number in range(2):
-        for queue in queues:
-            put(store, queue, number)
-        assert read_store(tmp_path).offsets == dict.fromkeys(queues, number)
-    store.close()
+    with LocalFileOffsetStore(tmp_path) as store:
+        for number in range(2):
+            for queue in queues:
+                put(store, queue, number)
+            assert read_store(tmp_path).offsets == dict.fromkeys(queues, number)
     assert main_file(tmp_path) == dict.fromkeys(queues, 1)
 
 
 def test_a_store_that_must_exist_is_not_made(tmp_path):
     with pytest.raises(OffsetStoreError, match="existing_only"):
         LocalFileOffsetStore(tmp_path, existing_only=True).load()
-    with LocalFileOffsetStore(tmp_path) as store:
-        store.update_offset(QUEUE, 5)
+    left(tmp_path, [QUEUE], 5)
     with LocalFileOffsetStore(tmp_path, existing_only=True) as store:
         assert store.read_offset(QUEUE) == 5
 
 
-@for_each(
-    "options",
-    [
-        {"durability": "none"},
-        {"on_unreadable": "ignore"},
-        {"journal_bytes": 100},
-        {"journal_bytes": 1.5},
-        {"checkpoint_interval_s": -1},
-    ],
-)
+@for_each("options", [{"durability": "none"}, {"on_unreadable": "ignore"}, {"journal_bytes": 100},
+                      {"journal_bytes": 1.5}, {"checkpoint_interval_s": -1}])  # fmt: skip
 def test_wrong_settings_are_refused(tmp_path, options):
     with pytest.raises(ConfigError):
         LocalFileOffsetStore(tmp_path, **options)
 
 
 def test_what_was_found_is_logged(tmp_path, caplog):
-    with caplog.at_level(logging.INFO), LocalFileOffsetStore(tmp_path) as store:
-        store.update_offset(QUEUE, 5)
+    with caplog.at_level(logging.INFO):
+        left(tmp_path, [QUEUE], 5)
     assert f"offset store loaded: directory={tmp_path} found=new queues=0" in caplog.text
     assert "\n" not in caplog.messages[0]
 
 
 def test_files_of_another_program_are_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with LocalFileOffsetStore(tmp_path) as store:
-        store.update_offset(QUEUE, 5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "notes.txt", "offsets.journal", "offsets.json", "offsets.lock", "offsets.owner",
-    ]  # fmt: skip
-
-
-# -- Java beside us ----------------------------------------------------------------------------------------------
+    left(tmp_path, [QUEUE], 5)
+    ours = ["offsets.journal", "offsets.json", "offsets.lock", "offsets.owner"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *ours]
 
 
 def test_what_java_wrote_after_us_counts(tmp_path):
-    events = []
-    store = LocalFileOffsetStore(tmp_path)
-    store.load()
+    events, store = [], opened(tmp_path)
     put(store, QUEUE, 5)
-    store.update_offset(QUEUE, 6)
-    store.persist(QUEUE)  # in the journal only
+    put(store, QUEUE, 6)  # in the journal only
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     store.close()
     for name, data in files.items():  # as after kill -9 …
         (tmp_path / name).write_bytes(data)
-    (tmp_path / "offsets.json").write_bytes(encode_offsets({QUEUE: 50, QUEUES[1]: 1}))  # … and a run of a Java client
+    (tmp_path / "offsets.json").write_bytes(encode_offsets({QUEUE: 50, ORDERS[1]: 1}))  # … and a run of a Java client
     with LocalFileOffsetStore(tmp_path, on_event=events.append) as store:
-        assert store.clone_offset_table() == {QUEUE: 50, QUEUES[1]: 1}
+        assert store.clone_offset_table() == {QUEUE: 50, ORDERS[1]: 1}
         put(store, QUEUE, 51)
-        assert read_store(tmp_path).offsets == {QUEUE: 51, QUEUES[1]: 1}
+        assert read_store(tmp_path).offsets == {QUEUE: 51, ORDERS[1]: 1}
     assert [str(event.kind) for event in events] == ["store-fallback"]
     assert "another program" in events[0].text
-
-
-def as_java_does(directory, text):
-    """Replace offsets.json, and keep the one before: MixAll.string2File."""
-    main = directory / "offsets.json"
-    (directory / "offsets.json.bak").write_bytes(main.read_bytes())
-    main.write_bytes(text)
 
 
 @pytest.mark.parametrize("writes", [1, 2, 5])
 @pytest.mark.parametrize("runs_before", [1, 2])
 def test_what_java_wrote_between_two_runs_counts(tmp_path, writes, runs_before):
+    main, events = tmp_path / "offsets.json", []
     for offset in range(runs_before):
-        with LocalFileOffsetStore(tmp_path) as store:
-            store.update_offset(QUEUE, offset)
-    for number in range(1, writes + 1):
-        as_java_does(tmp_path, encode_offsets({QUEUE: 100 * number}))
-    events = []
+        left(tmp_path, [QUEUE], offset)
+    for number in range(1, writes + 1):  # as MixAll.string2File does: the one before is kept
+        (tmp_path / "offsets.json.bak").write_bytes(main.read_bytes())
+        main.write_bytes(encode_offsets({QUEUE: 100 * number}))
     with LocalFileOffsetStore(tmp_path, on_event=events.append) as store:
         assert store.clone_offset_table() == {QUEUE: 100 * writes}
         store.update_offset(QUEUE, 1000)
@@ -474,51 +396,19 @@ def test_what_java_wrote_between_two_runs_counts(tmp_path, writes, runs_before):
     assert len(events) == 1
 
 
-# -- hazards -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.hazard("H15")
 def test_queues_left_out_of_a_persist_stay_in_the_store(tmp_path):
     with LocalFileOffsetStore(tmp_path, "checkpoint") as store:
-        for queue in QUEUES:
-            store.update_offset(queue, 50)
-        store.persist_all(QUEUES)
-        for queue in QUEUES[4:]:
+        update(store, ORDERS, 50)
+        store.persist_all(ORDERS)
+        for queue in ORDERS[4:]:
             store.remove_offset(queue)
         store.update_offset(QUEUE, 60)
         for _ in range(3):
-            store.persist_all(QUEUES[:4])
+            store.persist_all(ORDERS[:4])
             store.persist_all([])
-        assert main_file(tmp_path) == {queue: 60 if queue is QUEUE else 50 for queue in QUEUES}
+        assert main_file(tmp_path) == dict.fromkeys(ORDERS, 50) | {QUEUE: 60}
     assert len(main_file(tmp_path)) == 8
-
-
-@pytest.mark.hazard("H14")
-@pytest.mark.live
-def test_a_correction_survives_a_concurrent_persist_all(tmp_path):
-    """One thread persists everything in a loop; each correction must be in the files as soon as it is acknowledged."""
-    with LocalFileOffsetStore(tmp_path, "process", journal_bytes=4096) as store:
-        for queue in QUEUES:
-            store.update_offset(queue, 0)
-        done = threading.Event()
-
-        def keep_persisting():
-            while not done.is_set():
-                store.persist_all()
-
-        other = threading.Thread(target=keep_persisting)
-        other.start()
-        try:
-            for offset in range(1000, 0, -1):
-                store.update_offset(QUEUE, offset)
-                store.remove_offset(QUEUE)
-                assert store.read_offset(QUEUE, MEMORY) is None
-                if offset % 50 == 0:
-                    assert read_store(tmp_path).offsets[QUEUE] == offset
-        finally:
-            done.set()
-            other.join()
-        assert store.read_offset(QUEUE, STORE) == 1
 
 
 def test_an_update_during_the_last_write_is_written_too():
@@ -527,17 +417,13 @@ def test_an_update_during_the_last_write_is_written_too():
             store.update_offset(QUEUE, 3)
 
     disk = MemoryDisk()
-    store = LocalFileOffsetStore("/s", disk=WatchedDisk(disk, update_once))
-    store.load()
+    store = opened(disk=WatchedDisk(disk, update_once))
     put(store, QUEUE, 1)
     store.update_offset(QUEUE, 2)
     store.remove_offset(QUEUE)
     assert (store.read_offset(QUEUE, MEMORY), store.read_offset(QUEUE, STORE)) == (None, 3)
     store.close()
     assert decode_checkpoint(disk.files()["/s/offsets.json"])[0] == {QUEUE: 3}
-
-
-# -- directories -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.hazard("H10")
@@ -551,9 +437,8 @@ def test_the_directory_is_a_setting_a_variable_or_javas_default(monkeypatch, tmp
 
 
 def test_the_slots_of_a_client_id():
-    assert [slot for slot, _ in zip(slot_ids("10.0.0.5@DEFAULT"), range(3), strict=False)] == [
-        "10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1", "10.0.0.5@DEFAULT-2",
-    ]  # fmt: skip
+    slots = ["10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1", "10.0.0.5@DEFAULT-2"]
+    assert list(islice(slot_ids("10.0.0.5@DEFAULT"), 3)) == slots
     assert list(slot_ids("[::1]@DEFAULT@unit"))[1] == "[::1]@DEFAULT-1@unit"
 
 
@@ -564,16 +449,16 @@ def config(tmp_path, **options):
 @pytest.mark.hazard("H11")
 def test_a_changed_client_id_names_the_store_it_leaves_behind(tmp_path):
     events = []
-    with LocalFileOffsetStore.for_group(config(tmp_path, on_event=events.append), "10.0.0.5@DEFAULT") as store:
+    chosen = config(tmp_path, on_event=events.append)
+    with LocalFileOffsetStore.for_group(chosen, "10.0.0.5@DEFAULT") as store:
         store.update_offset(QUEUE, 5)
     assert events == []
-    moved = config(tmp_path, on_event=events.append)
-    with LocalFileOffsetStore.for_group(moved, "10.0.0.99@DEFAULT") as store:
+    with LocalFileOffsetStore.for_group(chosen, "10.0.0.99@DEFAULT") as store:
         assert store.found.source == "new"
         store.update_offset(QUEUE, 1)
     assert [str(event.kind) for event in events] == ["store-orphaned"]
     assert str(tmp_path / "10.0.0.5@DEFAULT" / "g") in events[0].text
-    with LocalFileOffsetStore.for_group(moved, "10.0.0.99@DEFAULT"):
+    with LocalFileOffsetStore.for_group(chosen, "10.0.0.99@DEFAULT"):
         assert len(events) == 1  # only a new store wonders
     assert [orphan.client_id for orphan in find_orphans(tmp_path, "10.0.0.99@DEFAULT", "g")] == ["10.0.0.5@DEFAULT"]
     assert find_orphans(tmp_path, "10.0.0.99@DEFAULT", "another-group") == []
@@ -601,26 +486,24 @@ MANY = [MessageQueue(f"topic-{number // 64}", "broker-a", number % 64) for numbe
 
 @pytest.mark.slow("tens of thousands of queues")
 def test_a_queue_needs_little_memory_beyond_its_key(tmp_path):
-    gc.collect()
+    def memory():
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
     tracemalloc.start()
     try:
-        store = LocalFileOffsetStore(tmp_path)
-        store.load()
-        before = tracemalloc.get_traced_memory()[0]
+        store = opened(tmp_path)
+        before = memory()
         for number, queue in enumerate(MANY):
             store.update_offset(queue, 10**9 + number)
         store.persist_all()
         put(store, QUEUE, 1)
-        gc.collect()
-        assert (tracemalloc.get_traced_memory()[0] - before) / len(MANY) <= 200  # bytes, the offset itself included
+        assert (memory() - before) / len(MANY) <= 200  # bytes, the offset itself included
         store.close()
         del store
-        gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
-        store = LocalFileOffsetStore(tmp_path)
-        store.load()
-        gc.collect()
-        assert (tracemalloc.get_traced_memory()[0] - before) / len(MANY) <= 300  # now the keys are its own
+        before = memory()
+        store = opened(tmp_path)
+        assert (memory() - before) / len(MANY) <= 300  # now the keys are its own
     finally:
         tracemalloc.stop()
     store.close()
@@ -629,43 +512,20 @@ def test_a_queue_needs_little_memory_beyond_its_key(tmp_path):
 @pytest.mark.parametrize("queues", [16, 4096])
 def test_a_persist_writes_few_bytes_checkpoints_included(queues):
     """A whole life of the journal, from one checkpoint to the next. The interval is not over meanwhile."""
-    disk = CountingDisk()
-    store = LocalFileOffsetStore("/s", "process", disk=disk, clock=Clock())
-    store.load()
-    chosen = MANY[:queues]
-    for queue in chosen:
-        store.update_offset(queue, 0)
-    store.persist_all()
-    disk.bytes, disk.checkpoints, persists = 0, 0, 0
-    while not disk.checkpoints:
-        queue = chosen[persists % queues]
-        persists += 1
-        put(store, queue, 10**9 + persists)
-    assert persists > 46_000
-    assert disk.bytes / persists <= 32
-    store.close()
+    disk, checkpoints, persists = MemoryDisk(), [], 0
 
+    def look(count, operation, path):
+        if operation == "replace" and path.endswith(".json"):
+            checkpoints.append(count)
 
-class CountingDisk(MemoryDisk):
-    """Counts the bytes written, and the times offsets.json was replaced."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = self.checkpoints = 0
-
-    def open(self, path, *, create):
-        return CountedFile(super().open(path, create=create), self)
-
-    def replace(self, source, target):
-        super().replace(source, target)
-        self.checkpoints += target.endswith(".json")
-
-
-class CountedFile:
-    def __init__(self, file, disk):
-        self._file, self._disk = file, disk
-        self.sync, self.is_at, self.close = file.sync, file.is_at, file.close
-
-    def write_at(self, data, position):
-        self._disk.bytes += len(data)
-        self._file.write_at(data, position)
+    with LocalFileOffsetStore("/s", "process", disk=WatchedDisk(disk, look), clock=Clock()) as store:
+        update(store, MANY[:queues], 0)
+        store.persist_all()
+        before = disk.bytes_written
+        checkpoints.clear()
+        while not checkpoints:
+            queue = MANY[persists % queues]
+            persists += 1
+            put(store, queue, 10**9 + persists)
+        assert persists > 46_000
+        assert (disk.bytes_written - before) / persists <= 32

@@ -181,7 +181,7 @@ def test_power_fails_while_threads_share_flushes():
         sys.setswitchinterval(interval)
 
 
-# -- negative controls -------------------------------------------------------------------------------------------
+# Negative controls
 
 
 def walk(

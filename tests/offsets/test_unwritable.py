@@ -9,23 +9,24 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
+from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.offsets_json import encode_offsets
-from pyrocket_consumer.offsets.recovery import recover
 from tests.for_each import for_each
 from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
+from tests.offsets.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, opened, put, update
 
-MEMORY, STORE = ReadOffsetType.READ_FROM_MEMORY, ReadOffsetType.READ_FROM_STORE
-QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(4)]
-QUEUE = QUEUES[0]
+QUEUES = ORDERS[:4]
 ROOT = Path(__file__).parents[2]
+
+TABLE = [MessageQueue("orders", "broker-a", number) for number in range(200)]  # too many for the journal
 
 
 class Bench:
@@ -39,49 +40,62 @@ class Bench:
             clock=lambda: self.now, **options,
         )  # fmt: skip
 
+    def fail(self, number, *operations):
+        """From now on these operations fail, or all that write."""
+        self.fail_when(number, lambda operation, path: operation in (operations or WRITES))
+
+    def fail_when(self, number, when):
+        self.failing.error, self.failing.when = number, when
+
+    def heal(self):
+        self.failing.error = None
+
     def after_a_kill(self):
-        files = self.memory_disk.files()
-        main, backup, journal = (files.get("/s/offsets" + end) for end in (".json", ".json.bak", ".journal"))
-        return recover(main, backup, journal).offsets
+        return self.memory_disk.recovered()
 
     def kinds(self):
         return [str(event.kind) for event in self.events]
 
     def persist(self, offset, queue=QUEUE):
-        self.store.update_offset(queue, offset)
-        self.store.persist(queue)
+        put(self.store, queue, offset)
+
+    def refuses(self, persist, match=None):
+        with pytest.raises(OffsetStoreUnwritable, match=match):
+            persist()
 
 
 @pytest.fixture
-def bench():
+def new():
+    """An open store without offsets."""
     bench = Bench()
     bench.store.load()
-    for queue in QUEUES:
-        bench.persist(5, queue)
     return bench
+
+
+@pytest.fixture
+def bench(new):
+    """A store that has 5 for four queues."""
+    for queue in QUEUES:
+        new.persist(5, queue)
+    return new
 
 
 @pytest.mark.hazard("H07")
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (errno.ENOSPC, "free some space"),
-        (errno.EROFS, "mount it writable"),
-        (errno.EIO, "check the disk"),
-        (errno.EACCES, "let this user write"),
-        (errno.EDQUOT, "quota"),
-        (errno.ENXIO, "check the directory"),
+        (errno.ENOSPC, "free some space"), (errno.EROFS, "mount it writable"), (errno.EIO, "check the disk"),
+        (errno.EACCES, "let this user write"), (errno.EDQUOT, "quota"), (errno.ENXIO, "check the directory"),
     ],
-)
+)  # fmt: skip
 def test_an_unwritable_store_raises_and_keeps_memory(bench, number, remedy):
-    bench.failing.error = number
+    bench.fail(number)
     for offset in range(10, 15):
-        with pytest.raises(OffsetStoreUnwritable, match=f"/s.*{remedy}.*kept in memory"):
-            bench.persist(offset)
+        bench.refuses(lambda offset=offset: bench.persist(offset), f"/s.*{remedy}.*kept in memory")
         assert bench.store.read_offset(QUEUE, MEMORY) == bench.store.read_offset(QUEUE) == offset
     assert bench.kinds() == ["store-unwritable"]
     assert bench.after_a_kill() == dict.fromkeys(QUEUES, 5)
-    bench.failing.error = None
+    bench.heal()
     bench.store.persist_all(QUEUES)
     assert bench.after_a_kill() == dict.fromkeys(QUEUES, 5) | {QUEUE: 14}
     assert bench.kinds() == ["store-unwritable", "store-recovered"]
@@ -89,27 +103,25 @@ def test_an_unwritable_store_raises_and_keeps_memory(bench, number, remedy):
 
 
 def test_an_offset_that_could_not_be_stored_is_not_forgotten(bench):
-    bench.failing.error = errno.ENOSPC
+    bench.fail(errno.ENOSPC)
     bench.store.update_offset(QUEUE, 9)
-    with pytest.raises(OffsetStoreUnwritable):
-        bench.store.remove_offset(QUEUE)
+    bench.refuses(lambda: bench.store.remove_offset(QUEUE))
     assert bench.store.read_offset(QUEUE) == 9
-    bench.failing.error = None
+    bench.heal()
     bench.store.remove_offset(QUEUE)
     assert bench.store.read_offset(QUEUE, MEMORY) is None
     assert bench.after_a_kill()[QUEUE] == 9
 
 
 def test_the_reminder_comes_once_a_minute(bench):
-    bench.failing.error = errno.ENOSPC
+    bench.fail(errno.ENOSPC)
     for bench.now in range(300):
-        with pytest.raises(OffsetStoreUnwritable):
-            bench.persist(100 + bench.now)
+        bench.refuses(lambda: bench.persist(100 + bench.now))
     assert bench.kinds() == ["store-unwritable"] * 5
 
 
 @pytest.mark.parametrize("has_links", [True, False], ids=["links", "no-links"])
-@pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
+@pytest.mark.parametrize("durability", DURABILITIES)
 def test_an_error_at_any_file_operation_loses_nothing(durability, has_links):
     """One operation fails, later ones work: whatever was acknowledged is found after a kill at every later moment."""
     reached = set()
@@ -126,7 +138,11 @@ def test_an_error_at_any_file_operation_loses_nothing(durability, has_links):
                 return True
             return False
 
-        bench.failing.error, bench.failing.when = errno.EIO, fail_once
+        def nothing_is_lost(stored, where, bench=bench):
+            found = bench.after_a_kill()
+            assert all(found.get(mq, -1) >= offset for mq, offset in stored.items()), where
+
+        bench.fail_when(errno.EIO, fail_once)
         try:
             bench.store.load()
         except OffsetStoreError:
@@ -144,22 +160,17 @@ def test_an_error_at_any_file_operation_loses_nothing(durability, has_links):
                     bench.store.persist(queue)
                     stored[queue] = number
             except OffsetStoreUnwritable:
-                found = bench.after_a_kill()
-                assert {mq: found.get(mq) for mq in stored if mq != queue}.items() <= stored.items() | found.items()
-                assert all(found.get(mq, -1) >= offset for mq, offset in stored.items())
+                nothing_is_lost(stored, (broken, number))
                 bench.store.persist_all()
                 stored = bench.store.clone_offset_table()
-            found = bench.after_a_kill()
-            assert all(found.get(mq, -1) >= offset for mq, offset in stored.items()), (broken, number)
-        for queue in QUEUES:
-            bench.store.update_offset(queue, 30)
+            nothing_is_lost(stored, (broken, number))
+        update(bench.store, QUEUES, 30)
         try:
             bench.store.close()
             stored = dict.fromkeys(QUEUES, 30)
         except OffsetStoreUnwritable:
             assert count >= broken
-        found = bench.after_a_kill()
-        assert all(found.get(mq, -1) >= offset for mq, offset in stored.items()), broken
+        nothing_is_lost(stored, broken)
         if count < broken:
             break
     else:
@@ -173,20 +184,15 @@ def test_an_error_at_any_file_operation_loses_nothing(durability, has_links):
 
 def test_after_a_failed_flush_only_a_checkpoint_counts(bench):
     """The kernel reports a failed write-back once; the next flush of the same file 'succeeds'."""
-    bench.failing.when = lambda operation, path: operation == "sync" and path.endswith(".journal")
-    bench.failing.error = errno.EIO
+    bench.fail_when(errno.EIO, lambda operation, path: operation == "sync" and path.endswith(".journal"))
     bench.persist(6)  # the journal's flush fails, a checkpoint has it
     assert bench.failing.failures == 1
-    files = bench.memory_disk.files()
-    assert b":6" in files["/s/offsets.json"]
-    bench.failing.when = lambda operation, path: operation == "sync"
-    with pytest.raises(OffsetStoreUnwritable):
-        bench.persist(7)
-    with pytest.raises(OffsetStoreUnwritable):  # an unchanged value is not durable either
-        bench.store.persist(QUEUE)
-    with pytest.raises(OffsetStoreUnwritable):
-        bench.store.persist_all([])
-    bench.failing.error = None
+    assert b":6" in bench.memory_disk.files()["/s/offsets.json"]
+    bench.fail(errno.EIO, "sync")
+    bench.refuses(lambda: bench.persist(7))
+    bench.refuses(lambda: bench.store.persist(QUEUE))  # an unchanged value is not durable either
+    bench.refuses(lambda: bench.store.persist_all([]))
+    bench.heal()
     bench.store.persist(QUEUE)
     assert bench.after_a_kill()[QUEUE] == 7
     bench.persist(8)
@@ -194,21 +200,16 @@ def test_after_a_failed_flush_only_a_checkpoint_counts(bench):
 
 
 def test_a_failed_write_does_not_count_with_a_later_one(bench):
-    bench.failing.error = errno.ENOSPC
-    with pytest.raises(OffsetStoreUnwritable):
-        bench.persist(9, QUEUES[0])
-    bench.failing.when = lambda operation, path: operation == "create"
-    try:
+    bench.fail(errno.ENOSPC)
+    bench.refuses(lambda: bench.persist(9, QUEUES[0]))
+    bench.fail(errno.ENOSPC, "create")
+    with suppress(OffsetStoreUnwritable):
         bench.persist(9, QUEUES[1])
-    except OffsetStoreUnwritable:
-        pass
     for queue in QUEUES[:2]:
-        try:
+        with suppress(OffsetStoreUnwritable):
             bench.store.persist(queue)
-        except OffsetStoreUnwritable:
-            continue
-        assert bench.after_a_kill()[queue] == 9
-    bench.failing.error = None
+            assert bench.after_a_kill()[queue] == 9
+    bench.heal()
     bench.store.persist(QUEUES[2])
     assert [bench.after_a_kill()[queue] for queue in QUEUES[:2]] == [9, 9]
 
@@ -216,7 +217,7 @@ def test_a_failed_write_does_not_count_with_a_later_one(bench):
 def test_a_flush_after_a_failed_one_acknowledges_nothing():
     """The first flush fails while two others wait; the next on the same descriptor would be told by Linux that all is
     well. The checkpoint fails, too: nobody may be told that anything is durable."""
-    names, outcomes = [], {}
+    flushed_by, outcomes = [], {}
     first_flushes, others_come = threading.Event(), threading.Event()
 
     def disk_hook(count, operation, path):
@@ -224,21 +225,18 @@ def test_a_flush_after_a_failed_one_acknowledges_nothing():
         if operation == "create" and name in ("first", "second", "third"):
             raise OSError(errno.EIO, "broken")
         if operation == "sync" and path.endswith(".journal"):
-            names.append(name)
+            flushed_by.append(name)
             if name == "first":
                 first_flushes.set()
                 assert others_come.wait(30)
                 time.sleep(0.05)  # they wait by now, or come later: the outcome is the same
                 raise OSError(errno.EIO, "broken")
 
-    store = LocalFileOffsetStore("/s", disk=WatchedDisk(MemoryDisk(), disk_hook))
-    store.load()
-    for queue in QUEUES:
-        store.update_offset(queue, 1)
+    store = opened(disk=WatchedDisk(MemoryDisk(), disk_hook))
+    update(store, QUEUES, 1)
     store.persist_all()
 
-    def persist(queue):
-        name = threading.current_thread().name
+    def persist(queue, name):
         store.update_offset(queue, 2)
         if name == "third":
             others_come.set()
@@ -248,18 +246,16 @@ def test_a_flush_after_a_failed_one_acknowledges_nothing():
         except OffsetStoreUnwritable:
             outcomes[name] = "refused"
 
-    first, *others = (
-        threading.Thread(target=persist, args=(queue,), name=name)
-        for queue, name in zip(QUEUES, ("first", "second", "third"), strict=False)
-    )
-    first.start()
+    names = ("first", "second", "third")
+    threads = [threading.Thread(target=persist, args=each, name=each[1]) for each in zip(QUEUES, names, strict=False)]
+    threads[0].start()
     assert first_flushes.wait(30)
-    for thread in others:
+    for thread in threads[1:]:
         thread.start()
-    for thread in (first, *others):
+    for thread in threads:
         thread.join(30)
-    assert outcomes == dict.fromkeys(("first", "second", "third"), "refused")
-    assert names == ["first"]
+    assert outcomes == dict.fromkeys(names, "refused")
+    assert flushed_by == ["first"]
     store.persist_all()
     store.close()
 
@@ -285,112 +281,97 @@ def test_what_an_interrupted_flush_carried_is_written_again(bench, operation):
 
 
 @pytest.mark.live
-def test_a_failed_flush_fails_for_everyone_who_waited_for_it():
+def test_a_failed_flush_fails_for_everyone_who_waited_for_it(new):
     """Eight threads share flushes; one flush fails and so does every checkpoint: nobody may be told it is durable."""
-    bench = Bench()
-    bench.store.load()
-    queues = [MessageQueue("orders", "broker-a", number) for number in range(8)]
-    for queue in queues:
-        bench.persist(1, queue)
+    for queue in ORDERS:
+        new.persist(1, queue)
     everyone_waits, told = threading.Barrier(8), []
 
     def first_sync_fails(operation, path):
         return (operation == "sync" and path.endswith(".journal")) or operation == "create"
 
-    bench.failing.when, bench.failing.error = first_sync_fails, errno.EIO
+    new.fail_when(errno.EIO, first_sync_fails)
 
     def work(queue):
         everyone_waits.wait()
         for offset in range(2, 20):
-            try:
-                bench.persist(offset, queue)
+            with suppress(OffsetStoreUnwritable):
+                new.persist(offset, queue)
                 told.append((queue, offset))
-            except OffsetStoreUnwritable:
-                pass
 
-    threads = [threading.Thread(target=work, args=(queue,)) for queue in queues]
+    threads = [threading.Thread(target=work, args=(queue,)) for queue in ORDERS]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert told == []
-    bench.failing.error = None
-    bench.store.persist_all()
-    assert bench.after_a_kill() == dict.fromkeys(queues, 19)
+    new.heal()
+    new.store.persist_all()
+    assert new.after_a_kill() == dict.fromkeys(ORDERS, 19)
 
 
 def test_a_full_disk_stops_checkpoints_but_not_the_journal(bench):
-    bench.failing.when = lambda operation, path: operation == "create"
-    bench.failing.error = errno.ENOSPC
+    bench.fail(errno.ENOSPC, "create")
     for offset in range(6, 20):
         bench.now += 1  # the checkpoint interval passes several times
         bench.persist(offset)
         assert bench.after_a_kill()[QUEUE] == offset
     assert bench.kinds() == ["store-unwritable"]
-    bench.failing.error = None
+    bench.heal()
     bench.now += 10
     bench.persist(20)
     assert bench.kinds() == ["store-unwritable", "store-recovered"]
 
 
-def test_a_failed_checkpoint_does_not_count_with_a_later_frame():
+def test_a_failed_checkpoint_does_not_count_with_a_later_frame(new):
     """A table too large for the journal, on a full disk; what the journal has room for must not count in its place."""
-    bench = Bench()
-    bench.store.load()
-    table = [MessageQueue("orders", "broker-a", number) for number in range(200)]
-    for queue in table:
-        bench.store.update_offset(queue, 5)
-    bench.store.persist_all()
-    bench.failing.when = lambda operation, path: operation == "create"
-    bench.failing.error = errno.ENOSPC
-    for queue in table:
-        bench.store.update_offset(queue, 6)
-    for persist in (bench.store.persist_all, lambda: bench.persist(7), bench.store.persist_all):
-        with pytest.raises(OffsetStoreUnwritable):
-            persist()
-    assert bench.after_a_kill() == dict.fromkeys(table, 5)
-    bench.failing.error = None
-    bench.store.persist(QUEUE)
-    assert bench.after_a_kill() == dict.fromkeys(table, 6) | {QUEUE: 7}
-    bench.store.close()
+    update(new.store, TABLE, 5)
+    new.store.persist_all()
+    new.fail(errno.ENOSPC, "create")
+    update(new.store, TABLE, 6)
+    for persist in (new.store.persist_all, lambda: new.persist(7), new.store.persist_all):
+        new.refuses(persist)
+    assert new.after_a_kill() == dict.fromkeys(TABLE, 5)
+    new.heal()
+    new.store.persist(QUEUE)
+    assert new.after_a_kill() == dict.fromkeys(TABLE, 6) | {QUEUE: 7}
+    new.store.close()
 
 
 def test_a_store_on_a_full_disk_starts_and_works_from_memory():
     full = Bench()
     full.memory_disk.put("/s/offsets.json", encode_offsets({QUEUE: 5}))
-    full.failing.error = errno.ENOSPC
-    full.failing.when = lambda operation, path: operation in WRITES and operation != "make_directories"
+    full.fail(errno.ENOSPC, *(operation for operation in WRITES if operation != "make_directories"))
     full.store.load()
     assert full.store.read_offset(QUEUE) == 5
-    with pytest.raises(OffsetStoreUnwritable):
-        full.persist(6)
-    full.failing.error = None
+    full.refuses(lambda: full.persist(6))
+    full.heal()
     full.store.persist_all()
     full.store.close()
+
+LACKING = "this file system lacks what a store needs, locks above all: use a local one"
 
 
 @for_each(
     "number, remedy",
     [
         (errno.EROFS, "mount it writable"), (errno.EACCES, "let this user write"), (errno.ENXIO, "check the directory"),
-        (errno.ENOLCK, "this file system lacks what a store needs, locks above all: use a local one"),
-        (errno.ENOTSUP, "this file system lacks what a store needs, locks above all: use a local one"),
-        (errno.ENOSYS, "this file system lacks what a store needs, locks above all: use a local one"),
+        (errno.ENOLCK, LACKING), (errno.ENOTSUP, LACKING), (errno.ENOSYS, LACKING),
         (errno.EMFILE, "raise the limit on open files"), (errno.ENAMETOOLONG, "use shorter names"),
         (errno.ESTALE, "mount it again"), (errno.ENOSPC, "free some space"), (errno.EDQUOT, "raise the quota"),
     ],
-)
+)  # fmt: skip
 @for_each("operation", ["make_directories", "lock"])
 def test_a_store_that_cannot_be_opened_gives_the_remedy(number, remedy, operation):
     bench = Bench()
-    bench.failing.error, bench.failing.when = number, lambda called, path: called == operation
+    bench.fail(number, operation)
     with pytest.raises(OffsetStoreUnwritable) as refused:
         bench.store.load()
     told = str(refused.value)
     assert told.startswith(f"offset store /s cannot be opened: {os.strerror(number)}; {remedy}"), told
     assert told.endswith("or choose another directory. Nothing was started"), told
     assert "memory" not in told, told
-    bench.failing.error = None
+    bench.heal()
     bench.store.load()
     bench.persist(5)
     bench.store.close()
@@ -405,20 +386,14 @@ def test_a_directory_that_cannot_be_made_fails_the_start(tmp_path):
 
 
 def test_closing_an_unwritable_store_says_so_and_frees_it(bench):
-    bench.failing.error = errno.ENOSPC
+    bench.fail(errno.ENOSPC)
     bench.store.update_offset(QUEUE, 9)
-    with pytest.raises(OffsetStoreUnwritable, match="/s before it was closed: .*free some space.* come again"):
-        bench.store.close()
-    bench.failing.error = None
+    bench.refuses(bench.store.close, "/s before it was closed: .*free some space.* come again")
+    bench.heal()
     bench.store.load()
     assert bench.store.read_offset(QUEUE) == 5
     bench.store.close()
     assert bench.after_a_kill()[QUEUE] == 5
-
-
-def no_new_files(operation, path):
-    """What a full disk refuses: the journal has its room already."""
-    return operation == "create"
 
 
 @pytest.mark.parametrize("waits_s", [0, 60])
@@ -428,7 +403,7 @@ def test_closing_on_a_full_disk_uses_the_journal(durability, persisted, waits_s)
     bench = Bench(durability)
     bench.store.load()
     bench.persist(5)
-    bench.failing.error, bench.failing.when = errno.ENOSPC, no_new_files
+    bench.fail(errno.ENOSPC, "create")  # what a full disk refuses: the journal has its room already
     bench.store.update_offset(QUEUE, 6)
     bench.store.update_offset(QUEUES[1], 7)
     if persisted:
@@ -439,7 +414,7 @@ def test_closing_on_a_full_disk_uses_the_journal(durability, persisted, waits_s)
     assert bench.kinds() == ["store-unwritable"]
     told = bench.events[0].text
     assert "/s" in told and "free some space" in told and "Nothing is lost" in told and "memory" not in told, told
-    bench.failing.error = None
+    bench.heal()
     with bench.store:
         assert bench.store.clone_offset_table() == {QUEUE: 6, QUEUES[1]: 7}
     assert bench.memory_disk.files()["/s/offsets.json"] == encode_offsets({QUEUE: 6, QUEUES[1]: 7})
@@ -450,22 +425,19 @@ def test_closing_on_a_full_disk_uses_the_journal(durability, persisted, waits_s)
 @pytest.mark.parametrize("refused", ["create", "replace", "sync_directory"])
 def test_power_may_fail_after_a_close_without_checkpoint(bench, refused, has_links):
     bench.memory_disk.has_links = has_links
-    bench.failing.error, bench.failing.when = errno.EIO, lambda operation, path: operation == refused
+    bench.fail(errno.EIO, refused)
     bench.store.update_offset(QUEUE, 6)
     bench.store.close()
     assert bench.failing.failures == 1 + (refused == "replace" and has_links)  # the backup's is tried twice
     for seed in range(50):
-        store = LocalFileOffsetStore("/s", disk=bench.memory_disk.after_power_loss(random.Random(seed)))
-        store.load()
+        store = opened(disk=bench.memory_disk.after_power_loss(random.Random(seed)))
         assert store.clone_offset_table() == dict.fromkeys(QUEUES, 5) | {QUEUE: 6}
 
 
 def test_closing_on_a_full_disk_without_room_in_the_journal(bench):
-    bench.failing.error, bench.failing.when = errno.ENOSPC, no_new_files
-    for number in range(200):
-        bench.store.update_offset(MessageQueue("orders", "broker-a", number), 6)
-    with pytest.raises(OffsetStoreUnwritable, match="not all offsets could be written to /s .*free some space"):
-        bench.store.close()
+    bench.fail(errno.ENOSPC, "create")
+    update(bench.store, TABLE, 6)
+    bench.refuses(bench.store.close, "not all offsets could be written to /s .*free some space")
     assert bench.after_a_kill() == dict.fromkeys(QUEUES, 5)
 
 
@@ -477,48 +449,40 @@ def test_closing_counts_on_nothing_that_is_removed_meanwhile(bench, removed):
                 bench.memory_disk.remove(f"/s/{name}")
         return operation in ("create", "lock")
 
-    bench.failing.error, bench.failing.when = errno.ENOSPC, remove_and_fail
+    bench.fail_when(errno.ENOSPC, remove_and_fail)
     bench.store.update_offset(QUEUE, 6)
-    with pytest.raises(OffsetStoreUnwritable, match="not all offsets could be written"):
-        bench.store.close()
+    bench.refuses(bench.store.close, "not all offsets could be written")
     assert all("Nothing is lost" not in event.text for event in bench.events)
 
 
 @for_each("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
-@for_each("durability", ["fsync", "process", "checkpoint"])
+@for_each("durability", DURABILITIES)
 def test_a_file_system_without_directory_sync_is_used(number, durability):
     bench = Bench(durability)
-    bench.failing.error, bench.failing.when = number, lambda operation, path: operation == "sync_directory"
+    bench.fail(number, "sync_directory")
     for offset in range(1, 4):
         with bench.store:
             bench.now += 10
-            bench.persist(offset)
-            assert bench.after_a_kill() == {QUEUE: offset}
-            bench.persist(offset + 100)
-            assert bench.after_a_kill() == {QUEUE: offset + 100}
+            for stored in (offset, offset + 100):
+                bench.persist(stored)
+                assert bench.after_a_kill() == {QUEUE: stored}
     assert bench.failing.failures >= 3
     assert bench.kinds() == ["store-unsynced"]
     assert "cannot sync directories" in bench.events[0].text
 
 
 @pytest.mark.parametrize("operation", ["sync", "write_at", "replace"])
-def test_an_error_of_a_file_is_not_taken_for_one_of_directories(operation):
-    bench = Bench()
-    bench.store.load()
-    bench.failing.error, bench.failing.when = errno.EINVAL, lambda called, path: called == operation
-    with pytest.raises(OffsetStoreUnwritable):
-        bench.persist(9)
-    assert bench.kinds() == ["store-unwritable"]
+def test_an_error_of_a_file_is_not_taken_for_one_of_directories(new, operation):
+    new.fail(errno.EINVAL, operation)
+    new.refuses(lambda: new.persist(9))
+    assert new.kinds() == ["store-unwritable"]
 
 
-def test_a_disk_that_breaks_while_names_are_synced_is_an_error():
-    bench = Bench()
-    bench.store.load()
-    bench.failing.error, bench.failing.when = errno.EIO, lambda operation, path: operation == "sync_directory"
-    bench.store.update_offset(QUEUE, 9)
-    with pytest.raises(OffsetStoreUnwritable, match="check the disk"):
-        bench.store.close()
-    assert bench.kinds() == ["store-unwritable"]
+def test_a_disk_that_breaks_while_names_are_synced_is_an_error(new):
+    new.fail(errno.EIO, "sync_directory")
+    new.store.update_offset(QUEUE, 9)
+    new.refuses(new.store.close, "check the disk")
+    assert new.kinds() == ["store-unwritable"]
 
 
 def test_a_listener_of_events_may_use_the_store_and_may_fail():
@@ -530,12 +494,10 @@ def test_a_listener_of_events_may_use_the_store_and_may_fail():
         raise RuntimeError("of the user")
 
     failing = Failing()
-    store = LocalFileOffsetStore("/s", disk=WatchedDisk(MemoryDisk(), failing), on_event=on_event)
-    store.load()
-    store.update_offset(QUEUE, 9)
+    store = opened(disk=WatchedDisk(MemoryDisk(), failing), on_event=on_event)
     failing.error = errno.ENOSPC
     with pytest.raises(OffsetStoreUnwritable):
-        store.persist(QUEUE)
+        put(store, QUEUE, 9)
     assert seen == [9]
 
 
