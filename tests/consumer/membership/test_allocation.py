@@ -11,9 +11,10 @@ from pyrocket_consumer.consumer.allocation import (
     consistent_hash,
     in_machine_rooms,
     strategy_of,
-)
+)  # fmt: skip
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from tests.for_each import for_each
 
 
 def queues(count: int, broker: str = "broker-a") -> list[MessageQueue]:
@@ -25,22 +26,15 @@ def shares(strategy, count: int, members: int) -> list[list[int]]:
     return [[queue.queue_id for queue in allocate(strategy, "g", each, queues(count), ids)] for each in ids]
 
 
-@pytest.mark.parametrize(
-    ("count", "members", "expected"),
-    [
-        (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
-        (2, 3, [[0], [1], []]),
-        (7, 4, [[0, 1], [2, 3], [4, 5], [6]]),
-        (0, 2, [[], []]),
-        (4, 1, [[0, 1, 2, 3]]),
-    ],
-)
-def test_average(count, members, expected):
-    assert shares(average, count, members) == expected
+DEALT = [
+    (average, [[0, 1, 2], [3, 4, 5], [6, 7]]), (average, [[0], [1], []]), (average, [[0, 1], [2, 3], [4, 5], [6]]),
+    (average, [[], []]), (average, [[0, 1, 2, 3]]), (circle, [[0, 3, 6], [1, 4, 7], [2, 5]]),
+]  # fmt: skip
 
 
-def test_circle():
-    assert shares(circle, 8, 3) == [[0, 3, 6], [1, 4, 7], [2, 5]]
+@for_each("strategy, expected", DEALT)
+def test_average_and_circle(strategy, expected):
+    assert shares(strategy, sum(map(len, expected)), len(expected)) == expected
 
 
 def test_consistent_hash_owners():
@@ -52,9 +46,9 @@ def test_consistent_hash_owners():
         assert allocate(consistent_hash, "g", ids[1 - owner], [queue], ids) == []
 
 
-@pytest.mark.parametrize("strategy", [average, circle, consistent_hash])
-@pytest.mark.parametrize("members", [1, 2, 3, 7])
-@pytest.mark.parametrize("count", [0, 1, 5, 16, 33])
+@for_each("strategy", [average, circle, consistent_hash])
+@for_each("members", [1, 2, 3, 7])
+@for_each("count", [0, 1, 5, 16, 33])
 def test_every_queue_has_exactly_one_owner(strategy, members, count):
     dealt = sorted(each for share in shares(strategy, count, members) for each in share)
     assert dealt == list(range(count))
@@ -78,14 +72,12 @@ def test_a_member_that_is_not_listed_gets_nothing():
 
 
 def test_a_strategy_of_the_users_own_is_checked():
-    def greedy(group, client_id, everything, members):
-        return [MessageQueue("other", "broker-a", 0)]
-
+    greedy = MessageQueue("other", "broker-a", 0)
     with pytest.raises(ConfigError, match="other/broker-a/0"):
-        allocate(greedy, "g", "a", queues(2), ["a"])
+        allocate(lambda *given: [greedy], "g", "a", queues(2), ["a"])
 
 
-@pytest.mark.parametrize("name", ["machine-room", "nonsense"])
+@for_each("name", ["machine-room", "nonsense"])
 def test_a_name_that_is_not_enough_says_what_to_do(name):
     with pytest.raises(ConfigError, match="in_machine_rooms|choose one of"):
         strategy_of(name)

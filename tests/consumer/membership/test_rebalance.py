@@ -25,6 +25,7 @@ from pyrocket_consumer.consumer.rebalance import (
 from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, RequestTimeout, RouteNotFound
 from pyrocket_consumer.model import BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
+from tests.for_each import for_each
 
 INTERVAL_S = 20.0
 
@@ -33,24 +34,18 @@ def queues(*ids: int, topic: str = "orders", broker: str = "a") -> list[MessageQ
     return [MessageQueue(topic, broker, queue_id) for queue_id in ids]
 
 
-def route(count: int = 4, topic: str = "orders", brokers: tuple[str, ...] = ("a",)) -> TopicRoute:
-    return TopicRoute(
-        topic,
-        tuple(QueueData(name, count, count) for name in brokers),
-        tuple(BrokerData("c", name, {0: f"{name}:1"}) for name in brokers),
-    )
+ALL, FIRST = set(queues(0, 1, 2, 3)), set(queues(0, 1))
 
 
-@pytest.mark.parametrize(
-    ("held", "wanted", "drop", "add"),
-    [
-        ([], [], [], []),
-        ([], [1, 0], [], [0, 1]),
-        ([1, 0], [], [0, 1], []),
-        ([0, 1], [1, 2], [0], [2]),
-        ([3, 1, 2], [2, 1, 3], [], []),
-        ([0], [1, 1], [0], [1]),
-    ],
+def route(count: int = 4, topic: str = "orders", brokers: str = "a") -> TopicRoute:
+    addresses = tuple(BrokerData("c", name, {0: f"{name}:1"}) for name in brokers)
+    return TopicRoute(topic, tuple(QueueData(name, count, count) for name in brokers), addresses)
+
+
+@for_each(
+    "held, wanted, drop, add",
+    [([], [], [], []), ([], [1, 0], [], [0, 1]), ([1, 0], [], [0, 1], []), ([0, 1], [1, 2], [0], [2]),
+     ([3, 1, 2], [2, 1, 3], [], []), ([0], [1, 1], [0], [1])],
 )
 def test_a_plan_turns_what_is_held_into_what_is_wanted(held, wanted, drop, add):
     made = plan(queues(*held), queues(*wanted))
@@ -62,9 +57,8 @@ class Group:
     """Stands for the group, its cluster and its queues: who is in it, what is held, what happened in which order."""
 
     def __init__(self, allocation: Any = "average", broadcasting: bool = False) -> None:
-        self.config = SimpleNamespace(
-            allocation=allocation, broadcasting=broadcasting, rebalance_interval_s=INTERVAL_S, group="app"
-        )
+        options = {"rebalance_interval_s": INTERVAL_S, "group": "app"}
+        self.config = SimpleNamespace(allocation=allocation, broadcasting=broadcasting, **options)
         self.name, self.client_id, self.closing = "app", "me", False
         self.cluster = self.subscriptions = self
         self.loop = asyncio.get_running_loop()
@@ -128,6 +122,17 @@ class Group:
     def rebalance(self) -> Rebalance:
         return Rebalance(self, Queues(self), Unasked(), Unasked())  # type: ignore[arg-type]
 
+    async def changes(self, wait_s: float = SPACING_S, **state: Any) -> None:
+        """Change something, ask for a round, and let some time pass."""
+        vars(self).update(state)
+        self.rebalance_wanted.set()
+        await asyncio.sleep(wait_s)
+
+    @property
+    def begun(self) -> list[int]:
+        """The queues that have begun, in order."""
+        return [what[1] for what in self.happened if what[0] == "begin"]
+
 
 class Queues:
     """Stands for the assignments."""
@@ -167,42 +172,40 @@ class Unasked:
 
 
 @asynccontextmanager
-async def rebalancing(allocation: Any = "average", *, broadcasting: bool = False, **state: Any) -> AsyncIterator[Group]:
-    """Hold rounds as a member does, of a group in this state."""
+async def rebalancing(
+    allocation: Any = "average", *, broadcasting: bool = False, wait_s: float = 0.1, **state: Any
+) -> AsyncIterator[Group]:
+    """Hold rounds as a member does, of a group in this state; the first has some time before."""
     group = Group(allocation, broadcasting)
     vars(group).update(state)
     group.rounds = group.rebalance()
     task = asyncio.create_task(group.rounds.run())
+    if wait_s:
+        await asyncio.sleep(wait_s)
     yield group
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-def begun(group: Group) -> list[int]:
-    return [what[1] for what in group.happened if what[0] == "begin"]
-
-
 async def test_what_is_not_ours_ends_and_what_is_ours_begins():
     async with rebalancing(mine=set(queues(3, 7))) as group:
-        await asyncio.sleep(0.1)
         assert group.happened.index(("version", "orders")) < group.happened.index("heartbeat")
         assert ("end", 7) in group.happened[:3]
         assert sorted(group.happened[3:]) == [("begin", 0), ("begin", 1), ("begin", 2)]
-        assert group.mine == set(queues(0, 1, 2, 3))
+        assert group.mine == ALL
         group.happened.clear()
         await asyncio.sleep(3 * INTERVAL_S)
         assert group.happened == [], "nothing to change: no new version, no heartbeat"
 
 
 async def test_members_share():
-    async with rebalancing(ids=["before", "me", "you"], routes={"orders": route(8)}) as group:
-        await asyncio.sleep(HANDOVER_S + 0.1)
+    both = {"ids": ["before", "me", "you"], "routes": {"orders": route(8)}}
+    async with rebalancing(wait_s=HANDOVER_S + 0.1, **both) as group:
         assert group.mine == set(queues(3, 4, 5))
 
 
 async def test_old_owners_have_time_to_store():
-    async with rebalancing(ids=["me", "you"], mine=set(queues(1))) as group:
-        await asyncio.sleep(HANDOVER_S - 0.01)
+    async with rebalancing(ids=["me", "you"], mine=set(queues(1)), wait_s=HANDOVER_S - 0.01) as group:
         assert group.happened == [("version", "orders"), "heartbeat"]
         await asyncio.sleep(0.02)
         assert group.happened == [("version", "orders"), "heartbeat", ("begin", 0)]
@@ -210,192 +213,151 @@ async def test_old_owners_have_time_to_store():
 
 async def test_what_is_anothers_is_given_up_while_queues_are_awaited():
     """Else its new owner, which waits as long as we do, begins before our last offset of it is stored."""
-
-    async with rebalancing() as group:
-        await asyncio.sleep(SPACING_S)
-        assert group.mine == set(queues(0, 1, 2, 3))
-        group.ids = ["me", "you"]
-        group.rebalance_wanted.set()
-        await asyncio.sleep(SPACING_S)
-        assert group.mine == set(queues(0, 1))
-        group.mine = set(queues(1))  # the first is to come back, and waits for its owner
-        group.happened.clear()
-        group.rebalance_wanted.set()
-        await asyncio.sleep(SPACING_S + 0.01)
-        group.ids = ["me", "you", "zoe", "zora"]
-        group.rebalance_wanted.set()
-        await asyncio.sleep(SPACING_S / 2)
+    async with rebalancing(wait_s=SPACING_S) as group:
+        assert group.mine == ALL
+        await group.changes(ids=["me", "you"])
+        assert group.mine == FIRST
+        # the first is to come back, and waits for its owner
+        await group.changes(SPACING_S + 0.01, mine=set(queues(1)), happened=[])
+        await group.changes(SPACING_S / 2, ids=["me", "you", "zoe", "zora"])
         assert ("end", 1) in group.happened, "not only when the wait is over"
-        assert begun(group) == []
+        assert group.begun == []
         await asyncio.sleep(HANDOVER_S)
-        assert begun(group) == [0]
+        assert group.begun == [0]
         assert group.mine == set(queues(0))
 
 
 async def test_each_queue_waits_for_its_own_second_only():
-    async with rebalancing(ids=["me", "you"]) as group:
-        await asyncio.sleep(0.6)
-        group.routes["payments"] = route(2, "payments")
-        group.rebalance_wanted.set()
-        await asyncio.sleep(HANDOVER_S - 0.6 + 0.05)
-        assert begun(group) == [0, 1], "of the first topic"
+    async with rebalancing(ids=["me", "you"], wait_s=0.6) as group:
+        await group.changes(HANDOVER_S - 0.6 + 0.05, routes={**group.routes, "payments": route(2, "payments")})
+        assert group.begun == [0, 1], "of the first topic"
         await asyncio.sleep(0.6)
         assert len(group.mine) == 3
 
 
 async def test_a_queue_given_up_between_rounds_is_waited_for_again():
     """After unsubscribing: somebody else may have it until we subscribe again."""
-
-    async with rebalancing(ids=["me", "you"]) as group:
-        await asyncio.sleep(HANDOVER_S + SPACING_S)
-        assert group.mine == set(queues(0, 1))
-        group.mine.clear()
-        group.happened.clear()
-        group.rebalance_wanted.set()
-        await asyncio.sleep(HANDOVER_S - 0.1)
-        assert begun(group) == []
+    async with rebalancing(ids=["me", "you"], wait_s=HANDOVER_S + SPACING_S) as group:
+        assert group.mine == FIRST
+        await group.changes(HANDOVER_S - 0.1, mine=set(), happened=[])
+        assert group.begun == []
         await asyncio.sleep(0.2)
-        assert group.mine == set(queues(0, 1))
+        assert group.mine == FIRST
 
 
 async def test_a_queue_that_could_not_begin_is_tried_again():
     async with rebalancing(refuses=set(queues(2))) as group:
-        await asyncio.sleep(0.1)
         assert group.mine == set(queues(0, 1, 3))
         await asyncio.sleep(AGAIN_S)
-        assert begun(group).count(2) == 2
+        assert group.begun.count(2) == 2
         group.refuses.clear()
         await asyncio.sleep(AGAIN_S)
-        assert group.mine == set(queues(0, 1, 2, 3))
+        assert group.mine == ALL
 
 
 async def test_a_queue_that_is_lost_during_the_wait_does_not_begin():
-    async with rebalancing(ids=["me", "you"]) as group:
-        await asyncio.sleep(HANDOVER_S / 4)
-        group.ids = ["me", "you", "zoe", "zora"]
-        group.rebalance_wanted.set()
-        await asyncio.sleep(2 * HANDOVER_S)
+    async with rebalancing(ids=["me", "you"], wait_s=HANDOVER_S / 4) as group:
+        await group.changes(2 * HANDOVER_S, ids=["me", "you", "zoe", "zora"])
         assert group.mine == set(queues(0))
-        assert begun(group) == [0]
+        assert group.begun == [0]
 
 
 async def test_a_queue_that_is_lost_while_it_begins_is_not_taken_on():
-    async with rebalancing(begin_s=dict.fromkeys(queues(2, 3), 5.0)) as group:
-        await asyncio.sleep(SPACING_S)
-        group.ids = ["me", "you"]
-        group.rebalance_wanted.set()
-        await asyncio.sleep(10)
-        assert group.mine == set(queues(0, 1))
+    async with rebalancing(begin_s=dict.fromkeys(queues(2, 3), 5.0), wait_s=SPACING_S) as group:
+        await group.changes(10, ids=["me", "you"])
+        assert group.mine == FIRST
         assert ("end", 2) not in group.happened, "it was never ours"
 
 
 async def test_a_queue_that_begins_as_it_is_lost_is_given_up():
     """The round that finds it gone comes between its begin and the notice of that."""
-
     (late,) = queues(3)
-    async with rebalancing(begin_s={late: 5.0}) as group:
-        await asyncio.sleep(SPACING_S)
+    async with rebalancing(begin_s={late: 5.0}, wait_s=SPACING_S) as group:
         group.mine.add(late)  # it has begun; nobody has heard of it
         group.ids = ["me", "you"]
         await group.rounds.round()
         await asyncio.sleep(0.01)
-        assert group.mine == set(queues(0, 1))
+        assert group.mine == FIRST
 
 
 async def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
     async with rebalancing(begin_s={queues(2)[0]: 60.0}) as group:
-        await asyncio.sleep(0.1)
         assert group.mine == set(queues(0, 1, 3))
-        group.routes["orders"] = route(5)
-        group.rebalance_wanted.set()
-        await asyncio.sleep(AGAIN_S)
+        await group.changes(AGAIN_S, routes={"orders": route(5)})
         assert group.mine == set(queues(0, 1, 3, 4))
         await asyncio.sleep(60)
         assert group.mine == set(queues(0, 1, 2, 3, 4))
-        assert begun(group).count(2) == 1
+        assert group.begun.count(2) == 1
 
 
 async def test_a_heartbeat_without_an_answer_holds_a_round_up_for_1_s():
-    async with rebalancing(heartbeat_s=60.0) as group:
-        await asyncio.sleep(HEARTBEAT_WAIT_S + 0.1)
-        assert group.mine == set(queues(0, 1, 2, 3))
+    async with rebalancing(heartbeat_s=60.0, wait_s=HEARTBEAT_WAIT_S + 0.1) as group:
+        assert group.mine == ALL
 
 
 async def test_a_broadcasting_member_takes_all_and_asks_nobody():
     async with rebalancing(broadcasting=True, ids=AssertionError("asked")) as group:
-        await asyncio.sleep(0.1)
-        assert group.mine == set(queues(0, 1, 2, 3))
+        assert group.mine == ALL
 
 
 @pytest.mark.parametrize(("ids", "waits_s"), [(["me"], 0.0), (["me", "you"], HANDOVER_S)])
 async def test_a_start_waits_for_the_queues_of_the_first_round(ids, waits_s):
-    async with rebalancing(ids=ids) as group:
+    async with rebalancing(ids=ids, wait_s=0) as group:
         assert await group.rounds.in_place(5.0) == []
         assert group.loop.time() == pytest.approx(waits_s, abs=0.01)
         assert len(group.mine) == 4 / len(ids)
 
 
 async def test_a_start_waits_for_no_broker_for_ever():
-    async with rebalancing(begin_s={queues(2)[0]: 60.0}) as group:
+    async with rebalancing(begin_s={queues(2)[0]: 60.0}, wait_s=0) as group:
         assert await group.rounds.in_place(5.0) == ["orders/a/2"]
         assert group.loop.time() == pytest.approx(5.0, abs=0.01)
 
 
-TROUBLE = [
-    BrokerError(1, "boom", "a:1"),
-    BrokerError(2, "busy", "a:1"),
-    RequestTimeout("GET_CONSUMER_LIST_BY_GROUP", "a:1", 3),
-    ConnectError("a:1", "refused"),
-]
+TROUBLE = [BrokerError(1, "boom", "a:1"), BrokerError(2, "busy", "a:1"), ConnectError("a:1", "refused"),
+           RequestTimeout("GET_CONSUMER_LIST_BY_GROUP", "a:1", 3)]  # fmt: skip
 
 
 @pytest.mark.parametrize("error", TROUBLE, ids=str)
 async def test_what_is_held_is_kept_while_the_members_are_not_known(error):
     group = Group()
-    group.mine = set(queues(0, 1))
-    group.ids = error
+    group.mine, group.ids = set(FIRST), error
     assert await group.rebalance().round() == AGAIN_S
-    assert group.mine == set(queues(0, 1))
-    assert group.happened == []
+    assert (group.mine, group.happened) == (FIRST, [])
     assert str(error) in group.told[0][1]
 
 
 @pytest.mark.parametrize("error", TROUBLE, ids=str)
 async def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
-    async with rebalancing(routes={"orders": route(2, brokers=("a", "b"))}, ids={"a": error, "b": ["me"]}) as group:
-        await asyncio.sleep(0.1)
-    assert group.asked == ["a", "b"]
-    assert len(group.mine) == 4
-    assert group.told == []
+    async with rebalancing(routes={"orders": route(2, brokers="ab")}, ids={"a": error, "b": ["me"]}) as group:
+        assert group.asked == ["a", "b"]
+        assert len(group.mine) == 4
+        assert group.told == []
 
 
 @pytest.mark.parametrize("error", [RouteNotFound("orders", "ns:1"), ConnectError("ns:1", "refused")], ids=str)
 async def test_trouble_with_one_topic_does_not_stop_the_others(error):
-    async with rebalancing(routes={"orders": error, "payments": route(2, "payments")}, mine=set(queues(0, 1))) as group:
-        await asyncio.sleep(1.5 * AGAIN_S)
-    assert group.mine == set(queues(0, 1) + queues(0, 1, topic="payments"))
-    assert len([text for kind, text in group.told if "orders" in text]) == (1 if "refused" not in str(error) else 2)
+    routes = {"orders": error, "payments": route(2, "payments")}
+    async with rebalancing(routes=routes, mine=set(FIRST), wait_s=1.5 * AGAIN_S) as group:
+        assert group.mine == FIRST | set(queues(0, 1, topic="payments"))
+        assert len([text for kind, text in group.told if "orders" in text]) == (2 if "refused" in str(error) else 1)
 
 
 async def test_a_member_that_is_not_listed_sends_a_heartbeat():
-    async with rebalancing(ids=["you"], ids_after_heartbeat=["me", "you"]) as group:
-        await asyncio.sleep(HANDOVER_S + 0.1)
-    assert group.happened[0] == "heartbeat"
-    assert group.mine == set(queues(0, 1))
+    async with rebalancing(ids=["you"], ids_after_heartbeat=["me", "you"], wait_s=HANDOVER_S + 0.1) as group:
+        assert group.happened[0] == "heartbeat"
+        assert group.mine == FIRST
 
 
 async def test_a_broker_that_forgot_us_costs_no_queues_of_others():
-    mine, ids = set(queues(0, 1) + queues(0, 1, broker="b")), {"a": ["you"], "b": ["me", "you"]}
-    async with rebalancing(routes={"orders": route(2, brokers=("a", "b"))}, mine=mine, ids=ids) as group:
-        await asyncio.sleep(0.1)
+    mine, ids = FIRST | set(queues(0, 1, broker="b")), {"a": ["you"], "b": ["me", "you"]}
+    async with rebalancing(routes={"orders": route(2, brokers="ab")}, mine=mine, ids=ids) as group:
         assert len(group.mine) == 2
 
 
 async def test_a_member_that_is_still_not_listed_looks_again_soon():
     """Its queues are being taken by those who are listed; the next round must not wait for the timer."""
-
-    async with rebalancing(mine=set(queues(0, 1)), ids=["you"]) as group:
-        await asyncio.sleep(0.1)
+    async with rebalancing(mine=set(FIRST), ids=["you"]) as group:
         assert group.mine == set()
         asked = len(group.asked)
         await asyncio.sleep(AGAIN_S)
@@ -409,61 +371,47 @@ def refusing(*arguments):
     raise ZeroDivisionError("in the strategy")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [
-        (refusing, "in the strategy"),
-        (lambda *arguments: queues(99), "not a queue of the topic"),
-        (lambda *arguments: ["broker-a:0"], "not a queue of the topic"),
-        (lambda *arguments: [{"queue": 0}], "strategy"),
-        (lambda *arguments: None, "strategy"),
-        (lambda: None, "strategy"),
-    ],
-)
+STRATEGIES = [
+    (refusing, "in the strategy"),
+    (lambda *arguments: queues(99), "not a queue of the topic"),
+    (lambda *arguments: ["broker-a:0"], "not a queue of the topic"),
+    (lambda *arguments: [{"queue": 0}], "strategy"),
+    (lambda *arguments: None, "strategy"),
+    (lambda: None, "strategy"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "words"), STRATEGIES)
 def test_a_strategy_that_fails_keeps_the_assignment(strategy, words):
     async def scenario():
-        async with rebalancing(strategy, mine=set(queues(0, 1))) as group:
-            await asyncio.sleep(1.5 * AGAIN_S)
-        assert group.mine == set(queues(0, 1))
-        assert len(group.told) == 2
-        assert words in group.told[0][1]
-        assert "rebalance of orders failed, assignment kept" in group.told[0][1]
+        async with rebalancing(strategy, mine=set(FIRST), wait_s=1.5 * AGAIN_S) as group:
+            assert group.mine == FIRST
+            assert len(group.told) == 2
+            assert words in group.told[0][1]
+            assert "rebalance of orders failed, assignment kept" in group.told[0][1]
 
     asyncio.run(scenario())
 
 
 def test_a_strategy_runs_where_it_may_take_its_time():
-    names = []
+    """Each topic has its time: that others are first is not its fault."""
+    topics, threads = ["orders", "payments", "returns"], set()
 
     def slow(group, client_id, queues, members):
-        names.append(threading.current_thread())
-        return queues
-
-    async def scenario():
-        async with rebalancing(slow) as group:
-            await asyncio.sleep(0.1)
-        assert len(group.mine) == 4
-
-    asyncio.run(scenario())
-    assert names
-    assert threading.current_thread() not in names
-
-
-def test_each_topic_has_its_time_with_a_slow_strategy():
-    """That it has to be called for others first is not its fault."""
-    topics = ["orders", "payments", "returns"]
-
-    def slow(group, client_id, queues, members):
+        threads.add(threading.current_thread())
         time.sleep(STRATEGY_S / 2.5)
         return queues
 
     async def scenario():
-        async with rebalancing(slow, routes={topic: route(topic=topic) for topic in topics}) as group:
-            await asyncio.sleep(3 * STRATEGY_S / 2.5 + 0.1)
-        assert group.told == []
-        assert {queue.topic for queue in group.mine} == set(topics)
+        routes = {topic: route(topic=topic) for topic in topics}
+        async with rebalancing(slow, routes=routes, wait_s=3 * STRATEGY_S / 2.5 + 0.1) as group:
+            assert group.told == []
+            assert {queue.topic for queue in group.mine} == set(topics)
+            assert len(group.mine) == 12
 
     asyncio.run(scenario())
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_an_unknown_strategy_is_refused_at_once():
@@ -482,27 +430,22 @@ async def test_when_rounds_are_held():
         return ["me"]
 
     async with rebalancing(_ids=ids) as group:
-        await asyncio.sleep(0.1)
         assert rounds == [0.0]
         await asyncio.sleep(AGAIN_S)  # its queues had not begun when the first one ended
-        del rounds[:]
+        rounds.clear()
         await asyncio.sleep(INTERVAL_S)
         assert len(rounds) == 1
-        del rounds[:]
+        rounds.clear()
         for _ in range(10):
-            group.rebalance_wanted.set()
-            await asyncio.sleep(0.01)
+            await group.changes(0.01)
         await asyncio.sleep(3 * SPACING_S)
         assert len(rounds) <= 2, "the first at once, the other requests together after a pause"
-        group.refuses = set(queues(0))
-        group.mine.clear()
-        del rounds[:]
-        group.rebalance_wanted.set()
-        await asyncio.sleep(10)
+        rounds.clear()
+        await group.changes(10, refuses=set(queues(0)), mine=set())
         assert len(rounds) >= 10 / (AGAIN_S + SPACING_S) - 1
         group.refuses.clear()
         await asyncio.sleep(2 * AGAIN_S + 0.1)
-        del rounds[:]
+        rounds.clear()
         await asyncio.sleep(INTERVAL_S - 3)
         assert rounds == []
 

@@ -2,62 +2,59 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 
 import pytest
 
-from pyrocket_consumer import ConsumerState, MessageQueue
+from pyrocket_consumer import ConsumerState
 from pyrocket_consumer.testing import Gate, answer, close_connection, drop, garbage
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.consumer.orders import GROUP, TOPIC, Orders, of
 from tests.consuming import Events, Seen, consuming, numbered, until
-from tests.hazards.members import of
-from tests.resetting import fill, held
+from tests.hazards.company import members_of
+from tests.resetting import held
 
+BEAT, MEMBERS, PULL = RequestCode.HEART_BEAT, RequestCode.GET_CONSUMER_LIST_BY_GROUP, RequestCode.PULL_MESSAGE
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
 CLUSTER = {"brokers": 2, "slaves": 1, "auto_create_topics": False}
+ONE_BROKER = {"brokers": ["broker-a"]}
 
-QUICK = {
-    "rebalance_interval_s": 0.1,
-    "heartbeat_interval_s": 0.1,
-    "route_refresh_interval_s": 0.1,
-    "commit_interval_s": 0.05,
-    "pull_hold_s": 0.5,
-}
+OFTEN = ("rebalance_interval_s", "heartbeat_interval_s", "route_refresh_interval_s")
+QUICK = {**dict.fromkeys(OFTEN, 0.1), "commit_interval_s": 0.05, "pull_hold_s": 0.5}
 IMPATIENT = {**QUICK, "call_timeout_s": 0.3}
 
 
-def members_of(*client_ids):
-    return answer(0, body=json.dumps({"consumerIdList": list(client_ids)}).encode())
+@pytest.fixture
+def orders(embedded):
+    """The topic, with two queues at broker-a."""
+    return Orders(embedded, 2, **ONE_BROKER)
 
 
 # --- heartbeats
 
 
 @pytest.mark.parametrize("trouble", [drop, close_connection], ids=["lost", "closed"])
-def test_heartbeats_that_fail_for_a_while_cost_nothing_but_time(embedded, broker, topic, group, trouble):
-    embedded.create_topic(topic, queues=2, brokers=["broker-a"])
-    with consuming(embedded, topic, group, **IMPATIENT) as (consumer, seen):
-        fill(embedded, topic, 10)
+def test_heartbeats_that_fail_for_a_while_cost_nothing_but_time(orders, broker, trouble):
+    with orders.consuming(**IMPATIENT) as (consumer, seen):
+        orders.fill(10)
         seen.wait_for(10)
         broker.forget_requests()
-        broker.on(RequestCode.HEART_BEAT, trouble, times=6)
-        broker.wait_for(RequestCode.HEART_BEAT, 4)
-        fill(embedded, topic, 10, start=10)
+        broker.on(BEAT, trouble, times=6)
+        broker.wait_for(BEAT, 4)
+        orders.fill(10, 10)
         seen.wait_for(20)
-        broker.wait_for(RequestCode.HEART_BEAT, 8)
-        until(lambda: embedded.members(group), "it is known again")
-        until(lambda: sum(embedded.committed(group, topic).values()) == 20, "everything is committed")
+        broker.wait_for(BEAT, 8)
+        until(lambda: orders.cluster.members(GROUP), "it is known again")
+        until(lambda: sum(orders.committed.values()) == 20, "everything is committed")
         assert consumer.state is ConsumerState.RUNNING
     assert Counter(seen.bodies) == Counter(numbered(20))
 
 
-def test_a_consumer_starts_although_no_heartbeat_is_answered(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=1, brokers=["broker-a"])
-    embedded.send(topic, b"m0")
-    broker.on(RequestCode.HEART_BEAT, drop, times=4)
-    with consuming(embedded, topic, group, **IMPATIENT) as (consumer, seen):
+def test_a_consumer_starts_although_no_heartbeat_is_answered(orders, broker):
+    orders.fill(1)
+    broker.on(BEAT, drop, times=4)
+    with orders.consuming(**IMPATIENT) as (consumer, seen):
         assert consumer.state is ConsumerState.RUNNING
         seen.wait_for(1)
 
@@ -65,43 +62,33 @@ def test_a_consumer_starts_although_no_heartbeat_is_answered(embedded, broker, t
 # --- the list of members
 
 
-@pytest.mark.parametrize("trouble", [answer(1, "boom"), drop], ids=["error", "lost"])
-def test_an_assignment_is_kept_while_members_cannot_be_learned(embedded, broker, topic, group, trouble):
-    embedded.create_topic(topic, queues=2, brokers=["broker-a"])
-    events = Events()
-    with consuming(embedded, topic, group, on_event=events, **IMPATIENT) as (consumer, seen):
-        until(lambda: len(held(consumer, topic)) == 2, "both queues")
-        ours = sorted(held(consumer, topic))
+@pytest.mark.parametrize("trouble", [answer(1, "boom"), answer(2, "busy"), drop, close_connection])
+def test_an_assignment_is_kept_while_members_cannot_be_learned(orders, broker, trouble):
+    with orders.consuming(**IMPATIENT) as (consumer, seen):
+        until(lambda: len(held(consumer, TOPIC)) == 2, "both queues")
+        ours = sorted(held(consumer, TOPIC))
         broker.forget_requests()
-        broker.on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, trouble, times=None)
-        broker.wait_for(RequestCode.GET_CONSUMER_LIST_BY_GROUP, 4)
-        fill(embedded, topic, 10)
+        broker.on(MEMBERS, trouble, times=None)
+        broker.wait_for(MEMBERS, 4)
+        orders.fill(10)
         seen.wait_for(10)
-        assert sorted(held(consumer, topic)) == ours
-        assert events.of("queue-revoked") == []
+        assert sorted(held(consumer, TOPIC)) == ours
+        assert orders.events.of("queue-revoked") == []
     assert Counter(seen.bodies) == Counter(numbered(10))
 
 
-def test_a_member_not_listed_gives_queues_up_and_gets_them_back(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=2, brokers=["broker-a"])
-    events = Events()
-    options = {**QUICK, "rebalance_interval_s": 60}
-    with consuming(embedded, topic, group, on_event=events, **options) as (consumer, seen):
-        fill(embedded, topic, 10)
+def test_a_member_not_listed_gives_queues_up_and_gets_them_back(orders, broker):
+    with orders.consuming(**{**QUICK, "rebalance_interval_s": 60}) as (consumer, seen):
+        orders.fill(10)
         seen.wait_for(10)
-        broker.on(
-            RequestCode.GET_CONSUMER_LIST_BY_GROUP,
-            members_of("10.0.0.1@1#1", "10.0.0.2@2#2"),
-            times=None,
-            when=lambda command: command.fields["consumerGroup"] == group,
-        )
+        ours = set(held(consumer, TOPIC))
+        broker.on(MEMBERS, members_of("10.0.0.1@1#1", "10.0.0.2@2#2"), times=None)
         broker.close_connections()  # which makes the member look at its group again
-        ours = {MessageQueue(topic, "broker-a", number) for number in (0, 1)}  # beside the retry topic's
-        until(lambda: ours <= {event.queue for event in events.of("queue-revoked")}, "both queues are given up")
+        until(lambda: ours <= {event.queue for event in orders.events.of("queue-revoked")}, "both queues are given up")
         broker.clear_faults()
-        assert sum(embedded.committed(group, topic).values()) == 10, "their offsets were stored first"
-        until(lambda: len(held(consumer, topic)) == 2, "they are taken back without waiting for the next round")
-        fill(embedded, topic, 10, start=10)
+        assert sum(orders.committed.values()) == 10, "their offsets were stored first"
+        until(lambda: len(held(consumer, TOPIC)) == 2, "they are taken back without waiting for the next round")
+        orders.fill(10, 10)
         seen.wait_for(20)
     assert Counter(seen.bodies) == Counter(numbered(20))
 
@@ -109,25 +96,22 @@ def test_a_member_not_listed_gives_queues_up_and_gets_them_back(embedded, broker
 # --- routes and name servers
 
 
-def test_consuming_goes_on_while_the_name_server_is_away(embedded, topic, group):
-    embedded.create_topic(topic, queues=1)
-    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
-        embedded.send(topic, b"m0", broker_name="broker-a")
+def test_consuming_goes_on_while_the_name_server_is_away(orders, broker):
+    with orders.consuming(**QUICK) as (consumer, seen):
+        orders.fill(1)
         seen.wait_for(1)
-        embedded.stop_name_server()
+        orders.cluster.stop_name_server()
         try:
-            fill(embedded, topic, 10, start=1)
+            orders.fill(10, 1)
             seen.wait_for(11)
-            embedded.broker("broker-a").close_connections()
-            fill(embedded, topic, 10, start=11)
+            broker.close_connections()
+            orders.fill(10, 11)
             seen.wait_for(21)
             assert consumer.state is ConsumerState.RUNNING
         finally:
-            embedded.start_name_server()
-        late = f"{topic}-late"
-        embedded.create_topic(late, queues=1)
-        consumer.subscribe(late, second := Seen())
-        embedded.send(late, b"m0")
+            orders.cluster.start_name_server()
+        consumer.subscribe(late := orders.make(1, "late"), second := Seen())
+        orders.send(b"m0", topic=late)
         second.wait_for(1)
     assert Counter(seen.bodies) == Counter(numbered(21))
 
@@ -146,48 +130,45 @@ BAD_ROUTES = {
 }
 
 
-def test_bad_routes_change_nothing_for_long(embedded, topic, group):
-    embedded.create_topic(topic, queues=2)
-
-    is_ours = of(topic)
-    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
-        node = embedded.name_server_node
+def test_bad_routes_change_nothing_for_long(orders):
+    orders.make(2)
+    node = orders.cluster.name_server_node
+    with orders.consuming(**QUICK) as (consumer, seen):
         for what, trouble in BAD_ROUTES.items():
             node.forget_requests()
-            node.on(ROUTE, trouble, when=is_ours)
-            node.wait_for(ROUTE, when=is_ours)
+            node.on(ROUTE, trouble, when=of())
+            node.wait_for(ROUTE, when=of())
             assert consumer.state is ConsumerState.RUNNING, what
         node.forget_requests()
-        node.wait_for(ROUTE, 2, when=is_ours)
-        fill(embedded, topic, 20)
+        node.wait_for(ROUTE, 2, when=of())
+        orders.fill(20)
         seen.wait_for(20)
-        until(lambda: len(held(consumer, topic)) == 4, "the queues of both brokers")
+        until(lambda: len(held(consumer, TOPIC)) == 4, "the queues of both brokers")
     assert Counter(seen.bodies) == Counter(numbered(20))
 
 
-def test_a_broker_leaves_the_route_and_comes_back(embedded, broker, topic, group):
+def test_a_broker_leaves_the_route_and_comes_back(orders, embedded, broker):
     """Its address is forgotten while heartbeats and pulls are trying to reach it: they must survive that."""
-    other = embedded.broker("broker-b")
-    embedded.create_topic(topic, queues=2)
-    with consuming(embedded, topic, group, **QUICK) as (consumer, seen):
-        until(lambda: len(held(consumer, topic)) == 4, "the queues of both brokers")
-        node = embedded.name_server_node
+    other, slave, node = embedded.broker("broker-b"), embedded.broker("broker-b-1"), embedded.name_server_node
+    orders.make(2)
+    with orders.consuming(**QUICK) as (consumer, seen):
+        until(lambda: len(held(consumer, TOPIC)) == 4, "the queues of both brokers")
         node.on(ROUTE, answer(1, "not yet"), times=None)
         other.kill()
-        embedded.broker("broker-b-1").kill()
+        slave.kill()
         # attempts to connect grow rarer, so that one of them is waiting when the address is dropped
         broker.forget_requests()
-        broker.wait_for(RequestCode.HEART_BEAT, 3)
+        broker.wait_for(BEAT, 3)
         node.clear_faults()
-        until(lambda: len(held(consumer, topic)) == 2, "the queues of the broker that is gone are given up")
+        until(lambda: len(held(consumer, TOPIC)) == 2, "the queues of the broker that is gone are given up")
         broker.forget_requests()
-        broker.wait_for(RequestCode.HEART_BEAT, 3)  # they go on
-        fill(embedded, topic, 10, broker_name="broker-a")
+        broker.wait_for(BEAT, 3)  # they go on
+        orders.fill(10, broker_name="broker-a")
         seen.wait_for(10)
         other.start()
-        embedded.broker("broker-b-1").start()
-        until(lambda: len(held(consumer, topic)) == 4, "and taken back when it returns")
-        fill(embedded, topic, 10, start=10, broker_name="broker-b")
+        slave.start()
+        until(lambda: len(held(consumer, TOPIC)) == 4, "and taken back when it returns")
+        orders.fill(10, 10, broker_name="broker-b")
         seen.wait_for(20)
         assert consumer.state is ConsumerState.RUNNING
     assert Counter(seen.bodies) == Counter(numbered(20))
@@ -196,91 +177,89 @@ def test_a_broker_leaves_the_route_and_comes_back(embedded, broker, topic, group
 # --- slaves
 
 
-def test_a_slave_is_read_while_it_is_suggested(embedded, broker, topic, group):
-    slave = embedded.broker("broker-a-1")
-    embedded.create_topic(topic, queues=1, brokers=["broker-a"])
-    with consuming(embedded, topic, group, **QUICK) as (_, seen):
+@pytest.fixture
+def slave(embedded):
+    return embedded.broker("broker-a-1")
+
+
+def test_a_slave_is_read_while_it_is_suggested(embedded, broker, slave):
+    orders = Orders(embedded, **ONE_BROKER)
+    with orders.consuming(**QUICK) as (_, seen):
         broker.suggest_broker(1)
-        fill(embedded, topic, 40)
-        slave.wait_for(RequestCode.PULL_MESSAGE, when=of(topic))
+        orders.fill(40)
+        slave.wait_for(PULL, when=of())
         seen.wait_for(40)
         broker.suggest_broker(0)
         broker.forget_requests()
-        fill(embedded, topic, 40, start=40)
+        orders.fill(40, 40)
         seen.wait_for(80)
-        broker.wait_for(RequestCode.PULL_MESSAGE, when=of(topic))
-        until(lambda: embedded.committed(group, topic) == {0: 80}, "committed at the master")
+        broker.wait_for(PULL, when=of())
+        until(lambda: orders.committed == {0: 80}, "committed at the master")
     assert Counter(seen.bodies) == Counter(numbered(80))
 
 
-def test_a_slave_that_is_behind_is_asked_now_and_then(embedded, broker, topic, group):
-    slave = embedded.broker("broker-a-1")
-    embedded.create_topic(topic, queues=1, brokers=["broker-a"])
-    events = Events()
-    with consuming(embedded, topic, group, on_event=events, **QUICK) as (_, seen):
+def test_a_slave_that_is_behind_is_asked_now_and_then(embedded, broker, slave):
+    orders = Orders(embedded, **ONE_BROKER)
+    with orders.consuming(**QUICK) as (_, seen):
         slave.pause_replication()
         try:
-            fill(embedded, topic, 20)
+            orders.fill(20)
             seen.wait_for(20)
             broker.kill()
             slave.forget_requests()
-            slave.wait_for(RequestCode.PULL_MESSAGE, 3, when=of(topic))
-            mark = len(slave.requests(RequestCode.PULL_MESSAGE))
-            until(lambda: len(slave.requests(RequestCode.PULL_MESSAGE)) > mark + 5, "it is asked again now and then")
-            pulls = [each.at_s for each in slave.requests(RequestCode.PULL_MESSAGE) if of(topic)(each.command)]
+            slave.wait_for(PULL, 3, when=of())
+            mark = len(slave.requests(PULL))
+            until(lambda: len(slave.requests(PULL)) > mark + 5, "it is asked again now and then")
+            pulls = [each.at_s for each in slave.requests(PULL) if of()(each.command)]
             assert len(pulls) < 30 + 15 * (pulls[-1] - pulls[0]), "a few times a second, not thousands"
-            assert events.of("offset-corrected") == []
+            assert orders.events.of("offset-corrected") == []
         finally:
             slave.resume_replication()
             broker.start()
-        fill(embedded, topic, 20, start=20)
+        orders.fill(20, 20)
         seen.wait_for(40)
     assert Counter(seen.bodies) == Counter(numbered(40))
 
 
-def test_a_topic_that_is_unsubscribed_is_asked_about_no_more(embedded, topic, group):
+def test_a_topic_that_is_unsubscribed_is_asked_about_no_more(orders):
     """Nor when its route is just being asked for."""
-    embedded.create_topic(topic, queues=1)
-    others = [f"{topic}-{number}" for number in range(3)]
-    name_server, gate = embedded.name_server_node, Gate()
-    with consuming(embedded, topic, group, route_refresh_interval_s=0.1) as (consumer, _):
+    others = [orders.make(1, f"others-{number}") for number in range(3)]
+    name_server, gate = orders.cluster.name_server_node, Gate()
+    with orders.consuming(route_refresh_interval_s=0.1) as (consumer, _):
         for other in others:
-            embedded.create_topic(other, queues=1)
             consumer.subscribe(other, Seen())
             if other == others[-1]:
-                name_server.on(ROUTE, gate, when=of(others[-1]))
+                name_server.on(ROUTE, gate, when=of(other))
                 gate.wait_held(1)
             consumer.unsubscribe(other)
         gate.open()
         time.sleep(1)  # what was being asked is answered
         name_server.forget_requests()
-        name_server.wait_for(ROUTE, 4, when=of(topic))
+        name_server.wait_for(ROUTE, 4, when=of())
         assert {each.command.fields["topic"] for each in name_server.requests(ROUTE)} & set(others) == set()
 
 
 # --- members that subscribe to different things: brokers refuse their pulls in turn
 
 
-def test_they_tell_once_who_differs_in_what(embedded, broker, topic, group):
-    one, other = f"{topic}-one", f"{topic}-other"
-    for each in (one, other):
-        embedded.create_topic(each, queues=8)
+def test_they_tell_once_who_differs_in_what(orders, embedded, broker):
+    one, other = orders.make(8, "one"), orders.make(8, "other")
     events, others = Events(), Events()
     with (
-        consuming(embedded, one, group, instance_name="one", on_event=events),
-        consuming(embedded, other, group, instance_name="other", on_event=others),
+        consuming(embedded, one, GROUP, instance_name="one", on_event=events),
+        consuming(embedded, other, GROUP, instance_name="other", on_event=others),
     ):
 
         def both_have_told() -> bool:
             for each in (one, other):  # pulls that a broker holds are not refused: let them be answered
-                embedded.send(each, b"x", count=8)
+                orders.send(b"x", count=8, topic=each)
             return all(each.of("subscription-differs") for each in (events, others))
 
         until(both_have_told, "both tell")
         broker.forget_requests()
         ends = time.monotonic() + 3
         until(lambda: both_have_told() and time.monotonic() > ends, "a while")
-        assert len(broker.requests(RequestCode.HEART_BEAT)) <= 12, "each of the two less than every half second"
+        assert len(broker.requests(BEAT)) <= 12, "each of the two less than every half second"
     for told, ours, theirs in ((events, one, other), (others, other, one)):
         (event,) = told.of("subscription-differs")
         assert ours in event.facts["ours"]
@@ -290,13 +269,10 @@ def test_they_tell_once_who_differs_in_what(embedded, broker, topic, group):
         assert f"{client_id} to" in event.text
 
 
-def test_a_broker_that_forgot_us_for_a_moment_is_told_at_once(embedded, broker, topic, group):
-    embedded.create_topic(topic, queues=4)
-    events = Events()
-    refused = answer(24, "the consumer's subscription not exist")
-    broker.on(RequestCode.PULL_MESSAGE, refused, times=6, when=of(topic))
-    options = {"on_event": events, "pull_retry_delay_s": 1.0, "rebalance_interval_s": 20.0}  # as by default
-    with consuming(embedded, topic, group, **options) as (_, seen):
-        fill(embedded, topic, 20)
+def test_a_broker_that_forgot_us_for_a_moment_is_told_at_once(orders, broker):
+    orders.make(4)
+    broker.on(PULL, answer(24, "the consumer's subscription not exist"), times=6, when=of())
+    with orders.consuming(pull_retry_delay_s=1.0, rebalance_interval_s=20.0) as (_, seen):  # as by default
+        orders.fill(20)
         seen.wait_for(20, timeout_s=10)
-    assert not events.of("subscription-differs")
+    assert not orders.events.of("subscription-differs")
