@@ -6,6 +6,7 @@ import copy
 import pickle
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
+from functools import partial
 from ssl import create_default_context
 
 import pytest
@@ -16,27 +17,17 @@ from pyrocket_consumer.offsets.adoption import adopt
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 
+PLACE = {"name_server": "127.0.0.1:9876"}
+WORDS = {"first": "first", "earliest": "first", "last": "last", "latest": "last"}
 
-def consume_from(value):
-    return ConsumerConfig(group="G", name_server="127.0.0.1:9876", consume_from=value).consume_from
 
-
-@for_each(
-    "given, means",
-    [
-        ("first", "first"),
-        ("earliest", "first"),
-        ("last", "last"),
-        ("latest", "last"),
-        ("2026-11-21T08:00:00Z", datetime(2026, 11, 21, 8, tzinfo=UTC)),
-    ],
-)
+@for_each("given, means", [*WORDS.items(), ("2026-11-21T08:00:00Z", datetime(2026, 11, 21, 8, tzinfo=UTC))])
 def test_where_to_begin_is_one_word_whichever_is_given(given, means):
-    assert consume_from(given) == means
+    assert ConsumerConfig(group="G", **PLACE, consume_from=given).consume_from == means
 
 
 def allowed(value):
-    return ClientConfig(name_server="127.0.0.1:9876", allowed_addresses=value).allowed_addresses
+    return ClientConfig(**PLACE, allowed_addresses=value).allowed_addresses
 
 
 @for_each(
@@ -77,7 +68,6 @@ def test_what_is_no_allowed_address_is_told(given, told):
 
 
 ACCOUNT = {"access_key": "reader-1", "secret_key": "do-not-show-2", "security_token": "do-not-show-3"}
-PLACE = {"name_server": "127.0.0.1:9876"}
 
 
 def assert_hidden(*shown):
@@ -145,19 +135,17 @@ def test_a_token_without_an_account_is_told():
 
 @for_each("word", ["no", "false", "", 0, 1, None])
 def test_no_word_is_taken_for_a_truth(word, tmp_path):
-    for name in ("auto_create_topic", "accept_degraded"):
-        with pytest.raises(ConfigError, match=name):
-            ProducerConfig(**PLACE, **{name: word})
-    for name in ("orderly", "auto_commit", "server_messages"):
-        with pytest.raises(ConfigError, match=name):
-            ConsumerConfig(group="g", **PLACE, **{name: word})
-    for name in ("auto_create_topics", "auto_create_groups"):
-        with pytest.raises(ConfigError, match=name):
-            EmbeddedCluster(**{name: word})
-    with pytest.raises(ConfigError, match="tls"):
-        ClientConfig(**PLACE, tls=word)
-    with pytest.raises(ConfigError, match="replace"):
-        adopt(tmp_path / "a", tmp_path / "b", replace=word)
+    places = {
+        partial(ProducerConfig, **PLACE): ("auto_create_topic", "accept_degraded"),
+        partial(ConsumerConfig, group="g", **PLACE): ("orderly", "auto_commit", "server_messages"),
+        EmbeddedCluster: ("auto_create_topics", "auto_create_groups"),
+        partial(ClientConfig, **PLACE): ("tls",),
+        partial(adopt, tmp_path / "a", tmp_path / "b"): ("replace",),
+    }
+    for taker, names in places.items():
+        for name in names:
+            with pytest.raises(ConfigError, match=name):
+                taker(**{name: word})
 
 
 def test_an_embedded_cluster_takes_a_context_and_an_account():
@@ -169,27 +157,28 @@ def test_an_embedded_cluster_takes_a_context_and_an_account():
 
 
 TOLD = {
-    "client_ip": "client_ip=.*1 to 255 printable",
-    "instance_name": "instance_name=.*1 to 255 printable",
-    "unit_name": "unit_name=.*1 to 255 printable",
-    "namespace": "namespace",
+    **{name: f"{name}=.*1 to 255 printable" for name in ("client_ip", "instance_name", "unit_name")},
     "offset_store_dir": "offset_store_dir=.* must be the path of a directory",
     "consume_from": "consume_from='begin' is not allowed; use 'first' or 'earliest'",
 }
+NO_NAMES = ["", "\x1b[31m", "a\nb", "\0", "x" * 256, b"x", 5]
 WRONG = {
-    **{
-        name: ["", "\x1b[31m", "a\nb", "\0", "x" * 256, b"x", 5] for name in ("client_ip", "instance_name", "unit_name")
-    },
-    "namespace": ["", "\x1b[31m", "a b", "x" * 128, 5],
-    "offset_store_dir": ["", "a\0b", 5],
-    "consume_from": ["begin"],
-}
+    "client_ip": NO_NAMES, "instance_name": NO_NAMES, "unit_name": NO_NAMES,
+    "namespace": ["", "\x1b[31m", "a b", "x" * 128, 5], "offset_store_dir": ["", "a\0b", 5], "consume_from": ["begin"],
+    "group": ["", "bad group", "g" * 121, "DEFAULT_CONSUMER"], "message_model": ["both"], "access_key": ["only"],
+}  # fmt: skip
 
 
 @for_each("name, value", [(name, value) for name, values in WRONG.items() for value in values])
 def test_a_wrong_value_is_told_with_what_is_allowed(name, value):
-    with pytest.raises(ConfigError, match=TOLD[name]):
+    with pytest.raises(ConfigError, match=TOLD.get(name, name)):
         ConsumerConfig(**{"group": "g", **PLACE, name: value})
+
+
+@for_each("topic", ["bad topic", "", "t" * 128])
+def test_a_wrong_topic_is_refused_before_the_start(topic):
+    with pytest.raises(ConfigError):
+        PushConsumer("g", **PLACE).subscribe(topic, print)
 
 
 def error_of(name, value):

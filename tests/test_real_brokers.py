@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.real_brokers import JavaOffsetStore, wait_until
+from tests.real_brokers import wait_until
 from tests.real_brokers.accounts import ACCOUNT, ACL_1, ACL_2
 from tests.real_brokers.process import sweep_directories
 from tests.real_brokers.remoting import Peer, Refused
@@ -29,74 +28,7 @@ def test_messages_are_where_they_were_sent(real_cluster, names):
         (b"hello", "paid", ("k1", "k2"), "b")
     ] * 3
     assert [each.message_id for each in found] == [each.message_id for each in sent]
-
-
-def test_a_group_without_offsets_has_none(real_cluster, names):
-    topic = names.topic()
-    real_cluster.create_topic(topic, queues=2)
-    real_cluster.send(topic, queue_id=0)
-    assert real_cluster.committed(names.group(), topic) == {}
-
-
-def test_a_java_consumer_consumes_commits_and_leaves(real_cluster, java, names):
-    topic, group = names.topic(), names.group()
-    real_cluster.create_topic(topic, queues=2)
-    with java.producer(real_cluster.name_server) as producer:
-        sent = producer.send(topic, b"from java", count=6, tags="t", keys=["k"], properties={"p": "é&="})
-    with java.consumer(real_cluster.name_server, group, topic, persistIntervalMs=500) as consumer:
-        got = consumer.wait_for_messages(6)
-        wait_until(lambda: sum(real_cluster.committed(group, topic).values()) == 6, "commits")
-        assert consumer.wait_for_queues(topic, 2) == {MessageQueue(topic, "broker-a", each) for each in range(2)}
-        assert real_cluster.members(group) == [consumer.client_id]
-    assert {each.message_id for each in got} == {each["messageId"] for each in sent}
-    assert {(each.body, each.tags, each.keys, each.properties["p"]) for each in got} == {
-        (b"from java", "t", "k", "é&=")
-    }
-    assert real_cluster.members(group) == []
-
-
-def test_java_consumers_share_queues_and_ask_for_messages_again(real_cluster, java, names):
-    topic, group = names.topic(), names.group()
-    real_cluster.create_topic(topic, queues=4)
-    with (
-        java.consumer(real_cluster.name_server, group, topic, orderly=True, strategy="AVG_BY_CIRCLE", fail=1) as first,
-        java.consumer(real_cluster.name_server, group, topic, orderly=True, strategy="AVG_BY_CIRCLE", fail=1) as second,
-    ):
-        held = [consumer.wait_for_queues(topic, 2) for consumer in (first, second)]
-        assert held[0].isdisjoint(held[1])
-        real_cluster.send(topic, queue_id=0)
-        owner = next(each for each in (first, second) if MessageQueue(topic, "broker-a", 0) in each.queues(topic))
-        assert [each.consumed for each in owner.wait_for_messages(2)] == [False, True]
-
-
-def test_mqadmin_answers(real_cluster, java, names):
-    topic, group = names.topic(), names.group()
-    real_cluster.create_topic(topic, queues=1)
-    real_cluster.send(topic, count=3)
-    with java.consumer(real_cluster.name_server, group, topic) as consumer:
-        consumer.wait_for_messages(3)
-    real_cluster.broker("broker-a").commit(group, topic, {0: 1})
-    lines = java.mqadmin(real_cluster.name_server, "consumerProgress", "-g", group).splitlines()
-    row = next(line.split() for line in lines if line.startswith(topic[:20]))
-    assert row[1:5] == ["broker-a", "0", "3", "1"]
-
-
-def test_the_java_offset_store_writes_and_reads_its_file(real_version):
-    first, second = MessageQueue("T", "broker-a", 0), MessageQueue("T", "broker-a", 1)
-    with JavaOffsetStore(real_version, "g") as store:
-        store.update_offset(first, 7)
-        store.update_offset(second, 9)
-        store.persist_all([first, second])
-        text = store.path.read_text()
-        assert text.startswith('{\n\t"offsetTable":{')
-        assert text.count('"queueId"') == 2
-        store.update_offset(first, 8)
-        assert store.read_offset(first) == 8
-        assert store.read_offset(first, "READ_FROM_STORE") == 7
-        assert store.clone_offset_table("T") == {first: 7, second: 9}
-        store.path.write_text(text.replace(":9", ":12"))
-        store.load()
-        assert store.read_offset(second, "READ_FROM_MEMORY") == 12
+    assert real_cluster.committed(names.group(), topic) == {}, "a group without offsets has none"
 
 
 def test_a_killed_broker_keeps_its_messages(real_cluster, names):

@@ -19,8 +19,7 @@ def test_every_member_sees_every_message(cluster, topic, group, stores):
 
 
 def test_a_restarted_member_goes_on_from_its_file(cluster, topic, group, stores, tmp_path):
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 20)
+    fill(cluster, topic, 20, queues=2)
     with consuming(cluster, topic, group, **stores) as (_, seen):
         seen.wait_for(20)
     (file,) = tmp_path.rglob("offsets.json")

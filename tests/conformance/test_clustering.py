@@ -77,14 +77,13 @@ def test_tags_select(cluster, topic, group):
 
 
 def test_a_failed_message_comes_again_and_is_not_lost(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
 
     def judge(message):
         if message.body == b"m3" and message.reconsume_times == 0:
             return Retry(delay_level=1)
 
     seen = Seen(judge)
-    fill(cluster, topic, 6)
+    fill(cluster, topic, 6, queues=1)
     with consuming(cluster, topic, group, seen):
         seen.wait(lambda seen: len(seen.messages) == 7)
     (again,) = [message for message in seen.messages if message.reconsume_times]
@@ -95,14 +94,13 @@ def test_a_failed_message_comes_again_and_is_not_lost(cluster, topic, group):
 
 
 def test_a_raising_listener_is_a_retry_even_for_base_exceptions(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
     events = Events()
 
     def judge(message):
         if message.body == b"m0":
             raise SystemExit("not here")
 
-    fill(cluster, topic, 2)
+    fill(cluster, topic, 2, queues=1)
     seen = Seen(judge)
     with consuming(cluster, topic, group, seen, on_event=events):
         seen.wait_for(2)
@@ -246,7 +244,6 @@ def test_subscribe_and_unsubscribe_while_running(cluster, topic, group):
 
 
 def test_a_message_that_takes_too_long_is_told_and_comes_again(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
     events, release = Events(), threading.Event()
 
     def judge(message):
@@ -254,7 +251,7 @@ def test_a_message_that_takes_too_long_is_told_and_comes_again(cluster, topic, g
             release.wait(60)
 
     seen = Seen(judge)
-    fill(cluster, topic, 3)
+    fill(cluster, topic, 3, queues=1)
     try:
         with consuming(cluster, topic, group, seen, on_event=events, consume_timeout_s=0.5, shutdown_timeout_s=1):
             events.wait_for("message-stuck")

@@ -6,22 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 
 import pytest
 
-from pyrocket_consumer import Admin, ConfigError, ConnectError, ConsumerClosed, ConsumerState, PushConsumer
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer import Admin, ConnectError, ConsumerClosed, ConsumerState, PushConsumer
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
-from tests.for_each import for_each
-from tests.real_brokers.remoting import Peer
 from tests.resetting import fill
-
-
-def commit(cluster, group, topic, offset):
-    fields = {"consumerGroup": group, "topic": topic, "queueId": 0, "commitOffset": offset}
-    with closing(Peer(cluster.broker("broker-a").address)) as peer:
-        peer.call(RequestCode.UPDATE_CONSUMER_OFFSET, fields)
 
 
 @pytest.fixture
@@ -97,7 +87,7 @@ def test_a_stored_offset_beyond_the_end_is_corrected_and_told(cluster, topic, gr
     fill(cluster, topic, 5, queues=1)
     with consuming(cluster, topic, group) as (_, seen):
         seen.wait_for(5)
-    commit(cluster, group, topic, 500)
+    cluster.broker("broker-a").commit(group, topic, {0: 500})
     events = Events()
     with consuming(cluster, topic, group, on_event=events) as (_, again):
         event = events.wait_for("offset-corrected")
@@ -106,29 +96,6 @@ def test_a_stored_offset_beyond_the_end_is_corrected_and_told(cluster, topic, gr
         fill(cluster, topic, 3, start=5)
         again.wait_for(3)
     assert sorted(again.bodies) == numbered(3, 5)
-
-
-@for_each(
-    "group_name, topic_name, options",
-    [
-        ("", "orders", {}),
-        ("bad group", "orders", {}),
-        ("g" * 121, "orders", {}),
-        ("DEFAULT_CONSUMER", "orders", {}),
-        ("g", "bad topic", {}),
-        ("g", "", {}),
-        ("g", "t" * 128, {}),
-        ("g", "orders", {"consume_threads": 0}),
-        ("g", "orders", {"consume_thread": 5}),
-        ("g", "orders", {"message_model": "both"}),
-        ("g", "orders", {"consume_from": "yesterday"}),
-        ("g", "orders", {"name_server": "nowhere"}),
-        ("g", "orders", {"access_key": "only"}),
-    ],
-)
-def test_bad_settings_are_refused_before_anything_happens(group_name, topic_name, options):
-    with pytest.raises(ConfigError):
-        PushConsumer(group_name, **{"name_server": "127.0.0.1:9876", **options}).subscribe(topic_name, Seen())
 
 
 def test_a_closed_consumer_stays_closed(cluster, topic, group):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections import defaultdict
 from contextlib import closing
 
 import pytest
@@ -13,47 +12,32 @@ import pytest
 from pyrocket_consumer import ConsumeResult, Suspend
 from pyrocket_consumer.wire.bodies import LockRequest, decode_lock_answer, encode_lock_request
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.by_key import ByKey, send_keys
 from tests.consumer.processes import member
 from tests.consuming import Events, Seen, consuming, numbered, until
 from tests.real_brokers.remoting import Peer
 from tests.resetting import fill, held, queue
 
 
-class InOrder(Seen):
+class InOrder(ByKey):
     """A listener that notices when two calls of a queue overlap, and keeps the order of each queue."""
 
-    def __init__(self, judge=lambda message: None, pause_s=0.0):
-        super().__init__(judge)
-        self.overlaps = []
-        self._running = defaultdict(int)
-        self._pause_s = pause_s
+    def __init__(self, judge=lambda message: None):
+        super().__init__(judge, key=lambda message: message.queue)
 
-    def __call__(self, message):
-        queue = message.queue
-        self._running[queue] += 1
-        if self._running[queue] > 1:
-            self.overlaps.append(queue)
-        try:
-            if self._pause_s:
-                time.sleep(self._pause_s)
-            return super().__call__(message)
-        finally:
-            self._running[queue] -= 1
-
-    def offsets(self):
-        order = defaultdict(list)
-        for message in list(self.messages):
-            order[message.queue].append(message.queue_offset)
-        return order
+    def assert_in_order(self, once=True):
+        """No calls of a queue overlapped, and its messages came in order: each once, or some again and again."""
+        assert not self.overlaps
+        for each in {message.queue for message in list(self.messages)}:
+            assert self.of(each) == sorted(set(self.of(each)) if once else self.of(each))
 
 
 def test_each_queue_in_order_one_call_at_a_time(cluster, topic, group):
     fill(cluster, topic, 200, queues=4)
-    seen = InOrder(pause_s=0.001)
+    seen = InOrder(lambda message: time.sleep(0.001))
     with consuming(cluster, topic, group, seen, orderly=True):
         seen.wait_for(200)
-    assert not seen.overlaps
-    assert all(offsets == sorted(set(offsets)) for offsets in seen.offsets().values())
+    seen.assert_in_order()
     assert sum(cluster.committed(group, topic).values()) == 200
 
 
@@ -73,7 +57,7 @@ def test_a_failure_holds_its_queue_and_comes_again_first(cluster, topic, group, 
     with consuming(cluster, topic, group, seen, orderly=True):
         seen.wait(lambda seen: len(seen.messages) == 22)
     assert failures == [0, 1]
-    assert all(offsets == sorted(offsets) for offsets in seen.offsets().values())
+    seen.assert_in_order(once=False)
     assert sum(cluster.committed(group, topic).values()) == 20
 
 
@@ -94,35 +78,38 @@ def test_batches_in_order(cluster, topic, group):
     assert calls[1] == calls[2][: len(calls[1])]
 
 
-def test_order_is_kept_when_a_second_member_takes_queues(cluster, topic, group):
+KINDS = {"queues": (InOrder, {}), "keys": (ByKey, {"order_by": "sharding_key"})}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_order_is_kept_when_a_second_member_takes_queues(cluster, topic, group, kind):
     cluster.create_topic(topic, queues=4)
-    seen = InOrder(pause_s=0.002)
-    stop, sent = threading.Event(), 0
+    listener, options = KINDS[kind]
+    seen, stop, sent = listener(lambda message: time.sleep(0.002)), threading.Event(), 0
 
-    def send():
+    def go_on_sending():
         nonlocal sent
-        while not stop.is_set():
-            fill(cluster, topic, 4, start=sent)
-            sent += 4
-            stop.wait(0.02)
+        while not stop.wait(0.02):
+            send_keys(cluster, topic, 16, keys=16, first=sent)
+            sent += 16
 
-    with consuming(cluster, topic, group, seen, orderly=True) as (first, _):
-        sending = threading.Thread(target=send)
+    with consuming(cluster, topic, group, seen, orderly=True, **options) as (first, _):
+        sending = threading.Thread(target=go_on_sending)
         sending.start()
         try:
             seen.wait_for(40)
-            with consuming(cluster, topic, group, seen, orderly=True) as (second, _):
+            with consuming(cluster, topic, group, seen, orderly=True, **options) as (second, _):
                 until(lambda: len(held(first, topic)) == len(held(second, topic)) == 2, "two queues each")
-                count = len(seen.messages)
-                seen.wait_for(count + 80)
+                seen.wait_for(len(set(seen.bodies)) + 80)
             until(lambda: len(held(first, topic)) == 4, "all queues again")
-            seen.wait_for(len(seen.messages) + 40)
+            seen.wait_for(len(set(seen.bodies)) + 40)
         finally:
             stop.set()
             sending.join()
         seen.wait_for(sent)
-    assert not seen.overlaps
-    assert all(offsets == sorted(offsets) for offsets in seen.offsets().values())
+    seen.check()
+    if kind == "queues":
+        seen.assert_in_order(once=False)
 
 
 @pytest.mark.slow("starts and kills processes")
@@ -137,13 +124,8 @@ def test_a_killed_member_leaves_its_queues_in_order(cluster, topic, group):
         victim.ended()
     seen = InOrder()
     with consuming(cluster, topic, group, seen, orderly=True):
-        seen.wait(lambda seen: {body.decode() for body in seen.bodies} | set(victim.bodies) >= texts(40), 60)
-    assert not seen.overlaps
-    assert all(offsets == sorted(set(offsets)) for offsets in seen.offsets().values())
-
-
-def texts(count):
-    return {body.decode() for body in numbered(count)}
+        seen.wait(lambda seen: {*seen.bodies, *(body.encode() for body in victim.bodies)} >= set(numbered(40)), 60)
+    seen.assert_in_order()
 
 
 def test_auto_commit_off_commits_what_the_listener_commits(cluster, topic, group):

@@ -61,8 +61,7 @@ def test_a_member_killed_with_9_loses_nothing(cluster, topic, group):
 @pytest.mark.slow("starts and kills processes")
 @pytest.mark.live
 def test_a_killed_broadcasting_member_goes_on_from_its_file(cluster, topic, group, stores):
-    cluster.create_topic(topic, queues=2)
-    fill(cluster, topic, 50)
+    fill(cluster, topic, 50, queues=2)
     with member(cluster, topic, group, **stores) as first:
         first.wait(lambda lines: len(first.bodies) == 50)
         first.send(signal.SIGKILL)

@@ -28,3 +28,9 @@ def topic(names):
 @pytest.fixture
 def group(names):
     return names.group()
+
+
+@pytest.fixture
+def mqadmin(real_cluster, java):
+    """Run a command against the cluster and return what it prints."""
+    return lambda *arguments: java.mqadmin(real_cluster.name_server, *arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import closing
 from typing import Any
 
@@ -36,19 +35,14 @@ def client_id(name: str) -> str:
     return f"{IP}@{name}"
 
 
-def eight_queues(cluster: Any, topic: str) -> list[MessageQueue]:
-    """Make `topic` with 8 queues, and return them."""
-    cluster.create_topic(topic, queues=8)
+def queues_of(topic: str) -> list[MessageQueue]:
+    """Return the 8 queues that topics have here."""
     return [MessageQueue(topic, "broker-a", queue_id) for queue_id in range(8)]
 
 
-def running_info(cluster: Any, group: str, member: str, *, with_stacks: bool = False) -> RunningInfo:
-    """Return what a member, ours or Java's, says of itself through the broker.
-
-    Raises:
-        Refused: it is not there (any more).
-    """
-    fields = {"consumerGroup": group, "clientId": member, "jstackEnable": with_stacks}
+def running_info(cluster: Any, group: str, member: str) -> RunningInfo:
+    """Return what a member, ours or Java's, says of itself through the broker; Refused if it is not there."""
+    fields = {"consumerGroup": group, "clientId": member, "jstackEnable": False}
     with closing(Peer(cluster.broker("broker-a").address)) as peer:
         return decode_running_info(peer.call(RequestCode.GET_CONSUMER_RUNNING_INFO, fields).body)
 
@@ -78,15 +72,10 @@ def owners(cluster: Any, group: str, topic: str) -> Owners:
     return found
 
 
-def allocated(strategy: str, group: str, queues: Iterable[MessageQueue], names: Iterable[str]) -> Owners:
-    """Return which queues members of these names should hold, by our own allocation."""
-    every, ids = list(queues), [client_id(name) for name in names]
-    return {each: set(allocate(strategy_of(strategy), group, each, every, ids)) for each in ids}
-
-
-def wait_for_owners(cluster: Any, group: str, topic: str, expected: Owners, timeout_s: float = 60) -> None:
-    """Wait until the group has exactly these members, and each holds exactly these queues."""
-    found: Owners = {}
+def wait_for_members(cluster: Any, group: str, topic: str, *names: str, strategy: str = "average") -> None:
+    """Wait until the group has exactly these members, and each holds exactly what our own allocation says."""
+    every, ids, found = queues_of(topic), [client_id(name) for name in names], Owners()
+    expected = {each: set(allocate(strategy_of(strategy), group, each, every, ids)) for each in ids}
 
     def reached() -> bool:
         nonlocal found
@@ -94,7 +83,7 @@ def wait_for_owners(cluster: Any, group: str, topic: str, expected: Owners, time
         return found == expected
 
     try:
-        until(reached, "owners", timeout_s)
+        until(reached, "owners", 60)
     except AssertionError as error:
         raise AssertionError(f"queues are held by {_ids(found)}, not by {_ids(expected)}") from error
 

@@ -18,12 +18,6 @@ from tests.consuming import Seen, consuming, numbered, until
 from tests.interop.members import java_named, named, wait_until_noted
 
 
-@pytest.fixture
-def mqadmin(real_cluster, java):
-    """Run a command against the cluster and return what it prints."""
-    return lambda *arguments: java.mqadmin(real_cluster.name_server, *arguments)
-
-
 @contextmanager
 def one_of_each(cluster, java, topic, names, listener=None, **options):
     """A group with a member of ours and one with a Java member consume `topic`; yields both groups and members."""

@@ -18,12 +18,6 @@ from tests.resetting import fill, held, members, queue, wait_until_seen, wait_un
 QUEUES = 4
 
 
-@pytest.fixture
-def mqadmin(real_cluster, java):
-    """Run a command against the cluster and return what it prints."""
-    return lambda *arguments: java.mqadmin(real_cluster.name_server, *arguments)
-
-
 @contextmanager
 def server_side(cluster, wanted):
     """Have the broker reset by marks of its own, or by telling the members."""

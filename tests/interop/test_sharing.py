@@ -6,6 +6,7 @@ import signal
 import threading
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -13,13 +14,11 @@ from tests.consumer.processes import member
 from tests.consuming import consuming, numbered, until
 from tests.interop.members import (
     JAVA_STRATEGIES,
-    allocated,
     client_id,
-    eight_queues,
     java_named,
     named,
     running_info,
-    wait_for_owners,
+    wait_for_members,
     wait_until_noted,
 )
 
@@ -28,7 +27,8 @@ from tests.interop.members import (
     ("kind", "strategy"), [*(("real", strategy) for strategy in JAVA_STRATEGIES), ("embedded", "average")]
 )
 def test_java_members_hold_what_our_allocation_says(either_cluster, java, topic, group, strategy):
-    queues = eight_queues(either_cluster, topic)
+    either_cluster.create_topic(topic, queues=8)
+    group_is = partial(wait_for_members, either_cluster, group, topic, strategy=strategy)
 
     def ours(name):
         return consuming(either_cluster, topic, group, allocation=strategy, **named(name))
@@ -36,9 +36,6 @@ def test_java_members_hold_what_our_allocation_says(either_cluster, java, topic,
     def javas(name):
         options = {"strategy": JAVA_STRATEGIES[strategy], **java_named(name)}
         return java.consumer(either_cluster.name_server, group, topic, **options)
-
-    def group_is(*names):
-        wait_for_owners(either_cluster, group, topic, allocated(strategy, group, queues, names))
 
     with ours("a"), javas("d"):
         with javas("b"), ours("c"):
@@ -48,16 +45,13 @@ def test_java_members_hold_what_our_allocation_says(either_cluster, java, topic,
 
 def test_each_message_is_consumed_once_while_members_come_and_go(real_cluster, java, topic, group):
     """Members come and go between messages; one is killed in the middle of its own."""
-    queues = eight_queues(real_cluster, topic)
-    sent: list[bytes] = []
+    real_cluster.create_topic(topic, queues=8)
+    group_is, sent = partial(wait_for_members, real_cluster, group, topic), list[bytes]()
 
     def send(count=40, **where):
         for body in numbered(count, len(sent)):
             real_cluster.send(topic, body, **where)
             sent.append(body)
-
-    def group_is(*names):
-        wait_for_owners(real_cluster, group, topic, allocated("average", group, queues, names))
 
     def consumed():
         """Every body that anybody has consumed, as often as it was."""
@@ -118,8 +112,8 @@ def test_each_message_is_consumed_once_while_members_come_and_go(real_cluster, j
 
 def test_nothing_is_lost_while_members_come_and_go_under_load(real_cluster, java, topic, group):
     """Queues move between members in the middle of messages: they may come twice, and none is passed over."""
-    queues = eight_queues(real_cluster, topic)
-    sent: list[bytes] = []
+    real_cluster.create_topic(topic, queues=8)
+    group_is, sent = partial(wait_for_members, real_cluster, group, topic), list[bytes]()
     enough = threading.Event()
 
     def send():
@@ -127,9 +121,6 @@ def test_nothing_is_lost_while_members_come_and_go_under_load(real_cluster, java
             (body,) = numbered(1, len(sent))
             real_cluster.send(topic, body)
             sent.append(body)
-
-    def group_is(*names):
-        wait_for_owners(real_cluster, group, topic, allocated("average", group, queues, names))
 
     def javas(name):
         return java.consumer(real_cluster.name_server, group, topic, **java_named(name))
@@ -159,17 +150,14 @@ def test_nothing_is_lost_while_members_come_and_go_under_load(real_cluster, java
 @pytest.mark.parametrize("kind", ["real", "embedded"])
 def test_an_orderly_group_keeps_the_order_of_each_queue(either_cluster, java, topic, group, kind):
     """The broker's locks pass from Java members to ours and back; no queue's order is broken on the way."""
-    queues = eight_queues(either_cluster, topic)
-    sent = 0
+    either_cluster.create_topic(topic, queues=8)
+    group_is, sent = partial(wait_for_members, either_cluster, group, topic), 0
 
     def send(count=40):
         nonlocal sent
         for body in numbered(count, sent):
             either_cluster.send(topic, body)
         sent += count
-
-    def group_is(*names):
-        wait_for_owners(either_cluster, group, topic, allocated("average", group, queues, names))
 
     def consumed():
         javas = [(message.queue.queue_id, message.queue_offset) for message in java_member.messages]
@@ -183,8 +171,8 @@ def test_an_orderly_group_keeps_the_order_of_each_queue(either_cluster, java, to
             group_is("a", "b")
             send()
             until(lambda: len(set(consumed())) == sent, "every message is consumed")
-            locked = {queue.queue_id for queue, told in running_info_of_ours(either_cluster, group) if told.locked}
-            assert locked == {0, 1, 2, 3}
+            ours = running_info(either_cluster, group, client_id("a")).queues.items()
+            assert {queue.queue_id for queue, told in ours if queue.topic == topic and told.locked} == {0, 1, 2, 3}
         group_is("b")
         send()
         until(lambda: len(set(consumed())) == sent, "every message is consumed")
@@ -192,8 +180,3 @@ def test_an_orderly_group_keeps_the_order_of_each_queue(either_cluster, java, to
         for queue_id in range(8):
             offsets = [message.queue_offset for message in messages if message.queue.queue_id == queue_id]
             assert offsets == sorted(offsets)
-
-
-def running_info_of_ours(cluster, group):
-    topics = running_info(cluster, group, client_id("a")).queues.items()
-    return [(queue, told) for queue, told in topics if not queue.topic.startswith("%RETRY%")]
