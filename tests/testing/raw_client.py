@@ -6,19 +6,13 @@ import itertools
 import socket
 import time
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
+from pyrocket_consumer.wire import frame
 from pyrocket_consumer.wire.bodies import ConsumerData, HeartbeatData, encode_heartbeat
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import Header, request
-from pyrocket_consumer.wire.frame import (
-    JSON_HEADER,
-    ONEWAY_FLAG,
-    RESPONSE_FLAG,
-    FrameBuffer,
-    RemotingCommand,
-    encode_command,
-)
+from pyrocket_consumer.wire.frame import JSON_HEADER, ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command
 from pyrocket_consumer.wire.message import encode_properties
 from pyrocket_consumer.wire.subscription import parse_subscription
 
@@ -65,32 +59,14 @@ class RawClient:
     def send_bytes(self, data: bytes) -> None:
         self._socket.sendall(data)
 
-    def call(
-        self,
-        what: Header | int,
-        fields: Mapping[str, object] | None = None,
-        body: bytes = b"",
-        *,
-        version: int = 401,
-        language: str = "PYTHON",
-        header_type: int = JSON_HEADER,
-        timeout_s: float = PATIENCE_S,
-    ) -> RemotingCommand:
-        """Send a request and return its answer."""
-        return self.answer(self.post(what, fields, body, version=version, language=language, header_type=header_type),
-                           timeout_s)
+    def call(self, *what: Any, timeout_s: float = PATIENCE_S, **options: Any) -> RemotingCommand:
+        """Send a request and return its answer; the arguments are those of `post`."""
+        return self.answer(self.post(*what, **options), timeout_s)
 
     def post(
-        self,
-        what: Header | int,
-        fields: Mapping[str, object] | None = None,
-        body: bytes = b"",
-        *,
-        version: int = 401,
-        language: str = "PYTHON",
-        header_type: int = JSON_HEADER,
-        oneway: bool = False,
-    ) -> int:
+        self, what: Header | int, fields: Mapping[str, object] | None = None, body: bytes = b"", *,
+        version: int = 401, language: str = "PYTHON", header_type: int = JSON_HEADER, oneway: bool = False,
+    ) -> int:  # fmt: skip
         """Send a request without waiting; return its opaque."""
         if isinstance(what, Header):
             command = request(what, body)
@@ -116,13 +92,16 @@ class RawClient:
         return found
 
     def is_silent(self, for_s: float = 0.2) -> bool:
-        """Tell whether nothing at all arrives for a while."""
-        held = sum(map(len, self._answers.values())) + len(self.asked)
+        """Return whether nothing at all arrives for a while."""
+        before = self._count()
         try:
             self._read(time.monotonic() + for_s)
         except TimeoutError:
             return True
-        return held == sum(map(len, self._answers.values())) + len(self.asked)
+        return before == self._count()
+
+    def _count(self) -> int:
+        return sum(map(len, self._answers.values())) + len(self.asked)
 
     def wait_closed(self, timeout_s: float = PATIENCE_S) -> str:
         """Wait until the server ends the connection; return "closed" or "reset"."""
@@ -182,17 +161,17 @@ class RawClient:
         return self.call(code, fields, body, version=version)
 
     def commit(self, group: str, topic: str, queue_id: int, offset: int) -> RemotingCommand:
-        return self.call(RequestCode.UPDATE_CONSUMER_OFFSET, {
-            "consumerGroup": group, "topic": topic, "queueId": queue_id, "commitOffset": offset})
+        fields = {"consumerGroup": group, "topic": topic, "queueId": queue_id, "commitOffset": offset}
+        return self.call(RequestCode.UPDATE_CONSUMER_OFFSET, fields)
 
     def query(self, group: str, topic: str, queue_id: int, **others: object) -> RemotingCommand:
-        return self.call(RequestCode.QUERY_CONSUMER_OFFSET, {
-            "consumerGroup": group, "topic": topic, "queueId": queue_id, **others})
+        fields = {"consumerGroup": group, "topic": topic, "queueId": queue_id, **others}
+        return self.call(RequestCode.QUERY_CONSUMER_OFFSET, fields)
 
     def reply(self, question: RemotingCommand, code: int = 0, body: bytes = b"", remark: str | None = None,
               fields: Mapping[str, str] | None = None) -> None:
         """Answer a request of the server's."""
-        self.send(RemotingCommand(code, dict(fields or {}), body, question.opaque, RESPONSE_FLAG, remark))
+        self.send(RemotingCommand(code, dict(fields or {}), body, question.opaque, frame.RESPONSE_FLAG, remark))
 
 
 def _text(value: object) -> str:

@@ -234,27 +234,25 @@ def test_what_is_no_fault_is_refused(broker, client, options, text):
     assert client.call(MAX, QUEUE).code == 0
 
 
-@pytest.mark.parametrize("maker", [delay, answer, Gate, now_and_then])
-def test_a_fault_that_is_not_made_yet_loses_no_request_silently(maker: Any) -> None:
-    cluster = EmbeddedCluster()
-    cluster.start()
-    cluster.broker("broker-a").on(MAX, maker)
-    with RawClient(cluster.broker("broker-a").address) as client:
+async def awaited(exchange: Exchange) -> None:
+    raise AssertionError
+
+
+NOT_MADE_YET = "makes a fault and is none itself; call it first|missing 1 required"
+
+
+@for_each(
+    "fault, options, text",
+    [
+        *((maker, {}, NOT_MADE_YET) for maker in (delay, answer, Gate, now_and_then)),
+        (awaited, {}, "returns a coroutine; give a function that is not async"),
+        (lambda exchange: 1 // 0, {}, "ZeroDivisionError"),
+        (lambda exchange: None, {"when": lambda request: bool(request.fields["group"])}, "KeyError: 'group'"),
+    ],
+)
+def test_a_mistake_in_a_fault_fails_the_test_that_made_it(fault, options, text):
+    """It loses no request silently: the connection ends, and the cluster with the error."""
+    with pytest.raises(RuntimeError, match=text), talking() as (broker, client):
+        broker.on(MAX, fault, **options)
         client.post(MAX, QUEUE)
-        client.wait_closed()
-    with pytest.raises(RuntimeError, match="makes a fault and is none itself; call it first|missing 1 required"):
-        cluster.close()
-
-
-def test_a_fault_that_would_have_to_be_awaited_is_refused() -> None:
-    async def later(exchange: Exchange) -> None:
-        raise AssertionError
-
-    cluster = EmbeddedCluster()
-    cluster.start()
-    cluster.broker("broker-a").on(MAX, later)  # type: ignore[arg-type]
-    with RawClient(cluster.broker("broker-a").address) as client:
-        client.post(MAX, QUEUE)
-        client.wait_closed()
-    with pytest.raises(RuntimeError, match="returns a coroutine; give a function that is not async"):
-        cluster.close()
+        assert client.wait_closed()

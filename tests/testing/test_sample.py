@@ -18,21 +18,10 @@ ATTRIBUTES = sorted(name for name, value in vars(Message).items() if isinstance(
 def test_it_has_what_it_was_given():
     born, stored = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), datetime(2026, 1, 2, 3, 4, 6, tzinfo=UTC)
     made = message(
-        topic="orders",
-        body=b"an order",
-        tags="paid",
-        keys=["o-1", "o-2"],
-        properties={"region": "eu"},
-        queue_offset=7,
-        queue=MessageQueue("orders", "broker-b", 3),
-        reconsume_times=2,
-        born_at=born,
-        stored_at=stored,
-        message_id="some-id",
-        flag=5,
-        born_host="10.0.0.1:2",
-        store_host="[2001:db8::1]:10911",
-    )
+        topic="orders", body=b"an order", tags="paid", keys=["o-1", "o-2"], properties={"region": "eu"}, queue_offset=7,
+        queue=MessageQueue("orders", "broker-b", 3), reconsume_times=2, born_at=born, stored_at=stored,
+        message_id="some-id", flag=5, born_host="10.0.0.1:2", store_host="[2001:db8::1]:10911",
+    )  # fmt: skip
     assert isinstance(made, Message)
     assert (made.topic, made.body, made.tags, made.keys) == ("orders", b"an order", "paid", ("o-1", "o-2"))
     assert (made.queue, made.queue_offset) == (MessageQueue("orders", "broker-b", 3), 7)

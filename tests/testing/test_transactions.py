@@ -21,15 +21,19 @@ def produce_half(client: RawClient) -> RemotingCommand:
     return client.produce("T", b"half", properties=properties, queue_id=1, sysFlag=4)
 
 
-def end(broker: EmbeddedBroker, client: RawClient, half: RemotingCommand, decision: int) -> None:
-    """Decide, one-way as producers do."""
-    count = len(broker.requests(RequestCode.END_TRANSACTION))
-    fields = {
+def ending(half: RemotingCommand, decision: int) -> dict[str, object]:
+    """Return the fields of END_TRANSACTION."""
+    return {
         "producerGroup": "P", "tranStateTableOffset": half.fields["queueOffset"], "commitOrRollback": decision,
         "commitLogOffset": parse_offset_message_id(half.fields["msgId"])[2], "fromTransactionCheck": False,
         "msgId": "U1",
     }
-    client.post(RequestCode.END_TRANSACTION, fields, oneway=True)
+
+
+def end(broker: EmbeddedBroker, client: RawClient, half: RemotingCommand, decision: int) -> None:
+    """Decide, one-way as producers do."""
+    count = len(broker.requests(RequestCode.END_TRANSACTION))
+    client.post(RequestCode.END_TRANSACTION, ending(half, decision), oneway=True)
     broker.wait_for(RequestCode.END_TRANSACTION, count + 1)
 
 
@@ -80,11 +84,7 @@ def test_transactions_can_be_rejected() -> None:
 @every_version
 def test_the_end_of_a_transaction_may_be_refused(version: str) -> None:
     with talking(version=version, slaves=1) as (broker, client):
-        half = produce_half(client).fields
-        right = {
-            "producerGroup": "P", "tranStateTableOffset": half["queueOffset"], "commitOrRollback": COMMIT,
-            "commitLogOffset": parse_offset_message_id(half["msgId"])[2], "fromTransactionCheck": False, "msgId": "U1",
-        }
+        right = ending(produce_half(client), COMMIT)
         for wrong, remark in (
             ({"commitLogOffset": 1 << 40}, "Find prepared transaction message failed"),
             ({"producerGroup": "Q"}, "The producer group wrong"),
