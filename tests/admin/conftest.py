@@ -1,4 +1,4 @@
-"""An embedded cluster as the test's mark `cluster` says, and an admin of it."""
+"""An embedded cluster, and an admin of it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,6 @@ def administered(**options: Any) -> Iterator[tuple[EmbeddedCluster, Admin]]:
 
 def admin_of(cluster: Any, **options: Any) -> Admin:
     return Admin(name_server=cluster.name_server, call_timeout_s=PATIENT_S, connect_timeout_s=PATIENT_S, **options)
-
-
-@pytest.fixture
-def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
-    marker = request.node.get_closest_marker("cluster")
-    with EmbeddedCluster(**(marker.kwargs if marker else {})) as cluster:
-        yield cluster
 
 
 @pytest.fixture

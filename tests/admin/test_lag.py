@@ -209,10 +209,7 @@ def test_when_no_broker_answers_it_is_an_error(pair, pair_admin):
         pair_admin.lag("G")
 
 
-CALLS = {
-    "lag": Admin.lag,
-    "offsets": lambda admin, group: admin.offsets(group, "T"),
-}
+CALLS = {"lag": Admin.lag, "offsets": lambda admin, group: admin.offsets(group, "T")}
 WAYS = {"connection": close_connection, "silence": drop, "refusal": answer(ResponseCode.SYSTEM_ERROR, "no")}
 
 

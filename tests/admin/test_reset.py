@@ -327,10 +327,7 @@ def plan_epoch(cluster) -> int:
 
 def test_who_cannot_be_moved_alone_is_told(embedded, admin, stores):
     fill(embedded, "T", 10)
-    with (
-        consuming(embedded, "T", "G", **stores) as (consumer, seen),
-        ForeignMember(embedded, "G", "T", {}) as java,
-    ):
+    with consuming(embedded, "T", "G", **stores) as (consumer, seen), ForeignMember(embedded, "G", "T", {}) as java:
         wait_until_seen(seen, 1, 10)
         with pytest.raises(ConfigError, match=f"no member 'nobody' .*; online: .*{consumer.client_id}"):
             admin.plan_reset("G", "T", "earliest", member="nobody")
@@ -433,10 +430,7 @@ def test_a_java_member_that_obeys_is_reset_in_broadcasting(version, server_side,
     with administered(version=version, server_side_reset=server_side) as (cluster, admin):
         fill(cluster, "T", 20, queues=2)
         ends = {queue("T", 0): 10, queue("T", 1): 10}
-        with (
-            ForeignMember(cluster, "G", "T", ends) as java,
-            consuming(cluster, "T", "G", **stores) as (_, seen),
-        ):
+        with ForeignMember(cluster, "G", "T", ends) as java, consuming(cluster, "T", "G", **stores) as (_, seen):
             wait_until_seen(seen, 1, 20)
             targets = {queue("T", 0): 3, queue("T", 1): 7}
             plan = admin.plan_reset("G", "T", targets)

@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import Events
 from tests.databases import Database
 from tests.exactly_once.ledgers import GROUP, TOPIC, Ledger, ledger_in
-
-
-@pytest.fixture
-def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
-    marker = request.node.get_closest_marker("cluster")
-    with EmbeddedCluster(**(marker.kwargs if marker else {})) as cluster:
-        yield cluster
 
 
 @pytest.fixture
@@ -47,6 +41,12 @@ def reset(embedded: EmbeddedCluster, ledger: Ledger, monkeypatch: pytest.MonkeyP
         return code, json.loads(capsys.readouterr().out)
 
     return run
+
+
+@pytest.fixture
+def admin(embedded: EmbeddedCluster) -> Iterator[Admin]:
+    with Admin(name_server=embedded.name_server) as admin:
+        yield admin
 
 
 @pytest.fixture

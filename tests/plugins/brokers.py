@@ -13,6 +13,7 @@ import pytest
 from tests.releases import NEWEST, OLDEST, VERSIONS, CannotRun
 
 if TYPE_CHECKING:
+    from pyrocket_consumer.testing import EmbeddedCluster
     from tests.real_brokers import JavaMachine, RealCluster
 
 EMBEDDED = "embedded"
@@ -172,8 +173,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _cluster_options(item: pytest.Item) -> dict[str, Any]:
-    marker = item.get_closest_marker("cluster")
-    return dict(marker.kwargs) if marker else {}
+    marks = reversed([*item.iter_markers("cluster")])  # a test's own count more than its module's
+    return {name: value for mark in marks for name, value in mark.kwargs.items()}
 
 
 class RealClusters:
@@ -232,6 +233,15 @@ def cluster(cluster_kind: str, real_clusters: RealClusters, request: pytest.Fixt
 
     with EmbeddedCluster(**options) as embedded:
         yield embedded
+
+
+@pytest.fixture
+def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
+    """An embedded cluster."""
+    from pyrocket_consumer.testing import EmbeddedCluster
+
+    with EmbeddedCluster(**_cluster_options(request.node)) as cluster:
+        yield cluster
 
 
 class JavaMachines:

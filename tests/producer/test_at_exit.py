@@ -15,7 +15,11 @@ from pyrocket_consumer.testing import Gate, answer, delay, drop, rewrite
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.producer.programs import run_program
 
-pytestmark = [pytest.mark.live, pytest.mark.slow("starts a Python, which ends when its messages are answered")]
+pytestmark = [
+    pytest.mark.cluster(brokers=2),
+    pytest.mark.live,
+    pytest.mark.slow("starts a Python, which ends when its messages are answered"),
+]
 
 ROOT = Path(__file__).parents[2]
 SEND = RequestCode.SEND_MESSAGE_V2

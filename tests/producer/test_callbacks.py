@@ -21,10 +21,10 @@ from pyrocket_consumer.producer import callbacks as source
 from pyrocket_consumer.producer.callbacks import CallbackThread, Promise, SendFuture
 from pyrocket_consumer.testing import Gate, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
+from tests.producer.programs import in_a_thread
 
 SEND = RequestCode.SEND_MESSAGE_V2
-
-pytestmark = pytest.mark.cluster(brokers=1)
+RUN = asyncio.run
 
 
 @pytest.fixture
@@ -77,8 +77,7 @@ def test_the_standard_wait_takes_them(producer, gate, until):
     assert (len(done), len(pending)) == (0, 100)
     gate.open()
     done, pending = concurrent.futures.wait(futures, timeout=30, return_when=until)
-    assert done
-    assert done | pending == set(futures)
+    assert done and done | pending == set(futures)
     assert until == FIRST_COMPLETED or not pending
 
 
@@ -90,14 +89,10 @@ def test_as_completed_gives_each_of_them_once(producer):
     assert set(came) == set(futures)
 
 
-def test_a_coroutine_waits_for_them(producer):
-
-    async def send() -> list[int]:
-        futures = [producer.send_async("orders", b"%d" % number) for number in range(100)]
-        results = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
-        return [result.queue_offset for result in results]
-
-    assert sorted(asyncio.run(send())) == sorted([*range(50), *range(50)])
+async def test_a_coroutine_waits_for_them(producer):
+    futures = [producer.send_async("orders", b"%d" % number) for number in range(100)]
+    results = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+    assert sorted(result.queue_offset for result in results) == sorted([*range(50), *range(50)])
 
 
 def test_callbacks_run_in_order_on_one_thread(producer, gate):
@@ -106,8 +101,8 @@ def test_callbacks_run_in_order_on_one_thread(producer, gate):
     def note(name):
         return lambda done: calls.append((name, done is future, done.done(), threading.current_thread().name))
 
-    future.add_done_callback(note("first"))
-    future.add_done_callback(note("second"))
+    for name in ("first", "second"):
+        future.add_done_callback(note(name))
     gate.open()
     future.result(30)
     future.add_done_callback(note("late"))
@@ -128,8 +123,8 @@ def test_a_callback_may_send_and_wait_and_one_may_fail(producer, caplog):
         ended.set()
 
     future = producer.send_async("orders", b"1")
-    future.add_done_callback(fails)
-    future.add_done_callback(sends)
+    for callback in (fails, sends):
+        future.add_done_callback(callback)
     assert ended.wait(30)
     assert len({result.message_id for result in results}) == 2
     assert "a callback failed" in caplog.text
@@ -257,15 +252,12 @@ class Refuses:
 @pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}], ids=["free", "key"])
 @pytest.mark.parametrize("ends", ["answered", "given up", "closed"])
 def test_one_who_takes_no_outcome_harms_no_others(embedded, producing, caplog, pin, ends):
-    if ends == "answered":
-        held = Gate()
-        embedded.broker("broker-a").on(SEND, held, times=None)
-    else:
-        embedded.broker("broker-a").on(SEND, drop, times=None)
+    held, timeout_s = Gate(), 1 if ends == "given up" else 30
+    embedded.broker("broker-a").on(SEND, held if ends == "answered" else drop, times=None)
     producer, futures = producing(embedded, call_timeout_s=1), []
     for _ in range(5):
-        producer.hand_over("orders", OutgoingMessage(b"x"), Refuses(), timeout_s=1 if ends == "given up" else 30, **pin)
-        futures.append(producer.send_async("orders", b"x", timeout_s=1 if ends == "given up" else 30, **pin))
+        producer.hand_over("orders", OutgoingMessage(b"x"), Refuses(), timeout_s=timeout_s, **pin)
+        futures.append(producer.send_async("orders", b"x", timeout_s=timeout_s, **pin))
     if ends == "answered":
         threading.Timer(0.3, held.open).start()
     if ends == "closed":
@@ -293,18 +285,14 @@ def threads_are_scarce(monkeypatch):
     return enough
 
 
-def test_without_a_thread_results_come_and_callbacks_later(
-    embedded, producing, gate, threads_are_scarce, caplog
-):
+def test_without_a_thread_results_come_and_callbacks_later(embedded, producing, gate, threads_are_scarce, caplog):
     producer, called = producing(embedded), []
     future = producer.send_async("orders", b"x")
-    future.add_done_callback(lambda done: called.append("first"))
-    future.add_done_callback(lambda done: called.append("second"))
-    waiting = threading.Thread(target=lambda: called.append(future.result(30).message_id))
-    waiting.start()
-    threading.Timer(0.3, gate.open).start()
-    producer.flush(20)
-    waiting.join(10)
+    for name in ("first", "second"):
+        future.add_done_callback(lambda done, name=name: called.append(name))
+    with in_a_thread(lambda: called.append(future.result(30).message_id)):
+        threading.Timer(0.3, gate.open).start()
+        producer.flush(20)
     assert called == [future.result(0).message_id]
     assert caplog.text.count("cannot be started") == 1
     threads_are_scarce.set()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 
 from pyrocket_consumer import ConsumerClosed, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
 from tests.interrupting import a_signal_once_held, a_start_that_waits
-from tests.producer.programs import producer_threads, run_program
+from tests.producer.programs import in_a_thread, producer_threads, run_program
 
 pytestmark = [
     pytest.mark.live,
-    pytest.mark.cluster(brokers=1),
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers that interrupt"),
 ]
 
@@ -69,11 +67,8 @@ def test_closing_may_be_interrupted(embedded, gate):
         embedded.wait_until(lambda: producer.state is ProducerState.CLOSED)
         os.kill(os.getpid(), signal.SIGINT)
 
-    interrupting = threading.Thread(target=interrupt_close)
-    interrupting.start()
-    with pytest.raises(KeyboardInterrupt):
+    with in_a_thread(interrupt_close), pytest.raises(KeyboardInterrupt):
         producer.close()
-    interrupting.join()
     gate.open()
     assert all(isinstance(future.exception(0), SendError) for future in [*keyed, free])
     assert told == [free]
@@ -99,11 +94,7 @@ def test_a_signal_that_closes_once_more_returns_at_once(embedded, gate):
 @pytest.mark.timeout(60)
 def test_a_signal_that_closes_while_it_starts_ends_the_start(embedded):
     producer = Producer(name_server=embedded.name_server, call_timeout_s=30)
-    with (
-        a_start_that_waits(embedded) as gate,
-        a_signal_once_held(gate, producer.close),
-        pytest.raises(ConsumerClosed),
-    ):
+    with a_start_that_waits(embedded) as gate, a_signal_once_held(gate, producer.close), pytest.raises(ConsumerClosed):
         producer.start()
     assert producer.state is ProducerState.CLOSED
     embedded.wait_until(lambda: not producer_threads())

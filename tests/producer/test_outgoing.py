@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pyrocket_consumer import ConfigError
+from pyrocket_consumer import ConfigError, MessageQueue
 from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage, Producer
 from pyrocket_consumer.producer.batch import MAX_MESSAGES, BatchMessage, cut
 from pyrocket_consumer.wire.message import BatchItem, PropertyName, encode_batch
@@ -61,13 +61,10 @@ def test_a_message_that_could_not_arrive_as_given_is_refused(arguments, reason):
         OutgoingMessage(**{"body": b"x", **arguments})
 
 
-def test_one_key_may_be_given_as_text():
-    assert OutgoingMessage(b"x", keys="order-1").keys == ("order-1",)
-
-
 def test_tag_keys_and_properties_travel_together():
     message = OutgoingMessage(b"x", "paid", ["k1", "k2"], {"région": "é&="})
     assert message.travelling_properties() == {"région": "é&=", "KEYS": "k1 k2", "TAGS": "paid"}
+    assert OutgoingMessage(b"x", keys="order-1").keys == ("order-1",), "one may be given as text"
 
 
 def test_names_that_rocketmq_writes_are_reserved():
@@ -111,8 +108,6 @@ def test_a_wrong_argument_of_a_send_is_told_first(producer, how, arguments, reas
 
 
 def test_a_queue_is_of_the_topic_and_excludes_a_sharding_key(producer):
-    from pyrocket_consumer import MessageQueue
-
     queue = MessageQueue("other", "broker-a", 0)
     with pytest.raises(ConfigError, match="not one of topic 'orders'"):
         producer.send("orders", b"x", queue=queue)
@@ -121,24 +116,20 @@ def test_a_queue_is_of_the_topic_and_excludes_a_sharding_key(producer):
 
 
 @for_each(
-    "messages, reason",
+    "topic, messages, reason",
     [
-        (b"abc", "list of messages, not bytes"),
-        (OutgoingMessage(b"x"), "list of messages, not OutgoingMessage"),
-        ([b"x", "text"], "body is text"),
-        ([b"x", OutgoingMessage(b"x", topic="other")], "'orders', and a message in it is for 'other'"),
-        ([b"x", b"x" * 999], "message 1 of the batch.*send it by itself"),
-        ([b"x" * 1001], "more than max_message_bytes"),
+        ("orders", b"abc", "list of messages, not bytes"),
+        ("orders", OutgoingMessage(b"x"), "list of messages, not OutgoingMessage"),
+        ("orders", [b"x", "text"], "body is text"),
+        ("orders", [b"x", OutgoingMessage(b"x", topic="other")], "'orders', and a message in it is for 'other'"),
+        ("orders", [b"x", b"x" * 999], "message 1 of the batch.*send it by itself"),
+        ("orders", [b"x" * 1001], "more than max_message_bytes"),
+        ("%RETRY%app", [b"x"], "one by one"),
     ],
 )
-def test_a_wrong_batch_is_told_before_anything_is_sent(producer, messages, reason):
+def test_a_wrong_batch_is_told_before_anything_is_sent(producer, topic, messages, reason):
     with pytest.raises(ConfigError, match=reason):
-        producer.send_batch("orders", messages)
-
-
-def test_a_retry_topic_takes_no_batches(producer):
-    with pytest.raises(ConfigError, match="one by one"):
-        producer.send_batch("%RETRY%app", [b"x"])
+        producer.send_batch(topic, messages)
 
 
 @for_each(
@@ -175,17 +166,10 @@ def encoded(part):
     return len(encode_batch(item for item, _ in part))
 
 
-def test_what_fits_stays_together():
-    given = items(10, 20, 30)
-    assert list(cut(given, encoded(given))) == [given]
-
-
 def test_one_byte_too_many_makes_two_parts():
     given = items(10, 20, 30)
+    assert list(cut(given, encoded(given))) == [given]
     assert list(cut(given, encoded(given) - 1)) == [given[:2], given[2:]]
-
-
-def test_properties_count_by_their_bytes():
     given = items(10, 10, properties="a\x01éé\x02")
     assert [len(part) for part in cut(given, encoded(given) - 1)] == [1, 1]
     assert [len(part) for part in cut(given, encoded(given))] == [2]
@@ -204,9 +188,6 @@ def test_every_part_fits_and_nothing_is_lost():
 
 
 def test_a_message_that_fits_into_no_part_is_named():
+    assert list(cut([], 100)) == []
     with pytest.raises(ConfigError, match="message 1 of the batch"):
         list(cut(items(10, 500), 500))
-
-
-def test_nothing_is_cut_into_nothing():
-    assert list(cut([], 100)) == []

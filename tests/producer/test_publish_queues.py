@@ -85,7 +85,7 @@ def test_a_broker_that_fails_again_is_left_alone_for_longer():
 
 def test_an_answer_clears_a_brokers_name():
     failed = FailedBrokers()
-    failed.failed("a", now=100.0)
-    failed.failed("b", now=100.0)
+    for name in ("a", "b"):
+        failed.failed(name, now=100.0)
     failed.answered("a")
     assert failed.names(100.0) == {"b"}

@@ -15,7 +15,9 @@ from pyrocket_consumer import MessageQueue, PermissionDenied, RouteNotFound, Sen
 from pyrocket_consumer.producer import OutgoingMessage, Producer, TransactionProducer, TransactionState
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop, drop_answer, handle_and_close
 from pyrocket_consumer.wire.codes import RequestCode
+from tests.consuming import numbered
 from tests.for_each import for_each
+from tests.producer.programs import within
 from tests.real_brokers import wait_until
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -52,10 +54,8 @@ def meanwhile(act: Any) -> Iterator[None]:
 
 def send_all(producer, **pin):
     """Send fifty messages at once; return their bodies and their results."""
-    bodies = [b"%d" % number for number in range(50)]
-    return bodies, [
-        future.result(20) for future in [producer.send_async("orders", body, **pin) for body in bodies]
-    ]
+    bodies = numbered(50)
+    return bodies, [future.result(20) for future in [producer.send_async("orders", body, **pin) for body in bodies]]
 
 
 def stored(embedded):
@@ -71,9 +71,8 @@ def stored(embedded):
 def test_when_master_and_slave_change_roles_no_message_is_lost(pin, version):
     with producing(slaves=1, version=version) as (embedded, producer):
         embedded.switch_master("broker-a")
-        started = time.monotonic()
-        bodies, results = send_all(producer, **pin)
-        assert time.monotonic() - started < 2
+        with within(2):
+            bodies, results = send_all(producer, **pin)
         assert sorted(stored(embedded)) == sorted(bodies)
         assert {each.attempts for each in results} == {1}
         assert len(embedded.name_server_node.requests(ROUTE)) <= 5  # fifty ask once; perhaps again, after a pause
@@ -95,10 +94,8 @@ def test_when_a_topic_gets_fewer_queues_no_message_is_lost(pin, version):
 def test_a_queue_that_was_taken_away_is_told_at_once():
     with producing(queues=8) as (embedded, producer):
         embedded.create_topic("orders", queues=2)
-        started = time.monotonic()
-        with pytest.raises(SendError, match="not in the topic's route.*broker-a with 2 write queues"):
+        with within(10), pytest.raises(SendError, match="not in the topic's route.*broker-a with 2 write queues"):
             producer.send("orders", b"x", queue=MessageQueue("orders", "broker-a", 7), timeout_s=30)
-        assert time.monotonic() - started < 10
 
 
 @pinned
@@ -110,32 +107,27 @@ def test_a_topic_made_anew_on_another_broker_is_found_there(pin):
             pin = {"queue": MessageQueue("orders", "broker-b", 0)}
         bodies, results = send_all(producer, **pin)
         assert sorted(stored(embedded)) == sorted(bodies)
-        assert {each.queue.broker_name for each in results} == {"broker-b"}
         if pin:
             assert stored(embedded) == bodies
+        keyed = [producer.send_async("orders", b"x", sharding_key=f"key-{number}") for number in range(8)]
+        results += [future.result(20) for future in keyed]
+        assert {each.queue.broker_name for each in results} == {"broker-b"}
 
 
-def test_all_keys_of_a_topic_made_anew_elsewhere_are_found():
-    with producing(brokers=2, auto_create_topics=False) as (embedded, producer):
-        embedded.delete_topic("orders")
-        embedded.create_topic("orders", queues=2, brokers=["broker-b"])
-        sent = [producer.send_async("orders", b"x", sharding_key=f"key-{number}") for number in range(8)]
-        assert {future.result(20).queue.broker_name for future in sent} == {"broker-b"}
+def commit(message):
+    return TransactionState.COMMIT
 
 
 @by_release
 def test_batches_and_transactions_follow_the_route_too(version):
+    half = OutgoingMessage(b"half", topic="orders")
     with EmbeddedCluster(slaves=1, version=version) as embedded:
         embedded.create_topic("orders", queues=2)
-        with TransactionProducer(
-            "app", check=lambda message: TransactionState.COMMIT, name_server=embedded.name_server
-        ) as producer:
+        with TransactionProducer("app", check=commit, name_server=embedded.name_server) as producer:
             for act in (
                 lambda: producer.send_batch("orders", [b"batch", b"batch too"]),
                 lambda: producer.send_batch("orders", [b"keyed batch"], sharding_key="key"),
-                lambda: producer.send_in_transaction(
-                    OutgoingMessage(b"half", topic="orders"), lambda sent: TransactionState.COMMIT
-                ),
+                lambda: producer.send_in_transaction(half, commit),
             ):
                 producer.send("orders", b"first")
                 embedded.switch_master("broker-a")
@@ -156,12 +148,11 @@ def test_refusals_are_no_storm_of_questions():
 def test_a_deleted_topic_is_told_at_once():
     with producing(auto_create_topics=False) as (embedded, producer):
         embedded.delete_topic("orders")
-        started = time.monotonic()
         why = r"TOPIC_NOT_EXIST \(17\): .*; "  # from the broker, and only then from the name server
         for pin in ({}, {"sharding_key": "key"}, {"queue": A}):
-            with pytest.raises((SendError, RouteNotFound), match=f"{'' if pin else why}no route for topic 'orders'"):
+            told = pytest.raises((SendError, RouteNotFound), match=f"{'' if pin else why}no route for topic 'orders'")
+            with within(10), told:
                 producer.send("orders", b"x", timeout_s=30, **pin)
-        assert time.monotonic() - started < 10
 
 
 def test_a_broker_that_no_route_names_any_more_may_answer_yet():
@@ -202,10 +193,7 @@ def test_an_only_broker_may_restart_within_the_timeout(pin, how, keep_route):
 
 
 def test_a_topic_to_be_made_waits_for_the_only_broker():
-    with (
-        EmbeddedCluster() as embedded,
-        Producer(name_server=embedded.name_server, auto_create_topic=True) as producer,
-    ):
+    with EmbeddedCluster() as embedded, Producer(name_server=embedded.name_server, auto_create_topic=True) as producer:
         producer.send("orders", b"first")
         broker = embedded.broker("broker-a")
         broker.stop()
@@ -239,10 +227,8 @@ def test_what_is_refused_for_a_while_is_tried_until_it_is_taken(pin):
 def test_a_message_refused_to_the_end_fails_in_time(pin):
     with producing() as (embedded, producer):
         embedded.broker("broker-a").on(SEND, answer(2, "busy"), times=None)
-        started = time.monotonic()
-        with pytest.raises(SendError, match=r"SYSTEM_BUSY \(2\): busy \(\d+ times\)") as raised:
+        with within(10), pytest.raises(SendError, match=r"SYSTEM_BUSY \(2\): busy \(\d+ times\)") as raised:
             producer.send("orders", b"x", timeout_s=1, **pin)
-        assert time.monotonic() - started < 10
         assert len(raised.value.attempts) <= 3
 
 

@@ -12,6 +12,7 @@ import pytest
 from pyrocket_consumer import MessageQueue, RouteNotFound, SendError
 from pyrocket_consumer.producer import OutgoingMessage, SendStatus
 from pyrocket_consumer.wire.subscription import java_string_hash
+from tests.producer.programs import in_threads
 from tests.real_brokers import wait_until
 
 
@@ -27,22 +28,11 @@ def test_a_message_is_stored_as_it_was_given(cluster, topic, producing):
     cluster.create_topic(topic, queues=1)
     producer = producing(cluster)
     before_ms = int(time.time() * 1000)
-    sent = producer.send(
-        topic,
-        "привет\0".encode(),
-        tags="Tag ☃",
-        keys=["k1", "ключ-键-🔑"],
-        properties={"région": 'é&= "x"\\', "b": "\n\t"},
-        flag=-5,
-    )
+    body, keys, properties = "привет\0".encode(), ("k1", "ключ-键-🔑"), {"région": 'é&= "x"\\', "b": "\n\t"}
+    sent = producer.send(topic, body, tags="Tag ☃", keys=keys, properties=properties, flag=-5)
     (found,) = cluster.messages(topic)
-    assert (found.body, found.tags, found.keys, found.flag) == (
-        "привет\0".encode(),
-        "Tag ☃",
-        ("k1", "ключ-键-🔑"),
-        -5,
-    )
-    assert (found.property("région"), found.property("b")) == ('é&= "x"\\', "\n\t")
+    assert (found.body, found.tags, found.keys, found.flag) == (body, "Tag ☃", keys, -5)
+    assert {name: found.property(name) for name in properties} == properties
     assert before_ms <= found.born_at_ms <= before_ms + 60_000
     assert found.reconsume_times == 0
     assert result_place(sent) == place(found)
@@ -103,22 +93,15 @@ def test_what_compression_would_make_larger_is_sent_as_it_is(cluster, topic, pro
 def test_the_largest_message_is_stored(cluster, topic, producing):
     cluster.create_topic(topic, queues=1)
     producer = producing(cluster, compress_above_bytes=1 << 30, send_timeout_s=30)
-    sent = producer.send(topic, b"x" * (4 * 1024 * 1024))
-    assert sent.queue_offset == 0
+    assert producer.send(topic, b"x" * (4 * 1024 * 1024)).queue_offset == 0
 
 
 def test_the_messages_of_a_batch_are_messages_like_others(cluster, topic, producing):
     cluster.create_topic(topic, queues=1)
     producer = producing(cluster, compress_above_bytes=2)
     producer.send(topic, b"before")
-    results = producer.send_batch(
-        topic,
-        [
-            b"plain",
-            OutgoingMessage(b"full", tags="paid", keys=["k1", "k2"], properties={"région": "é"}, flag=7),
-            bytearray(b"third"),
-        ],
-    )
+    full = OutgoingMessage(b"full", tags="paid", keys=["k1", "k2"], properties={"région": "é"}, flag=7)
+    results = producer.send_batch(topic, [b"plain", full, bytearray(b"third")])
     stored = cluster.messages(topic)[1:]
     assert [result_place(each) for each in results] == [place(each) for each in stored]
     assert [each.queue_offset for each in results] == [1, 2, 3]
@@ -176,7 +159,7 @@ def test_many_messages_at_a_time_each_have_their_place(cluster, topic, producing
     assert [stored[each] for each in places] == [b"%d" % number for number in range(3000)]
 
 
-def test_threads_share_a_producer(cluster, topic, producing, together):
+def test_threads_share_a_producer(cluster, topic, producing):
     cluster.create_topic(topic, queues=4)
     producer = producing(cluster, send_timeout_s=30)
     results = []
@@ -185,7 +168,8 @@ def test_threads_share_a_producer(cluster, topic, producing, together):
         for _ in range(50):
             results.append(producer.send(topic, b"x"))
 
-    together(send_some, 8)
+    with in_threads(send_some, 8):
+        pass
     assert len({result_place(each) for each in results}) == 400
     assert len({each.message_id for each in results}) == 400
 
@@ -237,13 +221,14 @@ def test_a_message_cannot_be_kept_for_more_than_three_days(cluster, topic, produ
 
 def test_a_topic_that_does_not_exist_is_an_error_with_a_remedy(cluster, topic, producing):
     producer = producing(cluster)
-    for send in (producer.send, producer.send_oneway):
+    for send in (
+        lambda: producer.send(topic, b"x"),
+        lambda: producer.send_oneway(topic, b"x"),
+        lambda: producer.send_async(topic, b"x").result(10),
+        lambda: producer.send_batch(topic, [b"x"]),
+    ):
         with pytest.raises(RouteNotFound, match="create the topic"):
-            send(topic, b"x")
-    with pytest.raises(RouteNotFound):
-        producer.send_async(topic, b"x").result(10)
-    with pytest.raises(RouteNotFound):
-        producer.send_batch(topic, [b"x"])
+            send()
     cluster.create_topic(topic, queues=1)
     assert producer.send(topic, b"x").queue_offset == 0
 
@@ -311,9 +296,7 @@ def test_when_a_broker_is_killed_messages_go_to_the_other(cluster, topic, produc
     sent = [producer.send(topic, b"y") for _ in range(10)]
     assert {each.queue.broker_name for each in sent} == {"broker-a"}
     cluster.broker("broker-b").start()
-    wait_until(
-        lambda: producer.send(topic, b"z").queue.broker_name == "broker-b", "broker-b is used again", timeout_s=60
-    )
+    wait_until(lambda: producer.send(topic, b"z").queue.broker_name == "broker-b", "it is used again", timeout_s=60)
 
 
 @pytest.mark.cluster(brokers=2)

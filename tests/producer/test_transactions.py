@@ -13,7 +13,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode, SysFlag
 from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.asking import Asking
-from tests.producer.programs import producer_threads
+from tests.producer.programs import in_a_thread, producer_threads
 from tests.real_brokers import wait_until
 
 # The broker looks every second, and asks about half messages older than a second.
@@ -199,12 +199,9 @@ def test_no_check_begins_after_close(quick, slow_check):
     for _ in range(5):
         undecided(producer)
     assert slow_check.began.wait(30)
-    closing = threading.Thread(target=producer.close)
-    closing.start()
-    quick.wait_until(lambda: producer.state.value == "closed")
-    slow_check.may_answer.set()
-    closing.join(30)
-    assert not closing.is_alive()
+    with in_a_thread(producer.close):
+        quick.wait_until(lambda: producer.state.value == "closed")
+        slow_check.may_answer.set()
     assert len(slow_check.asked) == 1
 
 
@@ -262,9 +259,7 @@ def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, producing):
 @pytest.mark.parametrize(
     ("fields", "body"), [({}, b"x" * 900_000), ({"transactionId": "x" * 900_000}, b"x")], ids=["messages", "headers"]
 )
-def test_what_is_asked_again_and_larger_then_is_not_held(
-    quick, producing, slow_check, fields, body
-):
+def test_what_is_asked_again_and_larger_then_is_not_held(quick, producing, slow_check, fields, body):
     producing(quick, TransactionProducer, group="payments", check=slow_check, topics=["orders"])
     quick.broker("broker-a").wait_for(RequestCode.HEART_BEAT)
     asking = Asking(quick.broker("broker-a"))
