@@ -41,6 +41,12 @@ def stored_at(
         yield cluster
 
 
+def through(builder: Any, cluster: Any, **options: object) -> Any:
+    """Set up a reader or writer of Spark's as a user does; None leaves an option out."""
+    given = {"nameServer": cluster.name_server, **options}
+    return builder.format("rocketmq").options(**{name: value for name, value in given.items() if value is not None})
+
+
 def data_source(cluster: EmbeddedCluster, **options: object) -> RocketMQDataSource:
     """Return the data source with quick retries; options as a user writes them, None for the default.
 

@@ -10,7 +10,7 @@ from pyrocket_consumer.errors import ConfigError, RouteNotFound
 from pyrocket_consumer.spark.source import RefusedStreamReader
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.spark.asking import begin, data_source, planning, read_batch, running
+from tests.spark.asking import begin, data_source, planning, read_batch, running, stored_at
 
 CLUSTER = {"brokers": 2}
 ORDERS = {"queues": 2, "count": 20}
@@ -39,20 +39,13 @@ def test_given_offsets_must_cover_every_queue(embedded):
 @pytest.mark.parametrize("version", ["5.5.0", "4.9.7"])
 def test_at_a_time(version):
     """Brokers before 5.1.1 answer the nearest message, so messages are looked at."""
-    with EmbeddedCluster(version=version) as cluster:
-        cluster.create_topic("orders", queues=1)
-        for at_ms in (1000, 2000, 2000, 5000):
-            cluster.send("orders", stored_at_ms=at_ms)
+    with stored_at((1000, 2000, 2000, 5000), version=version) as cluster:
         places = {0: 0, 1000: 0, 1001: 1, 2001: 3, 4999: 3, 5001: 4}
         assert {at: begin(cluster, startingTimestamp=at)["orders/broker-a/0"] for at in places} == places
 
 
 def test_at_a_time_of_each_topic():
-    with EmbeddedCluster() as cluster:
-        for topic in ("orders", "payments"):
-            cluster.create_topic(topic, queues=1)
-            for at_ms in (1000, 2000, 3000):
-                cluster.send(topic, stored_at_ms=at_ms)
+    with stored_at((1000, 2000, 3000), ("orders", "payments")) as cluster:
         times = '{"orders": 2000, "payments": "1970-01-01T00:00:09Z", "later": 5}'
         found = begin(cluster, subscribe="orders,payments,later", startingTimestamp=times, **SOON)
         assert found == {"orders/broker-a/0": 1, "payments/broker-a/0": 3}
@@ -61,9 +54,8 @@ def test_at_a_time_of_each_topic():
 @pytest.mark.live
 def test_assigned_queues_alone_are_read(embedded):
     with running(embedded, assign='{"orders": {"broker-b": [1]}}', startingOffsets="earliest") as run:
-        assert [(str(queue), offset) for queue, offset in run.batch()] == [
-            ("orders/broker-b/1", offset) for offset in range(5)
-        ]
+        found = [(str(queue), offset) for queue, offset in run.batch()]
+    assert found == [("orders/broker-b/1", offset) for offset in range(5)]
 
 
 def test_an_assigned_queue_must_exist(embedded):
@@ -74,10 +66,8 @@ def test_an_assigned_queue_must_exist(embedded):
 
 def test_a_topic_must_exist(embedded):
     """A broker that starts may have none for a moment; after that, nobody waits for a name that is mistyped."""
-    with (
-        EmbeddedCluster(auto_create_topics=False) as cluster,
-        pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"),
-    ):
+    no_route = pytest.raises(RouteNotFound, match="no route for topic 'nowhere'")
+    with EmbeddedCluster(auto_create_topics=False) as cluster, no_route:
         begin(cluster, subscribe="nowhere", **SOON)
     with pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"):
         read_batch(embedded, subscribe="nowhere")  # a batch, wherever topics are made on demand, too

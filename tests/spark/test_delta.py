@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.spark.test_foreach_batch import Crashing, expected, orders, run
+from tests.spark.test_foreach_batch import Crashing, crash, expected, orders, run
 from tests.spark.test_spark_docs import BLOCKS
 
 __all__ = ["orders"]
@@ -22,7 +22,7 @@ def test_a_delta_table_has_every_message_once(spark: Any, orders: Any, tmp_path:
     recipe = re.sub(r"\nquery = .*", "", block, flags=re.DOTALL).replace("/data", str(tmp_path))
     names: dict[str, Any] = {}
     exec(recipe, names)
-    crashing = Crashing(names["append"], {1}, {0, 2})
+    crashing = Crashing(names["append"], {1: crash}, {0, 2})
     assert run(spark, orders, tmp_path, crashing) == 3
     assert crashing.began.count(0) == crashing.began.count(2) == 2
     table = spark.read.format("delta").load(str(tmp_path / "orders"))

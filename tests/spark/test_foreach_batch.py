@@ -16,6 +16,7 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.spark.asking import FROM_FIRST, through
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MESSAGES = 300
@@ -41,21 +42,21 @@ class Crash(Exception):
     """The end of a process, as far as a query can tell."""
 
 
-def crash() -> None:
+def crash(*ignored: Any) -> None:
     raise Crash
 
 
 class Crashing:
-    """Calls a function of foreachBatch, and crashes before it or after it, in the batches that it is told."""
+    """Calls a function of foreachBatch; crashes once in place of it, and once after it, in the batches it is told."""
 
-    def __init__(self, write: Callable[[Any, int], None], before: set[int], after: set[int]) -> None:
-        self._write, self._before, self._after = write, before, after
+    def __init__(self, write: Callable[[Any, int], None], instead: dict[int, Any], after: set[int]) -> None:
+        self._write, self._instead, self._after = write, instead, after
         self.began: list[int] = []
 
     def __call__(self, batch: Any, batch_id: int) -> None:
         self.began.append(batch_id)
-        if batch_id in self._before:
-            self._before.remove(batch_id)
+        if batch_id in self._instead:
+            self._instead.pop(batch_id)(batch, batch_id)
             crash()
         self._write(batch, batch_id)
         if batch_id in self._after:
@@ -66,17 +67,8 @@ class Crashing:
 def run(spark: Any, cluster: EmbeddedCluster, directory: Path, write: Any) -> int:
     """Run a query until everything is read, starting it again after each crash; returns how many there were."""
     for crashes in range(10):
-        query = (
-            spark.readStream.format("rocketmq")
-            .option("nameServer", cluster.name_server)
-            .option("subscribe", "orders")
-            .option("startingOffsets", "earliest")
-            .option("maxOffsetsPerTrigger", "100")
-            .load()
-            .writeStream.foreachBatch(write)
-            .option("checkpointLocation", str(directory / "checkpoint"))
-            .start()
-        )
+        stream = through(spark.readStream, cluster, **FROM_FIRST, maxOffsetsPerTrigger="100").load().writeStream
+        query = stream.foreachBatch(write).option("checkpointLocation", str(directory / "checkpoint")).start()
         try:
             query.processAllAvailable()
             return crashes
@@ -99,17 +91,8 @@ def expected() -> Counter[str]:
 def test_files_hold_every_message_once(spark, orders, tmp_path):
     """Also where a process that was killed has left files that it did not rename."""
     files = tmp_path / "files"
-    write = example("spark_files").files_in(files)
-    unfinished = {0}
-
-    def half_at_first(batch: Any, batch_id: int) -> None:
-        if batch_id in unfinished:
-            unfinished.remove(batch_id)
-            batch.limit(5).write.parquet(str(files / f"_new-{batch_id}"))
-            crash()
-        write(batch, batch_id)
-
-    crashing = Crashing(half_at_first, {1}, {2})
+    half = lambda batch, batch_id: batch.limit(5).write.parquet(str(files / f"_new-{batch_id}"))  # noqa: E731
+    crashing = Crashing(example("spark_files").files_in(files), {0: half, 1: crash}, {2})
     assert run(spark, orders, tmp_path, crashing) == 3
     assert len(crashing.began) > len(set(crashing.began))
     assert bodies_in(files) == expected()
@@ -120,16 +103,8 @@ def test_postgresql_has_every_message_once(spark, orders, tmp_path, database):
     """Batches are repeated whole, and one of which some tasks had committed."""
     url = database.url.replace("+psycopg", "")
     write = example("spark_postgres").rows_in(url)
-    left_unfinished = {0}
-
-    def half_at_first(batch: Any, batch_id: int) -> None:
-        if batch_id in left_unfinished:
-            left_unfinished.remove(batch_id)
-            write(batch.where("queueId = 1"), batch_id)
-            crash()
-        write(batch, batch_id)
-
-    crashing = Crashing(half_at_first, set(), {2})
+    half = lambda batch, batch_id: write(batch.where("queueId = 1"), batch_id)  # noqa: E731
+    crashing = Crashing(write, {0: half}, {2})
     assert run(spark, orders, tmp_path, crashing) == 2
     assert crashing.began.count(0) == crashing.began.count(2) == 2
     with psycopg.connect(url) as connection:
@@ -151,13 +126,10 @@ def test_a_database_counts_every_message_once(spark, orders, tmp_path, monkeypat
             return done
 
     monkeypatch.setattr(module.sqlite3, "connect", lambda path: connect(path, factory=Connection))
-    write = Crashing(module.sums_in(path), {1}, {2})
+    write = Crashing(module.sums_in(path), {1: crash}, {2})
     assert run(spark, orders, tmp_path, write) == 3
     with closing(connect(path)) as connection:
         sums = dict(connection.execute("select customer, amount from sums"))
         batches = [row[0] for row in connection.execute("select id from batches order by id")]
-    wanted: Counter[str] = Counter()
-    for number in range(MESSAGES):
-        wanted[f"c{number % 7}"] += number
-    assert sums == dict(wanted)
+    assert sums == {f"c{customer}": sum(range(customer, MESSAGES, 7)) for customer in range(7)}
     assert batches == sorted(set(write.began))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -14,11 +15,10 @@ from pyrocket_consumer.spark.positions import Positions
 from pyrocket_consumer.spark.progress import GroupProgress
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.spark.asking import Checkpoint, running
+from tests.spark.asking import FROM_FIRST, Checkpoint, running, stored_at
 
 pytestmark = pytest.mark.live
 
-OPTIONS = {"subscribe": "orders", "startingOffsets": "earliest", "consumerGroup": "app"}
 Q0, Q1 = MessageQueue("orders", "broker-a", 0), MessageQueue("orders", "broker-a", 1)
 
 
@@ -32,13 +32,23 @@ def embedded() -> Iterator[EmbeddedCluster]:
         yield cluster
 
 
-@pytest.fixture
-def progress(embedded) -> Iterator[GroupProgress]:
-    """Progress that looks at the group whenever it is told a position."""
-    options = {"nameServer": embedded.name_server, "subscribe": "orders"}
-    positions = Positions(parse_source(options, streaming=True))
-    yield GroupProgress(positions.cluster, "app", check_interval_s=0)
-    positions.close()
+@contextmanager
+def progress_of(cluster: EmbeddedCluster) -> Iterator[Callable[[dict[MessageQueue, int]], None]]:
+    """Yield what publishes positions, and waits until that is done; it looks at the group each time."""
+    options = parse_source({"nameServer": cluster.name_server, "subscribe": "orders"}, streaming=True)
+    with closing(Positions(options)) as positions:
+        progress = GroupProgress(positions.cluster, "app", check_interval_s=0)
+
+        def publish(places: dict[MessageQueue, int]) -> None:
+            progress.publish(places)
+            progress.flush(30)
+
+        yield publish
+
+
+def reset(cluster: EmbeddedCluster) -> None:
+    with Admin(name_server=cluster.name_server) as admin:
+        admin.plan_reset("app", "orders", "earliest", model="clustering").execute()
 
 
 def wait_until(cluster: EmbeddedCluster, offsets: dict[int, int]) -> None:
@@ -46,110 +56,91 @@ def wait_until(cluster: EmbeddedCluster, offsets: dict[int, int]) -> None:
 
 
 @pytest.mark.parametrize("release", ["4.0", "4.3"])
-def test_the_group_follows_after_each_batch_and_when_idle(embedded, release):
-    with running(embedded, None, release, **OPTIONS) as run:
-        run.batch()
-        assert run.batch() is None  # idle: only now is the batch before known to be finished
-        wait_until(embedded, {0: 5, 1: 5})
-        embedded.send("orders", count=4)
-        run.batch()
-        run.batch()
-        wait_until(embedded, {0: 7, 1: 7})
+def test_the_group_follows_after_each_batch_and_when_idle(embedded, begun, release):
+    run = begun(release=release, consumerGroup="app")
+    assert run.batch() is None  # idle: only now is the batch before known to be finished
+    wait_until(embedded, {0: 5, 1: 5})
+    embedded.send("orders", count=4)
+    run.batch()
+    run.batch()
+    wait_until(embedded, {0: 7, 1: 7})
 
 
 def test_the_group_stays_behind_what_is_not_finished(embedded):
-    gate_of_commits = embedded.broker("broker-a")
-    with running(embedded, **OPTIONS) as run:
+    with running(embedded, **FROM_FIRST, consumerGroup="app") as run:
         run.reader.latestOffset(run.reader.initialOffset(), None)
         run.reader._progress.flush(30)
         assert set(embedded.committed("app", "orders").values()) <= {0}
-        assert gate_of_commits.requests(RequestCode.QUERY_CONSUMER_OFFSET)
+        assert embedded.broker("broker-a").requests(RequestCode.QUERY_CONSUMER_OFFSET)
 
 
-def test_a_run_to_the_end_has_told_it_all_when_it_ends(embedded):
-    with running(embedded, trigger="available", **OPTIONS) as run:
-        run.batch()
-        assert run.batch() is None
-        assert embedded.committed("app", "orders") == {0: 5, 1: 5}
+def test_a_run_to_the_end_has_told_it_all_when_it_ends(embedded, begun):
+    run = begun(trigger="available", consumerGroup="app")
+    assert run.batch() is None
+    assert embedded.committed("app", "orders") == {0: 5, 1: 5}
 
 
-def test_a_finished_batch_is_told_at_a_restart(embedded):
+def test_a_finished_batch_is_told_at_a_restart(embedded, begun):
     checkpoint = Checkpoint()
-    with running(embedded, checkpoint, trigger="once", **OPTIONS) as run:
-        run.batch()
-    with running(embedded, checkpoint, trigger="once", **OPTIONS) as run:
-        run.batch()
-        wait_until(embedded, {0: 5, 1: 5})
+    begun(checkpoint, trigger="once", consumerGroup="app").reader.stop()
+    begun(checkpoint, trigger="once", consumerGroup="app")
+    wait_until(embedded, {0: 5, 1: 5})
 
 
-def test_a_group_goes_only_forward(embedded, progress):
+def test_a_group_goes_only_forward(embedded):
     embedded.broker("broker-a").commit("app", "orders", {0: 4})
-    progress.publish({Q0: 3, Q1: 2})
-    progress.flush(30)
+    with progress_of(embedded) as publish:
+        publish({Q0: 3, Q1: 2})
     assert embedded.committed("app", "orders") == {0: 4, 1: 2}
 
 
-def test_without_a_group_nothing_is_told(embedded):
-    for options in ({"subscribe": "orders"}, {**OPTIONS, "commitOffsets": False}):
-        with running(embedded, **options) as run:
-            run.batch()
-            run.batch()
-            run.reader.commit({"version": 1, "queues": {}})
+def test_without_a_group_nothing_is_told(embedded, begun):
+    for options in ({}, {"consumerGroup": "app", "commitOffsets": False}):
+        run = begun(**options)
+        run.batch()
+        run.reader.commit({"version": 1, "queues": {}})
     assert embedded.broker("broker-a").requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
 
 
-def test_telling_holds_up_nobody(embedded):
+def test_telling_holds_up_nobody(embedded, begun):
     gate = Gate()
     embedded.broker("broker-a").on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None)
-    with running(embedded, **OPTIONS) as run:
-        run.batch()
-        gate.wait_held(timeout_s=30)
-        embedded.send("orders", count=4)
-        assert len(run.batch()) == 4
-        gate.open()
+    run = begun(consumerGroup="app")
+    gate.wait_held(timeout_s=30)
+    embedded.send("orders", count=4)
+    assert len(run.batch()) == 4
+    gate.open()
 
 
-def test_a_reset_of_the_group_is_reported_once_and_not_obeyed(embedded, caplog):
-    with running(embedded, **OPTIONS) as run:
-        run.batch()
-        run.batch()
-        wait_until(embedded, {0: 5, 1: 5})
-        with Admin(name_server=embedded.name_server) as admin:
-            admin.plan_reset("app", "orders", "earliest", model="clustering").execute()
-        deadline = time.monotonic() + 30
-        while "is not where this query put it" not in caplog.text and time.monotonic() < deadline:
-            embedded.send("orders", count=2)
-            assert len(run.batch()) == 2  # what is new, not what the group was set to
-            run.reader._progress.flush(30)
-    warnings = [each for each in caplog.messages if "group=app is not where this query put it" in each]
-    assert len(warnings) == 1
-    assert "orders/broker-a/0 at 0, was 5" in warnings[0]
-    assert "its checkpoint alone decides" in warnings[0]
+def test_a_reset_of_the_group_is_reported_once_and_not_obeyed(embedded, begun, caplog):
+    run = begun(consumerGroup="app")
+    run.batch()
+    wait_until(embedded, {0: 5, 1: 5})
+    reset(embedded)
+    deadline = time.monotonic() + 30
+    while "is not where this query put it" not in caplog.text and time.monotonic() < deadline:
+        embedded.send("orders", count=2)
+        assert len(run.batch()) == 2  # what is new, not what the group was set to
+        run.reader._progress.flush(30)
+    (warning,) = [each for each in caplog.messages if "group=app is not where this query put it" in each]
+    assert "orders/broker-a/0 at 0, was 5" in warning
+    assert "its checkpoint alone decides" in warning
 
 
-def test_a_reset_while_the_query_is_idle_is_noticed(embedded, progress, caplog):
-    progress.publish({Q0: 5})
-    progress.flush(30)
-    embedded.broker("broker-a").commit("app", "orders", {0: 2})
-    progress.publish({Q0: 5})
-    progress.flush(30)
+def test_a_reset_while_the_query_is_idle_is_noticed(embedded, caplog):
+    with progress_of(embedded) as publish:
+        publish({Q0: 5})
+        embedded.broker("broker-a").commit("app", "orders", {0: 2})
+        publish({Q0: 5})
     assert "orders/broker-a/0 at 2, was 5" in caplog.text
     assert embedded.committed("app", "orders")[0] == 5
 
 
 def test_a_reset_that_waits_at_the_broker_is_reported(caplog):
     """From 5.1 on a broker can keep a reset for the next pull of the group, and takes no commits meanwhile."""
-    with EmbeddedCluster(server_side_reset=True) as cluster:
+    with stored_at(range(5), server_side_reset=True) as cluster, progress_of(cluster) as publish:
         cluster.broker("broker-a").create_group("app")
-        cluster.create_topic("orders", queues=1)
-        cluster.send("orders", count=5)
-        positions = Positions(parse_source({"nameServer": cluster.name_server, "subscribe": "orders"}, streaming=True))
-        progress = GroupProgress(positions.cluster, "app", check_interval_s=0)
-        progress.publish({Q0: 3})
-        progress.flush(30)
-        with Admin(name_server=cluster.name_server) as admin:
-            admin.plan_reset("app", "orders", "earliest", model="clustering").execute()
-        progress.publish({Q0: 4})
-        progress.flush(30)
-        positions.close()
+        publish({Q0: 3})
+        reset(cluster)
+        publish({Q0: 4})
     assert "group=app is not where this query put it: orders/broker-a/0 at 0, was 3" in caplog.text

@@ -7,6 +7,8 @@ import random
 
 import pytest
 
+from tests.spark.asking import through
+
 LARGEST = 4 * 1024 * 1024
 
 
@@ -18,11 +20,9 @@ def test_bodies_of_4_mib_are_written_and_read_back(spark, cluster, names):
     noise = random.Random(5)
     compressible = (noise.randbytes(LARGEST // 4) * 4)[:-1]
     bodies = [noise.randbytes(LARGEST), compressible, bytes(LARGEST), b"small"]
-    to = {"nameServer": cluster.name_server, "topic": topic, "sendTimeoutMs": "30000"}
     rows = spark.createDataFrame([(bytearray(body),) for body in bodies], "body binary")
-    rows.write.format("rocketmq").options(**to).mode("append").save()
-
-    told = spark.read.format("rocketmq").option("nameServer", cluster.name_server).option("subscribe", topic).load()
+    through(rows.write, cluster, topic=topic, sendTimeoutMs="30000").mode("append").save()
+    told = through(spark.read, cluster, subscribe=topic).load()
     found = told.selectExpr("length(body) AS size", "sha2(body, 256) AS hash").collect()
     wanted = sorted((len(body), hashlib.sha256(body).hexdigest()) for body in bodies)
     assert sorted((row["size"], row["hash"]) for row in found) == wanted

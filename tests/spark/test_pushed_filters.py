@@ -23,7 +23,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, answer, rewrite
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.for_each import for_each
-from tests.spark.asking import data_source, rows, stored_at
+from tests.spark.asking import data_source, rows, stored_at, through
 
 if not PUSHES_FILTERS:
     pytest.skip("this release of PySpark pushes no filters", allow_module_level=True)
@@ -457,8 +457,7 @@ def switched_on(spark):
 
 
 def orders(spark, cluster, **options):
-    reader = spark.read.format("rocketmq").option("nameServer", cluster.name_server).option("subscribe", "orders")
-    return reader.options(**options).load()
+    return through(spark.read, cluster, subscribe="orders", **options).load()
 
 
 @pytest.mark.spark_versions

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.consuming import until
+from tests.for_each import for_each
 from tests.spark import recorded
-from tests.spark.asking import flat
+from tests.spark.asking import flat, through
 
 CLUSTER = {"brokers": 2}
 ORDERS = {"queues": 2, "count": 40}
@@ -26,12 +28,7 @@ RELEASE = tuple(map(int, pyspark.__version__.split(".")[:2]))
 
 def reading(reader: Any, cluster: EmbeddedCluster, *, format: str = "rocketmq", **options: object) -> Any:  # noqa: A002
     """Return a DataFrameReader or DataStreamReader for the topic, set up as a user does."""
-    settings = {"nameServer": cluster.name_server, "subscribe": "orders", "planningIntervalMs": 10, **options}
-    reader = reader.format(format)
-    for name, value in settings.items():
-        if value is not None:
-            reader = reader.option(name, value)
-    return reader
+    return through(reader, cluster, **{"subscribe": "orders", "planningIntervalMs": 10, **options}).format(format)
 
 
 class Query:
@@ -87,13 +84,6 @@ def fail_in_read(frame: Any) -> Any:
     return frame.where(f.raise_error("the task crashed").isNull())
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition waited for did not come true"
-        time.sleep(0.02)
-
-
 @pytest.mark.spark_versions
 def test_a_crash_in_any_batch_is_repeated_exactly(spark, embedded, tmp_path):
     """Batch 0 and a later one crash while they read; the place a new query would begin at moves in between."""
@@ -143,11 +133,10 @@ def test_the_order_in_which_spark_calls(spark, embedded, tmp_path):
     def run() -> list[str]:
         file.unlink(missing_ok=True)
         started = query.start(trigger={"processingTime": "100 milliseconds"})
-        batches = query.finished()
-        embedded.send("orders", count=4)
-        wait_until(lambda: query.finished() > batches or started.exception())
-        embedded.send("orders", count=4)
-        wait_until(lambda: query.finished() > batches + 1 or started.exception())
+        for _ in range(2):
+            batches = query.finished()
+            embedded.send("orders", count=4)
+            until(lambda batches=batches: query.finished() > batches or started.exception(), "a batch is finished", 60)
         started.stop()
         assert started.exception() is None
         return recorded.calls(file)
@@ -168,19 +157,12 @@ def test_the_order_in_which_spark_calls(spark, embedded, tmp_path):
 
 def test_a_run_to_the_end_ends_while_messages_arrive(spark, embedded, tmp_path):
     query = Query(spark, tmp_path, embedded, maxOffsetsPerTrigger=15)
-    stopped = threading.Event()
-
-    def send() -> None:
-        while not stopped.wait(0.05):
+    with ThreadPoolExecutor() as pool:
+        task = pool.submit(query.run)
+        while not task.done():
             embedded.send("orders", count=4)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        ended = query.run()
-    finally:
-        stopped.set()
-        sender.join()
+            time.sleep(0.05)
+    ended = task.result()
     assert ended.exception() is None
     assert len(query.planned()) >= 3
     high = flat(query.planned()[-1])
@@ -195,9 +177,7 @@ def test_a_query_follows_new_messages_and_its_group_follows_it(spark, embedded, 
     started = query.start()
 
     def committed() -> set[int]:
-        return {
-            offset for name in ("broker-a", "broker-b") for offset in embedded.committed("app", "orders", name).values()
-        }
+        return {at for each in embedded.brokers for at in embedded.committed("app", "orders", each.name).values()}
 
     embedded.wait_until(lambda: committed() == {10}, 120)  # also of the last batch, when the query is idle
     embedded.send("orders", count=4)
@@ -216,12 +196,9 @@ def test_a_projection_reads_only_what_is_named(spark, embedded):
     frame = reading(spark.read, embedded).schema("queueOffset long, body binary").load()
     assert frame.columns == ["queueOffset", "body"]
     assert sorted(int(bytes(row.body)) for row in frame.collect()) == list(range(40))
-
-
-def test_a_wrong_projection_lists_the_columns(spark, embedded):
-    frame = reading(spark.read, embedded).schema("offset long").load()
+    wrong = reading(spark.read, embedded).schema("offset long").load()
     with pytest.raises(Exception, match="column 'offset' is unknown; there are topic string, brokerName string"):
-        frame.collect()
+        wrong.collect()
 
 
 def test_a_table_is_the_same_for_all_actions(spark, embedded):
@@ -239,8 +216,8 @@ def test_a_view_can_be_queried(spark, embedded):
     spark.catalog.dropTempView("orders_view")
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
+@for_each(
+    "options, text",
     [
         ({"nameServer": None}, "nameServer is missing"),
         ({"subscribe": None}, "no topic to read: give one of the options subscribe, subscribePattern and assign"),
@@ -266,21 +243,18 @@ def test_what_a_stream_cannot_have_is_told_once(spark, embedded, tmp_path):
 
 
 def test_plans_and_progress_show_no_secret(spark, tmp_path):
-    with EmbeddedCluster(account=("HUSH-access", "HUSH-secret")) as cluster:
+    secrets, shown = {"accessKey": "HUSH-access", "secretKey": "HUSH-secret"}, io.StringIO()
+    with EmbeddedCluster(account=tuple(secrets.values())) as cluster, contextlib.redirect_stdout(shown):
         cluster.create_topic("orders", queues=1)
         cluster.send("orders", count=3)
-        secrets = {"accessKey": "HUSH-access", "secretKey": "HUSH-secret"}
         frame = reading(spark.read, cluster, **secrets).load()
         assert frame.count() == 3
-        shown = io.StringIO()
-        with contextlib.redirect_stdout(shown):
-            for mode in ("extended", "formatted", "codegen", "cost"):
-                frame.explain(mode=mode)
+        for mode in ("extended", "formatted", "codegen", "cost"):
+            frame.explain(mode=mode)
         query = Query(spark, tmp_path, cluster, **secrets)
         ended = query.run()
-        with contextlib.redirect_stdout(shown):
-            ended.explain(extended=True)
+        ended.explain(extended=True)
         assert query.rows() == [("broker-a", 0, 0), ("broker-a", 0, 1), ("broker-a", 0, 2)]
-        texts = shown.getvalue() + str(ended.recentProgress) + (tmp_path / "checkpoint/offsets/0").read_text()
-        assert len(shown.getvalue()) > 1000
-        assert "HUSH" not in texts
+    texts = shown.getvalue() + str(ended.recentProgress) + (tmp_path / "checkpoint/offsets/0").read_text()
+    assert len(shown.getvalue()) > 1000
+    assert "HUSH" not in texts

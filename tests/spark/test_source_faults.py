@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -141,8 +142,7 @@ def test_progress_is_published_where_brokers_answer(embedded, begun):
 def test_silent_name_servers_hold_up_nobody(embedded):
     (name_server,) = embedded.name_server_nodes
     options = parse_source({"nameServer": embedded.name_server, "subscribe": "orders"}, streaming=True)
-    positions = Positions(options, discovery_interval_s=0)
-    try:
+    with closing(Positions(options, discovery_interval_s=0)) as positions:
         known = positions.look({}).ends
         name_server.on(None, drop, times=None)
         name_server.forget_requests()
@@ -152,8 +152,6 @@ def test_silent_name_servers_hold_up_nobody(embedded):
             assert sum(positions.look(known).ends.values()) == 20 + number
             name_server.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC)
         assert time.monotonic() < ends_at
-    finally:
-        positions.close()
 
 
 def test_no_name_server_leaves_what_is_known(embedded, begun):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.errors import ConfigError
-from tests.spark.asking import Checkpoint, all_batches, begin, read_batch, running
+from tests.spark.asking import Checkpoint, all_batches, begin, flat, read_batch, running
 
 pytestmark = [pytest.mark.live, pytest.mark.versions("5.5.0", "4.9.7")]
 
@@ -36,15 +36,14 @@ def test_batches_restarts_and_the_group(cluster, names):
         with running(cluster, checkpoint, trigger="available", **options) as run:
             found += all_batches(run)
         send(cluster, topic, 10)
-        cluster.wait_until(lambda: cluster.committed(group, topic) == run_ends(checkpoint, topic), 30)
+        cluster.wait_until(lambda: cluster.committed(group, topic) == ends_of(checkpoint), 30)
     assert len(found) == len(set(found)) == 30
-    assert sum(run_ends(checkpoint, topic).values()) == 30
+    assert sum(ends_of(checkpoint).values()) == 30
     assert len(read_batch(cluster, subscribe=topic, startingOffsets="group", consumerGroup=group)) == 10
 
 
-def run_ends(checkpoint: Checkpoint, topic: str) -> dict[int, int]:
-    places = json.loads(checkpoint.ends[-1])["queues"][topic]["broker-a"]
-    return {int(queue_id): offset for queue_id, offset in places.items()}
+def ends_of(checkpoint: Checkpoint) -> dict[int, int]:
+    return {int(name.split("/")[2]): offset for name, offset in flat(json.loads(checkpoint.ends[-1])).items()}
 
 
 def test_where_a_query_begins_by_time(cluster, names):

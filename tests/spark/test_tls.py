@@ -11,7 +11,7 @@ from pyspark.errors import PySparkException
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.spark.asking import data_source, read_batch, running
+from tests.spark.asking import FROM_FIRST, begin, read_batch, running, through
 
 CERTIFICATE = Path(__file__).parent / "loopback.pem"  # of 127.0.0.1, signed by itself; of no worth: its key is with it
 TRUSTING = {"tls": True, "tlsCaFile": CERTIFICATE}
@@ -32,31 +32,19 @@ ORDERS = [(MessageQueue("orders", "broker-a", queue_id), offset) for queue_id in
 
 
 @pytest.mark.live
-def test_a_batch(secured):
-    assert sorted(read_batch(secured, subscribe="orders", **TRUSTING)) == ORDERS
-
-
-@pytest.mark.live
-def test_a_stream(secured):
-    with running(secured, subscribe="orders", startingOffsets="earliest", **TRUSTING) as run:
+def test_a_batch_and_a_stream(secured):
+    assert sorted(read_batch(secured, **TRUSTING)) == ORDERS
+    with running(secured, **FROM_FIRST, **TRUSTING) as run:
         assert sorted(run.batch()) == ORDERS
         assert run.batch() is None
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_certificate_nobody_vouches_for_is_refused(secured, streaming):
+@pytest.mark.parametrize("ask", [begin, read_batch])
+def test_a_certificate_nobody_vouches_for_is_refused(secured, ask):
     """Spark's driver asks first, and is told why: no query begins that reads nothing."""
-    source = data_source(secured, subscribe="orders", startingOffsets="earliest", tls=True, retries=1)
     with pytest.raises(RocketError, match="(?i)certificate verify failed"):
-        if streaming:
-            reader = source.streamReader(source.schema())
-            try:
-                reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
-            finally:
-                reader.stop()
-        else:
-            source.reader(source.schema()).partitions()
+        ask(secured, **FROM_FIRST, tls=True, retries=1)
 
 
 @pytest.mark.live
@@ -77,18 +65,14 @@ def test_without_tls_nothing_is_read(secured):
 
 def test_written_and_read_by_spark(spark, secured, tmp_path):
     """Driver and tasks, each in a process of its own, take the certificate from the options."""
-
-    def through_tls(builder, **options):
-        texts = {"nameServer": secured.name_server, **TRUSTING, **options}
-        return builder.format("rocketmq").options(**texts)
-
     secured.create_topic("copies", queues=2)
-    orders = through_tls(spark.readStream, subscribe="orders", startingOffsets="earliest").load().select("body")
-    copying = through_tls(orders.writeStream, topic="copies", checkpointLocation=tmp_path).trigger(availableNow=True)
+    orders = through(spark.readStream, secured, **FROM_FIRST, **TRUSTING).load().select("body")
+    to = {**TRUSTING, "topic": "copies"}
+    copying = through(orders.writeStream, secured, **to, checkpointLocation=tmp_path).trigger(availableNow=True)
     copying.start().awaitTermination()
     more = spark.createDataFrame([("more",)], "body string")
-    through_tls(more.write.mode("append"), topic="copies").save()
-    read = through_tls(spark.read, subscribe="copies").load()
+    through(more.write.mode("append"), secured, **to).save()
+    read = through(spark.read, secured, **TRUSTING, subscribe="copies").load()
     assert {bytes(row["body"]) for row in read.collect()} == {b"m%d" % number for number in range(40)} | {b"more"}
     with pytest.raises(PySparkException, match="tlsCaFile='/nowhere.pem' cannot be used: No such file"):
-        through_tls(more.write.mode("append"), topic="copies", tlsCaFile="/nowhere.pem").save()
+        through(more.write.mode("append"), secured, **{**to, "tlsCaFile": "/nowhere.pem"}).save()

@@ -20,6 +20,7 @@ from pyrocket_consumer import Message
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster, Exchange, delay, handle_and_close
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import until
+from tests.spark.asking import through
 from tests.trials import trials
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -97,12 +98,13 @@ def test_nothing_is_lost_on_the_way_from_a_topic_to_a_topic(spark: Any, tmp_path
 
 def start(spark: Any, cluster: EmbeddedCluster, directory: Path, most_per_batch: int) -> Any:
     """Start a query that writes each message of `first` to `second`; those of one queue stay in order."""
-    options = {"nameServer": cluster.name_server, "startingOffsets": "earliest", "maxOffsetsPerTrigger": most_per_batch}
-    orders = spark.readStream.format("rocketmq").options(**options).option("subscribe", "first").load()
+    orders = through(
+        spark.readStream, cluster, subscribe="first", startingOffsets="earliest", maxOffsetsPerTrigger=most_per_batch
+    ).load()
     whence = "concat(brokerName, '-', queueId)"
     rows = orders.selectExpr(f"concat({whence}, ' ', queueOffset) AS body", f"{whence} AS shardingKey")
-    writer = rows.writeStream.format("rocketmq").option("nameServer", cluster.name_server).option("topic", "second")
-    return writer.option("checkpointLocation", str(directory / "checkpoint")).start()
+    checkpoint = str(directory / "checkpoint")
+    return through(rows.writeStream, cluster, topic="second", checkpointLocation=checkpoint).start()
 
 
 def check(written: list[Message], began: float) -> None:

@@ -13,20 +13,25 @@ from pyspark.errors import PySparkException
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import numbered
+from tests.for_each import for_each
+from tests.spark.asking import through
 
 SEND = RequestCode.SEND_MESSAGE_V2
 MARKS = ("spark_query_id", "spark_batch_id", "spark_partition", "spark_row")
 
 
 def stream(spark: Any, cluster: Any, topic: str, **options: Any) -> Any:
-    reader = spark.readStream.format("rocketmq").option("nameServer", cluster.name_server).option("subscribe", topic)
-    return reader.options(startingOffsets="earliest", **options).load()
+    return through(spark.readStream, cluster, subscribe=topic, startingOffsets="earliest", **options).load()
+
+
+def read(spark: Any, cluster: Any, topic: str) -> Any:
+    return through(spark.read, cluster, subscribe=topic).load()
 
 
 def copy(frame: Any, cluster: Any, topic: str, checkpoint: Path) -> Any:
     """Write all that `frame` has now to a topic; returns the query, which has ended."""
-    writer = frame.writeStream.format("rocketmq").option("nameServer", cluster.name_server).option("topic", topic)
-    query = writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+    writer = through(frame.writeStream, cluster, topic=topic, checkpointLocation=str(checkpoint))
+    query = writer.trigger(availableNow=True).start()
     query.awaitTermination()
     return query
 
@@ -45,15 +50,15 @@ def test_messages_go_through_a_stream_and_are_read_back(spark, cluster, names, t
                      queue_id=queue_id)  # fmt: skip
     orders = stream(spark, cluster, first, tags="paid || open").drop("brokerName", "queueId")
     query = copy(orders, cluster, second, tmp_path / "checkpoint")
-    read = spark.read.format("rocketmq").option("nameServer", cluster.name_server).option("subscribe", second).load()
-    rows = read.collect()
+    copied = read(spark, cluster, second)
+    rows = copied.collect()
     assert [bytes(row["body"]) for row in rows] == [b"order"] * 40
     assert {(row["tags"], row["keys"], row["properties"]["region"]) for row in rows} == {("paid", "k1 k2", "eu")}
     told = {tuple(row["properties"][name] for name in MARKS) for row in rows}
     assert len(told) == 40
     assert {each[0] for each in told} == {str(query.id)}
     copy(orders, cluster, second, tmp_path / "checkpoint")
-    assert read.count() == 40, "the query went on where it was: there was nothing new"
+    assert copied.count() == 40, "the query went on where it was: there was nothing new"
 
 
 @pytest.mark.spark_versions
@@ -74,12 +79,11 @@ def test_a_batch_that_runs_again_marks_its_duplicates(spark, embedded, tmp_path)
 
 
 def batch(spark: Any, cluster: EmbeddedCluster, sql: str, mode: str = "append", **options: Any) -> None:
-    writer = spark.sql(sql).write.format("rocketmq").mode(mode).option("nameServer", cluster.name_server)
-    writer.options(**options).save()
+    through(spark.sql(sql).write, cluster, **options).mode(mode).save()
 
 
-@pytest.mark.parametrize(
-    ("sql", "options", "text"),
+@for_each(
+    "sql, options, text",
     [
         ("SELECT 'x' AS value", {"topic": "orders"}, "no column 'value'"),
         ("SELECT 'x' AS body", {}, "set the option topic"),
@@ -105,15 +109,10 @@ def test_a_batch_that_was_read_is_written_and_read_again(spark, embedded):
     given = {"region": "eu", "empty": ""}
     embedded.send("first", b"x", count=4, tags="t", keys=["k1", "k2"], properties=given, queue_id=1)
 
-    def read(topic: str) -> Any:
-        named = {"nameServer": embedded.name_server, "subscribe": topic}
-        return spark.read.format("rocketmq").options(**named).load()
-
     changed = "map_concat(properties, map('none', cast(null AS string), '__RMQ.TRANSIENT.a', 'b')) AS properties"
-    frame = read("first").selectExpr("* except (topic, properties)", changed, "'' AS shardingKey")
-    writer = frame.write.format("rocketmq").mode("append").option("nameServer", embedded.name_server)
-    writer.option("topic", "second").save()
-    rows = read("second").select("tags", "keys", "queueId", "body", "properties").collect()
+    frame = read(spark, embedded, "first").selectExpr("* except (topic, properties)", changed, "'' AS shardingKey")
+    through(frame.write, embedded, topic="second").mode("append").save()
+    rows = read(spark, embedded, "second").select("tags", "keys", "queueId", "body", "properties").collect()
     assert [(*row[:3], bytes(row["body"])) for row in rows] == [("t", "k1 k2", 1, b"x")] * 4
     assert [(row["properties"].get("region"), row["properties"].get("none")) for row in rows] == [("eu", None)] * 4
 
@@ -144,17 +143,15 @@ def test_tasks_keep_their_connections(spark, embedded):
 
 def test_a_thread_can_write_once_the_session_is_active_there(spark, embedded):
     embedded.create_topic("orders", queues=1)
-    outcomes = []
+    numbers, outcomes = spark.range(3).selectExpr("string(id) AS body"), []
 
     def write(prepare: Callable[[], object]) -> None:
         prepare()
-        rows = numbers.selectExpr("string(id) AS body").write.format("rocketmq").mode("append")
         try:
-            outcomes.append(rows.option("nameServer", embedded.name_server).option("topic", "orders").save())
+            outcomes.append(through(numbers.write, embedded, topic="orders").mode("append").save())
         except Exception as error:  # Spark's, from Java
             outcomes.append("DATA_SOURCE_NOT_FOUND" in str(error))
 
-    numbers = spark.range(3)
     for prepare in (lambda: None, lambda: spark.createDataFrame([], "x int")):
         thread = threading.Thread(target=write, args=(prepare,))
         thread.start()
