@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import pytest
 from sqlalchemy import Connection
 
 from pyrocket_consumer import ConsumerEvent, Message
+from pyrocket_consumer.errors import OffsetStoreError
 from tests.consuming import Events, consuming
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, Ledger, once
 
@@ -24,6 +26,13 @@ def billing(cluster: Any, ledger: Ledger, listener: Any = None, offsets: Any = N
     """A consumer whose listener books exactly once: in the ledger's database, or as other `offsets` have it."""
     wrapped = (offsets or ledger.offsets).exactly_once(listener or ledger.book)
     return consuming_own(cluster, ledger, wrapped, offsets, **options)
+
+
+def refused(made: AbstractContextManager[Any], match: str, error: type[Exception] = OffsetStoreError) -> str:
+    """Fails unless a consumer does not start; returns what it says."""
+    with pytest.raises(error, match=match) as raised:
+        made.__enter__()
+    return str(raised.value)
 
 
 def consuming_own(cluster: Any, ledger: Ledger, listener: Any, offsets: Any = None, **options: Any) -> Any:
@@ -95,17 +104,18 @@ def goes_on_after(
 
 
 def failing(ledger: Ledger, *outcomes: Any, when: Callable[[list[Message]], bool] = lambda messages: True) -> Any:
-    """Return a listener that books; its first calls end with `outcomes`, and are in its `failed`."""
+    """Return a listener that books; its first calls end with `outcomes`, its `calls` are the offsets of each."""
     left = list(outcomes)
 
     def book(messages: list[Message], connection: Connection) -> Any:
+        book.calls.append([message.queue_offset for message in messages])
         ledger.book(messages, connection)
         if not (left and when(messages)):
             return None
-        book.failed.append(messages)
-        if isinstance(outcome := left.pop(0), Exception):
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
             raise outcome
-        return outcome
+        return outcome(messages, connection) if callable(outcome) else outcome
 
-    book.failed = []
+    book.calls = []
     return book

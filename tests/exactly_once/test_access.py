@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from uuid import uuid4
 
 import pytest
@@ -31,14 +32,12 @@ class Entry(Base):
 
 def test_a_session_is_flushed_and_committed(embedded, ledger):
     Base.metadata.create_all(ledger.engine)
-    offsets = DatabaseOffsets(sessionmaker(ledger.engine))
-    failed = []
+    offsets, left = DatabaseOffsets(sessionmaker(ledger.engine)), [ValueError("not now")]
 
     def book(messages, session):
         session.add_all([Entry(body=message.body.decode()) for message in messages])
-        if not failed:
-            failed.append(messages)
-            raise ValueError("not now")
+        if left:
+            raise left.pop()
 
     send(embedded)
     with billing(embedded, ledger, book, offsets):
@@ -74,13 +73,12 @@ def test_an_asynchronous_engine(embedded, ledger, async_engine, events, kind, fa
     async def book(messages, handle):
         await handle.execute(INSERT, [row(message) for message in messages])
         await asyncio.sleep(0)
-        if trouble and trouble.pop() == "commit":
-            await handle.commit()
-        elif len(trouble) == 0 and not raised:
-            raised.append(messages)
-            raise ValueError("not now")
+        match trouble.pop() if trouble else "":
+            case "commit":
+                await handle.commit()
+            case "raise":
+                raise ValueError("not now")
 
-    raised: list[object] = []
     send(embedded)
     options = {**EXACTLY_ONCE, "offset_store": offsets, "on_event": events}
     if face == "blocking":
@@ -123,9 +121,7 @@ def test_a_listener_that_is_cancelled_is_rolled_back(embedded, ledger, async_eng
         await connection.execute(INSERT, [row(message) for message in messages])
         if len(cancelled) < 3:
             cancelled.append(messages)
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
+            asyncio.current_task().cancel()
         await asyncio.sleep(0.001)
 
     booked_once(embedded, ledger, book, offsets=offsets)
@@ -146,18 +142,21 @@ def alias(ledger) -> Iterator[str]:
         django.setup()
     url, name = make_url(ledger.database.url), f"db{uuid4().hex}"
     engine = {"sqlite": "sqlite3"}.get(ledger.database.kind, ledger.database.kind)
-    connections.settings[name] = connections.configure_settings(
-        {
-            **connections.settings,
-            name: {
-                "ENGINE": f"django.db.backends.{engine}", "NAME": url.database, "HOST": url.host or "",
-                "PORT": str(url.port or ""), "USER": url.username or "", "PASSWORD": url.password or "",
-            },
-        }
-    )[name]  # fmt: skip
+    settings = {
+        "ENGINE": f"django.db.backends.{engine}", "NAME": url.database, "HOST": url.host or "",
+        "PORT": str(url.port or ""), "USER": url.username or "", "PASSWORD": url.password or "",
+    }  # fmt: skip
+    connections.settings[name] = connections.configure_settings({**connections.settings, name: settings})[name]
     yield name
     connections[name].close()
     del connections.settings[name]
+
+
+def book_in_django(alias, messages):
+    from django.db import connections
+
+    with connections[alias].cursor() as cursor:
+        cursor.executemany("INSERT INTO ledger VALUES (%s, %s, %s)", [[*row(each).values()] for each in messages])
 
 
 @pytest.mark.databases("sqlite", "postgresql")
@@ -168,9 +167,7 @@ def test_django(embedded, ledger, events, alias):
     trouble = ["raise", "commit", "set_rollback"]
 
     def book(messages):
-        with connections[alias].cursor() as cursor:
-            for message in messages:
-                cursor.execute("INSERT INTO ledger VALUES (%s, %s, %s)", list(row(message).values()))
+        book_in_django(alias, messages)
         match trouble.pop() if trouble else "":
             case "raise":
                 raise ValueError("not now")
@@ -185,30 +182,19 @@ def test_django(embedded, ledger, events, alias):
 
 @pytest.mark.databases("postgresql")
 def test_django_goes_on_when_its_database_was_away(embedded, ledger, events, alias):
-    from django.db import connections
-
-    offsets = DatabaseOffsets.django(alias)
-
-    def book(messages):
-        with connections[alias].cursor() as cursor:
-            cursor.executemany(
-                "INSERT INTO ledger VALUES (%s, %s, %s)", [list(row(message).values()) for message in messages]
-            )
-
-    goes_on_after(lambda: dead(ledger), embedded, ledger, events, book, offsets)
+    book = partial(book_in_django, alias)
+    goes_on_after(lambda: dead(ledger), embedded, ledger, events, book, DatabaseOffsets.django(alias))
 
 
 @pytest.mark.databases("sqlite")
 def test_django_transactions_of_ones_own(embedded, ledger, alias):
-    from django.db import connections, transaction
+    from django.db import transaction
 
     offsets = DatabaseOffsets.django(alias)
 
     def book(messages):
         with transaction.atomic(using=alias):
-            with connections[alias].cursor() as cursor:
-                for message in messages:
-                    cursor.execute("INSERT INTO ledger VALUES (%s, %s, %s)", list(row(message).values()))
+            book_in_django(alias, messages)
             offsets.advance(None, messages)
 
     booked_once(embedded, ledger, book, offsets=offsets, own=True)

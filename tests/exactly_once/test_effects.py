@@ -6,13 +6,15 @@ import threading
 
 import pytest
 from sqlalchemy import create_engine, event, text
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from pyrocket_consumer import ConsumeResult, Retry, Suspend
-from pyrocket_consumer.errors import ConfigError, Fenced, OffsetStoreError
+from pyrocket_consumer.errors import ConfigError, Fenced
 from pyrocket_consumer.offsets import DatabaseOffsets
 from tests.consuming import WAIT_S, consuming
-from tests.exactly_once.booking import billing, booked_once, consumed, failing, send, until_all, until_at
+from tests.exactly_once.booking import billing, booked_once, consumed, failing, refused, send, until_all, until_at
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, INSERT, TOPIC, ledger_in, once, row
+from tests.resetting import held
 
 
 def test_each_message_has_its_effect_once_and_in_order(embedded, ledger):
@@ -45,34 +47,25 @@ def test_the_broker_is_told_and_never_asked(embedded, ledger):
 def test_what_a_listener_raises_rolls_everything_back(embedded, ledger, events):
     book = failing(ledger, *[ValueError("not now")] * 3)
     booked_once(embedded, ledger, book, queues=1, on_event=events)
-    first, second, third = [[message.body for message in messages] for messages in book.failed]
-    assert first == second == third
+    assert book.calls[:4] == [list(range(8))] * 4
     assert len(events.of("listener-failed")) == 3
 
 
+SOME = pytest.param(lambda messages, connection: Retry(messages[2:]), id="some")
+
+
 @pytest.mark.databases("sqlite")
-@pytest.mark.parametrize("answer", [ConsumeResult.RETRY, Suspend(0.05), "some", 42, ConsumeResult.ROLLBACK])
+@pytest.mark.parametrize("answer", [ConsumeResult.RETRY, Suspend(0.05), SOME, 42, ConsumeResult.ROLLBACK])
 def test_what_a_listener_returns_rolls_everything_back(embedded, ledger, answer):
-    seen = []
-
-    def book(messages, connection):
-        ledger.book(messages, connection)
-        seen.append([message.queue_offset for message in messages])
-        if len(seen) < 3:
-            return Retry(messages[2:]) if answer == "some" else answer
-
+    book = failing(ledger, answer, answer)
     booked_once(embedded, ledger, book, queues=1)
-    assert seen[0] == seen[1] == seen[2] == list(range(8))
+    assert book.calls[:3] == [list(range(8))] * 3
 
 
 @pytest.mark.databases("sqlite")
 @pytest.mark.parametrize("answer", [None, ConsumeResult.SUCCESS, ConsumeResult.COMMIT])
 def test_what_means_success_commits(embedded, ledger, answer):
-    def book(messages, connection):
-        ledger.book(messages, connection)
-        return answer
-
-    booked_once(embedded, ledger, book, queues=1)
+    booked_once(embedded, ledger, failing(ledger, *[answer] * 100), queues=1)
 
 
 @pytest.mark.databases("sqlite")
@@ -109,77 +102,76 @@ def test_two_members_share_queues_and_hand_them_over(embedded, ledger):
     with billing(embedded, ledger, instance_name="one"):
         until_all(embedded, ledger, BODIES[:40])
         with billing(embedded, ledger, instance_name="two") as (two, _):
-            embedded.wait_until(lambda: len([each for each in two.progress() if each.topic == TOPIC]) == 2)
-            for body in BODIES[40:80]:
-                embedded.send(TOPIC, body.encode())
+            embedded.wait_until(lambda: len(held(two, TOPIC)) == 2)
+            send(embedded, BODIES[40:80])
             until_all(embedded, ledger, BODIES[:80])
-        for body in BODIES[80:]:
-            embedded.send(TOPIC, body.encode())
+        send(embedded, BODIES[80:])
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
 
 
+def no_start(cluster, offsets, match):
+    """Fails unless no consumer starts with these offsets."""
+    cluster.create_topic(TOPIC)
+    refused(consuming(cluster, TOPIC, GROUP, lambda messages: None, offset_store=offsets, orderly=True), match)
+
+
 def test_a_table_that_is_missing_is_named(embedded, database):
-    engine = database.engine()
-    embedded.create_topic(TOPIC)
-    offsets = DatabaseOffsets(engine)
-    with pytest.raises(OffsetStoreError, match="the table is missing.*create_tables"):
-        consuming(embedded, TOPIC, GROUP, lambda messages: None, offset_store=offsets, orderly=True).__enter__()
-    engine.dispose()
+    no_start(embedded, DatabaseOffsets(database.engine()), "the table is missing.*create_tables")
 
 
 def test_a_table_of_another_version_is_named(embedded, ledger):
-    embedded.create_topic(TOPIC)
     ledger.execute("ALTER TABLE pyrocket_offsets DROP COLUMN reset_epoch")
-    with pytest.raises(OffsetStoreError, match="of another version.*pyrocket offsets ddl"):
-        billing(embedded, ledger).__enter__()
+    no_start(embedded, ledger.offsets, "of another version.*pyrocket offsets ddl")
 
 
 def test_an_engine_that_commits_each_statement_is_refused(embedded, ledger):
-    embedded.create_topic(TOPIC)
     engine = create_engine(ledger.database.url, isolation_level="AUTOCOMMIT")
-    offsets = DatabaseOffsets(engine)
-    with pytest.raises(OffsetStoreError, match="AUTOCOMMIT"):
-        consuming(embedded, TOPIC, GROUP, lambda messages: None, offset_store=offsets, orderly=True).__enter__()
+    no_start(embedded, DatabaseOffsets(engine), "AUTOCOMMIT")
     engine.dispose()
     assert ledger.query("SELECT * FROM pyrocket_offsets") == []
 
 
+@pytest.mark.databases("sqlite")
+def test_an_async_engine_that_commits_at_once_is_refused(embedded, ledger):
+    engine = create_async_engine(ledger.database.async_url, execution_options={"isolation_level": "AUTOCOMMIT"})
+    no_start(embedded, DatabaseOffsets(engine), "keeps what is rolled back")
+
+
 @pytest.mark.databases("mariadb")
-def test_a_table_that_undoes_nothing_is_refused(embedded, ledger):
-    embedded.create_topic(TOPIC)
-    keys = ", ".join(f"MODIFY {name} VARCHAR(60)" for name in ("consumer_group", "topic", "broker_name"))
-    ledger.execute(f"ALTER TABLE pyrocket_offsets {keys}, ENGINE=MyISAM")
-    with pytest.raises(OffsetStoreError, match="InnoDB"):
-        billing(embedded, ledger).__enter__()
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (["pyrocket_inbox ENGINE=Aria"], "its inbox"),
+        ([*(f"pyrocket_offsets MODIFY {name} VARCHAR(60)" for name in ("consumer_group", "topic", "broker_name")),
+          "pyrocket_offsets ENGINE=MyISAM"], "InnoDB"),
+    ],
+    ids=["inbox", "offsets"],
+)  # fmt: skip
+def test_a_table_that_undoes_nothing_is_refused(embedded, database, changes, match):
+    with ledger_in(database, inbox_days=1) as ledger:
+        for change in changes:
+            ledger.execute(f"ALTER TABLE {change}")
+        no_start(embedded, ledger.offsets, match)
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback", "close", "transaction"])
 def test_a_listener_that_ends_its_transaction_has_failed(embedded, ledger, events, end):
-    calls = []
+    ended = []
 
     def book(messages, connection):
-        calls.append(messages)
-        if len(calls) == 1:
-            if end == "transaction":
-                connection.get_transaction().rollback()
-            else:
-                getattr(connection, end)()
+        if not ended:
+            ended.append(end)
+            (connection.get_transaction().rollback if end == "transaction" else getattr(connection, end))()
         ledger.book(messages, connection)
 
-    send(embedded)
-    with billing(embedded, ledger, book, on_event=events):
-        events.wait_for("listener-failed")
-        until_all(embedded, ledger)
-    assert ledger.bodies() == once(BODIES)
+    booked_once(embedded, ledger, book, on_event=events)
+    assert events.of("listener-failed")
 
 
 @pytest.mark.databases("sqlite")
 def test_a_transaction_that_is_committed_behind_our_back_is_told(embedded, ledger, events):
-    def book(messages, connection):
-        ledger.book(messages, connection)
-        connection.get_transaction().commit()
-
+    book = failing(ledger, *[lambda messages, connection: connection.get_transaction().commit()] * 100)
     send(embedded, ["1"])
     with billing(embedded, ledger, book, on_event=events):
         assert "ended the transaction" in str(events.wait_for("listener-failed").facts["error"])
@@ -198,11 +190,7 @@ def test_a_commit_whose_answer_is_lost_is_not_done_again(embedded, ledger):
             raise RuntimeError("the connection broke after the commit")
 
     booking = threading.Event()
-
-    def book(messages, connection):
-        ledger.book(messages, connection)
-        booking.set()
-
+    book = failing(ledger, *[lambda messages, connection: booking.set()] * 100)
     send(embedded, queues=1)
     with billing(embedded, ledger, book):
         until_all(embedded, ledger)
@@ -237,9 +225,8 @@ def test_deadlocks_are_tried_again(embedded, ledger, events):
     def book(messages, connection):
         first = messages[0].queue.queue_id % 2
         for number in (first, 1 - first):
-            connection.execute(
-                text("UPDATE total SET n = n + :count WHERE id = :id"), {"id": number, "count": len(messages)}
-            )
+            values = {"id": number, "count": len(messages)}
+            connection.execute(text("UPDATE total SET n = n + :count WHERE id = :id"), values)
         ledger.book(messages, connection)
 
     booked_once(embedded, ledger, book, queues=2, bodies=BODIES[:32], on_event=events)

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import pytest
 from sqlalchemy import text
 
-from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import RequestCode, drop
 from tests.consuming import consuming
 from tests.exactly_once.booking import billing, consumed, failing, send, until_all, until_at
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, every_database, ledger_in, once
+from tests.resetting import queue
 
 pytestmark = pytest.mark.databases("sqlite")
 
@@ -74,11 +74,9 @@ def test_groups_have_inboxes_of_their_own(embedded, with_inbox):
 @pytest.mark.parametrize("count", [1, 100])
 def test_old_ids_are_forgotten_however_few_new_ones_come(embedded, with_inbox, count):
     old = int((time.time() - 8 * 86400) * 1000)
+    rows = [{"g": g, "id": f"older-{number}", "at": old} for number in range(3000) for g in (GROUP, "another")]
     with with_inbox.engine.begin() as connection:
-        connection.execute(
-            text("INSERT INTO pyrocket_inbox VALUES (:g, :id, :at)"),
-            [{"g": g, "id": f"older-{number}", "at": old} for number in range(3000) for g in (GROUP, "another")],
-        )
+        connection.execute(text("INSERT INTO pyrocket_inbox VALUES (:g, :id, :at)"), rows)
     send(embedded, BODIES[:count])
     with billing(embedded, with_inbox, commit_interval_s=0.5):
         until_all(embedded, with_inbox, BODIES[:count])
@@ -120,8 +118,7 @@ def test_a_reset_consumes_again_what_is_in_the_inbox(embedded, with_inbox, how):
         if how == "member":
             consumer.reset_offsets(TOPIC, "earliest")
         else:
-            now_ms = int(time.time() * 1000)
-            with_inbox.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", 0): 0}, now_ms)
+            with_inbox.offsets.reset(GROUP, {queue(TOPIC, 0): 0}, int(time.time() * 1000))
         embedded.wait_until(lambda: len(with_inbox.bodies()) == 5)
         until_at(embedded, with_inbox, 10)
     assert with_inbox.bodies() == once(BODIES[:5])
@@ -133,9 +130,8 @@ def test_ids_are_written_in_a_form_that_every_encoding_has(embedded, with_inbox)
     embedded.send(TOPIC, b"0", properties={"UNIQ_KEY": "\u03a9 \U0001f680"})
     with billing(embedded, with_inbox):
         until_at(embedded, with_inbox, 1)
-    found = with_inbox.query("SELECT message_id FROM pyrocket_inbox") + with_inbox.query(
-        "SELECT last_message_id FROM pyrocket_offsets WHERE topic = :t", t=TOPIC
-    )
+    found = with_inbox.query("SELECT message_id FROM pyrocket_inbox")
+    found += with_inbox.query("SELECT last_message_id FROM pyrocket_offsets WHERE topic = :t", t=TOPIC)
     assert [name.isascii() for (name,) in found] == [True, True]
 
 
@@ -150,20 +146,21 @@ def remade(cluster, bodies, queues=1):
 
 @every_database
 def test_a_topic_that_was_made_anew_is_not_consumed(embedded, ledger, events):
+    new = [f"new {number}" for number in range(40)]
     consumed(embedded, ledger, BODIES[:20], queues=1)
-    remade(embedded, [f"new {number}" for number in range(40)])
+    remade(embedded, new)
     embedded.create_topic("others", queues=1)
     embedded.send("others", b"other")
     with billing(embedded, ledger, on_event=events, start_wait_s=0.1) as (consumer, _):
         consumer.subscribe("others", ledger.offsets.exactly_once(ledger.book))
         event = events.wait_for("log-diverged")
-        assert event.facts["offset"] == 19 and event.queue == MessageQueue(TOPIC, "broker-a", 0)
+        assert event.facts["offset"] == 19 and event.queue == queue(TOPIC, 0)
         until_all(embedded, ledger, [*BODIES[:20], "other"])  # everything else goes on
         assert ledger.bodies() == once([*BODIES[:20], "other"])
         assert len(events.of("log-diverged")) == 1
-        ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", 0): 0}, reset_epoch=1)  # what an operator decides
-        until_all(embedded, ledger, [*BODIES[:20], "other", *(f"new {number}" for number in range(40))])
-    assert ledger.bodies() == once([*BODIES[:20], "other", *(f"new {number}" for number in range(40))])
+        ledger.offsets.reset(GROUP, {queue(TOPIC, 0): 0}, reset_epoch=1)  # what an operator decides
+        until_all(embedded, ledger, [*BODIES[:20], "other", *new])
+    assert ledger.bodies() == once([*BODIES[:20], "other", *new])
 
 
 def test_a_log_that_was_cut_is_not_consumed(embedded, ledger, events):
@@ -175,19 +172,19 @@ def test_a_log_that_was_cut_is_not_consumed(embedded, ledger, events):
 
 
 def test_a_log_that_has_changed_is_consumed_if_it_shall_be(embedded, database, events):
+    new = [f"new {number}" for number in range(40)]
     with ledger_in(database, on_divergence="continue") as ledger:
         consumed(embedded, ledger, BODIES[:20], queues=1)
-        remade(embedded, [f"new {number}" for number in range(40)])
+        remade(embedded, new)
         with billing(embedded, ledger, on_event=events):
             events.wait_for("log-diverged")
-            until_all(embedded, ledger, [*BODIES[:20], *(f"new {number}" for number in range(20, 40))])
-    assert ledger.bodies() == once([*BODIES[:20], *(f"new {number}" for number in range(20, 40))])
+            until_all(embedded, ledger, [*BODIES[:20], *new[20:]])
+    assert ledger.bodies() == once([*BODIES[:20], *new[20:]])
 
 
 def test_what_has_expired_is_no_other_log(embedded, ledger, events):
     consumed(embedded, ledger, BODIES[:20], queues=1)
-    for number in range(20):
-        embedded.send(TOPIC, f"later {number}".encode())
+    send(embedded, [f"later {number}" for number in range(20)], queues=1)
     embedded.broker("broker-a").delete_before(TOPIC, 0, 30)
     with billing(embedded, ledger, on_event=events):
         until_at(embedded, ledger, 40)
@@ -224,7 +221,7 @@ def test_a_fail_over_while_it_runs_passes_nothing_over(embedded, ledger, events,
         embedded.send(TOPIC, lambda number: b"new %d" % number, count=new)
         broker.clear_faults()
         told = events.wait_for("log-diverged", timeout_s=60)
-        assert told.queue == MessageQueue(TOPIC, "broker-a", 0)
+        assert told.queue == queue(TOPIC, 0)
         assert ledger.offset(GROUP, 0, TOPIC) == 20
     assert ledger.bodies() == once(BODIES[:20])
 
@@ -237,9 +234,10 @@ def test_a_topic_that_is_made_anew_while_it_runs_is_not_consumed(embedded, ledge
 
 
 def test_a_broker_that_was_away_and_lost_nothing_goes_on(embedded, ledger, events):
+    broker = embedded.broker("broker-a")
     with while_it_runs(embedded, ledger, events):
-        embedded.broker("broker-a").kill()
-        embedded.broker("broker-a").start()
+        broker.kill()
+        broker.start()
         embedded.send(TOPIC, b"new")
         until_all(embedded, ledger, [*BODIES[:20], "new"])
     assert ledger.bodies() == once([*BODIES[:20], "new"])

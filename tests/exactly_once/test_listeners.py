@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import wraps
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
 
 from pyrocket_consumer import Retry
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.offsets import DatabaseOffsets
-from tests.exactly_once.booking import billing, booked_once, consuming_own, failing, send, until_all, until_at
+from tests.exactly_once.booking import billing, booked_once, consuming_own, failing, send, until_at
 from tests.exactly_once.ledgers import BODIES, INSERT, every_database, ledger_in, once, row
 
 SOME = BODIES[:12]
@@ -28,9 +30,7 @@ def test_a_listener_may_change_its_list(embedded, ledger, change):
     def book(messages, connection):
         behind.append(messages[0].queue_offset - (ledger.offset() or 0))
         ledger.book(messages, connection)
-        while change == "pop" and messages:
-            messages.pop()
-        if change != "pop":
+        for _ in list(messages) if change == "pop" else [0]:
             getattr(messages, change)()
 
     booked_once(embedded, ledger, book, queues=1, commit_interval_s=60)  # nothing but the listener's commits
@@ -105,73 +105,75 @@ def test_a_transaction_for_each_message_of_a_list(embedded, ledger):
         for message in messages:
             booked([message])
 
-    send(embedded, SOME, queues=1)
-    with consuming_own(embedded, ledger, handle):
-        until_at(embedded, ledger, LAST)
+    booked_once(embedded, ledger, handle, queues=1, bodies=SOME, own=True)
     assert ledger.rows() == [(body, 0, offset) for offset, body in enumerate(SOME)]
+
+
+def own_transaction(ledger, messages):
+    with ledger.engine.begin() as connection:
+        ledger.book(messages, connection)
+        ledger.offsets.advance(connection, messages)
+
+
+def noted(listener):
+    """Keep in its `errors` with what a listener's calls are refused."""
+
+    @wraps(listener)
+    def call(*arguments):
+        try:
+            return listener(*arguments)
+        except ConfigError as error:
+            call.errors.append(str(error))
+            raise
+
+    call.errors = []
+    return call
 
 
 @pytest.mark.parametrize("choose", [lambda messages: messages[1:], lambda messages: messages[::-1]])
 @pytest.mark.parametrize("is_wrapped", [True, False])
 def test_messages_that_are_not_the_next_ones_are_refused(embedded, ledger, choose, is_wrapped):
     booked = ledger.offsets.exactly_once(ledger.book)
-    errors = []
 
+    @noted
     def handle(messages):
-        try:
-            if len(messages) == 1 or errors:
-                booked(messages)
-            elif is_wrapped:
-                booked(choose(messages))
-            else:
-                with ledger.engine.begin() as connection:
-                    ledger.book(choose(messages), connection)
-                    ledger.offsets.advance(connection, choose(messages))
-        except ConfigError as error:
-            errors.append(str(error))
-            raise
+        if len(messages) == 1 or handle.errors:
+            booked(messages)
+        elif is_wrapped:
+            booked(choose(messages))
+        else:
+            own_transaction(ledger, choose(messages))
 
     booked_once(embedded, ledger, handle, queues=1, bodies=SOME, own=True)
-    assert errors and "from offset 0 of orders" in errors[0] and "in order" in errors[0]
+    assert "from offset 0 of orders" in handle.errors[0] and "in order" in handle.errors[0]
 
 
 def test_messages_of_another_queue_are_refused(embedded, ledger):
-    kept, errors = [], []
+    kept = []
     booked = ledger.offsets.exactly_once(ledger.book)
 
+    @noted
     def handle(messages):
         kept.extend(messages)
         others = [each for each in kept if each.queue != messages[0].queue]
-        if others and not errors:
-            try:
-                with ledger.engine.begin() as connection:
-                    ledger.book(others, connection)
-                    ledger.offsets.advance(connection, others)
-            except ConfigError as error:
-                errors.append(str(error))
-                raise
+        if others and not handle.errors:
+            own_transaction(ledger, others)
         booked(messages)
 
     booked_once(embedded, ledger, handle, queues=2, own=True)
-    assert "those of the listener call" in errors[0]
+    assert "those of the listener call" in handle.errors[0]
 
 
 @pytest.mark.parametrize("what", ["advance", "exactly_once"])
 def test_a_transaction_within_a_transaction_is_refused(embedded, ledger, events, what):
-    errors = []
     inner = ledger.offsets.exactly_once(ledger.book)
 
-    def book(messages, connection):
-        ledger.book(messages, connection)
-        if not errors:
-            try:
-                ledger.offsets.advance(connection, messages) if what == "advance" else inner(messages)
-            except ConfigError as error:
-                errors.append(str(error))
-                raise
+    @noted
+    def within(messages, connection):
+        ledger.offsets.advance(connection, messages) if what == "advance" else inner(messages)
 
-    booked_once(embedded, ledger, book, queues=1, bodies=SOME, on_event=events)
-    assert "within a listener of exactly_once" in errors[0]
+    booked_once(embedded, ledger, failing(ledger, within), queues=1, bodies=SOME, on_event=events)
+    assert "within a listener of exactly_once" in within.errors[0]
     assert not events.of("store-unreachable")
 
 
@@ -188,12 +190,9 @@ def test_an_advance_that_is_not_committed_comes_again(embedded, ledger, events):
             connection.commit()
         connection.close()  # which rolls back what is not committed
 
-    send(embedded, SOME[:8], queues=1)
-    with consuming_own(embedded, ledger, handle, on_event=events, commit_interval_s=0.2):
-        told = events.wait_for("offset-apart")
-        until_at(embedded, ledger, 8)
-    assert "was not committed" in told.text
-    assert ledger.bodies() == once(SOME[:8])
+    options = {"own": True, "on_event": events, "commit_interval_s": 0.2}
+    booked_once(embedded, ledger, handle, queues=1, bodies=SOME[:8], **options)
+    assert "was not committed" in events.of("offset-apart")[0].text
 
 
 def test_a_later_call_does_not_pass_over_an_earlier_one(embedded, ledger, events):
@@ -208,11 +207,9 @@ def test_a_later_call_does_not_pass_over_an_earlier_one(embedded, ledger, events
             else:
                 connection.commit()
 
-    send(embedded, SOME, queues=1)
-    with consuming_own(embedded, ledger, handle, on_event=events, listener_batch_size=1, commit_interval_s=60.0):
-        events.wait_for("offset-apart")
-        until_at(embedded, ledger, LAST)
-    assert ledger.bodies() == once(SOME)
+    options = {"own": True, "on_event": events, "listener_batch_size": 1, "commit_interval_s": 60.0}
+    booked_once(embedded, ledger, handle, queues=1, bodies=SOME, **options)
+    assert events.of("offset-apart")
 
 
 def test_a_listener_that_is_not_wrapped_is_told_once(embedded, ledger, events):
@@ -220,10 +217,7 @@ def test_a_listener_that_is_not_wrapped_is_told_once(embedded, ledger, events):
         with ledger.engine.begin() as connection:
             ledger.book(messages, connection)
 
-    send(embedded)
-    with consuming_own(embedded, ledger, handle, on_event=events):
-        until_all(embedded, ledger)
-        until_at(embedded, ledger, 25, queues=4)
+    booked_once(embedded, ledger, handle, own=True, on_event=events)
     assert len(events.of("offset-apart")) == 1
     assert "subscribe with exactly_once(listener)" in events.of("offset-apart")[0].text
 
@@ -231,9 +225,7 @@ def test_a_listener_that_is_not_wrapped_is_told_once(embedded, ledger, events):
 @every_database
 def test_what_is_committed_by_advance_is_not_given_up(embedded, ledger, events):
     def handle(messages):
-        with ledger.engine.begin() as connection:
-            ledger.book(messages, connection)
-            ledger.offsets.advance(connection, messages)
+        own_transaction(ledger, messages)
         raise ValueError("after the commit")
 
     send(embedded, SOME, queues=1)  # more than one call takes
@@ -263,17 +255,11 @@ def test_a_transaction_that_is_ended_by_text_is_noticed(embedded, ledger, events
 
 @pytest.mark.databases("postgresql")
 def test_an_error_that_a_listener_catches_is_its_failure(embedded, ledger, events):
-    caught = []
+    def caught(messages, connection):
+        with suppress(DBAPIError):
+            connection.execute(text("SELECT 1 / 0"))
 
-    def book(messages, connection):
-        ledger.book(messages, connection)
-        if len(caught) < 2:
-            try:
-                connection.execute(text("SELECT 1 / 0"))
-            except Exception as error:
-                caught.append(error)
-
-    booked_once(embedded, ledger, book, queues=1, bodies=SOME[:8], on_event=events)
+    booked_once(embedded, ledger, failing(ledger, caught, caught), queues=1, bodies=SOME[:8], on_event=events)
     assert len(events.of("listener-failed")) == 2
     assert not events.of("store-unreachable")
 
@@ -287,28 +273,17 @@ def test_what_a_listener_reads_is_of_its_transaction(embedded, ledger):
         ledger.book(messages, connection)
         connection.execute(text("UPDATE total SET n = :n"), {"n": before + len(messages)})
 
-    send(embedded)
-    with billing(embedded, ledger, book):
-        until_all(embedded, ledger)
+    booked_once(embedded, ledger, book)
     assert ledger.query("SELECT n FROM total") == [(100,)]
 
 
 def test_the_inbox_is_not_passed_by(embedded, database, events):
     with ledger_in(database, inbox_days=1) as ledger:
-        errors = []
-
-        def handle(messages):
-            try:
-                with ledger.engine.begin() as connection:
-                    ledger.offsets.advance(connection, messages)
-            except ConfigError as error:
-                errors.append(str(error))
-                raise
-
+        handle = noted(lambda messages: own_transaction(ledger, messages))
         send(embedded, SOME[:1], queues=1)
         with consuming_own(embedded, ledger, handle, on_event=events):
             events.wait_for("listener-failed")
-    assert "without inbox_days" in errors[0]
+    assert "without inbox_days" in handle.errors[0]
 
 
 @pytest.mark.live

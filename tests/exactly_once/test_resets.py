@@ -11,7 +11,7 @@ import time
 import pytest
 from sqlalchemy import create_engine, text
 
-from pyrocket_consumer import ConsumeResult, MessageQueue
+from pyrocket_consumer import ConsumeResult
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.offsets import DatabaseOffsets
@@ -20,6 +20,7 @@ from tests.consuming import WAIT_S, Seen, consuming
 from tests.exactly_once.booking import billing, consumed, send, until_all
 from tests.exactly_once.ledgers import BODIES, GROUP, TOPIC, every_database, once
 from tests.pages import DOCS, blocks
+from tests.resetting import queue
 
 pytestmark = pytest.mark.databases("sqlite")
 
@@ -74,10 +75,9 @@ def test_show_and_lag_have_what_the_database_has(embedded, ledger, reset):
     assert all(each["consumed_at"] for each in told["queues"])
 
 
-def test_queues_that_were_never_consumed_are_reset(embedded, ledger, reset):
+def test_queues_that_were_never_consumed_are_reset(embedded, ledger, admin, reset):
     send(embedded)
-    with Admin(name_server=embedded.name_server) as admin:
-        admin.create_group(GROUP)
+    admin.create_group(GROUP)
     assert reset("--queue", "broker-a/0=10", "--execute")[0] == 0
     with billing(embedded, ledger, consume_from="last"):
         embedded.wait_until(lambda: len(ledger.rows()) >= 15)
@@ -91,41 +91,33 @@ def test_making_the_tables_twice_is_no_error(database):
     engine.dispose()
 
 
-def test_a_reset_of_the_broker_reaches_members(embedded, ledger):
+def test_a_reset_of_the_broker_reaches_members(embedded, ledger, admin):
     """As a tool of Java's makes it: the broker tells members, and the row moves."""
     send(embedded)
     with billing(embedded, ledger) as (consumer, _):
         until_all(embedded, ledger)
         ledger.execute("DELETE FROM ledger")
-        with Admin(name_server=embedded.name_server) as admin:
-            result = admin.plan_reset(GROUP, TOPIC, "earliest").execute()
-        assert result.verified
+        assert admin.plan_reset(GROUP, TOPIC, "earliest").execute().verified
         until_all(embedded, ledger)
         assert {each.epoch for each in ledger.offsets.offsets(GROUP, TOPIC)} == {2}
-        queue = MessageQueue(TOPIC, "broker-a", 0)
-        assert consumer.progress()[queue].origin == "reset"
+        assert consumer.progress()[queue(TOPIC, 0)].origin == "reset"
     assert ledger.bodies() == once(BODIES)
 
 
-def test_a_recorded_reset_is_followed_once(embedded, ledger):
+def test_a_recorded_reset_is_followed_once(embedded, ledger, admin):
     consumed(embedded, ledger)
     ledger.execute("DELETE FROM ledger")
-    with Admin(name_server=embedded.name_server) as admin:
-        admin.plan_reset(GROUP, TOPIC, {MessageQueue(TOPIC, "broker-a", 1): 5}, model="broadcasting").execute()
+    admin.plan_reset(GROUP, TOPIC, {queue(TOPIC, 1): 5}, model="broadcasting").execute()
     for _ in range(2):
         with billing(embedded, ledger):
             embedded.wait_until(lambda: len(ledger.rows()) >= 20)
-    assert [(queue, offset) for _, queue, offset in ledger.rows()] == [(1, offset) for offset in range(5, 25)]
+    assert [(number, offset) for _, number, offset in ledger.rows()] == [(1, offset) for offset in range(5, 25)]
 
 
-def test_a_reset_recorded_before_a_group_began_is_not_followed(embedded, ledger):
-    send(embedded)
-    with Admin(name_server=embedded.name_server) as admin:
-        admin.create_group(GROUP)
-        with billing(embedded, ledger, orderly=True):
-            until_all(embedded, ledger)
-        ledger.execute("DELETE FROM pyrocket_offsets")
-        admin.plan_reset(GROUP, TOPIC, "earliest", model="broadcasting").execute()
+def test_a_reset_recorded_before_a_group_began_is_not_followed(embedded, ledger, admin):
+    consumed(embedded, ledger)
+    ledger.execute("DELETE FROM pyrocket_offsets")
+    admin.plan_reset(GROUP, TOPIC, "earliest", model="broadcasting").execute()
     ledger.execute("DELETE FROM ledger")
     for _ in range(2):
         with billing(embedded, ledger, consume_from="last") as (consumer, _):
@@ -139,8 +131,7 @@ def test_a_reset_in_the_database_moves_a_group_that_runs(embedded, ledger, event
     with billing(embedded, ledger, on_event=events):
         until_all(embedded, ledger)
         ledger.execute("DELETE FROM ledger")
-        queues = [MessageQueue(TOPIC, "broker-a", number) for number in range(4)]
-        ledger.offsets.reset(GROUP, dict.fromkeys(queues, 20), reset_epoch=7)
+        ledger.offsets.reset(GROUP, {queue(TOPIC, number): 20 for number in range(4)}, reset_epoch=7)
         for number in range(4):  # who has nothing to do hears of it when it has
             embedded.send(TOPIC, f"new {number}".encode(), queue_id=number)
         embedded.wait_until(lambda: len(ledger.rows()) >= 24)
@@ -164,8 +155,7 @@ def test_a_reset_of_a_member_moves_the_row_and_fences_what_runs(embedded, ledger
     with billing(embedded, ledger, book) as (consumer, _):
         assert running.wait(WAIT_S)
         epoch = ledger.offsets.offsets(GROUP, TOPIC)[0].epoch if ledger.database.kind != "sqlite" else 1
-        target = {MessageQueue(TOPIC, "broker-a", 0): 90}
-        mover = threading.Thread(target=lambda: consumer.reset_offsets(TOPIC, to=target))
+        mover = threading.Thread(target=lambda: consumer.reset_offsets(TOPIC, to={queue(TOPIC, 0): 90}))
         mover.start()
         if ledger.database.kind != "sqlite":  # there the call that runs holds the whole database
             embedded.wait_until(lambda: ledger.offsets.offsets(GROUP, TOPIC)[0].epoch == epoch + 1)
@@ -175,6 +165,8 @@ def test_a_reset_of_a_member_moves_the_row_and_fences_what_runs(embedded, ledger
     counts = ledger.bodies()
     assert all(counts[body] == 1 for body in BODIES[:90])
     assert all(counts[body] in (1, 2) for body in BODIES[90:])
+
+
 # --- moving a group into a database
 
 
@@ -225,11 +217,10 @@ def test_the_retry_topic_comes_along_and_is_told(moving, ledger, capsys):
     assert f"{RETRIES}/broker-a/0 will be set to 5, where the brokers have it" in capsys.readouterr().out
     assert main([*here, "--execute", "-o", "json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    expected = {"topic": RETRIES, "broker": "broker-a", "queue": 0, "committed": 5, "target": 5}
-    assert told["plan"]["retries"] == [expected]
-    assert told["result"]["outcomes"][-1] == {
-        "who": f"{RETRIES}/broker-a/0", "state": "moved", "text": "in the database, where the brokers have it",
-    }  # fmt: skip
+    place = {"topic": RETRIES, "broker": "broker-a", "queue": 0}
+    assert told["plan"]["retries"] == [{**place, "committed": 5, "target": 5}]
+    outcome = {"who": f"{RETRIES}/broker-a/0", "state": "moved", "text": "in the database, where the brokers have it"}
+    assert told["result"]["outcomes"][-1] == outcome
     assert ledger.offset(GROUP, 0, RETRIES) == 5
     ledger.execute("UPDATE pyrocket_offsets SET next_offset = 3 WHERE topic = :topic", topic=RETRIES)
     assert main([*here, "--execute", "-o", "json"]) == 0
@@ -237,14 +228,13 @@ def test_the_retry_topic_comes_along_and_is_told(moving, ledger, capsys):
     assert ledger.offset(GROUP, 0, RETRIES) == 3, "it has a row of its own by now"
 
 
-def test_retries_without_an_offset_begin_at_the_first(embedded, ledger):
+def test_retries_without_an_offset_begin_at_the_first(embedded, ledger, admin):
     send(embedded, ["1"], queues=1)
     embedded.create_topic(RETRIES, queues=1)
     embedded.broker("broker-a").create_group(GROUP)
-    with Admin(name_server=embedded.name_server) as admin:
-        plan = admin.plan_reset(GROUP, TOPIC, "latest", store=ledger.offsets)
-        assert f"{RETRIES}/broker-a/0 will be set to 0, its first message" in str(plan)
-        assert plan.execute().verified
+    plan = admin.plan_reset(GROUP, TOPIC, "latest", store=ledger.offsets)
+    assert f"{RETRIES}/broker-a/0 will be set to 0, its first message" in str(plan)
+    assert plan.execute().verified
     send_late(embedded)
     with billing(embedded, ledger):
         embedded.wait_until(lambda: len(ledger.rows()) >= 2)
@@ -254,7 +244,7 @@ def test_retries_without_an_offset_begin_at_the_first(embedded, ledger):
 def test_retries_that_members_have_begun_are_left_alone(moving, ledger):
     with Admin(name_server=moving.name_server) as admin:
         plan = admin.plan_reset(GROUP, TOPIC, "latest", store=ledger.offsets)
-        ledger.offsets.reset(GROUP, {MessageQueue(RETRIES, "broker-a", 0): 4}, 1)
+        ledger.offsets.reset(GROUP, {queue(RETRIES, 0): 4}, 1)
         assert plan.execute().verified
     assert ledger.offset(GROUP, 0, RETRIES) == 4
 
@@ -281,15 +271,12 @@ def test_a_group_that_the_database_has_rows_of_is_known(embedded, ledger, capsys
     """Brokers that were made anew know no group, and that is when an operator looks."""
     embedded.create_topic(TOPIC, queues=2)
     embedded.send(TOPIC, count=6)
-    ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", number): number for number in (2, 3)}, 1)
-    ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", number): number for number in (0, 1)}, 1)
+    ledger.offsets.reset(GROUP, {queue(TOPIC, number): number for number in (2, 3)}, 1)
+    ledger.offsets.reset(GROUP, {queue(TOPIC, number): number for number in (0, 1)}, 1)
 
     def run(group):
-        code = main(
-            ["offsets", what, group, *([TOPIC] if what == "show" else []), "-n", embedded.name_server, "-o", "json",
-             "--store", ledger.database.url]
-        )  # fmt: skip
-        return code, *capsys.readouterr()
+        words = [what, group, *([TOPIC] if what == "show" else []), "-n", embedded.name_server, "-o", "json"]
+        return main(["offsets", *words, "--store", ledger.database.url]), *capsys.readouterr()
 
     code, printed, _ = run(GROUP)
     assert code == 0
@@ -301,7 +288,7 @@ def test_a_group_that_the_database_has_rows_of_is_known(embedded, ledger, capsys
 
 def test_a_queue_that_is_consumed_to_its_end_is_shown(embedded, ledger, reset):
     embedded.create_topic(TOPIC, queues=1)
-    ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", 0): 0}, 1)
+    ledger.offsets.reset(GROUP, {queue(TOPIC, 0): 0}, 1)
     code, told = reset(what="show")
     assert (code, [(each["committed"], each["lag"]) for each in told["queues"]]) == (0, [(0, 0)])
 
@@ -327,23 +314,22 @@ def test_a_reset_in_another_database_is_unconfirmed(embedded, ledger, wrong, cap
         assert code == 3
         outcomes = told["result"]["outcomes"]
         assert {each["state"] for each in outcomes} == {"unconfirmed", "moved"}
-        assert {each["text"] for each in outcomes if each["who"].startswith("broker-a")} == {
-            "is set, and no member that is online has claimed it: is this their database, and table?"
-        }
+        unclaimed = "is set, and no member that is online has claimed it: is this their database, and table?"
+        assert {each["text"] for each in outcomes if each["who"].startswith("broker-a")} == {unclaimed}
         (problem,) = told["plan"]["problems"]
         assert problem.startswith(f"{consumer.client_id}: consumes the topic, and the database has no row of it")
         assert embedded.committed(GROUP, TOPIC) == dict.fromkeys(range(4), 25), "brokers have what members tell them"
     assert ledger.bodies() == once(BODIES)
 
 
-def test_who_had_a_queue_and_does_not_claim_it_anew_is_named(embedded, ledger, wrong):
+def test_who_had_a_queue_and_does_not_claim_it_anew_is_named(embedded, ledger, admin, wrong):
     """As one that looks at a changed log once a minute; here it is looked for in a copy of its database."""
     send(embedded, queues=1)
     engine = create_engine(wrong)
     copy = DatabaseOffsets(engine)
-    with billing(embedded, ledger) as (consumer, _), Admin(name_server=embedded.name_server) as admin:
+    with billing(embedded, ledger) as (consumer, _):
         until_all(embedded, ledger)
-        copy.reset(GROUP, {MessageQueue(TOPIC, "broker-a", 0): 100}, 1)
+        copy.reset(GROUP, {queue(TOPIC, 0): 100}, 1)
         with engine.begin() as connection:
             connection.execute(text("UPDATE pyrocket_offsets SET owner = :owner"), {"owner": consumer.client_id})
         result = admin.plan_reset(GROUP, TOPIC, "earliest", store=copy).execute(wait_s=1)
@@ -362,16 +348,15 @@ def test_a_queue_whose_log_has_changed_is_reset(embedded, ledger, events, reset)
         until_all(embedded, ledger, [*BODIES, *(f"new {number}" for number in range(120))])
 
 
-def test_a_topic_nobody_subscribes_to_is_set_for_later(embedded, ledger, reset):
+def test_a_topic_nobody_subscribes_to_is_set_for_later(embedded, ledger, admin):
     send(embedded)
     embedded.create_topic("other", queues=1)
     embedded.send("other", count=3)
     with billing(embedded, ledger):
         until_all(embedded, ledger)
         began = time.monotonic()
-        with Admin(name_server=embedded.name_server) as admin:
-            plan = admin.plan_reset(GROUP, "other", "latest", store=ledger.offsets)
-            assert plan.execute(unsubscribed=True).verified
+        plan = admin.plan_reset(GROUP, "other", "latest", store=ledger.offsets)
+        assert plan.execute(unsubscribed=True).verified
         assert time.monotonic() - began < 20, "nobody is waited for"
     assert ledger.offset(GROUP, 0, "other") == 3
 
@@ -381,21 +366,17 @@ def test_a_topic_nobody_subscribes_to_is_set_for_later(embedded, ledger, reset):
 
 @pytest.mark.parametrize("what", ["show", "lag", "reset"])
 @pytest.mark.parametrize(
-    "statement",
+    "wrong",
     [
-        "UPDATE pyrocket_offsets SET next_offset = 'abc' WHERE queue_id = 1",
-        "UPDATE pyrocket_offsets SET next_offset = -3 WHERE queue_id = 1",
-        "UPDATE pyrocket_offsets SET reset_epoch = 'abc' WHERE queue_id = 1",
-        "UPDATE pyrocket_offsets SET reset_epoch = 9223372036854775807 WHERE queue_id = 1",
-        "UPDATE pyrocket_offsets SET queue_id = 'abc' WHERE queue_id = 1",
-        "UPDATE pyrocket_offsets SET topic = x'ff' WHERE queue_id = 1",
+        "next_offset = 'abc'", "next_offset = -3", "reset_epoch = 'abc'", "reset_epoch = 9223372036854775807",
+        "queue_id = 'abc'", "topic = x'ff'",
     ],
-)
-def test_a_row_that_means_nothing_is_named_in_a_line(embedded, ledger, capsys, what, statement):
+)  # fmt: skip
+def test_a_row_that_means_nothing_is_named_in_a_line(embedded, ledger, capsys, what, wrong):
     embedded.create_topic(TOPIC, queues=2)
     embedded.broker("broker-a").create_group(GROUP)
-    ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", number): 0 for number in range(2)}, 1)
-    ledger.execute(statement)
+    ledger.offsets.reset(GROUP, {queue(TOPIC, number): 0 for number in range(2)}, 1)
+    ledger.execute(f"UPDATE pyrocket_offsets SET {wrong} WHERE queue_id = 1")
     words = [GROUP, *([TOPIC] if what != "lag" else []), *(["--to", "latest", "--execute"] if what == "reset" else [])]
     code = main(["offsets", what, *words, "-n", embedded.name_server, "--store", ledger.database.url])
     (told,) = capsys.readouterr().err.splitlines()
@@ -413,5 +394,3 @@ def test_an_epoch_from_the_future_spoils_no_reset(embedded, ledger, reset):
     with billing(embedded, ledger):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
-
-

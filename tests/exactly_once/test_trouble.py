@@ -292,25 +292,6 @@ def test_a_row_that_means_nothing_is_named_and_stops_nobody(embedded, ledger, ev
     assert not events.of("consumer-failed")
 
 
-@pytest.mark.databases("sqlite")
-def test_an_async_engine_that_commits_at_once_is_refused(embedded, ledger):
-    engine = create_async_engine(ledger.database.async_url, execution_options={"isolation_level": "AUTOCOMMIT"})
-    consumer = PushConsumer(GROUP, name_server=embedded.name_server, orderly=True, offset_store=DatabaseOffsets(engine))
-    consumer.subscribe(TOPIC, lambda message: None)
-    with pytest.raises(OffsetStoreError, match="keeps what is rolled back"):
-        consumer.start()
-
-
-@pytest.mark.databases("mariadb")
-def test_an_inbox_that_undoes_nothing_is_refused(embedded, database):
-    with ledger_in(database, inbox_days=1) as ledger:
-        ledger.execute("ALTER TABLE pyrocket_inbox ENGINE = Aria")
-        consumer = PushConsumer(GROUP, name_server=embedded.name_server, orderly=True, offset_store=ledger.offsets)
-        consumer.subscribe(TOPIC, lambda message: None)
-        with pytest.raises(OffsetStoreError, match="its inbox"):
-            consumer.start()
-
-
 # --- forks
 
 

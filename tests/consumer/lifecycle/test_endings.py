@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from queue import Empty
 from typing import Any
 
@@ -17,7 +16,7 @@ from pyrocket_consumer import Message, MessageQueue, Suspend
 from pyrocket_consumer.testing import Gate
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.members import Kind, faulty, filled, give_time_to, of, ours, settle
+from tests.hazards.members import Kind, faulty, filled, give_time_to, of, ours, patience_s, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import queue
 from tests.testing.raw_client import RawClient
@@ -50,14 +49,24 @@ class LeavesFirst(NaiveMember):
             self._end()
 
 
+@contextmanager
+def says(what: Callable[[], str]) -> Iterator[None]:
+    """A wait that fails says what that means."""
+    try:
+        yield
+    except AssertionError:
+        raise AssertionError(what()) from None
+
+
 def sent_back(broker: Any, group: str) -> int:
     return sum(each.command.fields["group"] == group for each in broker.requests(SEND_BACK))
 
 
 @contextmanager
 def closing_unacknowledged(consumer: Any, broker: Any, topic: str) -> Iterator[None]:
-    """Close `consumer`; its last commit is acknowledged after the block, which sees what it has done until then."""
+    """Close `consumer`, which has consumed 10; its last commit is acknowledged after the block, which sees the rest."""
     gate = Gate()
+    until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
     broker.forget_requests()
     broker.on(COMMIT, gate, times=None, when=of(topic))
     closer = threading.Thread(target=consumer.close)
@@ -73,7 +82,7 @@ def closing_unacknowledged(consumer: Any, broker: Any, topic: str) -> Iterator[N
 
 
 @pytest.mark.hazard("H25")
-@pytest.mark.parametrize("member", [ours, faulty(InterruptsListeners, "messages were sent back, and will come twice")])
+@pytest.mark.parametrize("member", [ours, faulty(InterruptsListeners, "were sent back, and will come twice")])
 def test_close_waits_for_what_runs(embedded, names, member):
     """`close` waits for the listener calls that run, up to `shutdown_timeout_s`, and commits what they have finished.
 
@@ -81,15 +90,9 @@ def test_close_waits_for_what_runs(embedded, names, member):
     """
     # 20 listener calls run when the consumer is closed
     topic, group = filled(embedded, names, queues=1, messages=20)
-    broker = embedded.broker("broker-a")
-
-    release = threading.Event()
-
-    def listener(message: Message) -> None:
-        release.wait(WAIT_S)
-
+    broker, release = embedded.broker("broker-a"), threading.Event()
     options = {"consume_threads": 20, "shutdown_timeout_s": 20.0, "commit_interval_s": 60.0}
-    with member(embedded, topic, group, listener, **options) as consumer:
+    with member(embedded, topic, group, lambda _: release.wait(WAIT_S) and None, **options) as consumer:
         closer = threading.Thread(target=consumer.close)
         try:
             consumer.seen.wait_for(20)
@@ -98,14 +101,12 @@ def test_close_waits_for_what_runs(embedded, names, member):
         finally:
             release.set()
         closer.join(WAIT_S)
-    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} messages were sent back, and will come twice"
+    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} were sent back, and will come twice"
     assert embedded.committed(group, topic) == {0: 20}, "what runs was not waited for"
 
 
 @pytest.mark.hazard("H25")
-@pytest.mark.parametrize(
-    "member", [ours, faulty(LeavesFirst, "it left the group before its last commit was acknowledged")]
-)
+@pytest.mark.parametrize("member", [ours, faulty(LeavesFirst, "it left before its last commit was acknowledged")])
 def test_the_last_commit_comes_before_leaving_the_group(embedded, names, member):
     """The last commits are acknowledged before the consumer leaves the group: whoever takes its queues finds them.
 
@@ -113,18 +114,17 @@ def test_the_last_commit_comes_before_leaving_the_group(embedded, names, member)
     """
     topic, group = filled(embedded, names, queues=1, messages=10)
     broker = embedded.broker("broker-a")
-    with member(embedded, topic, group, commit_interval_s=60.0, call_timeout_s=20.0) as consumer:
-        until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
-        with closing_unacknowledged(consumer, broker, topic):
-            assert not broker.requests(LEAVE), "it left the group before its last commit was acknowledged"
+    with (
+        member(embedded, topic, group, commit_interval_s=60.0, call_timeout_s=20.0) as consumer,
+        closing_unacknowledged(consumer, broker, topic),
+    ):
+        assert not broker.requests(LEAVE), "it left before its last commit was acknowledged"
     assert broker.requests(LEAVE)
     assert embedded.committed(group, topic) == {0: 10}
 
 
 @pytest.mark.hazard("H25")
-@pytest.mark.parametrize(
-    "member", [ours, faulty(InterruptsListeners, "1 messages were sent back, and will come twice")]
-)
+@pytest.mark.parametrize("member", [ours, faulty(InterruptsListeners, "1 were sent back, and will come twice")])
 def test_unfinished_messages_are_not_sent_back_or_committed(embedded, names, member):
     """What does not end in time stays unfinished: the next owner of the queue gets it, once.
 
@@ -145,7 +145,7 @@ def test_unfinished_messages_are_not_sent_back_or_committed(embedded, names, mem
     finally:
         release.set()
     settle()
-    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} messages were sent back, and will come twice"
+    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} were sent back, and will come twice"
     assert embedded.committed(group, topic) == {0: 9}, "a message was committed that nobody has finished"
     with ours(embedded, topic, group) as next_one:
         next_one.seen.wait_for(1)
@@ -164,7 +164,6 @@ def test_an_orderly_queue_is_unlocked_after_its_last_commit(embedded, names, mem
     options = {"orderly": True, "commit_interval_s": 60.0, "call_timeout_s": 20.0}
     with member(embedded, topic, group, **options) as consumer:
         consumer.seen.wait_for(10)
-        until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
         with closing_unacknowledged(consumer, broker, topic):
             assert not broker.requests(UNLOCK), "unlocked before its last offset was stored"
         assert broker.requests(UNLOCK)
@@ -238,10 +237,17 @@ class EndsWithTheException(NaiveMember):
             self.closing.wait()
 
 
-def nothing_that_is_raised_stops_a_queue(
-    cluster: Any, names: Any, member: Kind, error: type[BaseException], patience_s: float = WAIT_S
-) -> None:
-    topic, group = filled(cluster, names, queues=1, messages=5)
+@pytest.mark.hazard("H26")
+@pytest.mark.parametrize(
+    ("member", "error"),
+    [(ours, SystemExit), (ours, KeyError), faulty(EndsWithTheException, "stuck behind b'm2'", SystemExit)],
+)
+def test_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, member, error):
+    """Whatever a listener raises is a failure of its message, which comes again first; the queue goes on.
+
+    Faulty: in Java an exception at the wrong place leaves the queue marked as "being consumed" for ever.
+    """
+    topic, group = filled(embedded, names, queues=1, messages=5)
     raised = threading.Event()
 
     def listener(message: Message) -> None:
@@ -249,30 +255,11 @@ def nothing_that_is_raised_stops_a_queue(
             raised.set()
             raise error
 
-    with member(cluster, topic, group, listener, orderly=True) as consumer:
-        try:
-            consumer.seen.wait_for(5, patience_s)
-        except AssertionError:
-            raise AssertionError(f"stuck behind {consumer.seen.bodies[-1]!r}") from None
+    with member(embedded, topic, group, listener, orderly=True) as consumer:
+        with says(lambda: f"stuck behind {consumer.seen.bodies[-1]!r}"):
+            consumer.seen.wait_for(5, patience_s(member))
         assert consumer.seen.bodies == [b"m0", b"m1", b"m2", b"m2", b"m3", b"m4"]
         until(lambda: consumer.stored() == {queue(topic, 0): 5}, "committed")
-
-
-@pytest.mark.hazard("H26")
-@pytest.mark.parametrize(
-    ("member", "error", "options"),
-    [
-        (ours, SystemExit, {}),
-        (ours, KeyError, {}),
-        faulty(EndsWithTheException, "stuck behind b'm2'", SystemExit, {"patience_s": 1}),
-    ],
-)
-def test_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, member, error, options):
-    """Whatever a listener raises is a failure of its message, which comes again first; the queue goes on.
-
-    Faulty: in Java an exception at the wrong place leaves the queue marked as "being consumed" for ever.
-    """
-    nothing_that_is_raised_stops_a_queue(embedded, names, member, error, **options)
 
 
 class UnlocksTooSoon(NaiveMember):
@@ -295,6 +282,27 @@ def let_rounds_pass(cluster: Any, topic: str) -> None:
     settle()
 
 
+@contextmanager
+def a_listener_that_runs(cluster: Any, names: Any, member: Kind) -> Iterator[tuple[Any, str, str, threading.Event]]:
+    """An orderly member holds two queues, and its listener runs for queue 1 until the event is set."""
+    topic, group = filled(cluster, names, queues=2, messages=0)
+    begun, release = threading.Event(), threading.Event()
+
+    def listener(message: Message) -> None:
+        if message.body == b"slow":
+            begun.set()
+            release.wait(30)
+
+    try:
+        with member(cluster, topic, group, listener, orderly=True, rebalance_interval_s=0.2) as consumer:
+            until(lambda: len(consumer.held()) == 2, "both queues")
+            cluster.send(topic, b"slow", queue_id=1)
+            assert begun.wait(30)
+            yield consumer, topic, group, release
+    finally:
+        release.set()
+
+
 @pytest.mark.hazard("H26")
 @pytest.mark.parametrize("member", [ours, faulty(UnlocksTooSoon, "committed after it was unlocked")])
 def test_no_commit_follows_the_unlock(embedded, names, member):
@@ -304,34 +312,21 @@ def test_no_commit_follows_the_unlock(embedded, names, member):
     Faulty: Java unlocks between the listener's end and the commit.
     """
     # A queue is taken away from an orderly member while its listener runs
-    topic, group, broker = names.topic(), names.group(), embedded.broker("broker-a")
-    begun, release = threading.Event(), threading.Event()
-    embedded.create_topic(topic, queues=2)
-
-    def listener(message: Message) -> None:
-        if message.queue.queue_id == 1:
-            begun.set()
-            release.wait(30)
-
-    try:
-        with member(embedded, topic, group, listener, orderly=True, rebalance_interval_s=0.2) as consumer:
-            embedded.send(topic, b"m0", queue_id=1)
-            assert begun.wait(30)
-            broker.forget_requests()
-            embedded.create_topic(topic, queues=2, read_queues=1)
-            let_rounds_pass(embedded, topic)
-            if member is UnlocksTooSoon:
-                broker.wait_for(UNLOCK, timeout_s=WAIT_S)
-            release.set()
-            until(lambda: list(consumer.held()) == [queue(topic, 0)], "given up")
-            requests = [each.command for each in broker.requests()]
-            unlocked = next(place for place, each in enumerate(requests) if each.code == UNLOCK)
-            is_ours = of(topic, queueId=1)
-            commits = [place for place, each in enumerate(requests) if each.code == COMMIT and is_ours(each)]
-            assert max(commits, default=-1) < unlocked, "committed after it was unlocked: over the next owner's offset"
-            assert member is not ours or embedded.committed(group, topic).get(1) == 1, "the listener had time to finish"
-    finally:
+    broker = embedded.broker("broker-a")
+    with a_listener_that_runs(embedded, names, member) as (consumer, topic, group, release):
+        broker.forget_requests()
+        embedded.create_topic(topic, queues=2, read_queues=1)
+        let_rounds_pass(embedded, topic)
+        if member is UnlocksTooSoon:
+            broker.wait_for(UNLOCK, timeout_s=WAIT_S)
         release.set()
+        until(lambda: list(consumer.held()) == [queue(topic, 0)], "given up")
+        requests = [each.command for each in broker.requests()]
+        unlocked = next(place for place, each in enumerate(requests) if each.code == UNLOCK)
+        is_ours = of(topic, queueId=1)
+        commits = [place for place, each in enumerate(requests) if each.code == COMMIT and is_ours(each)]
+        assert max(commits, default=-1) < unlocked, "committed after it was unlocked: over the next owner's offset"
+        assert member is not ours or embedded.committed(group, topic).get(1) == 1, "the listener had time to finish"
 
 
 # --- H27
@@ -346,35 +341,24 @@ class LocksInBroadcastingToo(NaiveMember):
         super().begin(queue)
 
 
-def every_member_consumes_in_order(
-    cluster: Any, names: Any, member: Kind, stores: Path, patience_s: float = WAIT_S
-) -> None:
+@pytest.mark.hazard("H27")
+@pytest.mark.parametrize("member", [ours, faulty(LocksInBroadcastingToo, "the second member gets nothing")])
+def test_orderly_broadcasting_takes_no_locks(cluster, names, tmp_path, member):
+    """Each member of a broadcasting group consumes all queues, in order, and locks none at the broker.
+
+    Faulty: Java up to 5.3.1, Go and C++: the second member waits for locks that the first one has.
+    """
     topic, group = filled(cluster, names, queues=1, messages=10)
-    options = {"orderly": True, "message_model": "broadcasting", "offset_store_dir": stores}
+    options = {"orderly": True, "message_model": "broadcasting", "offset_store_dir": tmp_path}
     with (
         member(cluster, topic, group, instance_name="one", **options) as one,
         member(cluster, topic, group, instance_name="two", **options) as two,
     ):
         one.seen.wait_for(10)
-        try:
-            two.seen.wait_for(10, patience_s)
-        except AssertionError:
-            raise AssertionError("the second member gets nothing") from None
+        with says(lambda: "the second member gets nothing"):
+            two.seen.wait_for(10, patience_s(member))
         assert one.seen.bodies == two.seen.bodies == numbered(10)
-
-
-@pytest.mark.hazard("H27")
-@pytest.mark.parametrize(
-    ("member", "options"),
-    [(ours, {}), faulty(LocksInBroadcastingToo, "the second member gets nothing", {"patience_s": 1})],
-)
-def test_orderly_broadcasting_takes_no_locks(cluster, names, tmp_path, member, options):
-    """Each member of a broadcasting group consumes all queues, in order, and locks none at the broker.
-
-    Faulty: Java up to 5.3.1, Go and C++: the second member waits for locks that the first one has.
-    """
-    every_member_consumes_in_order(cluster, names, member, tmp_path, **options)
-    if hasattr(cluster, "changes"):
+    if hasattr(cluster, "changes") and member is ours:
         assert not cluster.broker("broker-a").requests(RequestCode.LOCK_BATCH_MQ)
 
 
@@ -393,53 +377,25 @@ class KeepsWhatItCouldNotRemove(NaiveMember):
             super().drop(queue)
 
 
-def a_queue_that_comes_back_is_pulled(cluster: Any, names: Any, member: Kind, patience_s: float = WAIT_S) -> None:
-    """A queue is taken away while its listener runs, and given back before that has ended."""
-    topic, group = names.topic(), names.group()
-    begun, release = threading.Event(), threading.Event()
-    cluster.create_topic(topic, queues=2)
-
-    def listener(message: Message) -> None:
-        if message.body == b"slow":
-            begun.set()
-            release.wait(30)
-
-    try:
-        with member(cluster, topic, group, listener, orderly=True, rebalance_interval_s=0.2) as consumer:
-            until(lambda: len(consumer.held()) == 2, "both queues")
-            cluster.send(topic, b"slow", queue_id=1)
-            assert begun.wait(30)
-            cluster.create_topic(topic, queues=2, read_queues=1)
-            let_rounds_pass(cluster, topic)
-            cluster.create_topic(topic, queues=2)
-            let_rounds_pass(cluster, topic)
-            release.set()
-            cluster.send(topic, b"after", queue_id=1)
-            try:
-                consumer.seen.wait(lambda seen: b"after" in seen.bodies, patience_s)
-            except AssertionError:
-                raise AssertionError("the queue is silent since it came back") from None
-            until(lambda: consumer.stored().get(queue(topic, 1)) == 2, "committed")
-            assert consumer.seen.bodies.count(b"after") == 1
-    finally:
-        release.set()
-
-
 @pytest.mark.hazard("H28")
-@pytest.mark.parametrize(
-    ("member", "options"),
-    [
-        (ours, {}),
-        faulty(KeepsWhatItCouldNotRemove, "the queue is silent since it came back", {"patience_s": 2}),
-    ],
-)
-def test_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names, member, options):
+@pytest.mark.parametrize("member", [ours, faulty(KeepsWhatItCouldNotRemove, "it is silent since it came back")])
+def test_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names, member):
     """A queue that bounces away and back ends its first period when its listener has returned, and begins a new one
     right after that: pulled within a second or two.
 
     Faulty: Java neither removes nor adds it, and it is silent for two minutes.
     """
-    a_queue_that_comes_back_is_pulled(embedded, names, member, **options)
+    with a_listener_that_runs(embedded, names, member) as (consumer, topic, _, release):
+        embedded.create_topic(topic, queues=2, read_queues=1)
+        let_rounds_pass(embedded, topic)
+        embedded.create_topic(topic, queues=2)
+        let_rounds_pass(embedded, topic)
+        release.set()
+        embedded.send(topic, b"after", queue_id=1)
+        with says(lambda: "it is silent since it came back"):
+            consumer.seen.wait(lambda seen: b"after" in seen.bodies, patience_s(member))
+        until(lambda: consumer.stored().get(queue(topic, 1)) == 2, "committed")
+        assert consumer.seen.bodies.count(b"after") == 1
 
 
 @pytest.mark.hazard("H25", "H26", "H27")
@@ -448,5 +404,5 @@ def test_the_naive_member_is_right(embedded, names, tmp_path):
     test_close_waits_for_what_runs(embedded, names, NaiveMember)
     test_the_last_commit_comes_before_leaving_the_group(embedded, names, NaiveMember)
     test_an_orderly_queue_is_unlocked_after_its_last_commit(embedded, names, NaiveMember)
-    nothing_that_is_raised_stops_a_queue(embedded, names, NaiveMember, KeyError)
-    every_member_consumes_in_order(embedded, names, NaiveMember, tmp_path)
+    test_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, NaiveMember, KeyError)
+    test_orderly_broadcasting_takes_no_locks(embedded, names, tmp_path, NaiveMember)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -42,21 +42,17 @@ def test_a_queue_that_is_added_begins_at_its_first_message(cluster, names, membe
     Faulty: all others begin at the end, which is where the queue was up to 30 s later.
     """
     # A queue is added; five messages are in it before the consumer has heard of it
-    topic, group = names.topic(), names.group()
-    cluster.create_topic(topic, queues=1)
+    topic, group = filled(cluster, names, queues=1, messages=0)
+    gate = Gate()
     with member(cluster, topic, group, consume_from="last") as consumer:
         until(lambda: consumer.held(), "it consumes")
         cluster.send(topic, b"first")
         consumer.seen.wait_for(1)
-        gate = None
         if isinstance(cluster, EmbeddedCluster):
-            gate = Gate()
             cluster.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, gate, times=None, when=of(topic))
         cluster.create_topic(topic, queues=2)
-        for body in numbered(5):
-            cluster.send(topic, body, queue_id=1)
-        if gate is not None:
-            gate.open()
+        fill(cluster, topic, 5, queue_id=1)
+        gate.open()
         until(lambda: queue(topic, 1) in consumer.held(), "it has heard of the queue")
         cluster.send(topic, b"m5", queue_id=1)
         until(lambda: consumer.stored().get(queue(topic, 1)) == 6, "committed")
@@ -104,8 +100,6 @@ class ComputesItTwice(NaiveMember):
 @contextmanager
 def in_background(manager: Any) -> Iterator[Any]:
     """Enter a context manager on another thread; what is yielded waits for it, and returns what it yields."""
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(1) as pool:
         entering = pool.submit(manager.__enter__)
         try:
@@ -178,41 +172,30 @@ class TakesAnErrorForZero(StartsAtATime):
 
 
 @contextmanager
-def time_zone(name: str) -> Iterator[None]:
-    before = os.environ.get("TZ")
-    os.environ["TZ"] = name
-    time.tzset()
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TZ"]
-        else:
-            os.environ["TZ"] = before
+def time_zone(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", name)
         time.tzset()
-
-
-def a_time_is_the_same_instant_everywhere(cluster: Any, names: Any, member: Kind) -> None:
-    broker, instant = cluster.broker("broker-a"), datetime(2024, 5, 17, 10, 30, tzinfo=UTC)
-    for zone in ("UTC", "Asia/Shanghai"):
-        topic, group = names.topic(), names.group()
-        cluster.create_topic(topic, queues=1)
-        with time_zone(zone), member(cluster, topic, group, consume_from=instant):
-            [asked, *_] = broker.wait_for(SEARCH, timeout_s=WAIT_S, when=of(topic))
-            found = int(asked.command.fields["timestamp"])
-            assert found == 1715941800000, f"{(found - 1715941800000) / 3600000:g} hours off in {zone}"
+        yield
+    time.tzset()
 
 
 @pytest.mark.hazard("H23")
 @pytest.mark.parametrize("member", [ours, faulty(ReadsItInLocalTime, "-8 hours off in Asia/Shanghai")])
-def test_a_time_has_a_zone(embedded, names, member):
+def test_a_time_has_a_zone(embedded, names, monkeypatch, member):
     """A time to start at has a time zone, and is the same instant wherever the program runs; one without is refused.
 
     Faulty: Java reads the digits in the machine's zone, Go in UTC.
     """
     with pytest.raises(ConfigError, match="no time zone"):
         PushConsumer("app", name_server=embedded.name_server, consume_from=datetime(2024, 5, 17, 10, 30))
-    a_time_is_the_same_instant_everywhere(embedded, names, member)
+    broker, instant = embedded.broker("broker-a"), datetime(2024, 5, 17, 10, 30, tzinfo=UTC)
+    for zone in ("UTC", "Asia/Shanghai"):
+        topic, group = filled(embedded, names, queues=1, messages=0)
+        with time_zone(monkeypatch, zone), member(embedded, topic, group, consume_from=instant):
+            [asked, *_] = broker.wait_for(SEARCH, timeout_s=WAIT_S, when=of(topic))
+            found = int(asked.command.fields["timestamp"])
+            assert found == 1715941800000, f"{(found - 1715941800000) / 3600000:g} hours off in {zone}"
 
 
 def nothing_before_the_time_is_consumed(cluster: Any, names: Any, member: Kind) -> None:
@@ -271,19 +254,28 @@ class RetriesFromTheEnd(StartsAtATime):
         return self.max_offset(queue) if queue.topic.startswith("%RETRY%") else super().first_offset(queue)
 
 
-def retries_before_the_first_commit_are_consumed(
-    cluster: Any, names: Any, member: Kind, consume_from: Any, patience_s: float = WAIT_S
-) -> None:
-    """Three messages are in the group's retry topic, and none of the group has committed anything."""
-    topic, group = names.topic(), names.group()
-    retry = f"%RETRY%{group}"
-    cluster.create_topic(topic, queues=1)
-    fill(cluster, retry, 3, queues=1)
+@pytest.mark.hazard("H24")
+@pytest.mark.parametrize(
+    ("member", "consume_from"),
+    [
+        *((ours, consume_from) for consume_from in ("time", "last", "first")),
+        faulty(RetriesFromTheEnd, "only 0 of 3 retries were consumed", "time"),
+    ],
+)
+def test_the_retry_topic_begins_at_its_first_message(cluster, names, member, consume_from):
+    """Wherever a group begins, its retry topic begins at its first message: what is there has failed in this group and
+    shall come again. It is subscribed to as a whole, whatever the selectors of other topics are.
+
+    Faulty: Java and Go begin at its end when a time to start at is given.
+    """
+    # Three messages are in the retry topic, and none of the group has committed anything
+    topic, group = filled(cluster, names, queues=1, messages=0)
+    fill(cluster, retry := f"%RETRY%{group}", 3, queues=1)
     time.sleep(0.02)
     start = datetime.fromtimestamp(time.time(), UTC) if consume_from == "time" else consume_from
     with member(cluster, topic, group, consume_from=start, selector="paid") as consumer:
         try:
-            consumer.seen.wait_for(3, patience_s)
+            consumer.seen.wait_for(3, 1 if member is RetriesFromTheEnd else WAIT_S)
         except AssertionError:
             raise AssertionError(f"only {len(consumer.seen.bodies)} of 3 retries were consumed") from None
         if isinstance(cluster, EmbeddedCluster):
@@ -291,30 +283,13 @@ def retries_before_the_first_commit_are_consumed(
             assert (told[retry].expression, told[topic].expression) == ("*", "paid")
 
 
-@pytest.mark.hazard("H24")
-@pytest.mark.parametrize(
-    ("member", "consume_from", "options"),
-    [
-        *((ours, consume_from, {}) for consume_from in ("time", "last", "first")),
-        faulty(RetriesFromTheEnd, "only 0 of 3 retries were consumed", "time", {"patience_s": 1}),
-    ],
-)
-def test_the_retry_topic_begins_at_its_first_message(cluster, names, member, consume_from, options):
-    """Wherever a group begins, its retry topic begins at its first message: what is there has failed in this group and
-    shall come again. It is subscribed to as a whole, whatever the selectors of other topics are.
-
-    Faulty: Java and Go begin at its end when a time to start at is given.
-    """
-    retries_before_the_first_commit_are_consumed(cluster, names, member, consume_from, **options)
-
-
 @pytest.mark.hazard("H22", "H23", "H24")
-def test_the_naive_member_is_right(embedded, names):
+def test_the_naive_member_is_right(embedded, names, monkeypatch):
     """What the faulty ones are made of passes: it is the fault that the checks find."""
     test_a_queue_that_is_added_begins_at_its_first_message(embedded, names, NaiveMember)
     test_last_means_the_end_of_young_topics_too(embedded, names, NaiveMember)
     test_the_start_is_computed_once(embedded, names, NaiveMember)
-    a_time_is_the_same_instant_everywhere(embedded, names, StartsAtATime)
+    test_a_time_has_a_zone(embedded, names, monkeypatch, StartsAtATime)
     nothing_before_the_time_is_consumed(embedded, names, StartsAtATime)
     test_a_search_that_fails_is_not_zero(embedded, names, StartsAtATime)
-    retries_before_the_first_commit_are_consumed(embedded, names, StartsAtATime, "time")
+    test_the_retry_topic_begins_at_its_first_message(embedded, names, StartsAtATime, "time")
