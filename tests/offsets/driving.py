@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from multiprocessing import Pipe
 from typing import Any
 
 from pyrocket_consumer.model import MessageQueue
@@ -44,6 +48,28 @@ def flipped(data: bytes, byte: int, bit: int) -> bytes:
     damaged = bytearray(data)
     damaged[byte] ^= 1 << bit
     return bytes(damaged)
+
+
+def in_a_fork(work: Callable[[Callable[[Any], None]], object]) -> tuple[list[Any], int]:
+    """Run `work(tell)` in a forked child; return all it told until its end, and its exit code."""
+    reading, writing = Pipe(duplex=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests may live on; the child needs none
+        child = os.fork()
+    if child == 0:
+        try:
+            work(writing.send)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    writing.close()
+    told = []
+    with reading, suppress(EOFError):
+        while True:
+            told.append(reading.recv())
+    return told, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class History:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
-from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.adoption import adopt
 from pyrocket_consumer.offsets.directories import find_orphans, read_store
+from tests.offsets.driving import ORDERS, left
 
-QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(3)]
+QUEUES = ORDERS[:3]
 
 
 def fill(directory, offset):
-    with LocalFileOffsetStore(directory) as store:
-        for queue in QUEUES[:2]:
-            store.update_offset(queue, offset)
+    left(directory, QUEUES[:2], offset)
 
 
 @pytest.mark.hazard("H11")
@@ -33,8 +31,7 @@ def test_a_store_left_behind_is_adopted(tmp_path):
 def test_existing_offsets_are_not_overwritten_unasked(tmp_path):
     fill(tmp_path / "old", 70)
     fill(tmp_path / "new", 5)
-    with LocalFileOffsetStore(tmp_path / "new") as store:
-        store.update_offset(QUEUES[2], 6)
+    left(tmp_path / "new", QUEUES[2:], 6)
     with pytest.raises(OffsetStoreError, match="holds offsets of 3 queues already"):
         adopt(tmp_path / "old", tmp_path / "new")
     assert set(read_store(tmp_path / "new").offsets.values()) == {5, 6}

@@ -2,62 +2,98 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import os
+import random
+import shutil
+import signal
+from functools import partial
+from itertools import count
 
 import pytest
 
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from tests.offsets.driving import QUEUES, History
+from pyrocket_consumer.offsets.disk import LocalDisk
+from tests.offsets.disks import WatchedDisk
+from tests.offsets.driving import DURABILITIES, History, in_a_fork, opened, step
 from tests.trials import crash_points, trials
 
-ROOT = Path(__file__).parents[2]
+
+class SpokenHistory(History):
+    """Tells what it notes."""
+
+    def __init__(self, tell):
+        super().__init__()
+        self._tell = tell
+
+    def writing(self, queues):
+        super().writing(queues)
+        self._tell(("writing", self._known(queues)))
+
+    def acknowledged(self, queues):
+        super().acknowledged(queues)
+        self._tell(("acknowledged", self._known(queues)))
+
+    def _known(self, queues):
+        return {queue: self.memory[queue] for queue in queues if queue in self.memory}
 
 
-def lives(directory: Path, durability: str, seed: int) -> list[list[str]]:
-    """Return what each life of the crashing process said; the last one was not killed."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.offsets.crashing", str(directory), durability, str(seed)],
-        cwd=ROOT, capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("\nended\n")
-    return [life.splitlines()[1:] for life in result.stdout.removesuffix("ended\n").split("life ")[1:]]
+def live(directory, durability, seed, last, tell):
+    """Use the store; die before file operation number `last`."""
+
+    def kill(number, operation, path):
+        if number == last:
+            tell(("killed", f"{operation} {'directory' if operation == 'sync_directory' else os.path.basename(path)}"))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    history, rng = SpokenHistory(tell), random.Random(seed)
+    clock = lambda: rng.random() * 1e6 if rng.random() < 0.1 else 0.0  # noqa: E731
+    store = opened(directory, durability, journal_bytes=4096, disk=WatchedDisk(LocalDisk(), kill), clock=clock)
+    history.memory = store.clone_offset_table()
+    for _ in range(12):
+        step(store, history, rng)
+    history.writing(history.memory)
+    store.close()
+    history.acknowledged(history.memory)
 
 
-def listen(history: History, lines: list[str]) -> None:
-    for line in lines:
-        what, *pairs = line.split()
-        if what in ("writing", "acknowledged"):
-            offsets = {QUEUES[int(index)]: int(offset) for index, offset in (pair.split("=") for pair in pairs)}
+def history_of(told, start):
+    """Return what may be found after a life that began with the offsets `start`."""
+    history = History()
+    history.restarted(start)
+    for what, offsets in told:
+        if what != "killed":
             history.memory.update(offsets)
-            (history.writing if what == "writing" else history.acknowledged)(offsets)
+            getattr(history, what)(offsets)
+    return history
 
 
 @pytest.mark.slow("a process for each file operation")
 @pytest.mark.hazard("H13")
-@pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
+@pytest.mark.parametrize("durability", DURABILITIES)
 @pytest.mark.parametrize("seed", range(trials(1)))
 @pytest.mark.live
 def test_a_process_killed_before_any_file_operation(tmp_path, durability, seed):
-    first, *others = lives(tmp_path, durability, seed)
-    start = History()
-    listen(start, first)
-    crash_points["kills of a process"] += len(others)
+    # Each life but the first works on a copy of what that one has left
+    told, code = in_a_fork(partial(live, tmp_path / "0", durability, seed + 1000, 0))
+    assert code == 0
+    start = {queue: values[-1] for queue, values in history_of(told, {}).possible.items() if values[-1] is not None}
     killed_before = set()
-    for number, lines in enumerate(others, start=1):
-        history = History()
-        history.restarted({queue: values[-1] for queue, values in start.possible.items() if values[-1] is not None})
-        listen(history, lines)
-        with LocalFileOffsetStore(tmp_path / str(number)) as store:  # the lock is free again
-            assert history.violations(store.clone_offset_table()) == [], lines[-1]
+    for number in count(1):
+        place = tmp_path / str(number)
+        shutil.copytree(tmp_path / "0", place)
+        told, code = in_a_fork(partial(live, place, durability, seed, number))
+        assert code in (0, -signal.SIGKILL)
+        crash_points["kills of a process"] += 1
+        with LocalFileOffsetStore(place) as store:  # the lock is free again
+            assert history_of(told, start).violations(store.clone_offset_table()) == [], told[-1]
             assert store.found.source == "file"
-        killed_before.add(lines[-1])
-    wanted = ["create offsets.json.new", "sync offsets.json.new", "link offsets.json.bak.new",
-              "replace offsets.json.bak", "replace offsets.json", "sync_directory directory"]  # fmt: skip
+        if code == 0:
+            break
+        killed_before.add(told[-1][1])
+    wanted = {"create offsets.json.new", "sync offsets.json.new", "link offsets.json.bak.new",
+              "replace offsets.json.bak", "replace offsets.json", "sync_directory directory"}  # fmt: skip
     if durability != "checkpoint":
-        wanted.append("write_at offsets.journal")
+        wanted.add("write_at offsets.journal")
     if durability == "fsync":
-        wanted.append("sync offsets.journal")
-    assert killed_before >= {f"killed {operation}" for operation in wanted}
+        wanted.add("sync offsets.journal")
+    assert killed_before >= wanted

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,15 +15,13 @@ import pytest
 
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
-from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.disk import LocalDisk
 from pyrocket_consumer.offsets.ownership import read_owner
-from tests.offsets.driving import put
+from tests.offsets.driving import QUEUE, in_a_fork, put
 
 ROOT = Path(__file__).parents[2]
-QUEUE = MessageQueue("orders", "broker-a", 0)
 
 OWNER = """
 import sys
@@ -46,17 +43,13 @@ for line in sys.stdin:
 @contextmanager
 def owner(base):
     """A process that owns a slot's store and persists the offsets it is sent."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(base)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        client_id, offset = process.stdout.readline().split()
-        yield process, client_id, None if offset == "None" else int(offset)
-    finally:
-        process.kill()
-        process.wait(30)
-        process.stdin.close()
-        process.stdout.close()
+    command, pipes = [sys.executable, "-c", OWNER, str(base)], dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        try:
+            client_id, offset = process.stdout.readline().split()
+            yield process, client_id, None if offset == "None" else int(offset)
+        finally:
+            process.kill()
 
 
 def persist(process, offset):
@@ -105,25 +98,21 @@ def test_a_store_that_will_soon_close_can_be_waited_for(tmp_path, instance):
     old.update_offset(QUEUE, 5)
     patient = slot(tmp_path, instance)
     old.closes_within(30)
-    assert patient.try_load() is False
-    assert patient.try_load() is False
+    assert [patient.try_load(), patient.try_load()] == [False, False]
     old.update_offset(QUEUE, 9)
     old.close()
     assert patient.try_load() is True
-    assert patient.client_id == old.client_id
-    assert patient.read_offset(QUEUE) == 9
+    assert (patient.client_id, patient.read_offset(QUEUE)) == (old.client_id, 9)
     patient.close()
 
 
 def test_a_store_not_closed_in_time_is_not_waited_for(tmp_path):
     with slot(tmp_path) as old:
         second, third = slot(tmp_path), slot(tmp_path)
-        assert second.try_load() is True
-        assert second.client_id == "10.0.0.5@DEFAULT-1", "nobody said that the first will be free"
+        assert (second.try_load(), second.client_id) == (True, "10.0.0.5@DEFAULT-1"), "nobody said: the first gets free"
         old.closes_within(0.05)
         time.sleep(0.1)
-        assert third.try_load() is True
-        assert third.client_id == "10.0.0.5@DEFAULT-2"
+        assert (third.try_load(), third.client_id) == (True, "10.0.0.5@DEFAULT-2")
         second.close()
         third.close()
 
@@ -166,30 +155,11 @@ def test_whatever_the_owner_file_holds_the_store_is_in_use(tmp_path, owner):
         assert len(str(refused.value)) < 1000
 
 
-def in_a_fork(work):
-    """Run `work` in a forked child and return what it returned, as text."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests may live on; the child needs none
-        child = os.fork()
-    if child == 0:
-        os.close(reading)
-        try:
-            os.write(writing, str(work()).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        answer = pipe.read().decode()
-    os.waitpid(child, 0)
-    return answer
-
-
 def error_of(call):
     try:
         call()
     except OffsetStoreError as error:
-        return error
+        return str(error)
     return "no error"
 
 
@@ -198,16 +168,16 @@ def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
     with LocalFileOffsetStore(tmp_path) as store:
         put(store, QUEUE, 1)
 
-        def child():
+        def child(tell):
             store.update_offset(QUEUE, 99)
-            errors = [error_of(lambda: store.persist(QUEUE)), error_of(store.persist_all), error_of(store.load)]
+            for call in (lambda: store.persist(QUEUE), store.persist_all, store.load):
+                tell(error_of(call))
             store.close()  # harmless
-            another = LocalFileOffsetStore(tmp_path)
-            return [*errors, error_of(another.load)]
+            tell(error_of(LocalFileOffsetStore(tmp_path).load))
 
-        answer = in_a_fork(child)
-        assert answer.count("stays with its parent") == 3
-        assert answer.count("in use by process") == 1
+        *refused, in_use = in_a_fork(child)[0]
+        assert ["stays with its parent" in error for error in refused] == [True] * 3
+        assert "in use by process" in in_use
         assert read_store(tmp_path).offsets == {QUEUE: 1}
         with pytest.raises(OffsetStoreLocked):  # the child's end has not freed it
             LocalFileOffsetStore(tmp_path).load()
@@ -219,11 +189,10 @@ def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
 def test_a_store_made_after_the_fork_works(tmp_path):
     unopened = LocalFileOffsetStore(tmp_path)
 
-    def child():
+    def child(tell):
         with unopened as store:
             store.update_offset(QUEUE, 3)
-        return "done"
 
-    assert in_a_fork(child) == "done"
+    assert in_a_fork(child) == ([], 0)
     with unopened as store:
         assert store.read_offset(QUEUE) == 3

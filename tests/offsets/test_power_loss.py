@@ -21,7 +21,6 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets import journal as journal_format
 from pyrocket_consumer.offsets.journal import HEADER_BYTES, JournalHeader, decode_header
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint
-from pyrocket_consumer.offsets.recovery import recover
 from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
 from tests.offsets.driving import History, step
 from tests.trials import crash_points, trials
@@ -29,21 +28,12 @@ from tests.trials import crash_points, trials
 Read = Callable[[MemoryDisk], dict[MessageQueue, int]]
 
 
-def read_as_designed(disk: MemoryDisk) -> dict[MessageQueue, int]:
-    files = disk.files()
-    main, backup, journal = (files.get("/s/offsets" + end) for end in (".json", ".json.bak", ".journal"))
-    return recover(main, backup, journal).offsets
-
-
 class Trial:
     """One life, or several, of a store on a disk that loses power in the middle of some file operation."""
 
     def __init__(self, seed: int, *, durability: str = "fsync", disk: MemoryDisk | None = None) -> None:
-        self.rng = random.Random(seed)
-        self.disk = disk or MemoryDisk()
-        self.history = History()
-        self.durability = durability
-        self.journal_bytes = 4096
+        self.rng, self.history = random.Random(seed), History()
+        self.disk, self.durability = disk or MemoryDisk(), durability
         self.has_links = self.rng.random() < 0.8
 
     def live(self) -> None:
@@ -60,7 +50,7 @@ class Trial:
         self.disk.has_links = self.has_links
         clock = lambda: self.rng.random() * 1e6 if self.rng.random() < 0.05 else 0.0  # noqa: E731
         store = LocalFileOffsetStore(
-            "/s", self.durability, journal_bytes=self.journal_bytes, disk=WatchedDisk(self.disk, cut), clock=clock
+            "/s", self.durability, journal_bytes=4096, disk=WatchedDisk(self.disk, cut), clock=clock
         )
         try:
             store.load()
@@ -80,18 +70,14 @@ class Trial:
         if kill:
             self.disk.free_locks()
         else:
-            beginnings = self.disk.beginnings
-            self.disk = self.disk.after_power_loss(self.rng)
-            self.disk.beginnings = beginnings
+            before, self.disk = self.disk, self.disk.after_power_loss(self.rng)
+            self.disk.beginnings = before.beginnings
         try:
             found = read(self.disk)
         except RocketError as error:
             return [f"nothing could be read: {error}"]
         wrong = self.history.violations(found)
-        if kill:
-            self.history.killed(found)
-        else:
-            self.history.restarted(found)
+        (self.history.killed if kill else self.history.restarted)(found)
         return wrong
 
 
@@ -112,7 +98,7 @@ def test_a_crash_loses_nothing_that_was_acknowledged(durability, kills, count, l
         for life in range(lives):
             trial.live()
             kill = kills == 1 or (kills > 0 and trial.rng.random() < kills)
-            assert trial.restart(read_as_designed, kill=kill) == [], f"seed {seed}, life {life}, kill {kill}"
+            assert trial.restart(MemoryDisk.recovered, kill=kill) == [], f"seed {seed}, life {life}, kill {kill}"
 
 
 @pytest.mark.search
@@ -131,7 +117,7 @@ def test_process_durability_survives_power_loss_with_old_values():
         trial.history.writing = remembering
         trial.live()
         crash_points["power failures in the model"] += 1
-        found = read_as_designed(trial.disk.after_power_loss(trial.rng))
+        found = trial.disk.after_power_loss(trial.rng).recovered()
         assert all(offset in written[queue] for queue, offset in found.items()), f"seed {seed}"
 
 
@@ -174,7 +160,7 @@ def test_power_fails_while_threads_share_flushes():
                 thread.join(60)
                 assert not thread.is_alive(), f"seed {seed}"
             crash_points["power failures in the model"] += 1
-            found = read_as_designed(disk.after_power_loss(rng))
+            found = disk.after_power_loss(rng).recovered()
             for number, queue in enumerate(queues):
                 assert told[number] <= found.get(queue, 0) <= tried[number], f"seed {seed}"
     finally:
@@ -254,9 +240,9 @@ def test_the_controls_reader_is_right_by_itself():
     [
         (read_with(checked, any_generation=True), {}),
         (read_with(no_crc), {}),
-        (read_as_designed, {"lying_files": (".journal", ".journal.new")}),
-        (read_as_designed, {"lying_files": (".json.new",), "lying_directories": True}),
-        (read_as_designed, {"lying_directories": True}),
+        (MemoryDisk.recovered, {"lying_files": (".journal", ".journal.new")}),
+        (MemoryDisk.recovered, {"lying_files": (".json.new",), "lying_directories": True}),
+        (MemoryDisk.recovered, {"lying_directories": True}),
     ],
     ids=["no generation seed", "no crc", "ack before sync", "checkpoint not durable", "directory not synced"],
 )

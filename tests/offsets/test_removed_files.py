@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 
 from pyrocket_consumer.errors import OffsetStoreLocked
-from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
 from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.disk import LocalDisk
 from pyrocket_consumer.offsets.ownership import read_owner
-from tests.offsets.driving import put
+from tests.offsets.driving import DURABILITIES, ORDERS, QUEUE, left, opened, put, update
 from tests.offsets.test_ownership import owner, persist
 
-QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(3)]
-QUEUE = QUEUES[0]
-DURABILITIES = ["fsync", "process", "checkpoint"]
+QUEUES = ORDERS[:3]
 FILES = ["offsets.lock", "offsets.owner", "offsets.json", "offsets.json.bak", "offsets.journal"]
 
 
@@ -29,34 +25,28 @@ class Bench:
 
     def __init__(self, directory, durability="fsync"):
         self.now, self.events, self.directory = 0.0, [], directory
-        self.store = LocalFileOffsetStore(
-            directory, durability, clock=lambda: self.now, on_event=self.events.append, checkpoint_interval_s=60
-        )
-        self.store.load()
-        for queue in QUEUES:
-            self.store.update_offset(queue, 5)
+        options = {"clock": lambda: self.now, "on_event": self.events.append, "checkpoint_interval_s": 60}
+        self.store = opened(directory, durability, **options)
+        update(self.store, QUEUES, 5)
         self.store.persist_all()
         self.persist(6, QUEUES[2])
 
     def persist(self, offset, queue=QUEUE):
-        self.store.update_offset(queue, offset)
-        self.store.persist(queue)
+        put(self.store, queue, offset)
 
     def kinds(self):
         return [str(event.kind) for event in self.events]
 
     def after_a_kill(self, tmp_path):
         """What a new process finds, and that nothing is wrong with it."""
-        copy = tmp_path / f"copy-{time.monotonic_ns()}"
+        copy, events = tmp_path / f"copy-{time.monotonic_ns()}", []
         shutil.copytree(self.directory, copy)
-        events = []
-        store = LocalFileOffsetStore(copy, on_event=events.append)
-        store.load()
+        store = opened(copy, on_event=events.append)
         assert events == []
         return store.clone_offset_table()
 
 
-def offset_of(bench, offset):
+def with_offset(offset):
     """All that is stored once QUEUE is at `offset`."""
     return {QUEUE: offset, QUEUES[1]: 5, QUEUES[2]: 6}
 
@@ -66,8 +56,7 @@ def offset_of(bench, offset):
 def test_after_its_lock_is_removed_the_old_owner_stops(tmp_path):
     """With default options: the first notices by itself, stores nothing more, says so, and may come back later."""
     events = []
-    store = LocalFileOffsetStore(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)
-    store.load()
+    store = opened(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)
     put(store, QUEUE, 5)
     (store.directory / "offsets.lock").unlink()
     with owner(tmp_path) as (process, _, found):
@@ -103,39 +92,41 @@ def test_an_old_owner_damages_nothing_before_it_notices(tmp_path, durability):
         for offset in range(300, 310):
             if durability != "checkpoint":  # which notices at once
                 first.persist(offset, QUEUES[1])
-        assert first.after_a_kill(tmp_path) == offset_of(first, 500)
+        assert first.after_a_kill(tmp_path) == with_offset(500)
         first.now += 1
         with pytest.raises(OffsetStoreLocked, match="this process"):
             first.persist(7)
         first.store.closes_within(30)
         assert read_owner(LocalDisk(), str(tmp_path / "s")).closes_by is None
-        assert first.after_a_kill(tmp_path) == offset_of(first, 500)
+        assert first.after_a_kill(tmp_path) == with_offset(500)
     with pytest.raises(OffsetStoreLocked):  # the other has ended, but its offsets are the newer ones
         first.persist(7)
     with pytest.raises(OffsetStoreLocked):
         first.store.close()
     with first.store:
-        assert first.store.clone_offset_table() == offset_of(first, 500)
+        assert first.store.clone_offset_table() == with_offset(500)
     assert first.kinds() == ["store-taken"]
 
 
-@pytest.mark.parametrize("call", ["close", "checkpoint", "resets", "remove"])
-def test_no_way_to_write_leaves_out_to_look_whose_the_store_is(tmp_path, call):
+@pytest.mark.parametrize(
+    ("call", "passed_s"),
+    [
+        (lambda store: store.close(), 0),
+        (lambda store: store.persist_all(), 60),  # a checkpoint
+        (lambda store: store.persist_resets({QUEUE: QueueReset(7, 1)}), 1),
+        (lambda store: store.remove_offset(QUEUE), 1),
+    ],
+    ids=["close", "checkpoint", "resets", "remove"],
+)
+def test_no_way_to_write_leaves_out_to_look_whose_the_store_is(tmp_path, call, passed_s):
     first = Bench(tmp_path / "s")
     (tmp_path / "s" / "offsets.lock").unlink()
-    with LocalFileOffsetStore(tmp_path / "s") as second:
-        second.update_offset(QUEUE, 500)
+    left(tmp_path / "s", [QUEUE], 500)
     first.store.update_offset(QUEUE, 7)
-    first.now += {"close": 0.0, "checkpoint": 60.0}.get(call, 1.0)
-    calls = {
-        "close": first.store.close,
-        "checkpoint": first.store.persist_all,
-        "resets": lambda: first.store.persist_resets({QUEUE: QueueReset(7, 1)}),
-        "remove": lambda: first.store.remove_offset(QUEUE),
-    }
+    first.now += passed_s
     with pytest.raises(OffsetStoreLocked, match="this process"):
-        calls[call]()
-    assert read_store(tmp_path / "s").offsets == offset_of(first, 500)
+        call(first.store)
+    assert read_store(tmp_path / "s").offsets == with_offset(500)
     assert first.kinds() == ["store-taken"]
 
 
@@ -151,14 +142,13 @@ def test_what_somebody_removes_is_written_anew(tmp_path, durability, removed):
             for name in removed:
                 (tmp_path / "s" / name).unlink(missing_ok=True)
         bench.now += 1
-        bench.persist(7 + again)
-        assert bench.after_a_kill(tmp_path) == offset_of(bench, 7 + again)
-        bench.persist(107 + again)
-        assert bench.after_a_kill(tmp_path) == offset_of(bench, 107 + again)
+        for offset in (7 + again, 107 + again):
+            bench.persist(offset)
+            assert bench.after_a_kill(tmp_path) == with_offset(offset)
         with pytest.raises(OffsetStoreLocked, match="in use by"):
             LocalFileOffsetStore(tmp_path / "s").load()
     bench.store.close()
-    assert read_store(tmp_path / "s").offsets == offset_of(bench, 109)
+    assert read_store(tmp_path / "s").offsets == with_offset(109)
     harmless = ["offsets.owner", "offsets.json.bak"] + ["offsets.journal"] * (durability == "checkpoint")
     assert bench.kinds() == ([] if removed and removed[0] in harmless else ["store-removed"])
 
@@ -166,8 +156,7 @@ def test_what_somebody_removes_is_written_anew(tmp_path, durability, removed):
 @pytest.mark.parametrize("how", ["close", "persist"])
 def test_a_directory_removed_under_an_idle_store_comes_back(tmp_path, how):
     """With default options, and without any offset that has changed."""
-    store = LocalFileOffsetStore(tmp_path / "s")
-    store.load()
+    store = opened(tmp_path / "s")
     put(store, QUEUE, 5)
     shutil.rmtree(tmp_path / "s")
     deadline = time.monotonic() + 30
@@ -180,17 +169,12 @@ def test_a_directory_removed_under_an_idle_store_comes_back(tmp_path, how):
     store.close()
 
 
-def another_application(directory: Path) -> None:
-    with LocalFileOffsetStore(directory) as store:
-        store.update_offset(QUEUE, 777)
-
-
 @pytest.mark.parametrize("in_use", [True, False], ids=["in-use", "left"])
 @pytest.mark.parametrize("how", ["renamed", "symlink"])
 def test_another_store_in_its_place_is_not_touched(tmp_path, how, in_use):
     """A directory that is renamed, and another in its place; or a symlink that is made to point elsewhere."""
     mine, others = tmp_path / "mine", tmp_path / "others"
-    another_application(others)
+    left(others, [QUEUE], 777)  # of another application
     if how == "symlink":
         (tmp_path / "first").mkdir()
         mine.symlink_to("first")
@@ -227,9 +211,9 @@ def test_a_directory_that_is_back_after_a_while_is_ours_still(tmp_path):
     (tmp_path / "away").rename(tmp_path / "s")
     bench.now += 1
     bench.persist(8)
-    assert bench.after_a_kill(tmp_path) == offset_of(bench, 8)
+    assert bench.after_a_kill(tmp_path) == with_offset(8)
     bench.store.close()
-    assert read_store(tmp_path / "s").offsets == offset_of(bench, 8)
+    assert read_store(tmp_path / "s").offsets == with_offset(8)
 
 
 def test_a_lock_is_of_the_file_that_is_there(tmp_path):

@@ -7,12 +7,12 @@ anew, from wherever the process is; the other process is killed; somebody remove
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import signal
 import tempfile
 import warnings
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -56,34 +56,33 @@ class There:
     """A store of another process, a child of this one."""
 
     def __init__(self, directory: str) -> None:
-        commands, self._commands = os.pipe()
-        self._answers, answers = os.pipe()
+        self._process, served = Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests may live on
             self._pid = os.fork()
         if self._pid == 0:
             try:
-                os.close(self._commands)
-                os.close(self._answers)
-                self._serve(Here(directory), commands, answers)
+                self._process.close()
+                self._serve(Here(directory), served)
             finally:
                 os._exit(0)
-        os.close(commands)
-        os.close(answers)
+        served.close()
 
     @staticmethod
-    def _serve(store: Here, commands: int, answers: int) -> None:
-        while request := os.read(commands, 1 << 16):
+    def _serve(store: Here, served: Any) -> None:
+        while True:
             answer: Any
             try:
-                answer = store.call(*pickle.loads(request))
+                answer = store.call(*served.recv())
+            except EOFError:
+                return
             except Exception as error:
                 answer = error
-            os.write(answers, pickle.dumps(answer))
+            served.send(answer)
 
     def call(self, now: float, name: str, *arguments: Any) -> Any:
-        os.write(self._commands, pickle.dumps((now, name, *arguments)))
-        answer = pickle.loads(os.read(self._answers, 1 << 16))
+        self._process.send((now, name, *arguments))
+        answer = self._process.recv()
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -92,8 +91,7 @@ class There:
         """Kill it: what it has not stored is gone, and its lock."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
-        os.close(self._commands)
-        os.close(self._answers)
+        self._process.close()
 
 
 @dataclass

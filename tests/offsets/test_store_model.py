@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pyrocket_consumer.errors import OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
 from pyrocket_consumer.offsets.directories import read_store
 from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
+from tests.offsets.driving import DURABILITIES, MEMORY, STORE, opened, update
 from tests.trials import trials
 
 QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "%RETRY%g") for broker in ("a", "b") for n in range(2)]
@@ -27,7 +27,7 @@ queues = st.sampled_from(QUEUES)
 class StoreAgainstDictionaries(RuleBasedStateMachine):
     """`memory` and `stored` are what the store should say. After a failure `stored` is uncertain until one succeeds."""
 
-    @initialize(durability=st.sampled_from(["fsync", "process", "checkpoint"]), links=st.booleans())
+    @initialize(durability=st.sampled_from(DURABILITIES), links=st.booleans())
     def begin(self, durability, links):
         self.disk, self.failing, self.now = MemoryDisk(), Failing(), 0.0
         self.disk.has_links = links
@@ -36,10 +36,8 @@ class StoreAgainstDictionaries(RuleBasedStateMachine):
         self.open()
 
     def open(self):
-        self.store = LocalFileOffsetStore(
-            "/s", self.durability, journal_bytes=4096, disk=WatchedDisk(self.disk, self.failing), clock=lambda: self.now
-        )
-        self.store.load()
+        watched = WatchedDisk(self.disk, self.failing)
+        self.store = opened("/s", self.durability, journal_bytes=4096, disk=watched, clock=lambda: self.now)
 
     def persisting(self, chosen, persist):
         try:
@@ -78,12 +76,12 @@ class StoreAgainstDictionaries(RuleBasedStateMachine):
     @precondition(lambda self: self.certain)
     @rule(queue=queues)
     def read(self, queue):
-        assert self.store.read_offset(queue, ReadOffsetType.READ_FROM_MEMORY) == self.memory.get(queue)
+        assert self.store.read_offset(queue, MEMORY) == self.memory.get(queue)
         found = self.memory.get(queue, self.stored.get(queue))
         assert self.store.read_offset(queue) == found
         if found is not None:
             self.memory[queue] = found
-        assert self.store.read_offset(queue, ReadOffsetType.READ_FROM_STORE) == self.stored.get(queue)
+        assert self.store.read_offset(queue, STORE) == self.stored.get(queue)
 
     @rule()
     def time_passes(self):
@@ -132,15 +130,15 @@ TestStoreAgainstDictionaries = pytest.mark.search(StoreAgainstDictionaries.TestC
 TestStoreAgainstDictionaries.settings = settings(max_examples=trials(80), stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("durability", ["fsync", "process", "checkpoint"])
+@pytest.mark.hazard("H14")
+@pytest.mark.parametrize("durability", DURABILITIES)
 @pytest.mark.live
 def test_eight_threads_persist_at_once(tmp_path, durability):
-    """Each thread has queues of its own, and shares one with all others; the switch interval is made short."""
+    """What a thread was told to be stored is found in the files, whatever other threads persist at the same time."""
+    # Each thread has queues of its own, and shares one with all others; the switch interval is made short
     shared = MessageQueue("shared", "broker-a", 0)
     rounds = trials(60)
-    store = LocalFileOffsetStore(tmp_path, durability, journal_bytes=4096)
-    store.load()
-    wrong = []
+    store, wrong = opened(tmp_path, durability, journal_bytes=4096), []
 
     def work(number):
         rng = random.Random(number)
@@ -152,11 +150,11 @@ def test_eight_threads_persist_at_once(tmp_path, durability):
             if rng.random() < 0.2:
                 store.remove_offset(queue)
             elif rng.random() < 0.3:
-                store.persist_all([*mine, shared])
+                store.persist_all(rng.choice([None, [*mine, shared]]))
             else:
                 store.persist(queue)
                 store.persist(shared)
-            if store.read_offset(queue, ReadOffsetType.READ_FROM_STORE) != offset:
+            if store.read_offset(queue, STORE) != offset:
                 wrong.append((queue, offset))
             if offset % 20 == 0 and read_store(tmp_path).offsets.get(queue) != offset:
                 wrong.append((queue, offset, "on disk"))
@@ -182,10 +180,8 @@ class SlowFlush:
     def __init__(self):
         self.begun, self.go_on, self.on_time = threading.Event(), threading.Event(), []
         self.slow = False
-        self.store = LocalFileOffsetStore("/s", disk=WatchedDisk(MemoryDisk(), self._hook))
-        self.store.load()
-        for queue in QUEUES:
-            self.store.update_offset(queue, 1)
+        self.store = opened(disk=WatchedDisk(MemoryDisk(), self._hook))
+        update(self.store, QUEUES, 1)
         self.store.persist_all()
         self.slow = True
 
@@ -210,7 +206,7 @@ def test_updating_does_not_wait_for_a_slow_disk():
     assert bench.begun.wait(30)
     threads += [bench.persisting(queue, 3) for queue in (second, third, second)]
     store.update_offset(second, 4)
-    assert store.read_offset(second, ReadOffsetType.READ_FROM_MEMORY) == 4
+    assert store.read_offset(second, MEMORY) == 4
     assert store.clone_offset_table()[third] == 3
     threads[1].join(0.05)
     assert all(thread.is_alive() for thread in threads)
@@ -264,5 +260,5 @@ def test_an_interrupted_wait_for_a_flush_stops_nobody():
         interrupted.set()
         bench.go_on.set()
         signal.signal(signal.SIGUSR1, before)
-    assert [store.read_offset(queue, ReadOffsetType.READ_FROM_STORE) for queue in (first, second, third)] == [2, 3, 4]
+    assert [store.read_offset(queue, STORE) for queue in (first, second, third)] == [2, 3, 4]
     store.close()

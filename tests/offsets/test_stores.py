@@ -6,29 +6,17 @@ import pytest
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets import (
-    LocalFileOffsetStore,
-    MemoryOffsetStore,
-    OffsetStore,
-    ReadOffsetType,
-)
+from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, OffsetStore, ReadOffsetType
 from tests.for_each import for_each
 from tests.offsets.disks import MemoryDisk
+from tests.offsets.driving import MEMORY, QUEUE, STORE, put
 
-MEMORY, STORE, EITHER = (
-    ReadOffsetType.READ_FROM_MEMORY,
-    ReadOffsetType.READ_FROM_STORE,
-    ReadOffsetType.MEMORY_FIRST_THEN_STORE,
-)
-QUEUE, OTHER = MessageQueue("orders", "broker-a", 0), MessageQueue("bills", "broker-a", 0)
+OTHER = MessageQueue("bills", "broker-a", 0)
 
 
 @pytest.fixture(params=["memory", "file"])
 def store(request):
-    if request.param == "memory":
-        store = MemoryOffsetStore()
-    else:
-        store = LocalFileOffsetStore("/store", disk=MemoryDisk())
+    store = MemoryOffsetStore() if request.param == "memory" else LocalFileOffsetStore("/store", disk=MemoryDisk())
     assert isinstance(store, OffsetStore)
     store.load()
     yield store
@@ -59,14 +47,10 @@ def test_an_update_is_in_the_store_when_persisted(store):
 
 
 def test_increase_only_keeps_the_larger_value(store):
-    store.update_offset(QUEUE, 5)
-    store.update_offset(QUEUE, 4, increase_only=True)
-    store.update_offset(QUEUE, 0, True)
-    assert store.read_offset(QUEUE, MEMORY) == 5
-    store.update_offset(QUEUE, 3)
-    assert store.read_offset(QUEUE, MEMORY) == 3
-    store.update_offset(QUEUE, 4, True)
-    assert store.read_offset(QUEUE, MEMORY) == 4
+    updates = [(5, False, 5), (4, True, 5), (0, True, 5), (3, False, 3), (4, True, 4)]
+    for offset, increase_only, expected in updates:
+        store.update_offset(QUEUE, offset, increase_only=increase_only)
+        assert store.read_offset(QUEUE, MEMORY) == expected
     store.update_offset(OTHER, 0, True)
     assert store.read_offset(OTHER, MEMORY) == 0
 
@@ -75,8 +59,7 @@ def test_removing_persists_first_and_the_value_is_found_again(store):
     store.update_offset(QUEUE, 7)
     store.remove_offset(QUEUE)
     assert store.read_offset(QUEUE, MEMORY) is None
-    assert store.read_offset(QUEUE, EITHER) == 7
-    assert store.read_offset(QUEUE, MEMORY) == 7
+    assert store.read_offset(QUEUE, ReadOffsetType.MEMORY_FIRST_THEN_STORE) == store.read_offset(QUEUE, MEMORY) == 7
 
 
 def test_the_table_is_copied_by_topic_or_whole(store):
@@ -89,14 +72,12 @@ def test_the_table_is_copied_by_topic_or_whole(store):
 
 
 def test_persisting_some_queues_leaves_the_others_alone(store):
-    store.update_offset(QUEUE, 1)
-    store.update_offset(OTHER, 2)
-    store.persist_all([QUEUE, OTHER])
+    put(store, QUEUE, 1)
+    put(store, OTHER, 2)
     store.update_offset(QUEUE, 3)
     store.update_offset(OTHER, 4)
     store.persist_all([QUEUE])
-    assert store.read_offset(QUEUE, STORE) == 3
-    assert store.read_offset(OTHER, STORE) == 2
+    assert [store.read_offset(queue, STORE) for queue in (QUEUE, OTHER)] == [3, 2]
     assert store.read_offset(OTHER, MEMORY) == 4
     store.persist_all([])
     store.persist_all()
@@ -108,22 +89,13 @@ def test_an_offset_that_is_none_is_refused(store):
         with pytest.raises(ConfigError, match="whole number from 0"):
             store.update_offset(QUEUE, offset)
         assert store.read_offset(QUEUE, MEMORY) is None, offset
-    store.update_offset(QUEUE, 2**63 - 1)
-    store.persist(QUEUE)
+    put(store, QUEUE, 2**63 - 1)
     assert store.read_offset(QUEUE, STORE) == 2**63 - 1
 
+NO_NAMES = [("orders", None, 1), ("orders", "b", "1"), ("x" * 5000, "b", 1), ("\ud800", "b", 1), ("orders", "b", 2**31)]
 
-@for_each(
-    "queue",
-    [
-        "orders",
-        MessageQueue("orders", None, 1),
-        MessageQueue("orders", "b", "1"),
-        MessageQueue("x" * 5000, "b", 1),
-        MessageQueue("\ud800", "b", 1),
-        MessageQueue("orders", "b", 2**31),
-    ],
-)
+
+@for_each("queue", ["orders", *(MessageQueue(*names) for names in NO_NAMES)])
 def test_a_queue_that_is_none_is_refused(store, queue):
     with pytest.raises(ConfigError):
         store.update_offset(queue, 1)
