@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -71,11 +72,22 @@ def connect() -> Iterator[Connect]:
 
 
 @pytest.fixture
-def embedded() -> Iterator[EmbeddedCluster]:
-    """One broker, with a topic `orders` of four queues."""
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic("orders", queues=4)
-        yield cluster
+def cluster_of() -> Iterator[Callable[..., EmbeddedCluster]]:
+    """`cluster_of(**options)` starts a cluster with a topic `orders` of four queues. Name it before `connect`."""
+    with ExitStack() as clusters:
+
+        def start(**options: Any) -> EmbeddedCluster:
+            cluster = clusters.enter_context(EmbeddedCluster(**options))
+            cluster.create_topic("orders", queues=4)
+            return cluster
+
+        yield start
+
+
+@pytest.fixture
+def embedded(cluster_of: Callable[..., EmbeddedCluster]) -> EmbeddedCluster:
+    """One broker."""
+    return cluster_of()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -23,21 +24,24 @@ from pyrocket_consumer.errors import (
 from pyrocket_consumer.model import MessageQueue, PullStatus, Subscription
 from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.testing import EmbeddedCluster, answer, delay, drop, rewrite
+from pyrocket_consumer.wire.bodies import encode_lock_answer
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import PullMessageHeader, SendMessageHeader
 from pyrocket_consumer.wire.message import BatchItem, encode_batch
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.cluster.conftest import find_route, join
+from tests.for_each import for_each
 
-QUEUE = MessageQueue("orders", "broker-a", 0)
+QUEUES = [MessageQueue("orders", "broker-a", number) for number in range(4)]
+QUEUE, SECOND = QUEUES[:2]
 ALL = parse_subscription("orders", "*")
 PULL = RequestCode.PULL_MESSAGE
 
 
 @pytest.fixture
-def do(embedded, connect):
+def do(client):
     """`do("pull", QUEUE, 0, …)` calls a method of broker-a."""
-    return doing(connect(embedded))
+    return doing(client)
 
 
 def doing(client, broker_name="broker-a"):
@@ -59,17 +63,12 @@ def offsets(messages):
 
 
 def test_a_pull_returns_messages_and_where_the_queue_goes_on(embedded, do):
+    found, messages = pull(do, 0)
+    assert (found.status, found.next_offset, messages) == (PullStatus.NO_NEW_MESSAGE, 0, [])
     embedded.send("orders", b"hello", count=3, queue_id=0)
     found, messages = pull(do, 1)
     assert (found.status, found.next_offset, found.min_offset, found.max_offset) == (PullStatus.FOUND, 3, 0, 3)
-    assert [(each.queue_offset, each.body, each.queue) for each in messages] == [
-        (1, b"hello", QUEUE),
-        (2, b"hello", QUEUE),
-    ]
-
-
-def test_max_messages_limits_a_pull(embedded, do):
-    embedded.send("orders", b"hello", count=3, queue_id=0)
+    assert [(m.queue_offset, m.body, m.queue) for m in messages] == [(1, b"hello", QUEUE), (2, b"hello", QUEUE)]
     found, messages = pull(do, 0, max_messages=2)
     assert (offsets(messages), found.next_offset) == ([0, 1], 2)
 
@@ -81,11 +80,6 @@ def test_tags_are_compared_where_their_hashes_collide(embedded, do):
     assert ([message.tags for message in messages], found.next_offset) == (["Aa"], 4)
 
 
-def test_a_queue_without_more_answers_at_once(embedded, do):
-    found, messages = pull(do, 0)
-    assert (found.status, found.next_offset, messages) == (PullStatus.NO_NEW_MESSAGE, 0, [])
-
-
 def test_a_held_pull_is_woken_by_a_message(embedded, client):
     waiting = client.submit(client.broker("broker-a").pull(QUEUE, 0, group="app", subscription=ALL, hold_s=20))
     embedded.wait_until(lambda: embedded.broker("broker-a").held_pulls() == 1)
@@ -93,11 +87,9 @@ def test_a_held_pull_is_woken_by_a_message(embedded, client):
     assert offsets(waiting.result(30)[1]) == [0]
 
 
-def test_a_hold_may_last_until_the_brokers_next_tick(connect):
-    with EmbeddedCluster(long_poll_tick_s=2) as cluster:
-        cluster.create_topic("orders")
-        do = doing(connect(cluster, call_timeout_s=1))  # shorter than the answer takes
-        assert pull(do, 0, hold_s=0.1)[0].status is PullStatus.NO_NEW_MESSAGE
+def test_a_hold_may_last_until_the_brokers_next_tick(cluster_of, connect):
+    do = doing(connect(cluster_of(long_poll_tick_s=2), call_timeout_s=1))  # shorter than the answer takes
+    assert pull(do, 0, hold_s=0.1)[0].status is PullStatus.NO_NEW_MESSAGE
 
 
 @pytest.mark.parametrize(("offset", "to"), [(-5, 2), (0, 2), (9, 4)])
@@ -108,9 +100,8 @@ def test_an_offset_outside_the_queue_is_corrected(embedded, do, offset, to):
     assert (found.status, found.next_offset, found.offset_reset, messages) == (PullStatus.OFFSET_MOVED, to, False, [])
 
 
-def test_a_reset_at_the_broker_is_told_from_a_correction(embedded, do):
-    reset = answer(21, "OFFSET_RESET", {"nextBeginOffset": "7", "minOffset": "0", "maxOffset": "9"})
-    embedded.broker("broker-a").on(PULL, reset)
+def test_a_reset_at_the_broker_is_told_from_a_correction(broker, do):
+    broker.on(PULL, answer(21, "OFFSET_RESET", {"nextBeginOffset": "7", "minOffset": "0", "maxOffset": "9"}))
     found, _ = pull(do, 0)
     assert (found.status, found.next_offset, found.offset_reset) == (PullStatus.OFFSET_MOVED, 7, True)
 
@@ -166,14 +157,12 @@ def test_an_unanswered_pull_ends_after_hold_tick_and_timeout():
         runner.run(asyncio.wait_for(scenario(), 600))
 
 
-def test_a_message_of_15_mb_goes_there_and_back(connect):
-    with EmbeddedCluster(settings={"maxMessageSize": 16 * 1024 * 1024}) as cluster:
-        cluster.create_topic("orders")
-        do = doing(connect(cluster, call_timeout_s=20))
-        body = bytes(range(256)) * (15 * 1024 * 4)
-        do("send", SendMessageHeader("maker", "orders", queue_id=0), body)
-        _, (message,) = pull(do, 0)
-        assert message.body == body
+def test_a_message_of_15_mb_goes_there_and_back(cluster_of, connect):
+    do = doing(connect(cluster_of(settings={"maxMessageSize": 16 * 1024 * 1024}), call_timeout_s=20))
+    body = bytes(range(256)) * (15 * 1024 * 4)
+    do("send", SendMessageHeader("maker", "orders", queue_id=0), body)
+    _, (message,) = pull(do, 0)
+    assert message.body == body
 
 
 @pytest.mark.parametrize(
@@ -199,39 +188,24 @@ def test_a_refused_pull_says_why(broker, do, code, remark, kind, retryable):
     assert broker.address in str(error) and remark in str(error)
 
 
-@pytest.mark.parametrize("missing", ["nextBeginOffset", "minOffset", "maxOffset"])
-def test_an_answer_without_a_field_fails_that_call_only(embedded, do, missing):
-    def without(command):
-        del command.fields[missing]
-        return command
+@for_each("name, value", [("nextBeginOffset", None), ("minOffset", None), ("maxOffset", None), ("offsetDelta", "1000")])
+def test_an_answer_that_is_no_pulls_fails_that_call_only(broker, do, name, value):
+    def changed(command):
+        fields = {**command.fields, name: value}
+        return replace(command, fields={name: each for name, each in fields.items() if each is not None})
 
-    embedded.broker("broker-a").on(PULL, rewrite(without))
-    with pytest.raises(ProtocolError, match=missing):
+    broker.on(PULL, rewrite(changed))
+    with pytest.raises(ProtocolError, match="static topic" if value else name):
         pull(do, 0)
     assert pull(do, 0)[0].status is PullStatus.NO_NEW_MESSAGE
 
 
-def test_a_queue_of_a_static_topic_is_refused_not_misread(embedded, do):
-    embedded.send("orders", b"x", queue_id=0)
-
-    def moved(command):
-        command.fields["offsetDelta"] = "1000"
-        return command
-
-    embedded.broker("broker-a").on(PULL, rewrite(moved))
-    with pytest.raises(ProtocolError, match="static topic"):
-        pull(do, 0)
-
-
-def test_answers_that_overtake_each_other_find_their_calls(embedded, client):
+def test_answers_that_overtake_each_other_find_their_calls(embedded, broker, client):
     find_route(client)
     for queue_id in range(4):
         embedded.send("orders", b"%d" % queue_id, count=queue_id + 1, queue_id=queue_id)
-    embedded.broker("broker-a").on(RequestCode.GET_MAX_OFFSET, delay(0.1), times=2)
-    calls = [
-        client.submit(client.broker("broker-a").max_offset(MessageQueue("orders", "broker-a", each)))
-        for each in range(4)
-    ]
+    broker.on(RequestCode.GET_MAX_OFFSET, delay(0.1), times=2)
+    calls = [client.submit(client.broker("broker-a").max_offset(queue)) for queue in QUEUES]
     assert [call.result(30) for call in calls] == [1, 2, 3, 4]
 
 
@@ -239,12 +213,11 @@ def test_answers_that_overtake_each_other_find_their_calls(embedded, client):
 
 
 @pytest.fixture
-def with_slave():
-    """One broker with a slave."""
-    with EmbeddedCluster(slaves=1) as cluster:
-        cluster.create_topic("orders")
-        cluster.send("orders", b"x", count=2, queue_id=0)
-        yield cluster
+def with_slave(cluster_of):
+    """One broker with a slave, and two messages."""
+    cluster = cluster_of(slaves=1)
+    cluster.send("orders", b"x", count=2, queue_id=0)
+    return cluster
 
 
 def test_a_pull_from_the_suggested_slave_commits_nothing(with_slave, connect):
@@ -265,65 +238,51 @@ def test_without_a_master_a_queue_is_read_and_not_committed(with_slave, connect)
     with_slave.broker("broker-a").kill()
     find_route(client, refresh=True)
     assert offsets(pull(do, 0)[1]) == [0, 1]
-    for call in [
-        lambda: do("commit_offset", "app", QUEUE, 1), lambda: do("query_offset", "app", QUEUE),
-        lambda: do("max_offset", QUEUE), lambda: do("lock", "app", [QUEUE]),
-    ]:
+    calls = ("commit_offset", "app", QUEUE, 1), ("query_offset", "app", QUEUE), ("max_offset", QUEUE)
+    for call in (*calls, ("lock", "app", [QUEUE])):
         with pytest.raises(ConnectError, match="master"):
-            call()
+            do(*call)
     assert with_slave.broker("broker-a-1").requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
 
 
 def test_a_broker_without_a_known_route_is_found_by_topic(embedded, connect):
     assert doing(connect(embedded))("max_offset", QUEUE) == 0
-    with pytest.raises(ConnectError, match="broker-x"):
-        doing(connect(embedded), "broker-x")("max_offset", MessageQueue("orders", "broker-x", 0))
-    with pytest.raises(RouteNotFound):
-        doing(connect(embedded), "broker-x")("max_offset", MessageQueue("nowhere", "broker-x", 0))
+    for topic, error, named in (("orders", ConnectError, "broker-x"), ("nowhere", RouteNotFound, "nowhere")):
+        with pytest.raises(error, match=named):
+            doing(connect(embedded), "broker-x")("max_offset", MessageQueue(topic, "broker-x", 0))
 
 
 # --- offsets
 
 
 @pytest.mark.parametrize(("version", "empty"), [("4.9.7", 0), ("5.5.0", None)])
-def test_no_offset_is_none_unless_the_broker_says_zero(connect, version, empty):
-    with EmbeddedCluster(version=version) as cluster:
-        cluster.create_topic("orders")
-        do = doing(connect(cluster))
-        assert do("query_offset", "app", QUEUE) == empty
-        pull(do, 0)  # the group is known from now on
-        assert do("commit_offset", "app", QUEUE, 42) is True
-        assert do("query_offset", "app", QUEUE) == 42
+def test_no_offset_is_none_unless_the_broker_says_zero(cluster_of, connect, version, empty):
+    do = doing(connect(cluster_of(version=version)))
+    assert do("query_offset", "app", QUEUE) == empty
+    pull(do, 0)  # the group is known from now on
+    assert do("commit_offset", "app", QUEUE, 42) is True
+    assert do("query_offset", "app", QUEUE) == 42
 
 
-def test_a_young_queue_counts_as_none_if_asked_so(embedded, do):
-    embedded.send("orders", b"x", queue_id=0)
+def test_only_no_offset_is_taken_for_none(embedded, broker, do):
+    for code in (1, 2, 16, 17, 26):
+        broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(code, "trouble"))
+        with pytest.raises(BrokerError, match="trouble"):
+            do("query_offset", "app", QUEUE)
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(0, None, {"offset": "-1"}))
+    assert do("query_offset", "app", QUEUE) is None
+    embedded.send("orders", b"x", queue_id=0)  # to a queue that is young
     assert do("query_offset", "app", QUEUE) == 0
     assert do("query_offset", "app", QUEUE, set_zero_if_not_found=False) is None
 
 
-@pytest.mark.parametrize("code", [1, 2, 16, 17, 26])
-def test_an_error_is_never_taken_for_no_offset(embedded, do, code):
-    embedded.broker("broker-a").on(RequestCode.QUERY_CONSUMER_OFFSET, answer(code, "trouble"))
-    with pytest.raises(BrokerError, match="trouble"):
-        do("query_offset", "app", QUEUE)
-
-
-def test_a_negative_offset_at_the_broker_is_none(embedded, do):
-    embedded.broker("broker-a").on(RequestCode.QUERY_CONSUMER_OFFSET, answer(0, None, {"offset": "-1"}))
-    assert do("query_offset", "app", QUEUE) is None
-
-
-def test_a_negative_offset_is_never_sent(embedded, do):
+def test_a_commit_is_answered_and_a_refusal_is_an_error(broker, do):
     with pytest.raises(ConfigError, match="-1"):
         do("commit_offset", "app", QUEUE, -1)
-    assert embedded.broker("broker-a").requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
-
-
-def test_a_commit_is_answered_and_a_refusal_is_an_error(embedded, do):
+    assert broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
     pull(do, 0)
     do("commit_offset", "app", QUEUE, 7)
-    (asked,) = embedded.broker("broker-a").requests(RequestCode.UPDATE_CONSUMER_OFFSET)
+    (asked,) = broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET)
     assert not asked.command.is_oneway
     with pytest.raises(BrokerError) as raised:  # 5.3 and later know their groups
         do("commit_offset", "unknown", QUEUE, 7)
@@ -331,25 +290,19 @@ def test_a_commit_is_answered_and_a_refusal_is_an_error(embedded, do):
 
 
 @pytest.mark.live
-def test_a_commit_that_a_waiting_reset_overrules_says_so(embedded, do):
-    fault = answer(0, "Offset has been previously reset")
-    embedded.broker("broker-a").on(RequestCode.UPDATE_CONSUMER_OFFSET, fault)
+def test_a_commit_that_a_waiting_reset_overrules_says_so(broker, do):
+    broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, answer(0, "Offset has been previously reset"))
     assert do("commit_offset", "app", QUEUE, 7) is False
 
 
-def test_the_range_of_a_queue(embedded, do):
-    embedded.send("orders", b"x", count=5, queue_id=0)
-    embedded.broker("broker-a").delete_before("orders", 0, 2)
-    assert (do("min_offset", QUEUE), do("max_offset", QUEUE)) == (2, 5)
-
-
-def test_ranges_of_several_queues_and_their_errors(embedded, broker, do):
+def test_ranges_of_queues_and_their_errors(embedded, broker, do):
     embedded.send("orders", b"x", count=5, queue_id=0)
     embedded.send("orders", b"x", count=3, queue_id=1)
     broker.delete_before("orders", 0, 2)
-    queues = [QUEUE, MessageQueue("orders", "broker-a", 1)]
-    assert do("min_offsets", queues) == dict(zip(queues, (2, 0), strict=True))
-    assert do("max_offsets", queues) == dict(zip(queues, (5, 3), strict=True))
+    assert (do("min_offset", QUEUE), do("max_offset", QUEUE)) == (2, 5)
+    queues = [QUEUE, SECOND]
+    assert do("min_offsets", queues) == {QUEUE: 2, SECOND: 0}
+    assert do("max_offsets", queues) == {QUEUE: 5, SECOND: 3}
     assert do("max_offsets", []) == {}
     broker.on(RequestCode.GET_MAX_OFFSET, answer(1, "AclException: no"), times=1)
     broker.on(RequestCode.GET_MAX_OFFSET, answer(0), times=1)
@@ -358,14 +311,12 @@ def test_ranges_of_several_queues_and_their_errors(embedded, broker, do):
     assert "field offset is missing" in str(unreadable)
 
 
-def test_a_connection_that_answers_no_call_of_several_is_closed(embedded, connect):
+def test_a_connection_that_answers_no_call_of_several_is_closed(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=0.2)
     find_route(client)
-    do, broker = doing(client), embedded.broker("broker-a")
-    queues = [MessageQueue("orders", "broker-a", number) for number in (0, 1)]
 
     def came() -> list[bool]:
-        return [isinstance(answer, int) for answer in do("max_offsets", queues).values()]
+        return [isinstance(answer, int) for answer in doing(client)("max_offsets", [QUEUE, SECOND]).values()]
 
     for _ in range(2):  # what is answered in between counts
         broker.on(RequestCode.GET_MAX_OFFSET, drop, times=1)
@@ -378,28 +329,22 @@ def test_a_connection_that_answers_no_call_of_several_is_closed(embedded, connec
     assert came() == [True, True]
 
 
-def test_signed_requests_sent_together_are_let_in(connect):
-    with EmbeddedCluster(account=("app", "a-secret-key")) as cluster:
-        cluster.create_topic("orders", queues=2)
-        client = connect(cluster, access_key="app", secret_key="a-secret-key")
-        find_route(client)
-        queues = [MessageQueue("orders", "broker-a", number) for number in (0, 1)]
-        assert doing(client)("max_offsets", queues) == dict.fromkeys(queues, 0)
+def test_signed_requests_sent_together_are_let_in(cluster_of, connect):
+    cluster = cluster_of(account=("app", "a-secret-key"))
+    client = connect(cluster, access_key="app", secret_key="a-secret-key")
+    find_route(client)
+    assert doing(client)("max_offsets", QUEUES) == dict.fromkeys(QUEUES, 0)
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.1.4", "5.5.0"])
-def test_the_first_message_at_or_after_a_time_is_found(connect, version):
-    with EmbeddedCluster(version=version) as cluster:
-        cluster.create_topic("orders")
-        for stored_at_ms in [1000, 2000, 2000, 2000, 3000]:
-            cluster.send("orders", b"x", queue_id=0, stored_at_ms=stored_at_ms)
-        expected = {0: 0, 1000: 0, 1001: 1, 1400: 1, 2000: 1, 2001: 4, 2999: 4, 3000: 4, 3001: 5}
-        do = doing(connect(cluster))
-        assert {at_ms: do("search_offset", QUEUE, at_ms, group="app") for at_ms in expected} == expected
-
-
-def test_the_time_search_of_an_empty_queue_is_its_only_offset(embedded, do):
-    assert do("search_offset", QUEUE, 1000, group="app") == 0
+def test_the_first_message_at_or_after_a_time_is_found(cluster_of, connect, version):
+    cluster = cluster_of(version=version)
+    do = doing(connect(cluster))
+    assert do("search_offset", QUEUE, 1000, group="app") == 0, "the only offset of an empty queue"
+    for stored_at_ms in [1000, 2000, 2000, 2000, 3000]:
+        cluster.send("orders", b"x", queue_id=0, stored_at_ms=stored_at_ms)
+    expected = {0: 0, 1000: 0, 1001: 1, 1400: 1, 2000: 1, 2001: 4, 2999: 4, 3000: 4, 3001: 5}
+    assert {at_ms: do("search_offset", QUEUE, at_ms, group="app") for at_ms in expected} == expected
 
 
 # --- send, send back, view
@@ -412,23 +357,17 @@ def test_a_send_tells_where_the_message_is_and_how_safely(embedded, do):
     assert [message.body for message in embedded.messages("orders")] == [b"hello"]
 
 
-@pytest.mark.parametrize("code", [10, 11, 12])
-def test_a_send_that_is_stored_less_safely_is_a_send(embedded, do, code):
-    def less_safely(command):
-        command.code = code
-        return command
-
-    embedded.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, rewrite(less_safely))
-    stored, status = do("send", SendMessageHeader("maker", "orders", queue_id=0), b"hello")
-    assert (stored.queue_offset, status) == (0, code)
-
-
-@pytest.mark.parametrize("code", [13, 14, 17])
-def test_a_send_that_is_refused_is_an_error(embedded, do, code):
-    embedded.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(code, "no"))
-    with pytest.raises(BrokerError) as raised:
-        do("send", SendMessageHeader("maker", "orders", queue_id=0), b"hello")
-    assert raised.value.code == code
+def test_a_send_that_is_stored_less_safely_is_a_send(broker, do):
+    header = SendMessageHeader("maker", "orders", queue_id=0)
+    for number, code in enumerate((10, 11, 12)):
+        broker.on(RequestCode.SEND_MESSAGE_V2, rewrite(lambda command, code=code: replace(command, code=code)))
+        stored, status = do("send", header, b"hello")
+        assert (stored.queue_offset, status) == (number, code)
+    for code in (13, 14, 17):
+        broker.on(RequestCode.SEND_MESSAGE_V2, answer(code, "no"))
+        with pytest.raises(BrokerError) as raised:
+            do("send", header, b"hello")
+        assert raised.value.code == code
 
 
 def test_a_batch_is_sent_under_its_own_code(embedded, do):
@@ -438,28 +377,22 @@ def test_a_batch_is_sent_under_its_own_code(embedded, do):
     assert [message.body for message in embedded.messages("orders")] == [b"one", b"two"]
 
 
-def test_a_message_sent_back_comes_again(connect):
-    with EmbeddedCluster(delay_scale=0) as cluster:
-        cluster.create_topic("orders")
-        cluster.send("orders", b"hello", queue_id=0)
-        do = doing(connect(cluster))
-        _, (message,) = pull(do, 0)
-        do("send_back", "app", message, 1, 16)
-        cluster.wait_until(lambda: len(cluster.messages("%RETRY%app")) == 1)
-        queue = MessageQueue("%RETRY%app", "broker-a", 0)
-        _, (again,) = pull(do, 0, queue, Subscription("%RETRY%app"))
-        assert (again.topic, again.body, again.reconsume_times) == ("orders", b"hello", 1)
-        assert again.message_id == message.message_id
-        do("send_back", "app", again, -1)  # given up
-        cluster.wait_until(lambda: len(cluster.messages("%DLQ%app")) == 1)
-
-
-def test_a_busy_broker_does_not_take_a_message_back_now(embedded, do):
-    embedded.send("orders", b"hello", queue_id=0)
+def test_a_message_sent_back_comes_again(cluster_of, connect):
+    cluster = cluster_of(delay_scale=0)
+    cluster.send("orders", b"hello", queue_id=0)
+    do = doing(connect(cluster))
     _, (message,) = pull(do, 0)
-    embedded.broker("broker-a").on(RequestCode.CONSUMER_SEND_MSG_BACK, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy"))
+    busy = answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy")
+    cluster.broker("broker-a").on(RequestCode.CONSUMER_SEND_MSG_BACK, busy)
     with pytest.raises(FlowControl):
         do("send_back", "app", message, 0)
+    do("send_back", "app", message, 1, 16)
+    cluster.wait_until(lambda: len(cluster.messages("%RETRY%app")) == 1)
+    _, (again,) = pull(do, 0, MessageQueue("%RETRY%app", "broker-a", 0), Subscription("%RETRY%app"))
+    assert (again.topic, again.body, again.reconsume_times) == ("orders", b"hello", 1)
+    assert again.message_id == message.message_id
+    do("send_back", "app", again, -1)  # given up
+    cluster.wait_until(lambda: len(cluster.messages("%DLQ%app")) == 1)
 
 
 # --- members and locks
@@ -474,69 +407,64 @@ def test_the_members_of_a_group_are_told_in_order(embedded, connect):
     assert do("consumer_ids", "app") == sorted(client.client_id for client in clients)
 
 
-@pytest.mark.parametrize(("code", "remark"), [(1, "java.lang.NullPointerException"), (16, "no permission")])
-def test_a_refused_member_list_is_an_error_not_an_empty_list(embedded, do, code, remark):
-    embedded.broker("broker-a").on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, answer(code, remark))
-    with pytest.raises(BrokerError, match=remark):
-        do("consumer_ids", "app", "orders")
-
-
-def test_more_members_than_a_group_can_have_are_no_answer(embedded, do):
+def test_a_refused_member_list_is_an_error_not_an_empty_list(broker, do):
     body = json.dumps({"consumerIdList": [f"10.0.0.1@{number}" for number in range(100_000)]}).encode()
-    embedded.broker("broker-a").on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, answer(0, body=body))
-    with pytest.raises(ProtocolError, match="names 100000 members"):
-        do("consumer_ids", "app", "orders")
+    for refusal, error, reason in (
+        (answer(1, "java.lang.NullPointerException"), BrokerError, "java.lang.NullPointerException"),
+        (answer(16, "no permission"), BrokerError, "no permission"),
+        (answer(0, body=body), ProtocolError, "names 100000 members"),  # more than a group can have
+    ):
+        broker.on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, refusal)
+        with pytest.raises(error, match=reason):
+            do("consumer_ids", "app", "orders")
 
 
-@pytest.mark.parametrize("offset", ["9223372036854775807", "9223372036854775808", "1" * 5000, "soon"])
-def test_offsets_that_no_queue_can_have_are_no_answer(embedded, do, offset):
-    for code in (RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP):
-        embedded.broker("broker-a").on(code, answer(0, fields={"offset": offset}), times=None)
-    for ask in ("max_offset", "min_offset"):
+def test_offsets_that_no_queue_can_have_are_no_answer(broker, do):
+    for offset in ("9223372036854775807", "9223372036854775808", "1" * 5000, "soon"):
+        for code in (RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP):
+            broker.on(code, answer(0, fields={"offset": offset}), times=None)
+        for ask in ("max_offset", "min_offset"):
+            with pytest.raises(ProtocolError):
+                do(ask, QUEUE)
+            assert isinstance(do(f"{ask}s", [QUEUE])[QUEUE], ProtocolError)
         with pytest.raises(ProtocolError):
-            do(ask, QUEUE)
-        assert isinstance(do(f"{ask}s", [QUEUE])[QUEUE], ProtocolError)
-    with pytest.raises(ProtocolError):
-        do("search_offset", QUEUE, 0)
+            do("search_offset", QUEUE, 0)
+        broker.clear_faults()
 
 
-def test_locks_that_were_not_asked_for_are_not_ours(embedded, do):
-    other = MessageQueue("orders", "broker-a", 7)
-    both = (QUEUE, other)
-    queues = [{"topic": each.topic, "brokerName": each.broker_name, "queueId": each.queue_id} for each in both]
-    body = json.dumps({"lockOKMQSet": queues}).encode()
-    embedded.broker("broker-a").on(RequestCode.LOCK_BATCH_MQ, answer(0, body=body))
+def test_locks_that_were_not_asked_for_are_not_ours(broker, do):
+    body = encode_lock_answer([QUEUE, MessageQueue("orders", "broker-a", 7)])
+    broker.on(RequestCode.LOCK_BATCH_MQ, answer(0, body=body))
     assert do("lock", "app", [QUEUE]) == {QUEUE}
 
 
-def test_a_queue_is_locked_for_one_client_at_a_time(embedded, connect):
-    first, second = connect(embedded), connect(embedded)
-    other = MessageQueue("orders", "broker-a", 1)
-    assert doing(first)("lock", "app", [QUEUE]) == {QUEUE}
-    assert doing(second)("lock", "app", [QUEUE, other]) == {other}
-    assert embedded.broker("broker-a").locks("app") == {QUEUE: first.client_id, other: second.client_id}
-    doing(second)("unlock", "app", [QUEUE])  # not its own: nothing happens
-    assert doing(second)("lock", "app", [QUEUE]) == set()
-    doing(first)("unlock", "app", [QUEUE])
-    assert doing(second)("lock", "app", [QUEUE]) == {QUEUE}
+def test_a_queue_is_locked_for_one_client_at_a_time(broker, embedded, connect):
+    clients = [connect(embedded) for _ in range(2)]
+    first, second = map(doing, clients)
+    assert first("lock", "app", [QUEUE]) == {QUEUE}
+    assert second("lock", "app", [QUEUE, SECOND]) == {SECOND}
+    assert broker.locks("app") == {QUEUE: clients[0].client_id, SECOND: clients[1].client_id}
+    second("unlock", "app", [QUEUE])  # not its own: nothing happens
+    assert second("lock", "app", [QUEUE]) == set()
+    first("unlock", "app", [QUEUE])
+    assert second("lock", "app", [QUEUE]) == {QUEUE}
 
 
-def test_to_lock_nothing_asks_nobody(embedded, do):
+def test_to_lock_nothing_asks_nobody(broker, do):
     assert do("lock", "app", []) == set()
     do("unlock", "app", [])
-    assert embedded.broker("broker-a").requests() == []
+    assert broker.requests() == []
 
 
 # --- who we are
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
-def test_a_signed_client_is_let_in_and_others_are_not(connect, version):
-    with EmbeddedCluster(version=version, account=("RocketMQ", "12345678")) as cluster:
-        cluster.create_topic("orders")
-        good = connect(cluster, access_key="RocketMQ", secret_key="12345678", security_token="token")
-        assert good.signs
-        assert doing(good)("max_offset", QUEUE) == 0
-        for options in [{}, {"access_key": "RocketMQ", "secret_key": "wrong"}, {"access_key": "x", "secret_key": "y"}]:
-            with pytest.raises(PermissionDenied):
-                doing(connect(cluster, **options))("max_offset", QUEUE)
+def test_a_signed_client_is_let_in_and_others_are_not(cluster_of, connect, version):
+    cluster = cluster_of(version=version, account=("RocketMQ", "12345678"))
+    good = connect(cluster, access_key="RocketMQ", secret_key="12345678", security_token="token")
+    assert good.signs
+    assert doing(good)("max_offset", QUEUE) == 0
+    for options in [{}, {"access_key": "RocketMQ", "secret_key": "wrong"}, {"access_key": "x", "secret_key": "y"}]:
+        with pytest.raises(PermissionDenied):
+            doing(connect(cluster, **options))("max_offset", QUEUE)

@@ -16,7 +16,7 @@ from pyrocket_consumer.errors import (
     RequestTimeout,
     RocketError,
 )
-from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, delay, drop
+from pyrocket_consumer.testing import Gate, answer, delay, drop
 from pyrocket_consumer.wire.bodies import decode_heartbeat
 from pyrocket_consumer.wire.codes import RequestCode, version_ordinal
 from pyrocket_consumer.wire.command import UnregisterClientHeader
@@ -28,83 +28,73 @@ UNREGISTER = RequestCode.UNREGISTER_CLIENT
 
 
 @pytest.fixture
-def with_slaves():
+def with_slaves(cluster_of):
     """Two brokers with a slave each."""
-    with EmbeddedCluster(brokers=2, slaves=1) as cluster:
-        cluster.create_topic("orders", queues=4)
-        yield cluster
+    return cluster_of(brokers=2, slaves=1)
 
 
 @pytest.fixture
-def two_brokers():
-    with EmbeddedCluster(brokers=2) as cluster:
-        cluster.create_topic("orders", queues=4)
-        yield cluster
+def two_brokers(cluster_of):
+    return cluster_of(brokers=2)
 
 
-def watch(client, hook):
-    told = Told()
+def watch(client, *hooks):
+    """Return what is told by hooks from now on."""
+    told = [Told() for _ in hooks]
 
     async def work():
-        getattr(client, hook)(told)
+        for hook, each in zip(hooks, told, strict=True):
+            getattr(client, hook)(each)
 
     client.run(work(), 30)
     return told
+
+
+def beat(client, broker):
+    return client.run(client.heartbeat_broker(broker.address), 30)
 
 
 def have_been_told(cluster):
     return {(node.name, node.broker_id) for node in cluster.nodes if node.requests(HEARTBEAT)}
 
 
-def test_a_consumer_is_known_to_masters_and_slaves(with_slaves, connect):
+def test_a_consumer_is_known_to_slaves_and_a_producer_to_masters(with_slaves, connect):
+    assert join(connect(with_slaves), producer="maker") == 2
+    assert have_been_told(with_slaves) == {("broker-a", 0), ("broker-b", 0)}
     client = connect(with_slaves)
     assert join(client, consumer="app") == 4
-    assert {node.name for node in with_slaves.nodes if node.members("app") == [client.client_id]} == {
-        "broker-a",
-        "broker-b",
-    }
+    known = {node.name for node in with_slaves.nodes if node.members("app") == [client.client_id]}
+    assert known == {"broker-a", "broker-b"}
     assert have_been_told(with_slaves) == {("broker-a", 0), ("broker-a", 1), ("broker-b", 0), ("broker-b", 1)}
 
 
-def test_a_producer_is_known_to_masters_only(with_slaves, connect):
-    assert join(connect(with_slaves), producer="maker") == 2
-    assert have_been_told(with_slaves) == {("broker-a", 0), ("broker-b", 0)}
-
-
-def test_a_client_without_groups_sends_no_heartbeat(embedded, connect):
+def test_heartbeats_go_on_by_themselves_but_not_without_groups(broker, embedded, connect):
     client = connect(embedded, heartbeat_interval_s=0.05)
     assert join(client) == 0
     address = client.address("broker-a")
     connection = client.run(client.member_connection(address), 30)
     assert client.peek_member(address) is connection
-    assert embedded.broker("broker-a").requests(HEARTBEAT) == []
+    assert broker.requests(HEARTBEAT) == []
+    join(client, consumer="app")
+    broker.wait_for(HEARTBEAT, 4)
 
 
-def test_a_heartbeat_tells_all_groups_and_asks_for_no_v2(embedded, client):
+def test_a_heartbeat_tells_all_groups_and_asks_for_no_v2(broker, client):
     join(client, consumer="app", producer="maker")
-    body = embedded.broker("broker-a").requests(HEARTBEAT)[-1].command.body
+    body = broker.requests(HEARTBEAT)[-1].command.body
     told = decode_heartbeat(body)
-    assert told.client_id == client.client_id
+    assert (told.client_id, told.producers) == (client.client_id, ("maker",))
     assert [consumer.group for consumer in told.consumers] == ["app"]
-    assert told.producers == ("maker",)
     assert (json.loads(body).get("heartbeatFingerprint", 0), json.loads(body).get("withoutSub", False)) == (0, False)
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.1.4", "5.5.0"])
-def test_a_heartbeats_answer_tells_the_brokers_version(connect, version):
-    with EmbeddedCluster(version=version) as cluster:
-        cluster.create_topic("orders")
-        client = connect(cluster)
-        address = cluster.broker("broker-a").address
-        assert client.broker_version(address) is None
-        join(client, consumer="app")
-        assert client.broker_version(address) == version_ordinal(*map(int, version.split(".")))
-
-
-def test_heartbeats_go_on_by_themselves(embedded, connect):
-    client = connect(embedded, heartbeat_interval_s=0.05)
+def test_a_heartbeats_answer_tells_the_brokers_version(cluster_of, connect, version):
+    cluster = cluster_of(version=version)
+    client, address = connect(cluster), cluster.broker("broker-a").address
+    assert client.broker_version(address) is None
     join(client, consumer="app")
-    embedded.broker("broker-a").wait_for(HEARTBEAT, 4)
+    assert client.broker_version(address) == version_ordinal(*map(int, version.split(".")))
 
 
 def test_a_silent_broker_keeps_no_heartbeat_from_the_others(with_slaves, connect):
@@ -115,15 +105,14 @@ def test_a_silent_broker_keeps_no_heartbeat_from_the_others(with_slaves, connect
 def test_a_heartbeat_to_one_broker_tells_what_went_wrong(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=1)
     join(client, consumer="app")
-    broker.on(HEARTBEAT, drop)
-    with pytest.raises(RequestTimeout):
-        client.run(client.heartbeat_broker(broker.address), 30)
-    broker.on(HEARTBEAT, answer(1, "CODE: 1 org.apache.rocketmq.acl.common.AclException: No accessKey is configured"))
-    with pytest.raises(PermissionDenied):
-        client.run(client.heartbeat_broker(broker.address), 30)
+    refusal = answer(1, "CODE: 1 org.apache.rocketmq.acl.common.AclException: No accessKey is configured")
+    for fault, error in ((drop, RequestTimeout), (refusal, PermissionDenied)):
+        broker.on(HEARTBEAT, fault)
+        with pytest.raises(error):
+            beat(client, broker)
     broker.stop()
     with pytest.raises((ConnectionLost, ConnectError)):  # the first if we have not noticed yet
-        client.run(client.heartbeat_broker(broker.address), 30)
+        beat(client, broker)
 
 
 def test_a_member_connection_has_had_one_heartbeat(client, broker):
@@ -155,24 +144,29 @@ def test_a_broker_that_refuses_heartbeats_fails_who_pulls(client, broker):
     assert client.peek_member(broker.address) is None
 
 
-def test_a_new_broker_hears_of_us_as_soon_as_a_route_names_it(connect):
-    with EmbeddedCluster(brokers=2) as cluster:
-        cluster.create_topic("orders", brokers=["broker-a"])
-        client = connect(cluster)
-        assert join(client, consumer="app") == 1
-        cluster.create_topic("orders", brokers=["broker-a", "broker-b"])
-        find_route(client, refresh=True)
-        cluster.broker("broker-b").wait_for(HEARTBEAT)
-        assert cluster.broker("broker-b").members("app") == [client.client_id]
+def test_a_new_broker_hears_of_us_as_soon_as_a_route_names_it(two_brokers, connect):
+    two_brokers.create_topic("few", brokers=["broker-a"])
+    client = connect(two_brokers)
+    assert join(client, consumer="app", topic="few") == 1
+    two_brokers.create_topic("few", brokers=["broker-a", "broker-b"])
+    find_route(client, "few", refresh=True)
+    two_brokers.broker("broker-b").wait_for(HEARTBEAT)
+    assert two_brokers.broker("broker-b").members("app") == [client.client_id]
+
+
+def leave_routes(cluster, client):
+    """Unregister a broker that runs on; returns it."""
+    gone = cluster.broker("broker-b")
+    cluster.call(lambda: cluster.unregister(gone))
+    find_route(client, refresh=True)
+    return gone
 
 
 def test_a_broker_no_route_names_any_more_is_disconnected(two_brokers, connect):
     client = connect(two_brokers)
-    lost = watch(client, "on_broker_lost")
+    (lost,) = watch(client, "on_broker_lost")
     assert join(client, consumer="app") == 2
-    gone = two_brokers.broker("broker-b")
-    two_brokers.call(lambda: two_brokers.unregister(gone))  # it runs on: only its registration is gone
-    find_route(client, refresh=True)
+    gone = leave_routes(two_brokers, client)
     two_brokers.wait_until(lambda: not gone.connections)
     assert set(client.broker_addresses()) == {"broker-a"}
     assert client.address("broker-b") is None
@@ -184,10 +178,8 @@ def test_a_broker_that_left_the_routes_is_kept_while_in_use(two_brokers, connect
     in_use = ["broker-b"]
     client.keep_brokers(in_use.__contains__)
     assert join(client, consumer="app") == 2
-    gone = two_brokers.broker("broker-b")
     address = client.address("broker-b")
-    two_brokers.call(lambda: two_brokers.unregister(gone))
-    find_route(client, refresh=True)
+    gone = leave_routes(two_brokers, client)
     assert client.address("broker-b") == address
     assert client.run(client.heartbeat(), 30) == 2
     assert gone.connections
@@ -198,7 +190,7 @@ def test_a_broker_that_left_the_routes_is_kept_while_in_use(two_brokers, connect
 
 def test_a_lost_connection_has_the_routes_asked_for_at_once(two_brokers, connect):
     client = connect(two_brokers)  # routes are refreshed every 30 s, else
-    changed = watch(client, "on_route_changed")
+    (changed,) = watch(client, "on_route_changed")
     join(client, consumer="app")
     changed.next()
     two_brokers.broker("broker-b").kill()
@@ -207,17 +199,14 @@ def test_a_lost_connection_has_the_routes_asked_for_at_once(two_brokers, connect
     assert set(client.broker_addresses()) == {"broker-a"}
 
 
-@pytest.mark.parametrize("end", ["kill", "stop", "cut"])
+@pytest.mark.parametrize("end", ["kill", "stop", "close_connections"])
 def test_a_broker_that_returns_gets_a_heartbeat_and_is_reported(client, broker, end):
-    lost, returned = watch(client, "on_broker_lost"), watch(client, "on_broker_reconnected")
+    lost, returned = watch(client, "on_broker_lost", "on_broker_reconnected")
     join(client, consumer="app")
     for _ in range(2):
-        if end == "cut":
-            broker.close_connections()
-        else:
-            getattr(broker, end)()
+        getattr(broker, end)()
         assert lost.next()[0] == broker.address
-        if end != "cut":
+        if end != "close_connections":
             broker.start()
         assert returned.next() == (broker.address,)
         assert broker.members("app") == [client.client_id]
@@ -263,7 +252,7 @@ def test_calls_fail_when_the_broker_dies_and_later_ones_work(embedded, broker, c
 
 def test_a_silent_broker_is_reconnected_after_two_heartbeats(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=1, heartbeat_interval_s=0.1)
-    lost, returned = watch(client, "on_broker_lost"), watch(client, "on_broker_reconnected")
+    lost, returned = watch(client, "on_broker_lost", "on_broker_reconnected")
     join(client, consumer="app")
     broker.on(HEARTBEAT, drop, times=2)
     address, reason = lost.next()
@@ -274,7 +263,7 @@ def test_a_silent_broker_is_reconnected_after_two_heartbeats(embedded, broker, c
 
 def test_slow_calls_end_no_connection_with_heartbeats(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=1)
-    lost = watch(client, "on_broker_lost")
+    (lost,) = watch(client, "on_broker_lost")
     join(client, consumer="app")
     queue = find_route(client).consume_queues()[0]
     broker.on(RequestCode.GET_MAX_OFFSET, drop, times=3)
@@ -289,16 +278,13 @@ def test_leaving_a_group_is_known_at_once(with_slaves, connect):
     client = connect(with_slaves)
     join(client, consumer="app", producer="maker")
     assert with_slaves.members("app") == [client.client_id]
-
     client.run(client.unregister(consumer_group="app"), 30)
     client.run(client.unregister(producer_group="maker"), 30)
     assert with_slaves.members("app") == []
     for node in with_slaves.nodes:
-        consumer, producer = (
-            UnregisterClientHeader.from_fields(each.command.fields) for each in node.requests(UNREGISTER)
-        )
-        assert (consumer.client_id, consumer.consumer_group, consumer.producer_group) == (client.client_id, "app", None)
-        assert (producer.consumer_group, producer.producer_group) == (None, "maker")
+        told = [UnregisterClientHeader.from_fields(each.command.fields) for each in node.requests(UNREGISTER)]
+        groups = [(each.consumer_group, each.producer_group) for each in told]
+        assert (told[0].client_id, groups) == (client.client_id, [("app", None), (None, "maker")])
 
 
 def test_leaving_does_not_wait_for_a_broker_that_is_away(with_slaves, connect):
@@ -324,12 +310,12 @@ def test_a_heartbeat_under_way_does_not_join_again_who_leaves(client, broker):
     assert client.run(client.heartbeat(), 30) == 0
 
 
-def test_a_refused_heartbeat_is_an_answer_and_not_a_failure(embedded, connect):
+def test_a_refused_heartbeat_is_an_answer_and_not_a_failure(embedded, broker, connect):
     client = connect(embedded, heartbeat_interval_s=0.05)
-    embedded.broker("broker-a").on(HEARTBEAT, answer(1, "not now"), times=3)
+    broker.on(HEARTBEAT, answer(1, "not now"), times=3)
     assert join(client, consumer="app") == 0
-    embedded.broker("broker-a").wait_for(HEARTBEAT, 5)
+    broker.wait_for(HEARTBEAT, 5)
     embedded.wait_until(lambda: embedded.members("app") == [client.client_id])
     with pytest.raises(BrokerError, match="not now"):
-        embedded.broker("broker-a").on(HEARTBEAT, answer(1, "not now"), times=1)
-        client.run(client.heartbeat_broker(embedded.broker("broker-a").address), 30)
+        broker.on(HEARTBEAT, answer(1, "not now"), times=1)
+        beat(client, broker)

@@ -21,10 +21,15 @@ from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.cluster.conftest import Told, consumer_of, find_route
 from tests.consuming import until
+from tests.for_each import for_each
 
 
 def io_threads():
     return [thread for thread in threading.enumerate() if thread.name == "pyrocket-io"]
+
+
+def unstarted(name_server, **options):
+    return Cluster(ClientConfig(name_server=name_server, **options), "me")
 
 
 @pytest.fixture
@@ -37,7 +42,8 @@ def nobody():
 
 def test_a_wrong_name_server_address_leaves_nothing_running(nobody):
     before = io_threads()
-    client = Cluster(ClientConfig(name_server=nobody), "me")
+    unstarted(nobody).close()  # without a word
+    client = unstarted(nobody)
     with pytest.raises(ConnectError, match=nobody) as raised:
         client.start()
     assert raised.value.address == nobody
@@ -45,34 +51,25 @@ def test_a_wrong_name_server_address_leaves_nothing_running(nobody):
     until(lambda: io_threads() == before, "its thread has ended")
 
 
-def test_a_silent_name_server_fails_the_start_in_time(embedded):
-    embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop, times=None)
-    client = Cluster(ClientConfig(name_server=embedded.name_server, call_timeout_s=0.2), "me")
-    began = time.monotonic()
-    with pytest.raises(ConnectError, match=f"{embedded.name_server}: no answer within"):
-        client.start()
+@for_each(
+    "options, start, fault, reason",
+    [
+        ({"call_timeout_s": 0.2}, {}, drop, "no answer within"),
+        ({"call_timeout_s": 60}, {"timeout_s": 0.2}, drop, "no answer within 0.2 s"),
+        ({}, {}, answer(1, "not now"), "it refuses the first request: .*not now"),
+    ],
+    ids=["silent", "silent, and start has a deadline", "refusing"],
+)
+def test_a_name_server_in_trouble_fails_the_start_in_time(embedded, options, start, fault, reason):
+    embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, fault, times=None)
+    client, began = unstarted(embedded.name_server, **options), time.monotonic()
+    with pytest.raises(ConnectError, match=f"{embedded.name_server}: {reason}"):
+        client.start(**start)
     assert time.monotonic() - began < 20
-
-
-def test_a_name_server_that_refuses_fails_the_start(embedded):
-    embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, answer(1, "not now"), times=None)
-    client = Cluster(ClientConfig(name_server=embedded.name_server), "me")
-    with pytest.raises(ConnectError, match=f"{embedded.name_server}: it refuses the first request: .*not now"):
-        client.start()
-
-
-def test_a_brokers_address_is_not_taken_for_a_name_servers(embedded):
-    client = Cluster(ClientConfig(name_server=embedded.broker("broker-a").address), "me")
-    with pytest.raises(ConnectError, match="as a broker does, not as a name server"):
-        client.start()
-
-
-def test_start_fails_within_its_own_deadline(embedded):
-    embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop, times=None)
-    client = Cluster(ClientConfig(name_server=embedded.name_server, call_timeout_s=60), "me")
-    with pytest.raises(ConnectError, match="no answer within 0.2 s"):
-        client.start(timeout_s=0.2)
     assert client.state is ClusterState.CLOSED
+    with pytest.raises(ConnectError, match="as a broker does, not as a name server"):
+        unstarted(embedded.broker("broker-a").address).start()
+    embedded.name_server_node.clear_faults()
 
 
 def test_close_ends_thread_and_connections_and_can_be_repeated(embedded, connect):
@@ -86,9 +83,12 @@ def test_close_ends_thread_and_connections_and_can_be_repeated(embedded, connect
     until(lambda: io_threads() == before, "its thread has ended")
 
 
-def test_close_gives_waiting_calls_an_error(embedded, broker, connect):
+def test_close_and_a_deadline_give_waiting_calls_an_error(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=60)
     find_route(client)
+    embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop)
+    with pytest.raises(RequestTimeout):
+        client.run(client.route("orders", refresh=True), 0.2)
     broker.on(RequestCode.GET_MAX_OFFSET, drop)
     waiting = client.submit(client.broker("broker-a").max_offset(MessageQueue("orders", "broker-a", 0)))
     broker.wait_for(RequestCode.GET_MAX_OFFSET)
@@ -97,16 +97,13 @@ def test_close_gives_waiting_calls_an_error(embedded, broker, connect):
         waiting.result(30)
 
 
-@pytest.mark.parametrize("moment", ["before start", "after close"])
-def test_a_client_that_is_not_running_says_so(embedded, connect, moment):
-    if moment == "before start":
-        client = Cluster(ClientConfig(name_server=embedded.name_server), "me")
-    else:
-        client = connect(embedded)
-        client.close()
-    for call in (client.run, lambda coroutine, timeout_s: client.submit(coroutine)):
-        with pytest.raises(ConsumerClosed, match="created|closed"):
-            call(client.route("orders"), 30)
+def test_a_client_that_is_not_running_says_so(embedded, connect):
+    closed = connect(embedded)
+    closed.close()
+    for client in (unstarted(embedded.name_server), closed):
+        for call in (client.run, lambda coroutine, timeout_s, client=client: client.submit(coroutine)):
+            with pytest.raises(ConsumerClosed, match="created|closed"):
+                call(client.route("orders"), 30)
 
 
 def test_a_client_starts_once(client):
@@ -117,30 +114,15 @@ def test_a_client_starts_once(client):
         client.start()
 
 
-def test_a_client_that_was_never_started_closes_without_a_word(nobody):
-    Cluster(ClientConfig(name_server=nobody), "me").close()
-
-
 def test_a_blocking_call_on_the_io_thread_is_refused(client):
-    async def block():
-        return find_route(client)
+    for work in (lambda: find_route(client), client.close):
 
-    with pytest.raises(RuntimeError, match="await it instead"):
-        client.run(block(), 30)
+        async def block(work=work):
+            return work()
 
-    async def close():
-        client.close()
-
-    with pytest.raises(RuntimeError, match="await it instead"):
-        client.run(close(), 30)
+        with pytest.raises(RuntimeError, match="await it instead"):
+            client.run(block(), 30)
     assert find_route(client).topic == "orders"
-
-
-def test_a_blocking_call_ends_at_its_deadline(embedded, connect):
-    client = connect(embedded, call_timeout_s=60)
-    embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop)
-    with pytest.raises(RequestTimeout):
-        client.run(client.route("orders"), 0.2)
 
 
 def test_clients_can_share_an_io_thread_that_is_not_theirs(embedded):
@@ -181,47 +163,34 @@ def test_a_client_runs_on_a_loop_without_any_thread():
     assert asyncio.run(asyncio.wait_for(scenario(), 60)) == 1
 
 
-def test_a_background_task_that_ends_by_surprise_is_reported(embedded):
-    client = Cluster(ClientConfig(name_server=embedded.name_server), "me")
-    told = Told()
+def defect(*facts):
+    raise ZeroDivisionError("a defect")
+
+
+@pytest.mark.parametrize("where", ["on_route_changed", "on_answer", "in the background"])
+def test_a_defect_is_reported_and_harms_no_call(embedded, where):
+    client, told = unstarted(embedded.name_server), Told()
     client.on_failure(told)
-    client.start()
-
-    async def fail():
-        raise ZeroDivisionError("a defect")
-
-    async def in_the_background():
-        client.spawn(fail(), "doomed")
-
-    client.run(in_the_background(), 30)
-    (error,) = told.next()
-    assert isinstance(error, ZeroDivisionError)
-    assert told.nothing
-    client.close()
-
-
-@pytest.mark.parametrize("hook", ["on_route_changed", "on_answer"])
-def test_what_fails_in_a_callback_is_reported_and_harms_no_call(embedded, hook):
-    client = Cluster(ClientConfig(name_server=embedded.name_server), "me")
-    told = Told()
-    client.on_failure(told)
-
-    def fail(*facts):
-        raise ZeroDivisionError("a defect")
-
-    if hook == "on_route_changed":
-        client.on_route_changed(fail)
+    if where == "on_route_changed":
+        client.on_route_changed(defect)
     client.start()
     route = find_route(client)
     assert len(route.consume_queues()) == 4
-    if hook == "on_answer":
 
-        async def pull():
+    async def fail():
+        defect()
+
+    async def work():
+        if where == "in the background":
+            client.spawn(fail(), "doomed")
+        elif where == "on_answer":
             connection = await client.connection(client.address("broker-a"))
-            connection.send(lambda opaque: b"", fail, 0.01)
+            connection.send(lambda opaque: b"", defect, 0.01)
 
-        client.run(pull(), 30)
-    assert isinstance(told.next()[0], ZeroDivisionError)
+    client.run(work(), 30)
+    (error,) = told.next()
+    assert isinstance(error, ZeroDivisionError)
+    assert told.nothing
     assert find_route(client, refresh=True) is route
     client.close()
 
@@ -255,21 +224,18 @@ print("parent works on")
 """
 
 
+def run_python(*command):
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.live
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_after_a_fork_the_parent_goes_on_and_the_child_refuses(embedded):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, embedded.name_server],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python("-W", "ignore::DeprecationWarning", "-c", FORKED, embedded.name_server)
     assert done.stdout.strip() == "parent works on", done.stderr
 
 
 @pytest.mark.live
 def test_importing_starts_nothing():
-    code = "import threading, pyrocket_consumer.cluster; print(threading.active_count())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "1"
+    done = run_python("-c", "import threading, pyrocket_consumer.cluster; print(threading.active_count())")
+    assert done.stdout.strip() == "1", done.stderr

@@ -19,17 +19,17 @@ def test_each_clustering_client_has_an_id_of_its_own():
     assert re.fullmatch(rf"10\.0\.0\.9@{os.getpid()}#\d+", first)
 
 
-def test_a_broadcasting_consumer_has_the_same_id_after_a_restart():
-    assert make_client_id(config(), broadcasting=True) == "10.0.0.9@DEFAULT"
-
-
-@for_each("broadcasting", [True, False])
-def test_an_instance_name_is_kept(broadcasting):
-    assert make_client_id(config(instance_name="worker-3"), broadcasting) == "10.0.0.9@worker-3"
-
-
-def test_a_unit_name_comes_last():
-    assert make_client_id(config(instance_name="i", unit_name="unit-1")) == "10.0.0.9@i@unit-1"
+@for_each(
+    "options, broadcasting, client_id",
+    [
+        ({}, True, "10.0.0.9@DEFAULT"),  # the same after a restart
+        ({"instance_name": "worker-3"}, True, "10.0.0.9@worker-3"),
+        ({"instance_name": "worker-3"}, False, "10.0.0.9@worker-3"),
+        ({"instance_name": "i", "unit_name": "unit-1"}, False, "10.0.0.9@i@unit-1"),
+    ],
+)
+def test_an_id_of_a_broadcaster_or_with_names_stays(options, broadcasting, client_id):
+    assert make_client_id(config(**options), broadcasting) == client_id
 
 
 @for_each(
@@ -42,19 +42,13 @@ def test_a_unit_name_comes_last():
 )
 def test_the_address_is_chosen_as_java_does(addresses, chosen):
     assert choose_ip(addresses) == chosen
-
-
-def test_this_machine_has_an_address_and_keeps_it():
     assert local_ip() == local_ip() != ""
 
 
 # --- namespaces
 
 
-WRAPPED = [("T", "ns%T"), ("%RETRY%G", "%RETRY%ns%G"), ("%DLQ%G", "%DLQ%ns%G"), ("a%b", "ns%a%b")]
-
-
-@for_each("name, wrapped", WRAPPED)
+@for_each("name, wrapped", [("T", "ns%T"), ("%RETRY%G", "%RETRY%ns%G"), ("%DLQ%G", "%DLQ%ns%G"), ("a%b", "ns%a%b")])
 def test_a_name_gets_the_namespace_in_front_and_loses_it_again(name, wrapped):
     assert wrap("ns", name) == wrapped
     assert unwrap("ns", wrapped) == name
@@ -68,9 +62,5 @@ def test_wrapped_names_and_the_systems_own_are_unchanged(name):
 @for_each("namespace", [None, ""])
 def test_without_a_namespace_nothing_changes(namespace):
     assert wrap(namespace, "T") == unwrap(namespace, "T") == "T"
-    assert unwrap(namespace, "other%T") == "other%T"
-
-
-def test_names_of_another_namespace_are_left_alone():
-    assert unwrap("ns", "other%T") == "other%T"
+    assert unwrap(namespace, "other%T") == unwrap("ns", "other%T") == "other%T"
     assert unwrap("ns", "%RETRY%other%G") == "%RETRY%other%G"

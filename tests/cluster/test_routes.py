@@ -37,29 +37,40 @@ class NameServer:
         return answer
 
 
-class Watched:
-    """Routes, and what they told of changes."""
+class Watched(Routes):
+    """Routes that remember what they told of changes."""
 
     def __init__(self, name_server):
         self.changes = []
-        self.routes = Routes(
+        super().__init__(
             name_server.ask, lambda route, came, went: self.changes.append((route, set(came), set(went)))
-        )
+        )  # fmt: skip
+
+
+async def watched(**routes):
+    """Return a name server, and its routes with each topic known."""
+    name_server = NameServer(**routes)
+    known = Watched(name_server)
+    for topic in routes:
+        await known.get(topic)
+    return name_server, known
+
+
+T_AT_A, U_AT_B = route_of("T", a={0: "a:1"}), route_of("U", b={0: "b:1"})
 
 
 RUN = asyncio.run
 
 
 async def test_a_route_is_asked_for_once_and_remembered():
-    name_server = NameServer(T=route_of("T", a={0: "a:1"}))
-    routes = Watched(name_server).routes
+    name_server, routes = await watched(T=T_AT_A)
     assert await routes.get("T") is await routes.get("T") is routes.known("T")
     assert name_server.asked == ["T"]
 
 
 async def test_callers_at_once_share_one_request_and_its_failure():
-    name_server = NameServer(T=route_of("T", a={0: "a:1"}))
-    routes = Watched(name_server).routes
+    name_server = NameServer(T=T_AT_A)
+    routes = Watched(name_server)
     name_server.gate.clear()
     callers = [asyncio.create_task(routes.get(topic)) for topic in ["T", "T", "T", "none", "none"]]
     await asyncio.sleep(0)
@@ -74,9 +85,8 @@ async def test_callers_at_once_share_one_request_and_its_failure():
 
 @pytest.mark.live
 async def test_callers_that_want_a_newer_route_share_questions():
-    name_server = NameServer(T=route_of("T", a={0: "a:1"}))
-    routes, now = Watched(name_server).routes, asyncio.get_running_loop().time
-    await routes.get("T")
+    name_server, routes = await watched(T=T_AT_A)
+    now = asyncio.get_running_loop().time
     before = now()
     name_server.routes["T"] = route_of("T", a={0: "a:2"})
     for _ in range(20):
@@ -93,84 +103,63 @@ async def test_callers_that_want_a_newer_route_share_questions():
 
 
 async def test_a_topic_that_was_not_found_is_asked_for_again():
-    name_server = NameServer()
-    routes = Watched(name_server).routes
+    name_server, routes = await watched()
     with pytest.raises(RouteNotFound, match="'T'"):
         await routes.get("T")
-    name_server.routes["T"] = route_of("T", a={0: "a:1"})
+    name_server.routes["T"] = T_AT_A
     assert (await routes.get("T")).topic == "T"
 
 
 async def test_a_topic_that_is_gone_keeps_its_route():
-    known = route_of("T", a={0: "a:1"})
-    name_server = NameServer(T=known, U=route_of("U", b={0: "b:1"}))
-    watched = Watched(name_server)
-    for topic in ["T", "U"]:
-        await watched.routes.get(topic)
+    name_server, routes = await watched(T=T_AT_A, U=U_AT_B)
     name_server.routes = {"U": route_of("U", b={0: "b:2"})}
-    watched.changes.clear()
-    await watched.routes.refresh()
-    assert watched.routes.known("T") == known
-    assert watched.routes.address("a") == "a:1"
-    assert watched.changes == [(route_of("U", b={0: "b:2"}), {"b:2"}, {"b:1"})]
+    routes.changes.clear()
+    await routes.refresh()
+    assert (routes.known("T"), routes.address("a")) == (T_AT_A, "a:1")
+    assert routes.changes == [(route_of("U", b={0: "b:2"}), {"b:2"}, {"b:1"})]
     with pytest.raises(RouteNotFound):
-        await watched.routes.get("T", refresh=True)
+        await routes.get("T", refresh=True)
 
 
 async def test_routes_stay_while_no_name_server_answers():
-    name_server = NameServer(T=route_of("T", a={0: "a:1"}), U=route_of("U", b={0: "b:1"}))
-    watched = Watched(name_server)
-    for topic in ["T", "U"]:
-        await watched.routes.get(topic)
-    before = list(watched.changes)
+    name_server, routes = await watched(T=T_AT_A, U=U_AT_B)
+    before = list(routes.changes)
     name_server.asked.clear()
     name_server.routes = dict.fromkeys(["T", "U"], ConnectError("ns:9876", "refused"))
-    await watched.routes.refresh()
-    assert name_server.asked == ["T"]
-    assert watched.routes.addresses == {"a:1", "b:1"}
-    assert watched.changes == before
+    await routes.refresh()
+    assert (name_server.asked, routes.addresses, routes.changes) == (["T"], {"a:1", "b:1"}, before)
     with pytest.raises(ConnectError):
-        await watched.routes.get("U", refresh=True)
+        await routes.get("U", refresh=True)
 
 
 async def test_a_change_is_reported_once_and_another_order_is_none():
-    name_server = NameServer(T=route_of("T", a={0: "a:1"}, b={0: "b:1"}))
-    watched = Watched(name_server)
-    first = await watched.routes.get("T")
+    first = route_of("T", a={0: "a:1"}, b={0: "b:1"})
+    name_server, routes = await watched(T=first)
     name_server.routes["T"] = route_of("T", b={0: "b:1"}, a={0: "a:1"})
-    assert await watched.routes.get("T", refresh=True) == first
-    name_server.routes["T"] = route_of("T", a={0: "a:1"})
-    second = await watched.routes.get("T", refresh=True)
-    assert watched.changes == [(first, {"a:1", "b:1"}, set()), (second, set(), {"b:1"})]
+    assert await routes.get("T", refresh=True) == first
+    name_server.routes["T"] = T_AT_A
+    second = await routes.get("T", refresh=True)
+    assert routes.changes == [(first, {"a:1", "b:1"}, set()), (second, set(), {"b:1"})]
 
 
 async def test_an_address_stays_while_any_route_names_it():
-    both = {"T": route_of("T", a={0: "a:1"}, b={0: "b:1"}), "U": route_of("U", b={0: "b:1"})}
-    name_server = NameServer(**both)
-    watched = Watched(name_server)
-    for topic in both:
-        await watched.routes.get(topic)
-    assert watched.changes[1] == (both["U"], set(), set())
-    name_server.routes["T"] = route_of("T", a={0: "a:1"})
-    await watched.routes.get("T", refresh=True)
-    assert watched.routes.addresses == {"a:1", "b:1"}
-    watched.routes.forget("U")
-    assert watched.routes.addresses == {"a:1"}
-    assert watched.changes[-1] == (None, set(), {"b:1"})
-    assert watched.routes.topics == ["T"]
+    name_server, routes = await watched(T=route_of("T", a={0: "a:1"}, b={0: "b:1"}), U=U_AT_B)
+    assert routes.changes[1] == (U_AT_B, set(), set())
+    name_server.routes["T"] = T_AT_A
+    await routes.get("T", refresh=True)
+    assert routes.addresses == {"a:1", "b:1"}
+    routes.forget("U")
+    assert routes.addresses == {"a:1"}
+    assert routes.changes[-1] == (None, set(), {"b:1"})
+    assert routes.topics == ["T"]
 
 
 async def test_where_routes_differ_the_latest_counts():
-    name_server = NameServer(T=route_of("T", a={0: "a:1"}), U=route_of("U", a={0: "a:1"}))
-    routes = Watched(name_server).routes
-    for topic in ["T", "U"]:
-        await routes.get(topic)
+    name_server, routes = await watched(T=T_AT_A, U=route_of("U", a={0: "a:1"}))
     name_server.routes = {"T": route_of("T", a={0: "a:2"}), "U": RouteNotFound("U", "ns:9876")}
-    await routes.refresh()
-    assert routes.address("a") == "a:2"
-    assert routes.addresses == {"a:2"}
-    await routes.refresh()
-    assert routes.address("a") == "a:2"
+    for _ in range(2):
+        await routes.refresh()
+        assert (routes.address("a"), routes.addresses) == ("a:2", {"a:2"})
 
 
 ADDRESSES = {0: "master", 2: "slave-2", 3: "slave-3"}

@@ -9,7 +9,18 @@ import pytest
 
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ConsumerClosed, RocketError
 from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
-from tests.net.peer import Lost, Server, client, server_tls, serving, trusting, until
+from tests.for_each import for_each
+from tests.net.peer import Lost, Server, answered, client, server_tls, serving, trusting, until
+
+
+@pytest.fixture
+def away(runner):
+    """A server that is not there, but has an address."""
+    server = Server()
+    runner.run(server.listen())
+    runner.run(server.stop())
+    yield server
+    runner.run(server.stop())
 
 
 async def test_callers_at_the_same_time_share_one_attempt():
@@ -25,13 +36,19 @@ async def test_callers_at_the_same_time_share_one_attempt():
 
 async def test_a_caller_that_gives_up_leaves_the_attempt_to_the_others():
     async with serving() as server, client() as connections:
-        first = asyncio.ensure_future(connections.get(server.address))
-        second = asyncio.ensure_future(connections.get(server.address))
+        first, second = (asyncio.ensure_future(connections.get(server.address)) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
         assert not (await second).closed
         with pytest.raises(asyncio.CancelledError):
             await first
+    async with serving() as server, client() as connections:
+        waiting = asyncio.ensure_future(connections.get(server.address))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        connections.drop(server.address, "no longer wanted")
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
 
 async def test_a_lost_connection_is_reported_once_and_opened_again():
@@ -43,38 +60,29 @@ async def test_a_lost_connection_is_reported_once_and_opened_again():
         assert lost.reasons == ["closed by the server"]
         assert connections.peek(server.address) is None
         assert connections.all() == []
-        second = await connections.get(server.address)
-        call = second.call(RemotingCommand(34), 30)
-        peer = await server.peer()
-        peer.answer(await peer.next())
-        assert (await call).code == 0
+        await answered(await connections.get(server.address), await server.peer())
         assert server.accepted == 2
 
 
-async def test_attempts_grow_rarer_and_succeed_when_it_is_back():
-    server = Server()
-    await server.listen()
-    await server.stop()
+async def test_attempts_grow_rarer_and_succeed_when_it_is_back(away):
     loop = asyncio.get_running_loop()
     async with client() as connections:
         pauses = []
         for _ in range(5):
             began = loop.time()
-            with pytest.raises(ConnectError, match=server.address):
-                await connections.get(server.address)
+            with pytest.raises(ConnectError, match=away.address):
+                await connections.get(away.address)
             pauses.append(loop.time() - began)
         assert pauses[0] < 0.05, "nothing speaks against the first attempt"
         assert pauses[4] > 0.35, "0.05 s, doubled with each failure, less a random half"
         assert sum(pauses) < 3
-        await server.listen()
-        assert not (await connections.get(server.address)).closed
-        peer = await server.peer()
-        peer.close()
-        await until(lambda: connections.peek(server.address) is None)
+        await away.listen()
+        assert not (await connections.get(away.address)).closed
+        (await away.peer()).close()
+        await until(lambda: connections.peek(away.address) is None)
         began = loop.time()
-        await connections.get(server.address)
+        await connections.get(away.address)
         assert loop.time() - began < 0.3, "failures of long ago are forgotten"
-    await server.stop()
 
 
 async def test_a_server_that_never_sends_frames_is_left_alone():
@@ -98,15 +106,11 @@ async def test_one_damaged_frame_is_no_reason_to_wait_for_long():
         connection = await connections.get(server.address)
         (await server.peer()).send(b"\xff" * 64)
         await until(lambda: connection.closed)
-        connection = await connections.get(server.address)
-        peer = await server.peer()
-        call = connection.call(RemotingCommand(10), 30)
-        peer.answer(await peer.next())
-        assert (await call).code == 0
+        await answered(await connections.get(server.address), await server.peer())
 
 
-@pytest.mark.parametrize(
-    ("address", "error"),
+@for_each(
+    "address, error",
     [
         ("127.0.0.1", ConfigError), ("127.0.0.1:0", ConfigError), (":9876", ConfigError),
         (f"{'x' * 64}.example:9876", ConnectError), ("a..b:9876", ConnectError),
@@ -120,31 +124,18 @@ async def test_an_address_that_is_none_is_an_error_that_names_it(address, error)
         assert isinstance(raised.value, RocketError)
 
 
-async def test_an_address_dropped_while_connecting_fails_who_waits():
+async def test_an_address_dropped_while_connecting_fails_who_waits(away):
     """They were not cancelled themselves: a CancelledError would end their loops without a word."""
-    server = Server()
-    await server.listen()
-    await server.stop()
     async with client() as connections:
         for _ in range(4):
             with pytest.raises(ConnectError):
-                await connections.get(server.address)
-        waiting = [asyncio.ensure_future(connections.get(server.address)) for _ in range(3)]
+                await connections.get(away.address)
+        waiting = [asyncio.ensure_future(connections.get(away.address)) for _ in range(3)]
         await asyncio.sleep(0.01)  # it pauses before the next attempt
-        connections.drop(server.address, "no route names it")
+        connections.drop(away.address, "no route names it")
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [ConnectError] * 3
         assert "no route names it" in str(outcomes[0])
-
-
-async def test_a_caller_cancelled_while_connecting_is_cancelled():
-    async with serving() as server, client() as connections:
-        waiting = asyncio.ensure_future(connections.get(server.address))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        connections.drop(server.address, "no longer wanted")
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
 
 
 async def test_a_dropped_connection_is_closed_with_its_calls():
@@ -193,13 +184,9 @@ async def test_calls_over_tls():
 
 @pytest.mark.live
 async def test_a_flood_over_tls_is_taken_little_by_little_and_whole():
-    handled = 0
-
-    def on_request(asked, connection):
-        nonlocal handled
-        handled += 1
-
-    async with serving(server_tls()) as server, client(tls=trusting(), on_request=on_request) as connections:
+    handled = []
+    options = {"tls": trusting(), "on_request": lambda asked, connection: handled.append(asked)}
+    async with serving(server_tls()) as server, client(**options) as connections:
         connection = await connections.get(server.address)
         peer = await server.peer()
         for _ in range(2):
@@ -208,18 +195,14 @@ async def test_a_flood_over_tls_is_taken_little_by_little_and_whole():
             peer.send(10_000 * encode_command(RemotingCommand(40, flag=2)))
             peer.answer(ours, body=b"behind them")
             assert (await call).body == b"behind them"
-        assert handled == 20_000
+        assert len(handled) == 20_000
 
 
 @pytest.mark.live
-async def test_a_server_that_never_shakes_hands_is_given_up():
+async def test_a_server_that_never_shakes_hands_or_hangs_up_is_given_up():
     async with serving() as server, client(tls=trusting(), connect_timeout_s=0.1) as connections:
         with pytest.raises(ConnectError, match="no answer within 0.1 s"):
             await connections.get(server.address)
-
-
-@pytest.mark.live
-async def test_a_server_that_hangs_up_during_the_handshake_is_an_error():
     async with serving() as server, client(tls=trusting()) as connections:
         attempt = asyncio.ensure_future(connections.get(server.address))
         (await server.peer()).reset()

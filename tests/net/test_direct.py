@@ -78,121 +78,124 @@ def receive(connection: DirectConnection) -> None:
     assert connection.receive()
 
 
-def test_answers_find_their_requests_in_any_order():
-    with connected() as (connection, server):
-        first, second = Asked(connection), Asked(connection)
-        assert connection.unsent
-        connection.flush()
-        assert not connection.unsent
-        one, two = server.asked(), server.asked()
-        server.answer(two, b"two")
+def receive_all(connection: DirectConnection) -> None:
+    """Take what comes until no request waits."""
+    while connection.waiting:
         receive(connection)
-        assert (first.bodies, second.bodies) == ([], [b"two"])
-        server.answer(one, b"one", code=21)
-        receive(connection)
-        assert (first.bodies, first.answers[0].code, second.bodies) == ([b"one"], 21, [b"two"])
-        assert connection.waiting == 0
 
 
-def test_nothing_waits():
-    with connected() as (connection, _):
-        assert not connection.receive()
-        connection.flush()
-        assert connection.next_deadline is None
-        connection.expire(1e9)
+@pytest.fixture
+def link() -> Iterator[tuple[DirectConnection, Server]]:
+    with connected() as both:
+        yield both
 
 
-def test_what_nobody_asked_for_is_left_alone():
-    with connected() as (connection, server):
-        asked = Asked(connection)
-        connection.flush()
-        request = server.asked()
-        server.end.sendall(encode_command(RemotingCommand(40, {}, opaque=request.opaque)))  # a request of the broker's
-        server.answer(RemotingCommand(11, {}, opaque=999), b"late")
-        server.answer(request, b"mine")
-        while connection.waiting:
-            receive(connection)
-        assert asked.bodies == [b"mine"]
+@pytest.fixture
+def connection(link: tuple[DirectConnection, Server]) -> DirectConnection:
+    return link[0]
 
 
-def test_a_request_without_an_answer_ends_at_its_deadline():
-    with connected() as (connection, server):
-        soon, later = Asked(connection, now=100, timeout_s=1), Asked(connection, now=100, timeout_s=9)
-        assert connection.next_deadline == 101
-        connection.expire(100.9)
-        assert soon.answers == []
-        connection.expire(101)
-        assert isinstance(soon.answers[0], RequestTimeout)
-        assert str(soon.answers[0]) == "PULL_MESSAGE was not answered by broker:1 within 1 s"
-        assert later.answers == []
-        assert connection.next_deadline == 109
-        connection.flush()
-        server.answer(server.asked(), b"too late")
-        server.answer(server.asked(), b"in time")
-        while connection.waiting:
-            receive(connection)
-        assert (len(soon.answers), later.bodies) == (1, [b"in time"])
+@pytest.fixture
+def server(link: tuple[DirectConnection, Server]) -> Server:
+    return link[1]
 
 
-@pytest.mark.parametrize("how", ["closed", "reset", "by us"])
-def test_a_lost_connection_ends_every_request_once(how):
-    with connected() as (connection, server):
-        asked = [Asked(connection) for _ in range(3)]
-        connection.flush()
-        if how == "by us":
-            connection.close("enough")
-        else:
-            if how == "reset":
-                server.asked()
-            server.end.close()  # with requests unread, it is a reset
-            while not connection.closed:
-                receive(connection)
-        assert all(isinstance(answer, ConnectionLost) for each in asked for answer in each.answers)
-        assert [len(each.answers) for each in asked] == [1, 1, 1]
-        assert connection.closed
-        assert not connection.receive()
-        connection.flush()
-        connection.close("again")
+def test_answers_find_their_requests_in_any_order(connection, server):
+    first, second = Asked(connection), Asked(connection)
+    assert connection.unsent
+    connection.flush()
+    assert not connection.unsent
+    one, two = server.asked(), server.asked()
+    server.answer(two, b"two")
+    receive(connection)
+    assert (first.bodies, second.bodies) == ([], [b"two"])
+    server.answer(one, b"one", code=21)
+    receive(connection)
+    assert (first.bodies, first.answers[0].code, second.bodies) == ([b"one"], 21, [b"two"])
+    assert connection.waiting == 0
 
 
-def test_what_is_no_frame_ends_the_connection():
-    with connected() as (connection, server):
-        asked = Asked(connection)
+def test_what_nobody_asked_for_is_left_alone(connection, server):
+    asked = Asked(connection)
+    connection.flush()
+    request = server.asked()
+    server.end.sendall(encode_command(RemotingCommand(40, {}, opaque=request.opaque)))  # a request of the broker's
+    server.answer(RemotingCommand(11, {}, opaque=999), b"late")
+    server.answer(request, b"mine")
+    receive_all(connection)
+    assert asked.bodies == [b"mine"]
+
+
+def test_a_request_without_an_answer_ends_at_its_deadline(connection, server):
+    soon, later = Asked(connection, now=100, timeout_s=1), Asked(connection, now=100, timeout_s=9)
+    assert connection.next_deadline == 101
+    connection.expire(100.9)
+    assert soon.answers == []
+    connection.expire(101)
+    assert isinstance(soon.answers[0], RequestTimeout)
+    assert str(soon.answers[0]) == "PULL_MESSAGE was not answered by broker:1 within 1 s"
+    assert later.answers == []
+    assert connection.next_deadline == 109
+    connection.flush()
+    server.answer(server.asked(), b"too late")
+    server.answer(server.asked(), b"in time")
+    receive_all(connection)
+    assert (len(soon.answers), later.bodies) == (1, [b"in time"])
+
+
+@pytest.mark.parametrize("how", ["closed", "reset", "by us", "no frame"])
+def test_a_lost_connection_ends_every_request_once(how, connection, server):
+    assert not connection.receive()
+    connection.flush()
+    assert connection.next_deadline is None
+    connection.expire(1e9)  # nothing waits
+    asked = [Asked(connection) for _ in range(3)]
+    connection.flush()
+    if how == "by us":
+        connection.close("enough")
+    elif how == "no frame":
         server.end.sendall(struct.pack(">iI", -1, 0))
         receive(connection)
-        assert isinstance(asked.answers[0], ProtocolError)
-        assert connection.closed
+    else:
+        if how == "reset":
+            server.asked()
+        server.end.close()  # with requests unread, it is a reset
+        while not connection.closed:
+            receive(connection)
+    error = ProtocolError if how == "no frame" else ConnectionLost
+    assert [[isinstance(answer, error) for answer in each.answers] for each in asked] == [[True]] * 3
+    assert connection.closed
+    assert not connection.receive()
+    connection.flush()
+    connection.close("again")
 
 
-def test_requests_that_do_not_fit_the_socket_are_sent_later():
-    with connected() as (connection, server):
-        asked = [Asked(connection) for _ in range(20_000)]
+def test_requests_that_do_not_fit_the_socket_are_sent_later(connection, server):
+    asked = [Asked(connection) for _ in range(20_000)]
+    connection.flush()
+    assert connection.unsent
+    requests = []
+    reader = threading.Thread(target=lambda: requests.extend(server.asked() for _ in asked))
+    reader.start()
+    while connection.unsent:
+        assert select.select([], [connection.socket], [], WAIT_S)[1]
         connection.flush()
-        assert connection.unsent
-        requests = []
-        reader = threading.Thread(target=lambda: requests.extend(server.asked() for _ in asked))
-        reader.start()
-        while connection.unsent:
-            assert select.select([], [connection.socket], [], WAIT_S)[1]
-            connection.flush()
-        reader.join(WAIT_S)
-        assert len({each.opaque for each in requests}) == 20_000
+    reader.join(WAIT_S)
+    assert len({each.opaque for each in requests}) == 20_000
 
 
-def test_bodies_stay_until_their_room_is_given_back():
-    with connected() as (connection, server):
-        asked = []
-        for number in range(50):
-            asked.append(Asked(connection))
-            connection.flush()
-            server.answer(server.asked(), b"%03d" % number * 10_000)
-            while connection.waiting:
-                receive(connection)
-            if number % 10 == 9:
-                connection.reuse(extent for each in asked[number - 3 :] for extent in each.extents)
-                assert [each.bodies for each in asked[number - 3 :]] == [
-                    [b"%03d" % n * 10_000] for n in range(number - 3, number + 1)
-                ]
+def test_bodies_stay_until_their_room_is_given_back(connection, server):
+    asked = []
+    for number in range(50):
+        asked.append(Asked(connection))
+        connection.flush()
+        server.answer(server.asked(), b"%03d" % number * 10_000)
+        receive_all(connection)
+        if number % 10 == 9:
+            connection.reuse(extent for each in asked[number - 3 :] for extent in each.extents)
+            assert [each.bodies for each in asked[number - 3 :]] == [
+                [b"%03d" % n * 10_000] for n in range(number - 3, number + 1)
+            ]
 
 
 # --- opening, and putting aside
@@ -236,21 +239,16 @@ def test_an_idle_connection_is_used_again_while_it_lives():
         assert connection.closed
 
 
-def test_a_connection_with_answers_on_their_way_is_not_put_aside():
+def test_what_waits_for_answers_or_comes_at_the_end_is_closed():
     idle = IdleConnections()
-    with connected() as (connection, _):
-        asked = Asked(connection)
-        idle.give(connection)
-        assert connection.closed
+    with connected() as (asking, _), connected() as (kept, _), connected() as (late, _):
+        asked = Asked(asking)
+        idle.give(asking)
+        assert asking.closed
         assert isinstance(asked.answers[0], ConnectionLost)
         assert idle.take("broker:1") is None
-
-
-def test_what_is_idle_at_the_end_or_given_back_later_is_closed():
-    idle = IdleConnections()
-    with connected() as (connection, _), connected() as (other, _):
-        idle.give(connection)
+        idle.give(kept)
         idle.close()
-        assert connection.closed
-        idle.give(other)
-        assert other.closed
+        assert kept.closed
+        idle.give(late)
+        assert late.closed

@@ -13,6 +13,7 @@ import pytest
 from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
 from pyrocket_consumer.net.io_thread import IoThread
 from pyrocket_consumer.net.outcome import Outcome
+from tests.for_each import for_each
 
 
 @pytest.fixture
@@ -32,37 +33,6 @@ def test_work_runs_there_and_its_result_comes_back(io):
     assert io.run(give(5), 30) == (5, "pyrocket-test")
     assert not io.is_current
 
-
-def test_an_error_comes_back_as_it_is(io):
-    async def fail():
-        raise KeyError("x")
-
-    async def too_late():
-        raise TimeoutError("of its own")
-
-    with pytest.raises(KeyError):
-        io.run(fail(), 30)
-    with pytest.raises(TimeoutError, match="of its own"):
-        io.run(too_late(), 30)
-
-
-def test_work_past_its_deadline_is_cancelled(io):
-    ended = threading.Event()
-
-    async def sleep():
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
-
-    began = time.monotonic()
-    with pytest.raises(RequestTimeout, match="sleep was not answered by the I/O thread within 0.05 s"):
-        io.run(sleep(), 0.05)
-    assert time.monotonic() - began < 20
-    assert ended.wait(30)
-
-
-def test_waiting_for_it_from_itself_is_an_error_with_a_remedy(io):
     async def wait():
         io.run(give(5), 30)
 
@@ -70,34 +40,39 @@ def test_waiting_for_it_from_itself_is_an_error_with_a_remedy(io):
         io.run(wait(), 30)
 
 
-def test_what_still_runs_at_the_end_is_cancelled(io):
-    ended = threading.Event()
+@for_each("error", [KeyError("x"), TimeoutError("of its own")])
+def test_an_error_comes_back_as_it_is(io, error):
+    async def fail():
+        raise error
 
-    async def work():
-        try:
-            await asyncio.sleep(60)
-        finally:
+    with pytest.raises(type(error), match=str(error.args[0])):
+        io.run(fail(), 30)
+
+
+async def sleep(begun=None, ended=None):
+    try:
+        if begun is not None:
+            begun.set()
+        await asyncio.sleep(60)
+    finally:
+        if ended is not None:
             ended.set()
 
-    async def begin():
-        io.loop.create_task(work())
-        await asyncio.sleep(0)
 
-    io.run(begin(), 30)
-    io.stop()
-    assert ended.is_set()
+def test_work_past_its_deadline_is_cancelled(io):
+    ended, began = threading.Event(), time.monotonic()
+    with pytest.raises(RequestTimeout, match="sleep was not answered by the I/O thread within 0.05 s"):
+        io.run(sleep(ended=ended), 0.05)
+    assert time.monotonic() - began < 20
+    assert ended.wait(30)
 
 
-def test_a_call_that_waits_while_the_thread_ends_is_told(io):
-    begun, errors = threading.Event(), []
-
-    async def sleep():
-        begun.set()
-        await asyncio.sleep(60)
+def test_at_the_end_what_runs_is_cancelled_and_who_waits_is_told(io):
+    begun, ended, errors = threading.Event(), threading.Event(), []
 
     def wait():
         try:
-            io.run(sleep(), 60)
+            io.run(sleep(begun, ended), 60)
         except ConsumerClosed as error:
             errors.append(error)
 
@@ -105,8 +80,20 @@ def test_a_call_that_waits_while_the_thread_ends_is_told(io):
     waiter.start()
     assert begun.wait(30)
     io.stop()
+    assert ended.is_set()
     waiter.join(30)
     assert len(errors) == 1
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_after_the_end_nothing_runs(started):
+    thread = IoThread()
+    if started:
+        thread.start()
+    for _ in range(2):
+        thread.stop()
+        with pytest.raises(ConsumerClosed):
+            thread.run(give(5), 30)
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
@@ -152,33 +139,18 @@ def test_a_helper_that_hangs_keeps_it_from_no_end(io):
     goes_on.set()
 
 
-def test_after_the_end_nothing_runs(io):
-    io.stop()
-    with pytest.raises(ConsumerClosed):
-        io.run(give(5), 30)
-    io.stop()
-
-
-def test_one_that_never_started_can_be_stopped():
-    thread = IoThread()
-    thread.stop()
-    with pytest.raises(ConsumerClosed):
-        thread.run(give(5), 30)
-
-
 @pytest.mark.live
 def test_threads_started_and_stopped_leave_nothing_behind():
-    before, threads = open_files(), threading.active_count()
+    def held():
+        return len(os.listdir("/dev/fd")), threading.active_count()
+
+    before = held()
     for _ in range(50):
         thread = IoThread()
         thread.start()
         assert thread.run(give(1), 30)[0] == 1
         thread.stop()
-    assert (open_files(), threading.active_count()) == (before, threads)
-
-
-def open_files() -> int:
-    return len(os.listdir("/dev/fd"))
+    assert held() == before
 
 
 @pytest.mark.parametrize("way", ["run", "submit"])
@@ -219,27 +191,15 @@ def test_work_that_comes_while_it_ends_is_refused(io, way):
         io.submit(asyncio.sleep(0))
 
 
-# --- outcomes that one thread waits for and another one tells
-
-
-def test_a_result_is_waited_for():
+def test_an_outcome_is_waited_for_and_a_result_or_an_error():
     outcome = Outcome[int]()
     assert not outcome.wait(0)
-    threading.Timer(0.01, outcome.set_result, (7,)).start()
-    assert outcome.wait(30)
-    assert outcome.result() == 7
-
-
-def test_an_error_is_raised():
-    outcome = Outcome[int]()
-    outcome.set_exception(KeyError("no"))
-    assert outcome.wait()
-    with pytest.raises(KeyError, match="no"):
-        outcome.result()
-
-
-def test_no_timeout_is_too_long_or_too_short():
-    outcome = Outcome[None]()
     assert not outcome.wait(-1)
-    outcome.set_result(None)
+    threading.Timer(0.01, outcome.set_result, (7,)).start()
     assert outcome.wait(1e12)
+    assert outcome.result() == 7
+    failed = Outcome[int]()
+    failed.set_exception(KeyError("no"))
+    assert failed.wait()
+    with pytest.raises(KeyError, match="no"):
+        failed.result()
