@@ -135,7 +135,7 @@ class Run:
         if self._old and self._restarted:
             self.reader.partitions(json.loads(ends[-1]), json.loads(ends[-1]))
         self._restarted = False
-        end = self._text(self._latest(ends[-1] if ends else None))
+        end = json.dumps(self._latest(ends[-1] if ends else None))
         if ends and end == ends[-1]:
             return None
         if ends and not self._old:
@@ -153,7 +153,7 @@ class Run:
 
     def _run(self, crash: bool) -> list[Row]:
         ends, number = self.checkpoint.ends, self.checkpoint.finished
-        start = ends[number - 1] if number else self._text(self.reader.initialOffset())
+        start = ends[number - 1] if number else json.dumps(self.reader.initialOffset())
         partitions = self.reader.partitions(json.loads(start), json.loads(ends[number]))
         if crash:
             raise CrashError
@@ -161,10 +161,6 @@ class Run:
         self.checkpoint.finished += 1
         self._restarted = False
         return found
-
-    @staticmethod
-    def _text(offset: dict[str, Any]) -> str:
-        return json.dumps(offset)
 
     def place(self, name: str = "queues") -> dict[str, int]:
         """Return the last planned end of each queue, by its name."""

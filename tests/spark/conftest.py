@@ -134,14 +134,10 @@ def spark_environment() -> Iterator[dict[str, str]]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    yield dict(os.environ)
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ours.items():
+            patch.setenv(name, value)
+        yield dict(os.environ)
 
 
 @pytest.fixture(scope="session")
@@ -149,16 +145,15 @@ def spark(spark_environment: dict[str, str], tmp_path_factory: pytest.TempPathFa
     """A session with two task threads. It finds the data source by itself, as it does where we are installed."""
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.master("local[2]").appName("pyrocket_consumer tests")
-    for name, value in SETTINGS.items():
-        builder = builder.config(name, value)
+    settings = {**SETTINGS, "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))}
     if DELTA in os.environ:
-        builder = (
-            builder.config("spark.jars.packages", os.environ[DELTA])
-            .config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension")
-            .config("spark.sql.catalog.spark_catalog", "org.apache.spark.sql.delta.catalog.DeltaCatalog")
-            .config("spark.databricks.delta.snapshotPartitions", "2")
-        )
-    session = builder.config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse"))).getOrCreate()
+        settings |= {
+            "spark.jars.packages": os.environ[DELTA],
+            "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+            "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+            "spark.databricks.delta.snapshotPartitions": "2",
+        }
+    builder = SparkSession.builder.master("local[2]").appName("pyrocket_consumer tests")
+    session = builder.config(map=settings).getOrCreate()
     yield session
     session.stop()

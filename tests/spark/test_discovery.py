@@ -17,10 +17,7 @@ from pyspark.sql import SparkSession
 from pyrocket_consumer.testing import EmbeddedCluster
 
 def session(master):
-    builder = SparkSession.builder.master(master)
-    for name, value in {SETTINGS!r}.items():
-        builder = builder.config(name, value)
-    return builder.getOrCreate()
+    return SparkSession.builder.master(master).config(map={SETTINGS!r}).getOrCreate()
 
 def reading(reader, cluster, form="rocketmq", **options):
     options = {{"nameServer": cluster.name_server, "subscribe": "orders", **options}}
@@ -132,9 +129,7 @@ def test_what_is_not_installed_is_told_with_how_to_install_it(folder, missing, c
 def test_it_can_be_registered_where_another_source_is_broken(folder, spark_environment):
     """Spark registers no source at all when one module fails. Here, too: tasks that crash give each message once."""
     (folder / "pyspark_broken.py").write_text("import not_installed")
-    code = (
-        SESSION
-        + """
+    code = """
 spark = session("local[2,3]")
 with EmbeddedCluster() as cluster:
     filled(cluster)
@@ -154,8 +149,7 @@ with EmbeddedCluster() as cluster:
     print("attempts:", sorted(calls(Path("calls"))))
 spark.stop()
 """
-    )
-    said = run(code, spark_environment, folder)
+    said = run(SESSION + code, spark_environment, folder)
     assert "not found: True" in said
     assert "registered: 20" in said
     assert "rows: 20 20" in said
@@ -165,9 +159,7 @@ spark.stop()
 @pytest.mark.timeout(280)
 def test_it_can_be_taken_along_to_where_it_is_not_installed(folder, spark_environment):
     """A batch read, a write, and a stream, whose source runs in a process that sees no --py-files."""
-    code = (
-        SESSION
-        + """
+    code = """
 os.environ["TEST_BLOCKED"] = "pyrocket_consumer pyspark_rocketmq"  # in all processes that Spark starts
 spark = session("local[2]")
 from pyrocket_consumer.spark import register
@@ -181,8 +173,7 @@ with EmbeddedCluster() as cluster:
     read_and_write(spark, cluster)
 spark.stop()
 """
-    )
-    said = run(code, spark_environment, folder)
+    said = run(SESSION + code, spark_environment, folder)
     assert "not found: True" in said
     assert READ_AND_WRITTEN in said
 
@@ -190,9 +181,7 @@ spark.stop()
 @pytest.mark.spark_connect
 @pytest.mark.timeout(280)
 def test_it_is_found_on_a_server_of_spark_connect(folder, spark_environment):
-    code = (
-        SESSION.replace("builder.master(master)", "builder.remote(master)")
-        + """
+    code = """
 spark = session("local[2]")
 assert "connect" in type(spark).__module__
 with EmbeddedCluster() as cluster:
@@ -200,6 +189,5 @@ with EmbeddedCluster() as cluster:
     read_and_write(spark, cluster)
 spark.stop()
 """
-    )
-    said = run(code, spark_environment, folder)
-    assert READ_AND_WRITTEN in said
+    connect = SESSION.replace("builder.master(master)", "builder.remote(master)")
+    assert READ_AND_WRITTEN in run(connect + code, spark_environment, folder)

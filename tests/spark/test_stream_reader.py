@@ -163,12 +163,12 @@ def test_a_cap_holds_on_every_release(embedded, release):
         assert [len(run.batch()) for _ in range(3)] == [8, 8, 4]
 
 
-@pytest.mark.parametrize(
-    "limits", [{"maxOffsetsPerTrigger": 8, "minOffsetsPerTrigger": 8}, {"minOffsetsPerTrigger": 99}]
-)
-def test_once_reads_everything_whatever_the_limits(embedded, limits):
-    with running(embedded, trigger="once", **FROM_FIRST, **limits) as run:
-        assert len(run.batch()) == 20
+@pytest.mark.parametrize(("trigger", "least", "most"), [("once", 8, 8), ("once", 99, None), ("available", 1000, None)])
+def test_once_and_to_the_end_wait_for_no_minimum(embedded, trigger, least, most):
+    limits = {"minOffsetsPerTrigger": least, "maxOffsetsPerTrigger": most}
+    with running(embedded, trigger=trigger, **FROM_FIRST, **limits) as run:
+        assert all_of(run.batch(), 0, 5)
+        assert run.batch() is None
 
 
 def test_a_batch_waits_for_enough(embedded, begun):
@@ -232,12 +232,6 @@ def test_a_run_to_the_end_ends_although_a_queue_shrank(embedded):
         found += [row for batch in batches for row in batch]
         assert run.batch() is None, "the run does not end"
     assert all_of(found, 0, 3)
-
-
-def test_a_run_to_the_end_waits_for_no_minimum(embedded):
-    with running(embedded, trigger="available", minOffsetsPerTrigger=1000, **FROM_FIRST) as run:
-        assert all_of(run.batch(), 0, 5)
-        assert run.batch() is None
 
 
 # --- tasks

@@ -6,44 +6,31 @@ import pickle
 from typing import Any
 
 import pyarrow as pa
+from pyspark.sql import Row, types
 from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    DataType,
-    IntegerType,
-    LongType,
-    MapType,
-    Row,
-    StringType,
-    StructField,
-    StructType,
-    TimestampNTZType,
-    TimestampType,
-)
 
 from pyrocket_consumer.producer import Producer
 from pyrocket_consumer.spark import worker
 from pyrocket_consumer.spark.options import SinkOptions
 from pyrocket_consumer.spark.sink import StreamRowWriter, batch_writer
 
-TYPES: dict[str, DataType] = {
-    "string": StringType(),
-    "binary": BinaryType(),
-    "int": IntegerType(),
-    "long": LongType(),
-    "timestamp": TimestampType(),
-    "timestamp_ntz": TimestampNTZType(),
-    "array<string>": ArrayType(StringType()),
-    "map<string,string>": MapType(StringType(), StringType()),
-    "map<string,int>": MapType(StringType(), IntegerType()),
+TYPES: dict[str, types.DataType] = {
+    "string": types.StringType(),
+    "binary": types.BinaryType(),
+    "int": types.IntegerType(),
+    "long": types.LongType(),
+    "timestamp": types.TimestampType(),
+    "timestamp_ntz": types.TimestampNTZType(),
+    "array<string>": types.ArrayType(types.StringType()),
+    "map<string,string>": types.MapType(types.StringType(), types.StringType()),
+    "map<string,int>": types.MapType(types.StringType(), types.IntegerType()),
 }
 
 
-def columns(text: str) -> StructType:
+def columns(text: str) -> types.StructType:
     """Return the schema that `text` describes as Spark's DDL does, which needs a session for it."""
     named = (column.split() for column in text.split(", "))
-    return StructType([StructField(name, TYPES[kind]) for name, kind in named])
+    return types.StructType([types.StructField(name, TYPES[kind]) for name, kind in named])
 
 
 class Sink:
@@ -72,7 +59,7 @@ class Sink:
         worker.forget(Producer, self.options)
 
 
-def batches(schema: StructType, rows: Any, most: int = 10_000) -> list[pa.RecordBatch]:
+def batches(schema: types.StructType, rows: Any, most: int = 10_000) -> list[pa.RecordBatch]:
     arrow = to_arrow_schema(schema, timezone="Europe/Berlin")
     found = []
     for first in range(0, len(rows), most):
