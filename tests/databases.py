@@ -1,22 +1,17 @@
-"""Throw-away databases for tests: SQLite in a file, and servers of PostgreSQL and MariaDB on loopback.
-
-`python -m tests.databases postgresql -- command …` runs a command with DATABASE_URL set, and ends the server with it.
-"""
+"""Throw-away databases for tests: SQLite in a file, and servers of PostgreSQL and MariaDB on loopback."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import pwd
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -38,11 +33,7 @@ class CannotRun(Exception):
 
 
 def program(kind: str, name: str) -> str:
-    """Return where a program of a server is.
-
-    Raises:
-        CannotRun: it is not installed.
-    """
+    """Return where a program of a server is; CannotRun if it is not installed."""
     found = shutil.which(name)
     for place in reversed([] if found else [each for glob in _PLACES[kind] for each in Path("/").glob(glob[1:])]):
         found = found or shutil.which(name, path=str(place))
@@ -92,9 +83,7 @@ class Server:
     """
 
     def __init__(self, kind: str, directory: Path, syncs: bool = True) -> None:
-        self.kind = kind
-        self._syncs = syncs
-        self._directory = directory
+        self.kind, self._syncs, self._directory = kind, syncs, directory
         self._process: subprocess.Popen[bytes] | None = None
         self._as: dict[str, object] = {}
         with socket.socket() as probe:
@@ -176,10 +165,8 @@ class Server:
     def kill(self) -> None:
         """End it as a loss of power ends its processes."""
         if self._process is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self._process.wait()
             self._process = None
 
@@ -187,10 +174,8 @@ class Server:
         """Have it end by itself, at once."""
         if self._process is not None:
             self._process.send_signal(signal.SIGINT if self.kind == "postgresql" else signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(START_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                pass
             self.kill()
 
     @property
@@ -212,11 +197,7 @@ class Server:
 
 @contextmanager
 def running(kind: str, syncs: bool = True) -> Iterator[Server]:
-    """Run a server, and leave nothing of it. Without `syncs` it does not wait for disks.
-
-    Raises:
-        CannotRun: it is not installed.
-    """
+    """Run a server, and leave nothing of it; CannotRun if it is not installed. Without `syncs` it waits for no disk."""
     directory = Path(tempfile.mkdtemp(prefix="pyrocket-", dir="/tmp"))  # a socket's path is short
     server: Server | None = None
     try:
@@ -228,18 +209,3 @@ def running(kind: str, syncs: bool = True) -> Iterator[Server]:
         if server is not None:
             server.kill()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def main() -> int:
-    """Run a command beside a database."""
-    parser = argparse.ArgumentParser(prog="python -m tests.databases", description=__doc__)
-    parser.add_argument("kind", choices=SERVERS)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, after --")
-    given = parser.parse_args()
-    command = [part for part in given.command if part != "--"] or [os.environ.get("SHELL", "sh")]
-    with running(given.kind) as server:
-        return subprocess.call(command, env={**os.environ, "DATABASE_URL": server.new_database().url})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

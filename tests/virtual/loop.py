@@ -137,12 +137,6 @@ class Listener(asyncio.AbstractServer):
     async def wait_closed(self) -> None:
         pass
 
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        return self.loop
-
-    async def start_serving(self) -> None:
-        pass
-
     async def serve_forever(self) -> None:
         try:
             await asyncio.shield(self._closed)
@@ -219,12 +213,6 @@ class Transport(transport.Transport):
         self._is_paused = False
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
-    def set_protocol(self, protocol: Any) -> None:
-        self.protocol = protocol
-
-    def get_protocol(self) -> Any:
-        return self.protocol
-
     def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
         loop = self._loop
         if not loop.is_closed():
@@ -262,9 +250,6 @@ class Transport(transport.Transport):
             end._held.clear()
         self.soon(self.lose, None)
         self.peer.soon(self.peer.lose, ConnectionResetError(104, "Connection reset by peer"))
-
-    def is_reading(self) -> bool:
-        return not self._is_paused
 
     def pause_reading(self) -> None:
         self._is_paused = True

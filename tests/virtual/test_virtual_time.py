@@ -22,11 +22,19 @@ from tests.virtual.scheduler import current
 pytestmark = pytest.mark.virtual
 
 
-def test_an_hour_passes_at_once():
+def run_all(threads):
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@for_each("hours", [1, 72])
+def test_hours_pass_in_one_sleep(hours):
     began, wall = time.monotonic(), time.time()
-    time.sleep(3600)
-    assert time.monotonic() - began == pytest.approx(3600, abs=0.01)
-    assert time.time() - wall == pytest.approx(3600, abs=0.01)
+    time.sleep(hours * 3600)
+    assert time.monotonic() - began == pytest.approx(hours * 3600, abs=0.01)
+    assert time.time() - wall == pytest.approx(hours * 3600, abs=0.01)
 
 
 def test_threads_wait_for_each_other():
@@ -121,12 +129,6 @@ def test_a_loop_that_never_waits_reaches_its_timeout():
 def test_a_lock_refuses_what_a_real_one_refuses(blocking, timeout):
     with pytest.raises(ValueError):
         threading.Lock().acquire(blocking, timeout)
-
-
-def test_days_pass_in_one_sleep():
-    began = time.monotonic()
-    time.sleep(72 * 3600)
-    assert time.monotonic() - began == pytest.approx(72 * 3600, abs=0.01)
 
 
 def test_loops_of_two_threads_talk_over_streams():
@@ -242,11 +244,7 @@ def test_a_seed_repeats_the_order_of_threads():
                 seen.append(number)
 
         with virtual_time(seed):
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            run_all([threading.Thread(target=work, args=(number,)) for number in range(4)])
         return seen
 
     assert order(1) == order(1)
@@ -255,17 +253,13 @@ def test_a_seed_repeats_the_order_of_threads():
 
 @pytest.mark.live
 def test_what_waits_for_ever_is_found():
-    with virtual_time(), pytest.raises(Stuck, match="--- MainThread"):
-        threading.Event().wait()
-
-
-@pytest.mark.live
-def test_what_waits_while_timers_go_on_is_found():
     def tick():
         while True:
             time.sleep(60)
 
-    with virtual_time():
+    with virtual_time(), pytest.raises(Stuck, match="--- MainThread"):
+        threading.Event().wait()
+    with virtual_time():  # and while timers go on
         threading.Thread(target=tick, daemon=True).start()
         with pytest.raises(Stuck, match="nothing can end this"):
             threading.Event().wait()
@@ -385,11 +379,7 @@ def test_locks_of_a_module_outlive_the_world(later, raised):
                 inside -= 1
 
     with later():
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_all([threading.Thread(target=work) for _ in range(4)])
     assert raised == []
     assert most == [1] * 80
 

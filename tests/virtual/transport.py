@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import random
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 WHOLE = 0.9
 """How often what is written arrives as a whole."""
 
 
-class Network(Protocol):
-    """What carries bytes."""
-
-    random: random.Random
-
-    def time(self) -> float:
-        """Return what the clock says."""
-
-    def delay(self) -> float:
-        """Return how long the next bytes travel."""
-
-    def held_until(self, transport: Any) -> float:
-        """Return when bytes of a transport may leave: now, unless the network is parted."""
-
-
 class Transport(asyncio.Transport):
-    """One end of a connection. Whoever connects sets `peer` on both ends."""
+    """One end of a connection. Whoever connects sets `peer` on both ends.
+
+    Its network has a source of `random` numbers, a clock `time()`, the `delay()` of the next bytes, and `held_until()`:
+    when those of a transport may leave, which is now unless the network is parted.
+    """
 
     peer: Any
 
@@ -55,9 +43,6 @@ class Transport(asyncio.Transport):
             size = len(data) if random.random() < WHOLE else random.randint(1, len(data))
             self._send(self.peer.deliver, data[:size])
             data = data[size:]
-
-    def writelines(self, parts: Any) -> None:
-        self.write(b"".join(parts))
 
     def _send(self, what: Callable[..., None], *arguments: Any) -> None:
         start = max(self.network.held_until(self), self.network.time())
