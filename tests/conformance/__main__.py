@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.real_brokers import VERSIONS
+from tests.marked import TESTS, arguments, fixtures, marked_with, place
+from tests.releases import VERSIONS
 
 FOLDER = Path(__file__).parent
-TESTS = FOLDER.parent
 DOCUMENT = TESTS.parent / "docs" / "fidelity.md"
 
 DIFFERENCES = {
@@ -93,58 +91,27 @@ and real ones alone by
 """
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedTest:
-    """A test that shows a difference, or one of this folder."""
-
-    name: str
-    path: Path
-    differs: tuple[str, ...]
-    fixtures: frozenset[str]
-
-
 @cache
-def marked_tests() -> list[MarkedTest]:
-    """Return the tests that show differences, and all of this folder."""
-    sources = {path: path.read_text() for path in sorted(TESTS.rglob("test_*.py"))}
-    return [
-        MarkedTest(node.name, path, tuple(_differs(node)), frozenset(argument.arg for argument in node.args.args))
-        for path, source in sources.items()
-        if "mark.differs" in source or path.parent == FOLDER
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    ]
-
-
-def _differs(node: ast.FunctionDef) -> Iterator[str]:
-    for mark in node.decorator_list:
-        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.differs":
-            yield from (str(ast.literal_eval(each)) for each in mark.args)
+def tests() -> list[tuple[Path, ast.FunctionDef, list[str]]]:
+    """Return the tests that show differences, with what these are, and all of this folder."""
+    found = marked_with("differs", *FOLDER.glob("test_*.py"))
+    return [(path, node, arguments(node, "differs")) for path, node in found]
 
 
 def document() -> str:
     """Return docs/fidelity.md as it should be."""
-    tests = marked_tests()
     parts = [HEAD.format(releases=", ".join(VERSIONS))]
     for key, (real, embedded) in DIFFERENCES.items():
-        shown = ", ".join(f"`{test.name}` ({_place(test.path)})" for test in tests if key in test.differs)
+        shown = ", ".join(f"`{node.name}` ({place(path)})" for path, node, differs in tests() if key in differs)
         parts.append(f"| {real} | {embedded} | {shown} |\n")
     parts.append(ALIKE)
-    for path in dict.fromkeys(test.path for test in tests if "cluster" in test.fixtures and _is_here(test)):
+    here = [(path, node) for path, node, _ in tests() if path.parent == FOLDER]
+    for path in dict.fromkeys(path for path, node in here if "cluster" in fixtures(node)):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        parts.append(f"* {_place(path)}: {text.splitlines()[0]}\n")
+        parts.append(f"* {place(path)}: {text.splitlines()[0]}\n")
     parts.append(ONLY_REAL)
-    only_real = [test for test in tests if "real_cluster" in test.fixtures and _is_here(test)]
-    parts += [f"* `{test.name}` ({_place(test.path)})\n" for test in only_real]
+    parts += [f"* `{node.name}` ({place(path)})\n" for path, node in here if "real_cluster" in fixtures(node)]
     return "".join(parts)
-
-
-def _is_here(test: MarkedTest) -> bool:
-    return test.path.parent == FOLDER
-
-
-def _place(path: Path) -> str:
-    return path.relative_to(TESTS.parent).as_posix()
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from tests.real_brokers import VERSIONS
+from tests.marked import TESTS, arguments, fixtures, marked_with, place
+from tests.releases import VERSIONS
 
-TESTS = Path(__file__).parents[1]
 DOCUMENT = TESTS.parent / "docs" / "hazards.md"
 
 HAZARDS = {
@@ -92,6 +91,7 @@ variant that behaves as the clients where the hazard was met, which the same che
 *Made from the tests by `python -m tests.hazards > docs/hazards.md`. "Real" are the releases {releases}.*
 """
 
+
 @dataclass(frozen=True, slots=True)
 class HazardTest:
     """One test: where it is, which hazards it is about, what it says and what it runs on."""
@@ -111,22 +111,10 @@ def hazard_tests() -> tuple[HazardTest, ...]:
 
 
 def _read_tests() -> Iterator[HazardTest]:
-    for path in sorted(TESTS.rglob("test_*.py")):
-        text = path.read_text()
-        for node in ast.parse(text).body if "mark.hazard" in text else ():
-            if not isinstance(node, ast.FunctionDef) or "the_naive_member_is_right" in node.name:
-                continue
-            if numbers := tuple(int(name[1:3]) for name in _arguments(node, "hazard")):
-                where = path.relative_to(TESTS.parent).as_posix()
-                yield HazardTest(node.name, where, numbers, *_docstring(node), _brokers(node))
-
-
-def _arguments(node: ast.FunctionDef, mark: str) -> list[str]:
-    """Return the arguments of a test's mark."""
-    for decorator in node.decorator_list:
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == f"pytest.mark.{mark}":
-            return [str(ast.literal_eval(each)) for each in decorator.args]
-    return []
+    for path, node in marked_with("hazard"):
+        numbers = tuple(int(name[1:3]) for name in arguments(node, "hazard"))
+        if numbers and "the_naive_member_is_right" not in node.name:
+            yield HazardTest(node.name, place(path), numbers, *_docstring(node), _brokers(node))
 
 
 def _docstring(node: ast.FunctionDef) -> tuple[str, str]:
@@ -143,13 +131,12 @@ def _sentence(text: str) -> str:
 
 def _brokers(node: ast.FunctionDef) -> str:
     """Return which brokers a test runs on, by its fixtures."""
-    fixtures = {argument.arg for argument in node.args.args}
-    versions = ", ".join(_arguments(node, "versions") or ["real"])
-    if fixtures & {"real_cluster", "real_version"}:
+    taken, versions = fixtures(node), ", ".join(arguments(node, "versions") or ["real"])
+    if taken & {"real_cluster", "real_version"}:
         return versions
-    if "cluster" in fixtures:
+    if "cluster" in taken:
         return f"embedded, {versions}"
-    return "embedded" if fixtures & {"embedded", "broker", "names"} else "none needed"
+    return "embedded" if taken & {"embedded", "broker", "names"} else "none needed"
 
 
 def document() -> str:
