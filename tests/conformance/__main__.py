@@ -92,7 +92,7 @@ and real ones alone by
 
 
 @cache
-def tests() -> list[tuple[Path, ast.FunctionDef, list[str]]]:
+def marked_tests() -> list[tuple[Path, ast.FunctionDef, list[str]]]:
     """Return the tests that show differences, with what these are, and all of this folder."""
     found = marked_with("differs", *FOLDER.glob("test_*.py"))
     return [(path, node, arguments(node, "differs")) for path, node in found]
@@ -102,10 +102,10 @@ def document() -> str:
     """Return docs/fidelity.md as it should be."""
     parts = [HEAD.format(releases=", ".join(VERSIONS))]
     for key, (real, embedded) in DIFFERENCES.items():
-        shown = ", ".join(f"`{node.name}` ({place(path)})" for path, node, differs in tests() if key in differs)
+        shown = ", ".join(f"`{node.name}` ({place(path)})" for path, node, differs in marked_tests() if key in differs)
         parts.append(f"| {real} | {embedded} | {shown} |\n")
     parts.append(ALIKE)
-    here = [(path, node) for path, node, _ in tests() if path.parent == FOLDER]
+    here = [(path, node) for path, node, _ in marked_tests() if path.parent == FOLDER]
     for path in dict.fromkeys(path for path, node in here if "cluster" in fixtures(node)):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         parts.append(f"* {place(path)}: {text.splitlines()[0]}\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.__main__ import DIFFERENCES, DOCUMENT, document, tests
+from tests.conformance.__main__ import DIFFERENCES, DOCUMENT, document, marked_tests
 
 
 def test_the_document_is_up_to_date() -> None:
