@@ -15,16 +15,9 @@ PACKAGE = "pyrocket_consumer"
 ROOT = Path(pyrocket_consumer.__file__).parent
 
 LAYERS = (
-    {"text"},
-    {"model", "errors"},
-    {"config", "wire"},
-    {"net"},
-    {"cluster"},
-    {"offsets", "producer"},
-    {"consumer", "admin"},
-    {"spark", "compat", "telemetry"},
-    {"cli"},
-)
+    {"text"}, {"model", "errors"}, {"config", "wire"}, {"net"}, {"cluster"}, {"offsets", "producer"},
+    {"consumer", "admin"}, {"spark", "compat", "telemetry"}, {"cli"},
+)  # fmt: skip
 EXCEPTIONS = {
     "testing": {"text", "model", "errors", "wire"},  # so that it shares no mistakes with what it tests
     "testing/server.py": {"net"},  # net.forks alone: what a forked child must not keep; no matter of the protocol

@@ -10,7 +10,6 @@ import re
 import pytest
 from sqlalchemy import create_engine, text
 
-from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.text import PACKAGE_LOG, logger
 from tests.consuming import Events, Seen, consuming
 
@@ -19,13 +18,6 @@ LONGEST = 40_000
 
 RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ pyrocket_consumer\.")
 """How a record begins in the log of these tests."""
-
-
-@pytest.fixture
-def cluster():
-    with EmbeddedCluster() as embedded:
-        embedded.create_topic("orders", queues=1)
-        yield embedded
 
 
 @pytest.fixture
@@ -56,7 +48,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 @pytest.mark.parametrize("kind", ["listener", "orderly", "order_by"])
-def test_what_a_listener_says_of_a_body_forges_no_line(cluster, written, kind):
+def test_what_a_listener_says_of_a_body_forges_no_line(embedded, written, kind):
     def fails(message):
         try:
             raise LookupError(message.body.decode())
@@ -65,25 +57,25 @@ def test_what_a_listener_says_of_a_body_forges_no_line(cluster, written, kind):
             raise ValueError(f"(driver) {message.body.decode()}\n[parameters: …]") from error
 
     options = {"listener": {}, "orderly": {"orderly": True}, "order_by": {"orderly": True, "order_by": fails}}[kind]
-    cluster.send("orders", FORGED.encode())
+    embedded.send("orders", FORGED.encode())
     events = Events()
-    with consuming(cluster, "orders", "g", fails, on_event=events, **options):
+    with consuming(embedded, "orders", "g", fails, on_event=events, **options):
         events.wait_for("listener-failed")
     whole = assert_fit(written)
     for told in ("  | Traceback", "in fails", "LookupError: 12", "direct cause", "ValueError: (driver) 12"):
         assert told in whole, whole
 
 
-def test_what_sqlalchemy_says_forges_no_line_and_hides_bodies(cluster, written, tmp_path):
+def test_what_sqlalchemy_says_forges_no_line_and_hides_bodies(embedded, written, tmp_path):
     engine = create_engine(f"sqlite:///{tmp_path}/app.db", hide_parameters=True)
 
     def books(message):
         with engine.begin() as connection:
             connection.execute(text("INSERT INTO absent VALUES (:body)"), {"body": message.body.decode()})
 
-    cluster.send("orders", f"secret of a customer {FORGED}".encode())
+    embedded.send("orders", f"secret of a customer {FORGED}".encode())
     events = Events()
-    with consuming(cluster, "orders", "g", books, on_event=events):
+    with consuming(embedded, "orders", "g", books, on_event=events):
         event = events.wait_for("listener-failed")
     engine.dispose()
     whole = assert_fit(written)
@@ -91,12 +83,13 @@ def test_what_sqlalchemy_says_forges_no_line_and_hides_bodies(cluster, written, 
     assert "secret" not in whole + str(event)
 
 
-def test_what_on_event_raises_forges_no_line(cluster, written):
+def test_what_on_event_raises_forges_no_line(embedded, written):
     def fails(event):
         raise ValueError(FORGED)
 
-    with consuming(cluster, "orders", "g", on_event=fails):
-        cluster.wait_until(lambda: "on_event raised" in written.getvalue())
+    embedded.create_topic("orders")
+    with consuming(embedded, "orders", "g", on_event=fails):
+        embedded.wait_until(lambda: "on_event raised" in written.getvalue())
     assert "  | ValueError: 12" in assert_fit(written)
 
 
@@ -158,7 +151,7 @@ def test_an_error_that_cannot_be_shown_is_logged(written, error):
     assert whole.count("ERROR") == 2 and "Unshown" in whole
 
 
-def test_an_error_that_cannot_be_shown_ends_no_listener(cluster, written):
+def test_an_error_that_cannot_be_shown_ends_no_listener(embedded, written):
     class Unshown(SystemExit):
         def __repr__(self) -> str:
             raise ValueError("not shown")
@@ -172,11 +165,11 @@ def test_an_error_that_cannot_be_shown_ends_no_listener(cluster, written):
         seen(message)
 
     seen = Seen()
-    cluster.send("orders", b"one")
-    with consuming(cluster, "orders", "g", begins):
+    embedded.send("orders", b"one")
+    with consuming(embedded, "orders", "g", begins):
         seen.wait_for(1)
-        cluster.wait_until(lambda: "a task that a listener began" in written.getvalue())
-        cluster.send("orders", b"two")
+        embedded.wait_until(lambda: "a task that a listener began" in written.getvalue())
+        embedded.send("orders", b"two")
         seen.wait_for(2)
     assert_fit(written)
 

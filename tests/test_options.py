@@ -10,17 +10,15 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from pyrocket_consumer import (
-    Admin,
-    AsyncProducer,
-    AsyncPushConsumer,
-    ConfigError,
+from pyrocket_consumer import Admin, AsyncProducer, AsyncPushConsumer, ConfigError, Producer, PushConsumer
+from pyrocket_consumer.config import (
+    ClientConfig,
+    ClientOptions,
     ConsumerConfig,
-    Producer,
+    ConsumerOptions,
     ProducerConfig,
-    PushConsumer,
+    ProducerOptions,
 )
-from pyrocket_consumer.config import ClientConfig, ClientOptions, ConsumerOptions, ProducerOptions
 from pyrocket_consumer.producer import TransactionProducer
 from tests.for_each import for_each
 from tests.reference import CONSUMER, PRODUCER, Row
@@ -44,17 +42,13 @@ def test_editors_know_each_option_with_its_type(config, options):
     assert not options.__required_keys__
 
 
-@for_each(
-    "face, options",
-    [
-        (PushConsumer, ConsumerOptions),
-        (AsyncPushConsumer, ConsumerOptions),
-        (Producer, ProducerOptions),
-        (AsyncProducer, ProducerOptions),
-        (TransactionProducer, ProducerOptions),
-        (Admin, ClientOptions),
-    ],
-)
+FACES = {
+    ConsumerOptions: (PushConsumer, AsyncPushConsumer), ClientOptions: (Admin,),
+    ProducerOptions: (Producer, AsyncProducer, TransactionProducer),
+}  # fmt: skip
+
+
+@for_each("face, options", [(face, options) for options, faces in FACES.items() for face in faces])
 def test_a_face_takes_the_options_of_its_config(face, options):
     (unpacked,) = get_args(get_type_hints(face.__init__)["options"])
     assert unpacked is options
@@ -65,35 +59,25 @@ def test_the_reference_has_each_option_once(rows, config):
     assert names_of(rows) == sorted({field.name for field in fields(config)} - ({"group"} - set(names_of(rows))))
 
 
-@for_each(
-    "face, rows",
-    [
-        (PushConsumer, CONSUMER),
-        (AsyncPushConsumer, CONSUMER),
-        (Producer, PRODUCER + CLIENT),
-        (Admin, CLIENT),
-    ],
-)
+TOLD = {PushConsumer: CONSUMER, AsyncPushConsumer: CONSUMER, Producer: PRODUCER + CLIENT, Admin: CLIENT}
+
+
+@for_each("face, rows", TOLD.items())
 def test_help_tells_each_option_as_the_reference_does(face, rows):
     told = " ".join((inspect.getdoc(face.__init__) or "").split())
     missing = [text for text in (row.in_a_docstring() for row in rows) if f" {text} " not in f"{told} "]
     assert not missing, "these are not in the docstring of __init__:\n" + "\n".join(missing)
 
 
-# What a default is that the reference tells in words.
-IN_WORDS = {
-    "by model": None,
-    "detected": None,
-    "–": None,
-    "NAMESRV_ADDR": None,
-    "16; orderly: no limit": None,
-    "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, ~/.rocketmq_offsets": None,
-}
+NONE_IN_WORDS = {
+    "by model", "detected", "–", "NAMESRV_ADDR", "16; orderly: no limit",
+    "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, ~/.rocketmq_offsets",
+}  # fmt: skip
 
 
 def default_of(text: str) -> list[object]:
     """Return the defaults a cell of the reference tells: one, or one for each name."""
-    return [number(each) for each in text.split(", ")] if text not in IN_WORDS else [IN_WORDS[text]]
+    return [number(each) for each in text.split(", ")] if text not in NONE_IN_WORDS else [None]
 
 
 def number(text: str) -> object:

@@ -13,7 +13,7 @@ import pyrocket_consumer
 from pyrocket_consumer import Admin, ConsumerEvent, Producer, RocketError, SendError
 from pyrocket_consumer.errors import BrokerError, ConnectError
 from pyrocket_consumer.model import EventKind
-from pyrocket_consumer.testing import EmbeddedCluster, answer
+from pyrocket_consumer.testing import answer
 from pyrocket_consumer.text import as_json_strings, printable, shown
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, consuming
@@ -21,13 +21,6 @@ from tests.consuming import Events, consuming
 FORGED = "no\r\n2026-11-23 06:00:00 ERROR root: all offsets are lost\x1b[2J\x9b2J\x7f\u202etxt\u2028next\x00"
 HUGE = FORGED + "x" * 300_000
 LONGEST = 1500
-
-
-@pytest.fixture
-def cluster():
-    with EmbeddedCluster() as embedded:
-        embedded.create_topic("orders", queues=1)
-        yield embedded
 
 
 def assert_fit(*texts: object) -> None:
@@ -41,10 +34,11 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("pyrocket_consumer")]
 
 
-def test_a_remark_of_a_broker_is_one_short_line(cluster, caplog):
+def test_a_remark_of_a_broker_is_one_short_line(embedded, caplog):
     caplog.set_level(logging.DEBUG)
-    cluster.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(13, HUGE), times=None)
-    with Producer(name_server=cluster.name_server) as producer, pytest.raises(SendError) as raised:
+    embedded.create_topic("orders")
+    embedded.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(13, HUGE), times=None)
+    with Producer(name_server=embedded.name_server) as producer, pytest.raises(SendError) as raised:
         producer.send("orders", b"one")
     assert_fit(raised.value, repr(raised.value), *raised.value.attempts, *logged(caplog))
     assert "all offsets are lost" in str(raised.value), "what it says is shown"
@@ -52,25 +46,25 @@ def test_a_remark_of_a_broker_is_one_short_line(cluster, caplog):
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
-def test_a_remark_of_a_name_server_is_one_short_line(cluster):
-    cluster.name_server_node.on(RequestCode.GET_BROKER_CLUSTER_INFO, answer(1, HUGE), times=None)
-    with Admin(name_server=cluster.name_server) as admin, pytest.raises(RocketError) as raised:
+def test_a_remark_of_a_name_server_is_one_short_line(embedded):
+    embedded.name_server_node.on(RequestCode.GET_BROKER_CLUSTER_INFO, answer(1, HUGE), times=None)
+    with Admin(name_server=embedded.name_server) as admin, pytest.raises(RocketError) as raised:
         admin.lag("g")
     assert_fit(raised.value, repr(raised.value))
 
 
-def test_events_and_their_log_lines_are_one_short_line(cluster, caplog):
+def test_events_and_their_log_lines_are_one_short_line(embedded, caplog):
     caplog.set_level(logging.DEBUG)
-    cluster.send("orders", b"one")
+    embedded.send("orders", b"one")
     events = Events()
-    cluster.broker("broker-a").on(RequestCode.PULL_MESSAGE, answer(1, HUGE), times=3)
-    with consuming(cluster, "orders", "g", on_event=events):
+    embedded.broker("broker-a").on(RequestCode.PULL_MESSAGE, answer(1, HUGE), times=3)
+    with consuming(embedded, "orders", "g", on_event=events):
         events.wait_for("broker-unreachable")
     assert_fit(*events.all, *(event.text for event in events.all), *logged(caplog))
 
 
-def test_what_a_listener_says_forges_no_line(cluster, caplog):
-    cluster.send("orders", b"one")
+def test_what_a_listener_says_forges_no_line(embedded, caplog):
+    embedded.send("orders", b"one")
     events = Events()
 
     class Odd(Exception):
@@ -80,7 +74,7 @@ def test_what_a_listener_says_forges_no_line(cluster, caplog):
     def raises(message):
         raise Odd(HUGE)
 
-    with consuming(cluster, "orders", "g", raises, on_event=events):
+    with consuming(embedded, "orders", "g", raises, on_event=events):
         events.wait_for("listener-failed")
     assert_fit(*events.all, *logged(caplog))
 
