@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster, delay, drop
 from tests.consuming import until
+from tests.spark.test_foreach_batch import bodies_in
 from tests.trials import trials
 
 ROOT = Path(__file__).parents[2]
@@ -62,12 +62,9 @@ def planned(directory: Path) -> int:
     return sum(1 for path in (directory / "checkpoint" / "offsets").glob("*") if path.name.isdigit())
 
 
-def files(directory: Path) -> list[Path]:
-    return list((directory / "files").glob("batch=*/*.parquet"))
-
-
 def delivered(directory: Path) -> int:
-    return sum(pq.ParquetFile(path).metadata.num_rows for path in files(directory))
+    files = (directory / "files").glob("batch=*/*.parquet")
+    return sum(pq.ParquetFile(path).metadata.num_rows for path in files)
 
 
 @contextmanager
@@ -149,14 +146,9 @@ def test_a_killed_query_delivers_every_message_exactly_once(spark_environment: d
             until(complete, "all messages in the files", LIFE_S + MESSAGES / 200)
         finally:
             life.kill()
-    bodies = Counter(int(body) for path in files(tmp_path) for body in bodies_of(path))
+    bodies = bodies_in(tmp_path / "files")
     print(f"{time.monotonic() - began:6.1f} s  {len(bodies)} different messages, {bodies.total()} in all")
     print(f"one broker was {Counter(past)}")
-    assert bodies.keys() == set(range(MESSAGES))
+    assert bodies.keys() == set(map(str, range(MESSAGES)))
     assert bodies.total() == MESSAGES
     assert killed_at < MESSAGES, "every message was there before the last kill; the test has shown too little"
-
-
-def bodies_of(path: Path) -> list[Any]:
-    values: list[Any] = pq.ParquetFile(path).read(columns=["body"]).column("body").to_pylist()
-    return values

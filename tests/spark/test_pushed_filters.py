@@ -490,10 +490,7 @@ def test_spark_reads_the_same_rows_with_fewer_messages(switched_on, cluster):
 @pytest.mark.spark_versions
 def test_without_the_option_spark_is_as_it_was(spark, cluster):
     assert orders(spark, cluster).filter("queueOffset > 89 and queueId = 1").count() == 10
-
-
-def test_where_spark_has_it_switched_off_it_says_so(spark, cluster):
-    with pytest.raises(Exception, match="filterPushdown.enabled"):
+    with pytest.raises(Exception, match="filterPushdown.enabled"):  # where Spark has it switched off
         orders(spark, cluster, pushFilters="true").filter("queueOffset > 89").count()
 
 

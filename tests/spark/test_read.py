@@ -42,7 +42,6 @@ ALL = arrow_schema(READ_SCHEMA)
 WAIT_S = 30.0
 MIB = 1 << 20
 
-
 ORDERS = {"queues": 4, "count": 0}
 
 
@@ -283,8 +282,7 @@ def test_a_broker_that_leads_from_gap_to_gap_is_followed_slower(embedded, broker
 
     broker.on(PULL, one_further, times=5)
     began = time.monotonic()
-    found = offsets(embedded, wanted(0, 10), fail_on_data_loss=False, pulls_in_flight=1)
-    assert found == list(range(5, 10))
+    assert offsets(embedded, wanted(0, 10), fail_on_data_loss=False, pulls_in_flight=1) == list(range(5, 10))
     assert time.monotonic() - began > 0.75 * (0.2 + 0.4 + 0.8 + 1.6)
     assert caplog.text.count("are gone") == 5
 
@@ -383,13 +381,27 @@ def test_a_task_outlives_the_restart_of_a_broker(embedded, broker):
         assert first + rest.result(WAIT_S) == 6000
 
 
+def damage(answer):
+    answer.body = answer.body[:-1]
+    return answer
+
+
 @pytest.mark.timeout(60)
-def test_trouble_beyond_the_patience_of_a_task_fails_it(embedded, broker):
+@pytest.mark.parametrize(
+    ("fault", "options", "said", "least"),
+    [
+        (answer(2, "busy"), {"retries": None, "read_timeout_s": 1.0}, r"failed after \d tries: .*busy", 3),
+        (answer(16, "you may not"), {"retries": 9}, r"after 1 try: .* NO_PERMISSION \(16\): you may not", 1),
+        (rewrite(damage), {}, r"orders/broker-a/0\[0, 32\).* a record is damaged: ", 1),
+    ],
+    ids=["beyond all patience", "a refusal that will not change", "a damaged record"],
+)
+def test_trouble_that_does_not_end_fails_the_task(embedded, broker, fault, options, said, least):
     embedded.send("orders", count=40, queue_id=0)
-    broker.on(PULL, answer(ResponseCode.SYSTEM_BUSY, "busy"), times=None)
-    with pytest.raises(ReadFailed, match=r"failed after \d tries: .*busy"):
-        offsets(embedded, wanted(0, 40), retries=None, read_timeout_s=1.0)
-    assert len(pulls(broker)) >= 3
+    broker.on(PULL, fault, times=None)
+    with pytest.raises(ReadFailed, match=said):
+        offsets(embedded, wanted(0, 40), **options)
+    assert len(pulls(broker)) >= least
 
 
 def test_a_broker_that_never_answers_fails_the_task(embedded, broker):
@@ -414,12 +426,6 @@ def test_a_broker_that_is_away_fails_the_task(embedded, broker):
         offsets(embedded, wanted(0, 40), fail_on_data_loss=False, request_timeout_s=9)  # another worker
     broker.start()
     assert offsets(embedded, wanted(0, 40)) == list(range(40))
-
-
-def test_a_refusal_that_will_not_change_fails_the_task_at_once(embedded, broker):
-    broker.on(PULL, answer(ResponseCode.NO_PERMISSION, "the group may not"), times=None)
-    with pytest.raises(ReadFailed, match=r"after 1 try: .* NO_PERMISSION \(16\): the group may not"):
-        offsets(embedded, wanted(0, 40), retries=9)
 
 
 def test_name_servers_that_are_away_fail_the_task():
@@ -455,18 +461,6 @@ def test_a_suggested_replica_is_pulled_from(replicated):
     slave.suggest_broker(1)
     assert offsets(replicated, wanted(0, 300), retries=3, pulls_in_flight=2) == list(range(300))
     assert slave.requests(PULL)
-
-
-def test_a_damaged_record_fails_the_task_and_names_the_place(embedded, broker):
-    embedded.send("orders", count=40, queue_id=0)
-
-    def damage(answer):
-        answer.body = answer.body[:-1]
-        return answer
-
-    broker.on(PULL, rewrite(damage), times=None)
-    with pytest.raises(ReadFailed, match=r"orders/broker-a/0\[0, 32\).* a record is damaged: "):
-        offsets(embedded, wanted(0, 40))
 
 
 def damaged(broker, count, *places):
