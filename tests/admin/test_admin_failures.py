@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from contextlib import ExitStack, nullcontext
+from functools import partial
 
 import pytest
 
@@ -23,6 +25,7 @@ from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.testing import answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.interrupting import a_signal_once_held, a_start_that_waits, child_that, exit_code
+from tests.producer.programs import in_a_thread
 
 
 @pytest.mark.parametrize(
@@ -113,24 +116,21 @@ def test_a_name_server_that_is_gone_is_told(embedded, admin):
 
 @pytest.mark.cluster(name_servers=2)
 def test_a_topic_is_there_when_every_name_server_shows_it(embedded, admin):
-    admin.create_topic("orders", queues=1)
-    for name_server in embedded.name_server_nodes:
-        with Admin(name_server=name_server.address) as other:
-            assert other.topics() == ["orders"]
-    admin.delete_topic("orders")
-    for name_server in embedded.name_server_nodes:
-        with Admin(name_server=name_server.address) as other:
-            assert other.topics() == []
+    for act, topics in ((partial(admin.create_topic, queues=1), ["orders"]), (admin.delete_topic, [])):
+        act("orders")
+        for name_server in embedded.name_server_nodes:
+            with Admin(name_server=name_server.address) as other:
+                assert other.topics() == topics
 
 
 @pytest.mark.cluster(account=("key", "secret"))
 def test_a_wrong_key_is_told(embedded):
-    with (
-        Admin(name_server=embedded.name_server, access_key="key", secret_key="wrong") as admin,
-        pytest.raises(PermissionDenied),
-    ):
+    def admin_with(secret):
+        return Admin(name_server=embedded.name_server, access_key="key", secret_key=secret)
+
+    with admin_with("wrong") as admin, pytest.raises(PermissionDenied):
         admin.create_topic("orders")
-    with Admin(name_server=embedded.name_server, access_key="key", secret_key="secret") as admin:
+    with admin_with("secret") as admin:
         admin.create_topic("orders", queues=1)
         assert admin.topics() == ["orders"]
 
@@ -151,11 +151,9 @@ def test_a_namespace_has_its_own_topics_and_groups(embedded, admin):
 
 def test_threads_share_an_admin_that_starts_by_itself(embedded):
     admin = Admin(name_server=embedded.name_server)
-    threads = [threading.Thread(target=admin.create_topic, args=(f"t{number}", 1)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with ExitStack() as threads:
+        for number in range(6):
+            threads.enter_context(in_a_thread(admin.create_topic, f"t{number}", 1))
     assert admin.topics() == [f"t{number}" for number in range(6)]
     admin.close()
     admin.close()
@@ -185,22 +183,19 @@ def test_an_admin_that_nobody_closes_is_told_and_leaves_nothing(embedded):
 @pytest.mark.parametrize("in_the_handler", ["close", "call"])
 def test_a_signal_handler_may_use_an_admin_that_starts(embedded, in_the_handler):
     admin, seen = Admin(name_server=embedded.name_server, call_timeout_s=20), []
+    closes = in_the_handler == "close"
     with a_start_that_waits(embedded) as gate:
 
         def handle():
-            if in_the_handler == "close":
+            if closes:
                 admin.close()
             else:
                 gate.open()
                 seen.append(admin.topics())
 
-        with a_signal_once_held(gate, handle):
-            if in_the_handler == "close":
-                with pytest.raises(ConsumerClosed):
-                    admin.topics()
-            else:
-                seen.append(admin.topics())
-    assert seen == ([] if in_the_handler == "close" else [[], []])
+        with a_signal_once_held(gate, handle), pytest.raises(ConsumerClosed) if closes else nullcontext():
+            seen.append(admin.topics())
+    assert seen == ([] if closes else [[], []])
     admin.close()
     embedded.wait_until(lambda: not [each for each in threading.enumerate() if each.name == "pyrocket-io"])
 
@@ -211,12 +206,10 @@ def test_a_signal_handler_may_use_an_admin_that_starts(embedded, in_the_handler)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_forked_during_a_start_can_close_and_call(embedded):
     admin = Admin(name_server=embedded.name_server, call_timeout_s=60)
-    with a_start_that_waits(embedded) as gate:
-        starting = threading.Thread(target=admin.start)
-        starting.start()
+    with a_start_that_waits(embedded) as gate, in_a_thread(admin.start):
         gate.wait_held(1)
         children = [child_that(admin.close), child_that(admin.topics)]
-    starting.join()
+        gate.open()
     assert [exit_code(child) for child in children] == [0, 0]
     assert admin.topics() == []
     admin.close()

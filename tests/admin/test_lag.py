@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +18,7 @@ from tests.admin.conftest import admin_of, administered
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
 from tests.for_each import for_each
+from tests.producer.programs import within
 from tests.resetting import fill, queue, reset, wait_until_seen
 
 VERSIONS = ["4.9.7", "5.5.0"]
@@ -32,8 +32,19 @@ def embedded(request):
 
 
 @pytest.fixture
+def committed(embedded):
+    """The group G, which has committed these."""
+
+    def commit(*offsets):
+        embedded.broker("broker-a").create_group("G")
+        embedded.broker("broker-a").commit("G", "T", dict(enumerate(offsets)))
+
+    return commit
+
+
+@pytest.fixture
 def exit_code(embedded, capsys):
-    """Return the exit code of `offsets lag G --max …`, and what it told beside."""
+    """Return the exit code of `offsets lag G --max …`, and its standard error."""
 
     def run(most: int) -> tuple[int, str]:
         capsys.readouterr()
@@ -66,21 +77,17 @@ def test_a_broker_tells_nothing_of_the_queues_of_another():
                 more = body.format('{"offsetTable":{' + queue) + given.body.partition(b'"offsetTable":{')[2].decode()
                 return replace(given, body=more.encode())
 
-            told = '{}:{{"brokerOffset":2,"consumerOffset":2,"lastTimestamp":5}},'
-            cluster.broker(name).on(
-                RequestCode.GET_CONSUME_STATS, rewrite(partial(and_of_the_other, body=told)), times=None
-            )
-            told = '{}:{{"minOffset":2,"maxOffset":2,"lastUpdateTimestamp":5}},'
-            cluster.broker(name).on(
-                RequestCode.GET_TOPIC_STATS_INFO, rewrite(partial(and_of_the_other, body=told)), times=None
-            )
+            for code, told in (
+                (RequestCode.GET_CONSUME_STATS, '{}:{{"brokerOffset":2,"consumerOffset":2,"lastTimestamp":5}},'),
+                (RequestCode.GET_TOPIC_STATS_INFO, '{}:{{"minOffset":2,"maxOffset":2,"lastUpdateTimestamp":5}},'),
+            ):
+                cluster.broker(name).on(code, rewrite(partial(and_of_the_other, body=told)), times=None)
         assert admin.lag("G").rows == honest.rows
         assert admin.topic_offsets("T") == ranges
 
 
-def test_failed_messages_that_nobody_has_consumed_again_count(embedded, admin, exit_code):
-    embedded.broker("broker-a").create_group("G")
-    embedded.broker("broker-a").commit("G", "T", {0: 5, 1: 5})
+def test_failed_messages_that_nobody_has_consumed_again_count(embedded, admin, committed, exit_code):
+    committed(5, 5)
     assert exit_code(0) == (0, "")
     embedded.create_topic("%RETRY%G", queues=1)
     assert (topics(admin.lag("G")), exit_code(0)) == ({"T"}, (0, "")), "an empty one says nothing"
@@ -131,9 +138,8 @@ def test_the_last_reset_of_offline_broadcasting_members_is_known(embedded, admin
         assert admin.lag("G").is_complete
     until(lambda: embedded.members("G") == [], "it has left")
     found = admin.lag("G")
-    assert [(row.queue, row.member, row.committed, row.lag) for row in found.rows] == [
-        (queue("T", 0), "(offline)", 3, 2)
-    ]
+    (row,) = found.rows
+    assert (row.queue, row.member, row.committed, row.lag) == (queue("T", 0), "(offline)", 3, 2)
     code, told = exit_code(1_000_000)
     assert (code, "no reset tells of T/broker-a/1" in told) == (3, True)
     assert reset(admin, "G", "T", "latest").verified
@@ -142,9 +148,8 @@ def test_the_last_reset_of_offline_broadcasting_members_is_known(embedded, admin
     assert exit_code(0)[0] == 3
 
 
-def test_what_is_committed_above_the_end_is_told_and_not_known(embedded, admin, exit_code):
-    embedded.broker("broker-a").create_group("G")
-    embedded.broker("broker-a").commit("G", "T", {0: 999, 1: 5})
+def test_what_is_committed_above_the_end_is_told_and_not_known(admin, committed, exit_code):
+    committed(999, 5)
     found = admin.offsets("G", "T")
     assert [(row.committed, row.max, row.is_above_end) for row in found.rows] == [(999, 5, True), (5, 5, False)]
     assert not found.is_complete
@@ -181,8 +186,13 @@ def pair_admin(pair):
         yield admin
 
 
+asked = pytest.mark.parametrize(
+    "ask", [Admin.lag, lambda admin, group: admin.offsets(group, "T")], ids=["lag", "offsets"]
+)
+
+
 @pytest.mark.parametrize("keep_route", [True, False], ids=["registered", "forgotten"])
-@pytest.mark.parametrize("ask", [Admin.lag, lambda admin, group: admin.offsets(group, "T")], ids=["lag", "offsets"])
+@asked
 def test_the_queues_of_a_broker_that_went_away_are_told(pair, pair_admin, ask, keep_route):
     assert (ask(pair_admin, "G").total, ask(pair_admin, "G").is_complete) == (3, True)
     pair.broker("broker-b").stop(keep_route=keep_route)
@@ -209,35 +219,33 @@ def test_when_no_broker_answers_it_is_an_error(pair, pair_admin):
         pair_admin.lag("G")
 
 
-CALLS = {"lag": Admin.lag, "offsets": lambda admin, group: admin.offsets(group, "T")}
 WAYS = {"connection": close_connection, "silence": drop, "refusal": answer(ResponseCode.SYSTEM_ERROR, "no")}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("call", CALLS)
+@asked
 @pytest.mark.parametrize(
     "code",
     [RequestCode.GET_CONSUMER_CONNECTION_LIST, RequestCode.GET_CONSUME_STATS, RequestCode.QUERY_CONSUMER_OFFSET,
      RequestCode.GET_MIN_OFFSET, RequestCode.GET_MAX_OFFSET],
     ids=lambda code: code.name,
 )  # fmt: skip
-def test_a_broker_that_answers_in_part_is_missing(pair, code, call, way):
+def test_a_broker_that_answers_in_part_is_missing(pair, code, ask, way):
     pair.broker("broker-b").commit("G", "T", {0: 0})  # what is committed is not sure, then, and asked for
     pair.broker("broker-b").on(code, WAYS[way], times=None)
     with Admin(name_server=pair.name_server, call_timeout_s=0.5) as admin:
-        found = CALLS[call](admin, "G")
+        found = ask(admin, "G")
         assert [(row.queue, row.lag) for row in found.rows] == [(queue("T", 0), 0)]
         assert (list(found.missing), found.is_complete) == (["broker-b"], False)
         pair.broker("broker-b").clear_faults()
-        found = CALLS[call](admin, "G")
+        found = ask(admin, "G")
         assert (found.total, found.is_complete) == (5, True)
 
 
 @for_each("at_ms", [2**63 - 1, 253_402_300_800_000, -1])
-def test_a_time_that_no_calendar_has_is_not_known(embedded, admin, exit_code, at_ms):
+def test_a_time_that_no_calendar_has_is_not_known(embedded, admin, committed, exit_code, at_ms):
     broker = embedded.broker("broker-a")
-    broker.create_group("G")
-    broker.commit("G", "T", {0: 3, 1: 3})
+    committed(3, 3)
 
     def far(answer):
         body = re.sub(rb'"(last\w*Timestamp)":-?\d+', rb'"\1":%d' % at_ms, answer.body)
@@ -268,6 +276,12 @@ def test_broadcasting_members_lack_queues_without_ends(pair, pair_admin, tmp_pat
         found = pair_admin.lag("B")
         assert [row.queue for row in found.rows] == [queue("T", 0)]
         assert (list(found.missing), found.unreached) == (["broker-b"], {})
+        pair.broker("broker-b").clear_faults()
+        pair.broker("broker-b").stop(keep_route=True)
+        found = pair_admin.lag("B")
+        assert [row.queue for row in found.rows] == [queue("T", 0)]
+        assert (list(found.missing), found.is_complete) == (["broker-b"], False)
+        pair.broker("broker-b").start()
     until(lambda: pair.members("B") == pair.members("B", "broker-b") == [], "it has left")
     pair.broker("broker-b").clear_faults()
     pair_admin.plan_reset("B", "T", "earliest", model="broadcasting").execute()
@@ -277,16 +291,6 @@ def test_broadcasting_members_lack_queues_without_ends(pair, pair_admin, tmp_pat
         found = pair_admin.lag("B")
         assert [row.queue for row in found.rows] == [queue("T", 0)]
         assert list(found.missing) == ["broker-b"]
-
-
-def test_a_broadcasting_member_is_shown_without_an_absent_broker(pair, pair_admin, tmp_path):
-    with consuming(pair, "T", "B", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
-        wait_until_seen(seen, 1, 10)
-        until(lambda: len(pair_admin.lag("B").rows) == 2, "both groups are listed")
-        pair.broker("broker-b").stop(keep_route=True)
-        found = pair_admin.lag("B")
-        assert [row.queue for row in found.rows] == [queue("T", 0)]
-        assert (list(found.missing), found.is_complete) == (["broker-b"], False)
 
 
 @pytest.mark.parametrize("what", [["lag", "G"], ["show", "G", "T"]], ids=" ".join)
@@ -313,8 +317,6 @@ def test_a_thousand_queues_of_slow_brokers_are_asked_together():
         cluster.broker("broker-a").create_group("G")
         cluster.broker("broker-a").commit("G", "T", dict.fromkeys(range(10), 0))
         cluster.broker("broker-a").on(None, delay(0.1), times=None)
-        began = time.monotonic()
-        found = admin.lag("G")
-        took_s = time.monotonic() - began
+        with within(5):  # one after the other it is 100 s, sixteen at once 6 s
+            found = admin.lag("G")
         assert (found.total, found.is_complete) == (1, True)
-        assert took_s < 5, "one after the other it is 100 s, sixteen at once 6 s"

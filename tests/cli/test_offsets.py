@@ -154,10 +154,7 @@ def test_wait_bounds_the_whole_reset(pyrocket):
 
 
 def test_exit_code_3_when_somebody_has_not_moved(embedded, offsets, stores):
-    with (
-        consuming(embedded, "T", "G", **stores) as (_, seen),
-        ForeignMember(embedded, "G", "T", {}) as java,
-    ):
+    with consuming(embedded, "T", "G", **stores) as (_, seen), ForeignMember(embedded, "G", "T", {}) as java:
         wait_until_seen(seen, 1, 20)
         code, text, _ = offsets("reset", "G", "T", "--to", "earliest", "--execute")
         assert code == 3

@@ -215,10 +215,7 @@ def test_a_body_that_is_not_text_is_sent_as_it_is(cluster, pyrocket):
     assert (code, r"\xff\xfe" in printed) == (0, True), printed
 
 
-@for_each(
-    "orphan, value",
-    [("/nowhere", "/nowhere"), ("a-file", "a-file"), ("empty", "empty")],
-)
+@for_each("orphan, value", [("/nowhere", "/nowhere"), ("a-file", "a-file"), ("empty", "empty")])
 def test_what_is_adopted_must_be_a_store(told, tmp_path, orphan, value):
     (tmp_path / "a-file").write_text("")
     (tmp_path / "empty").mkdir(exist_ok=True)

@@ -18,11 +18,7 @@ SPECIAL = ("__init__", "__enter__", "__exit__", "__getitem__", "__str__", "__byt
 
 
 def differences(
-    old: Mapping[str, str],
-    ours: Mapping[str, ModuleType],
-    *,
-    left_out: Container[str] = (),
-    added: Container[str] = (),
+    old: Mapping[str, str], ours: Mapping[str, ModuleType], *, left_out: Container[str] = (), added: Container[str] = ()
 ) -> list[str]:
     """Return what those who used `old` would miss in `ours`, and what `ours` has besides; a line for each.
 
