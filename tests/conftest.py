@@ -47,3 +47,14 @@ def names(request: pytest.FixtureRequest) -> Names:
     from tests.plugins.costs import is_virtual  # not before pytest has it as a plugin
 
     return Names(request.node.name, repeat=is_virtual(request.node))
+
+
+@pytest.fixture
+def topic(names: Names) -> str:
+    """The name of a topic of this test's own."""
+    return names.topic()
+
+
+@pytest.fixture
+def group(names: Names) -> str:
+    return names.group()

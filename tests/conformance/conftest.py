@@ -1,4 +1,4 @@
-"""One topic and one group of its own for each test, an admin, and a place for offsets."""
+"""An admin, and a place for offsets."""
 
 from __future__ import annotations
 
@@ -6,16 +6,6 @@ import pytest
 
 from pyrocket_consumer import Admin
 from tests.consuming import PATIENT_S
-
-
-@pytest.fixture
-def topic(names):
-    return names.topic()
-
-
-@pytest.fixture
-def group(names):
-    return names.group()
 
 
 @pytest.fixture

@@ -78,11 +78,7 @@ def test_tags_select(cluster, topic, group):
 
 def test_a_failed_message_comes_again_and_is_not_lost(cluster, topic, group):
 
-    def judge(message):
-        if message.body == b"m3" and message.reconsume_times == 0:
-            return Retry(delay_level=1)
-
-    seen = Seen(judge)
+    seen = Seen(lambda message: Retry(delay_level=1) if message.body == b"m3" and not message.reconsume_times else None)
     fill(cluster, topic, 6, queues=1)
     with consuming(cluster, topic, group, seen):
         seen.wait(lambda seen: len(seen.messages) == 7)
@@ -109,26 +105,17 @@ def test_a_raising_listener_is_a_retry_even_for_base_exceptions(cluster, topic, 
         until(lambda: cluster.committed(group, topic).get(0) == 2, "the rest is committed")
 
 
-def test_after_the_last_attempt_a_message_is_a_dead_letter(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    cluster.send(topic, b"poison")
-    seen = Seen(lambda message: Retry(delay_level=1))
-    with consuming(cluster, topic, group, seen, max_reconsume_times=1):
-        seen.wait(lambda seen: len(seen.bodies) == 2)
-        with consuming(cluster, f"%DLQ%{group}", f"{group}-dead") as (_, dead):
-            dead.wait_for(1)
-    assert dead.bodies == [b"poison"]
-
-
-def test_a_listener_may_give_a_message_up_at_once(cluster, topic, group):
-    cluster.create_topic(topic, queues=1)
-    cluster.send(topic, b"poison")
+@pytest.mark.parametrize(("level", "options", "attempts"), [(1, {"max_reconsume_times": 1}, 2), (-1, {}, 1)])
+def test_a_message_that_is_given_up_is_a_dead_letter(cluster, topic, group, level, options, attempts):
+    """After its last attempt, or at once if the listener says so."""
+    fill(cluster, topic, 1, queues=1)
+    seen = Seen(lambda message: Retry(delay_level=level))
     with (
-        consuming(cluster, topic, group, Seen(lambda message: Retry(delay_level=-1))) as (_, seen),
+        consuming(cluster, topic, group, seen, **options),
         consuming(cluster, f"%DLQ%{group}", f"{group}-dead") as (_, dead),
     ):
         dead.wait_for(1)
-    assert (seen.bodies, dead.bodies) == ([b"poison"], [b"poison"])
+    assert (seen.bodies, dead.bodies) == ([b"m0"] * attempts, [b"m0"])
 
 
 def test_a_batch_listener_gets_lists_and_may_fail_a_part(cluster, topic, group):

@@ -131,10 +131,7 @@ def test_a_killed_member_leaves_its_queues_in_order(cluster, topic, group):
 def test_auto_commit_off_commits_what_the_listener_commits(cluster, topic, group):
     fill(cluster, topic, 10, queues=1)
 
-    def judge(message):
-        return ConsumeResult.COMMIT if message.body == b"m4" else ConsumeResult.SUCCESS
-
-    seen = InOrder(judge)
+    seen = InOrder(lambda message: ConsumeResult.COMMIT if message.body == b"m4" else ConsumeResult.SUCCESS)
     with consuming(cluster, topic, group, seen, orderly=True, auto_commit=False):
         seen.wait_for(10)
         until(lambda: cluster.committed(group, topic).get(0) == 5, "committed up to the commit")
@@ -166,11 +163,7 @@ def test_a_rollback_brings_everything_since_the_commit_again(cluster, topic, gro
 def test_a_message_that_never_succeeds_is_given_up(cluster, topic, group):
     fill(cluster, topic, 3, queues=1)
 
-    def judge(message):
-        if message.body == b"m1":
-            return Suspend(for_s=0.01)
-
-    seen, events = InOrder(judge), Events()
+    seen, events = InOrder(lambda message: Suspend(for_s=0.01) if message.body == b"m1" else None), Events()
     with consuming(cluster, topic, group, seen, orderly=True, max_reconsume_times=2, on_event=events):
         seen.wait_for(3)
         events.wait_for("message-given-up")

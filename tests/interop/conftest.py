@@ -1,4 +1,4 @@
-"""A cluster of either kind, and one topic and one group of its own for each test."""
+"""A cluster of either kind, and `mqadmin`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,6 @@ def either_cluster(kind, real_version, request) -> Iterator[Any]:
         return
     with EmbeddedCluster(version=real_version) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def topic(names):
-    return names.topic()
-
-
-@pytest.fixture
-def group(names):
-    return names.group()
 
 
 @pytest.fixture
