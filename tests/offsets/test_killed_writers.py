@@ -9,6 +9,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,74 +17,59 @@ import pytest
 
 from pyrocket_consumer.errors import OffsetStoreCorrupt, ProtocolError
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
-from pyrocket_consumer.offsets import LocalFileOffsetStore, OffsetStore, ReadOffsetType
+from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, OffsetStore, ReadOffsetType
 from pyrocket_consumer.offsets.disk import Disk
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import consuming, numbered, until
 from tests.hazards.members import faulty
 from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
-from tests.offsets.driving import put
+from tests.offsets.driving import ORDERS, put
 
-QUEUE, OTHER = MessageQueue("orders", "broker-a", 0), MessageQueue("orders", "broker-a", 1)
+QUEUE, OTHER = ORDERS[:2]
 MAIN, BACKUP = "/s/offsets.json", "/s/offsets.json.bak"
 
 MakeStore = Callable[..., OffsetStore]
 """(disk, on_event=…) -> a store in /s of that disk, not loaded yet."""
 
 
-class JavaStore:
+class JavaStore(MemoryOffsetStore):
     """Java from 5.2 on: reads the file, lays memory over it, copies the file to the backup, writes it in place."""
 
     def __init__(self, disk: Disk, on_event: Callable[[ConsumerEvent], None] | None = None) -> None:
+        super().__init__()
         self._disk = disk
-        self._memory: dict[MessageQueue, int] = {}
 
     def load(self) -> None:
-        self._memory = self._read()
-
-    def update_offset(self, mq: MessageQueue, offset: int, increase_only: bool = False) -> None:
-        self._memory[mq] = max(offset, self._memory.get(mq, 0)) if increase_only else offset
+        for queue, offset in self._read().items():
+            self.update_offset(queue, offset)
 
     def read_offset(
         self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
     ) -> int | None:
-        if read_type is ReadOffsetType.READ_FROM_STORE or mq not in self._memory:
-            return self._read().get(mq)
-        return self._memory[mq]
-
-    def persist(self, mq: MessageQueue) -> None:
-        self.persist_all([mq])
+        memory = self.clone_offset_table()
+        return self._read().get(mq) if read_type is ReadOffsetType.READ_FROM_STORE or mq not in memory else memory[mq]
 
     def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
-        table = self._read()
-        table.update({mq: self._memory[mq] for mq in (self._memory if mqs is None else mqs) if mq in self._memory})
-        self._write(encode_offsets(table))
+        table, memory = self._read(), self.clone_offset_table()
+        self._write(table | {mq: memory[mq] for mq in (memory if mqs is None else mqs) if mq in memory})
 
     def remove_offset(self, mq: MessageQueue) -> None:
         self.persist(mq)
-        self._memory.pop(mq, None)
-
-    def clone_offset_table(self, topic: str | None = None) -> dict[MessageQueue, int]:
-        return {mq: offset for mq, offset in self._memory.items() if topic in (None, "", mq.topic)}
-
-    def close(self) -> None:
-        pass
+        super().remove_offset(mq)
 
     def _read(self) -> dict[MessageQueue, int]:
         for path in (MAIN, BACKUP):
-            try:
+            with suppress(ProtocolError):
                 if data := self._disk.read(path):
                     return decode_checkpoint(data)[0]
-            except ProtocolError:
-                pass
         return {}
 
-    def _write(self, text: bytes) -> None:
+    def _write(self, table: dict[MessageQueue, int]) -> None:
         before = self._disk.read(MAIN)
         if before is not None:
             self._put(BACKUP, before)
-        self._put(MAIN, text)
+        self._put(MAIN, encode_offsets(table))
 
     def _put(self, path: str, data: bytes) -> None:
         file = self._disk.open(path, create=True)
@@ -98,8 +84,8 @@ class GoStore(JavaStore):
         data = self._disk.read(MAIN)
         return decode_checkpoint(data)[0] if data else {}
 
-    def _write(self, text: bytes) -> None:
-        self._put(MAIN + ".tmp", text)
+    def _write(self, table: dict[MessageQueue, int]) -> None:
+        self._put(MAIN + ".tmp", encode_offsets(table))
         self._disk.remove(MAIN)
         self._disk.replace(MAIN + ".tmp", MAIN)
 
@@ -111,12 +97,10 @@ class OldJavaStore(JavaStore):
         pass
 
     def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
-        held = list(self._memory if mqs is None else mqs)
+        memory = self.clone_offset_table()
+        held = list(memory if mqs is None else mqs)
         if held:
-            self._write(encode_offsets({mq: self._memory[mq] for mq in held if mq in self._memory}))
-
-    def remove_offset(self, mq: MessageQueue) -> None:
-        pass
+            self._write({mq: memory[mq] for mq in held if mq in memory})
 
 
 def ours(disk: Disk, **options: Any) -> LocalFileOffsetStore:
@@ -171,14 +155,8 @@ def check_found(make: MakeStore, disk: MemoryDisk, life: Life, how: str) -> int:
 
 
 @pytest.mark.hazard("H13")
-@pytest.mark.parametrize(
-    "make",
-    [
-        *OURS,
-        faulty(GoStore, "killed .*before replace .*found None"),
-        faulty(JavaStore, "killed again before .*found None"),
-    ],
-)
+@pytest.mark.parametrize("make", [*OURS, faulty(GoStore, "killed .*before replace .*found None"),
+                                  faulty(JavaStore, "killed again before .*found None")])  # fmt: skip
 def test_after_a_kill_what_was_acknowledged_is_found(make):
     """An offset whose persist has returned is found again, wherever the process was killed, and the next one too: the
     old file is there until the new one is whole, and is never overwritten by an empty one.
@@ -219,12 +197,25 @@ def test_power_may_fail_at_any_moment(make):
             return
 
 
-def unreadable_is_never_silent(make: MakeStore, backup: bytes | None) -> None:
-    """Whoever has offsets that cannot be read either does not start, or says so."""
+BACKUPS = {"no backup": None, "empty": b"", "cut": b"{", "NULs": b"\0" * 200}
+
+POLICIES = [partial(ours, on_unreadable=policy) for policy in ("raise", "backup", "start_over")]
+
+
+@pytest.mark.hazard("H13")
+@pytest.mark.parametrize(
+    ("make", "backup"),
+    [*itertools.product(POLICIES, BACKUPS), faulty(JavaStore, "found None, and nobody was told", "no backup")],
+)
+def test_unreadable_files_are_told_or_stop_the_start(make, backup):
+    """With neither offsets.json nor its backup readable the consumer does not start, unless `on_unreadable_store`
+    says to start over; then an event tells, and the unreadable file is kept beside.
+
+    Faulty: Java starts without offsets and without a word when there is no backup, Go whenever it is empty.
+    """
     disk, events = MemoryDisk(), []
     disk.put(MAIN, b"\0" * 200)
-    if backup is not None:
-        disk.put(BACKUP, backup)
+    disk.put(BACKUP, BACKUPS[backup])
     store = make(disk, on_event=events.append)
     try:
         store.load()
@@ -236,30 +227,6 @@ def unreadable_is_never_silent(make: MakeStore, backup: bytes | None) -> None:
     assert b"\0" * 200 in disk.files().values(), "what was unreadable is set aside"
 
 
-BACKUPS = {"no backup": None, "empty": b"", "cut": b"{", "NULs": b"\0" * 200}
-
-
-@pytest.mark.hazard("H13")
-@pytest.mark.parametrize(
-    ("make", "backup"),
-    [
-        *(
-            (partial(ours, on_unreadable=policy), backup)
-            for policy in ("raise", "backup", "start_over")
-            for backup in BACKUPS
-        ),
-        faulty(JavaStore, "found None, and nobody was told", "no backup"),
-    ],
-)
-def test_unreadable_files_are_told_or_stop_the_start(make, backup):
-    """With neither offsets.json nor its backup readable the consumer does not start, unless `on_unreadable_store`
-    says to start over; then an event tells, and the unreadable file is kept beside.
-
-    Faulty: Java starts without offsets and without a word when there is no backup, Go whenever it is empty.
-    """
-    unreadable_is_never_silent(make, BACKUPS[backup])
-
-
 @pytest.mark.hazard("H13")
 @pytest.mark.parametrize("make", [*OURS, faulty(GoStore, "None was read before replace")])
 def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
@@ -268,7 +235,7 @@ def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
     Faulty: Go reads the file, which is away for a moment.
     """
     # Somebody reads the stored offset before each file operation of a persist
-    acknowledged, seen = 100, []
+    seen, watching = [], []
 
     def read(count: int, operation: str, path: str) -> None:
         if watching:
@@ -276,10 +243,9 @@ def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
             seen.append((operation, path, store.read_offset(QUEUE, ReadOffsetType.READ_FROM_STORE)))
             watching.append(True)
 
-    watching: list[bool] = []
     store = make(WatchedDisk(MemoryDisk(), read))
     store.load()
-    for offset in range(acknowledged, acknowledged + 5):
+    for offset in range(100, 105):
         put(store, QUEUE, offset)
         watching.append(True)
         for operation, path, found in seen:
@@ -298,7 +264,7 @@ def test_a_correction_is_not_overwritten_by_the_timer(make):
     Faulty: Java from 5.2 on reads, changes and writes the file in several threads at once.
     """
     # While the timer persists everything, another thread corrects an offset and gives its queue up
-    disk, corrector = MemoryDisk(), threading.Thread()
+    disk, corrector, armed = MemoryDisk(), threading.Thread(), []
 
     def correct() -> None:
         put(store, QUEUE, 40)
@@ -312,7 +278,6 @@ def test_a_correction_is_not_overwritten_by_the_timer(make):
             corrector.start()
             corrector.join(0.2)  # ours has to wait for its turn; whoever need not is through by now
 
-    armed: list[bool] = []
     store = make(WatchedDisk(disk, interfere))
     store.load()
     for number in range(5):

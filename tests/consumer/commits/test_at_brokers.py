@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,7 @@ from pyrocket_consumer.errors import BrokerError, ConnectionLost, RequestTimeout
 from pyrocket_consumer.model import EventKind, MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore
 
-ONE, TWO, FAR = (
-    MessageQueue("orders", "a", 0),
-    MessageQueue("orders", "a", 1),
-    MessageQueue("orders", "b", 0),
-)
+ONE, TWO, FAR = MessageQueue("orders", "a", 0), MessageQueue("orders", "a", 1), MessageQueue("orders", "b", 0)
 
 
 class Brokers:
@@ -30,10 +27,8 @@ class Brokers:
         self.stored: dict[MessageQueue, int] = {}
         self.answers: list[Any] = []  # an exception, or False: a reset waits there
         self.commits: list[tuple[MessageQueue, int]] = []
-        self.executes_failed = False
         self.call_s = 0.01
-        self.most_at_once: dict[MessageQueue, int] = {}
-        self._at_once: dict[MessageQueue, int] = {}
+        self.most_at_once, self._at_once = Counter[MessageQueue](), Counter[MessageQueue]()
 
     def broker(self, name: str) -> Any:
         async def query_offset(group, queue, *, set_zero_if_not_found):
@@ -46,8 +41,8 @@ class Brokers:
         async def commit_offset(group, queue, offset):
             assert (group, queue.broker_name) == ("app", name)
             self.commits.append((queue, offset))
-            self._at_once[queue] = self._at_once.get(queue, 0) + 1
-            self.most_at_once[queue] = max(self.most_at_once.get(queue, 0), self._at_once[queue])
+            self._at_once[queue] += 1
+            self.most_at_once |= self._at_once
             answer = self.answers.pop(0) if self.answers else True
             try:
                 await asyncio.sleep(self.call_s)
@@ -72,12 +67,8 @@ def commits(brokers: Brokers) -> BrokerCommits:
     return BrokerCommits(brokers, "app")  # type: ignore[arg-type]
 
 
-TROUBLE = [
-    BrokerError(1, "no", "a:1"),
-    BrokerError(2, "busy", "a:1"),
-    RequestTimeout("QUERY_CONSUMER_OFFSET", "a:1", 3),
-    ConnectionLost("a:1", "reset"),
-]
+REFUSED, UNANSWERED = BrokerError(1, "no", "a:1"), RequestTimeout("UPDATE_CONSUMER_OFFSET", "a:1", 3)
+TROUBLE = [REFUSED, BrokerError(2, "busy", "a:1"), UNANSWERED, ConnectionLost("a:1", "reset")]
 
 
 @pytest.mark.parametrize("trouble", TROUBLE, ids=str)
@@ -98,34 +89,20 @@ async def test_only_what_has_changed_is_stored(commits, brokers):
     for offset in (5, 3, 9, 8):
         commits.update(ONE, offset)
     commits.update(TWO, 1)
-    assert await commits.persist([ONE, TWO, FAR]) == {}
-    assert brokers.stored == {ONE: 9, TWO: 1}
-    assert await commits.persist([ONE, TWO, FAR]) == {}
-    assert len(brokers.commits) == 2
+    for _ in range(2):
+        assert await commits.persist([ONE, TWO, FAR]) == {}
+        assert brokers.stored == {ONE: 9, TWO: 1}
+        assert len(brokers.commits) == 2
     commits.update(TWO, 2)
     await commits.persist([ONE, TWO, FAR])
     assert brokers.commits[2:] == [(TWO, 2)]
     assert commits.table("orders") == {ONE: 9, TWO: 2}
 
 
-@pytest.mark.parametrize("trouble", TROUBLE, ids=str)
-async def test_what_could_not_be_stored_is_stored_next_time(commits, brokers, trouble):
-    await commits.begin_at(ONE, 1)
-    commits.update(ONE, 5)
-    commits.update(TWO, 6)
-    brokers.answers = [trouble]
-    assert await commits.persist([ONE, TWO]) == {ONE: trouble}
-    assert (commits.persisted(ONE), commits.persisted(TWO)) == (1, 6)
-    commits.update(ONE, 8)
-    assert await commits.persist([ONE, TWO]) == {}
-    assert brokers.stored == {ONE: 8, TWO: 6}
-
-
 async def test_after_a_commit_without_an_answer_the_next_is_made_twice(commits, brokers):
     """The broker may execute the one that was not answered last, and the older offset would stay."""
-
     commits.update(ONE, 5)
-    brokers.answers = [RequestTimeout("UPDATE_CONSUMER_OFFSET", "a:1", 3)]
+    brokers.answers = [UNANSWERED]
     await commits.persist([ONE])
     commits.update(ONE, 8)
     await commits.persist([ONE])
@@ -151,34 +128,30 @@ async def test_a_commit_ignored_for_a_reset_is_not_taken_for_stored(commits, bro
 
 
 async def test_commits_of_a_queue_take_turns_with_the_newest_value(commits, brokers):
-    commits.update(ONE, 1)
-    first = asyncio.ensure_future(commits.persist([ONE]))
-    await asyncio.sleep(0.001)
-    commits.update(ONE, 2)
-    second = asyncio.ensure_future(commits.persist([ONE]))
-    third = asyncio.ensure_future(commits.persist([ONE]))
-    await asyncio.sleep(0.001)
-    commits.update(ONE, 3)
-    await asyncio.gather(first, second, third)
+    persists = []
+    for offset, times in ((1, 1), (2, 2), (3, 0)):
+        commits.update(ONE, offset)
+        persists += [asyncio.ensure_future(commits.persist([ONE])) for _ in range(times)]
+        await asyncio.sleep(0.001)
+    await asyncio.gather(*persists)
     assert [offset for _, offset in brokers.commits] == [1, 3]
     assert brokers.most_at_once == {ONE: 1}
 
 
 async def test_a_commit_that_nobody_waits_for_is_finished(commits, brokers):
     brokers.call_s = 1.0
-    commits.update(ONE, 5)
-    waiting = asyncio.ensure_future(commits.persist([ONE]))
-    await asyncio.sleep(0.1)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+
+    async def persist_and_give_up(offset):
+        commits.update(ONE, offset)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(commits.persist([ONE]), 0.1)
+
+    await persist_and_give_up(5)
     commits.update(ONE, 9)
     await commits.persist([ONE])
     assert [offset for _, offset in brokers.commits] == [5, 9]
     assert brokers.most_at_once == {ONE: 1}
-    commits.update(ONE, 12)
-    waiting = asyncio.ensure_future(commits.persist([ONE]))
-    await asyncio.sleep(0.1)
-    waiting.cancel()
+    await persist_and_give_up(12)
     await commits.close()
     assert brokers.stored == {ONE: 12}, "closing waits for it"
 
@@ -188,9 +161,8 @@ async def test_a_reset_replaces_what_was_noted_whether_lower_or_higher(commits, 
     await commits.persist([ONE])
     for target in (3, 3, 80):
         await commits.replace(ONE, target)
-        assert brokers.stored == {ONE: target}
-        assert commits.current(ONE) == target
-    brokers.answers = [BrokerError(1, "no", "a:1")]
+        assert (brokers.stored, commits.current(ONE)) == ({ONE: target}, target)
+    brokers.answers = [REFUSED]
     with pytest.raises(BrokerError):
         await commits.replace(ONE, 5)
     assert await commits.persist([ONE]) == {}
@@ -200,13 +172,12 @@ async def test_a_reset_replaces_what_was_noted_whether_lower_or_higher(commits, 
 async def test_a_released_queue_is_stored_and_forgotten(commits, brokers):
     commits.update(ONE, 5)
     await commits.release(ONE)
-    assert brokers.stored == {ONE: 5}
-    assert (commits.current(ONE), commits.persisted(ONE)) == (None, None)
+    assert (brokers.stored, commits.current(ONE), commits.persisted(ONE)) == ({ONE: 5}, None, None)
     commits.update(ONE, 2)  # the queue came back and starts lower: nothing of the time before holds it up
     await commits.persist([ONE])
     assert brokers.stored == {ONE: 2}
     commits.update(ONE, 3)
-    brokers.answers = [BrokerError(1, "no", "a:1")]
+    brokers.answers = [REFUSED]
     with pytest.raises(BrokerError):
         await commits.release(ONE)
     assert commits.current(ONE) is None
@@ -254,6 +225,12 @@ async def test_what_a_broker_may_have_forgotten_is_stored_again(commits, brokers
 MANY = [MessageQueue("orders", "a", number) for number in range(100)]
 
 
+async def persist_many(commits: BrokerCommits) -> dict[MessageQueue, Exception]:
+    for queue in MANY:
+        commits.update(queue, 7)
+    return await commits.persist(MANY)
+
+
 async def seconds(work: Awaitable[Any]) -> float:
     began = asyncio.get_running_loop().time()
     await work
@@ -266,9 +243,7 @@ async def test_the_first_commit_goes_alone_and_the_others_together(commits, brok
     if step == "begin":
         took = await seconds(asyncio.gather(*(commits.begin_at(queue, 7) for queue in MANY)))
     else:
-        for queue in MANY:
-            commits.update(queue, 7)
-        took = await seconds(commits.persist(MANY))
+        took = await seconds(persist_many(commits))
     assert took == pytest.approx(0.1)
     assert brokers.stored == dict.fromkeys(MANY, 7)
     assert commits.persisted(MANY[0]) == 7
@@ -277,24 +252,18 @@ async def test_the_first_commit_goes_alone_and_the_others_together(commits, brok
 @pytest.mark.parametrize(("stored", "took_s"), [(1, 0.05), (0, 0.1)])
 async def test_an_offset_that_was_read_proves_a_table_and_0_does_not(commits, brokers, stored, took_s):
     """Brokers of 4.9 answer 0 for a young queue for which they have nothing."""
-
     brokers.stored[ONE] = stored
     await commits.start_offset(ONE)
     brokers.call_s = 0.05
-    for queue in MANY:
-        commits.update(queue, 7)
-    assert await seconds(commits.persist(MANY)) == pytest.approx(took_s)
+    assert await seconds(persist_many(commits)) == pytest.approx(took_s)
     assert brokers.stored == dict.fromkeys(MANY, 7)
 
 
 @pytest.mark.parametrize("trouble", TROUBLE[2:], ids=str)
 async def test_no_answer_to_the_first_is_none_for_those_that_wait(commits, brokers, trouble):
-    for queue in MANY:
-        commits.update(queue, 7)
     brokers.answers = [trouble]
-    failed = await commits.persist(MANY)
-    assert failed.keys() == set(MANY)
-    assert {str(error) for error in failed.values()} == {str(trouble)}
+    failed = await persist_many(commits)
+    assert {queue: str(error) for queue, error in failed.items()} == dict.fromkeys(MANY, str(trouble))
     assert brokers.commits == [(MANY[0], 7)]
     assert await commits.persist(MANY) == {}
     assert brokers.commits[1][0] == MANY[1]
@@ -302,14 +271,9 @@ async def test_no_answer_to_the_first_is_none_for_those_that_wait(commits, broke
 
 
 async def test_a_refusal_of_the_first_concerns_that_one_only(commits, brokers):
-    for queue in MANY:
-        commits.update(queue, 7)
     brokers.answers = TROUBLE[:2]
-    assert await commits.persist(MANY) == dict(zip(MANY, TROUBLE[:2], strict=False))
+    assert await persist_many(commits) == dict(zip(MANY, TROUBLE[:2], strict=False))
     assert brokers.stored == dict.fromkeys(MANY[2:], 7)
-
-
-# --- ends that do not wait
 
 
 async def test_what_is_not_acknowledged_in_time_goes_on(commits, brokers):
@@ -327,9 +291,6 @@ async def test_what_is_not_acknowledged_in_time_goes_on(commits, brokers):
     assert brokers.stored == {ONE: 1}
     await asyncio.sleep(10)
     assert brokers.stored == {ONE: 5, TWO: 6}
-
-
-# --- the timer
 
 
 class Member:

@@ -41,9 +41,6 @@ NEVER_S = 3600.0
 COMMIT, PULL = RequestCode.UPDATE_CONSUMER_OFFSET, RequestCode.PULL_MESSAGE
 
 
-# --- H09
-
-
 class StoresWhatNoNewMessageSays(NaiveMember):
     """Stores the next offset of "no new message" although messages are with the listener."""
 
@@ -99,9 +96,6 @@ def test_nothing_is_committed_past_messages_at_the_listener(embedded, broker, co
             others.set()
 
 
-# --- H31
-
-
 class CommitsWhatHasNotChanged(NaiveMember):
     """Commits what memory holds at every tick."""
 
@@ -135,9 +129,6 @@ def test_an_idle_consumer_commits_nothing_over_an_admin(cluster, names, member):
         assert consumer.stored() == {queue(topic, 0): 4}, "an idle consumer has committed over it"
         fill(cluster, topic, 1, start=10)
         until(lambda: consumer.stored() == {queue(topic, 0): 11}, "with progress the consumer commits again")
-
-
-# --- H32
 
 
 @pytest.mark.hazard("H32")
@@ -229,9 +220,6 @@ def test_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
             release.set()
 
 
-# --- H33
-
-
 @pytest.mark.hazard("H33")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "what was lost is committed again")])
 def test_a_commit_that_is_lost_is_made_again(embedded, broker, member):
@@ -248,12 +236,8 @@ def test_a_commit_that_is_lost_is_made_again(embedded, broker, member):
         until(lambda: consumer.stored() == all_stored, "what was lost is committed again", patience_s(member))
 
 
-class BelievesBrokersRemember(NaiveMember):
-    """Never commits again what was acknowledged once."""
-
-
 @pytest.mark.hazard("H33")
-@pytest.mark.parametrize("member", [ours, faulty(BelievesBrokersRemember, "what the broker forgot is committed again")])
+@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "what the broker forgot is committed again")])
 def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, member):
     """After a broker was away all offsets are committed there again, although nothing new was consumed.
 
@@ -299,9 +283,6 @@ def test_the_first_commit_of_a_group_goes_alone(embedded, broker, member):
         until(lambda: set(consumer.stored().values()) == {4}, "all is committed")
 
 
-# --- H38
-
-
 @pytest.mark.hazard("H38")
 @pytest.mark.parametrize("kind", ["clustering", "orderly", "broadcasting"])
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(DropsWithoutStoring, "progress was forgotten")])
@@ -324,9 +305,6 @@ def test_unsubscribing_stores_what_was_consumed_and_unlocks(embedded, broker, tm
         assert stored == 20, "progress was forgotten"
         locked = {each.topic for each in broker.locks("G")}
         assert "T" not in locked, "the queue is still locked"
-
-
-# --- H40
 
 
 class OneTimerForAll(NaiveMember):
@@ -401,9 +379,6 @@ def test_commits_go_on_while_another_broker_is_silent(member):
                 silent.open()
 
 
-# --- H44
-
-
 class AnswersReadTheStore(NaiveMember):
     """Asked where it stands it reads the store, as the protocol's MEMORY_FIRST_THEN_STORE may, into its memory."""
 
@@ -471,16 +446,9 @@ def test_diagnostics_change_no_offset(embedded, names, member):
     assert asked == alone, "diagnostics made other commits"
 
 
-# --- H45
-
-
-class BelievesNoOffset(NaiveMember):
-    """Takes "no offset" for a queue that nobody has ever consumed, though it has committed one itself."""
-
-
 @pytest.mark.hazard("H45")
 @pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # before, brokers say 0 where they have no offset
-@pytest.mark.parametrize("member", [ours, faulty(BelievesNoOffset, "2 messages were passed over")])
+@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "2 messages were passed over")])
 def test_an_offset_deleted_at_the_broker_is_no_new_group(cluster, names, member):
     """Where the broker has lost the offset of a queue, the consumer goes on from what it last knew, and says so.
 

@@ -11,11 +11,11 @@ from pyrocket_consumer import ConsumerState
 from pyrocket_consumer.testing import answer, close_connection, drop, drop_answer
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import PATIENT_S, Events, Seen, consuming, numbered, until
-from tests.resetting import fill
+from tests.hazards.members import of
+from tests.resetting import fill, queue
 
 OPTIONS = {"commit_interval_s": 0.05, "pull_hold_s": 0.2}
 IMPATIENT = {**OPTIONS, "call_timeout_s": 0.2}
-SENDS = (RequestCode.SEND_MESSAGE, RequestCode.SEND_MESSAGE_V2)
 
 
 def fails_once(body):
@@ -59,17 +59,11 @@ def test_commits_are_tried_again_and_told_once_in_a_while(embedded, broker, topi
 
 def test_a_commit_whose_answer_is_lost_is_made_again(embedded, broker, topic, group):
     fill(embedded, topic, 5, queues=1)
-    broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop_answer, when=lambda each: each.fields["topic"] == topic)
+    broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop_answer, when=of(topic))
     with consuming(embedded, topic, group, **IMPATIENT) as (consumer, seen):
         seen.wait_for(5)
-        broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, 2, when=lambda each: each.fields["topic"] == topic)
-        until(
-            lambda: [each.persisted for queue, each in consumer.progress().items() if queue.topic == topic] == [5],
-            "known to be stored",
-        )
-
-
-# --- send-back
+        broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, 2, when=of(topic))
+        until(lambda: consumer.progress()[queue(topic, 0)].persisted == 5, "known to be stored")
 
 
 def test_a_busy_broker_is_asked_again_to_take_a_message_back(embedded, broker, topic, group):
@@ -88,8 +82,7 @@ def test_what_is_not_taken_back_is_sent_to_the_retry_topic(embedded, broker, top
     embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"m0", tags="t", keys=["k"], properties={"own": "ä"})
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, trouble, times=3)
-    options = {**OPTIONS, "call_timeout_s": PATIENT_S}
-    with consuming(embedded, topic, group, Seen(fails_once(b"m0")), **options) as (_, seen):
+    with consuming(embedded, topic, group, Seen(fails_once(b"m0")), **OPTIONS) as (_, seen):
         seen.wait(lambda seen: len(seen.bodies) == 2)
         until(lambda: embedded.committed(group, topic) == {0: 1}, "committed")
     first, again = seen.messages

@@ -26,6 +26,7 @@ from pyrocket_consumer.wire.reset_plan import (
     record_areas,
 )
 from tests.consuming import Events, consuming, until
+from tests.hazards.members import of
 from tests.offsets.disks import Failing, MemoryDisk, WatchedDisk
 from tests.resetting import caught_up, fill, queue, record, reset, tell_members, wait_until_seen, wait_until_stored
 from tests.testing.raw_client import RawClient
@@ -35,30 +36,38 @@ RETRY = "%RETRY%G"
 
 def reset_at_broker(broker, **fields: object) -> RemotingCommand:
     """Have the broker reset the group, as the dashboard does."""
+    whole = {"topic": "T", "group": "G", "timestamp": 0, "isForce": True, **fields}
     with RawClient(broker.address) as client:
-        whole = {"topic": "T", "group": "G", "timestamp": 0, "isForce": True, **fields}
         return client.call(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, whole)
 
 
-def order(broker, client_id: str, body: bytes = b"", operation: str = "reset", **fields: object) -> RemotingCommand:
+def order(broker, consumer, body: bytes = b"", operation: str = "reset", **fields: object) -> RemotingCommand:
     """Pass a word to a member, as an admin does."""
     whole = {
-        "consumerGroup": "G", "clientId": client_id, "jstackEnable": "false",
+        "consumerGroup": "G", "clientId": consumer.client_id, "jstackEnable": "false",
         "pyrocketV": "1", "pyrocketOp": operation, "pyrocketId": str(uuid.uuid4()), **fields,
     }  # fmt: skip
+    given = {name: value for name, value in whole.items() if value is not None}
     with RawClient(broker.address) as client:
-        return client.call(
-            RequestCode.GET_CONSUMER_RUNNING_INFO, {name: value for name, value in whole.items() if value is not None},
-            body, timeout_s=15,
-        )  # fmt: skip
+        return client.call(RequestCode.GET_CONSUMER_RUNNING_INFO, given, body, timeout_s=15)
+
+
+def status(broker, consumer) -> RemotingCommand:
+    return order(broker, consumer, b'{"topic":"T"}', "status")
+
+
+def state(answered: RemotingCommand) -> str:
+    return answered.fields["pyrocketState"]
+
+
+def send_plan(broker, consumer, targets, epoch: int = 5000, topic: str = "T", **fields: object) -> RemotingCommand:
+    return order(broker, consumer, encode_plan(PlanBody(topic, epoch, targets)), **fields)
 
 
 def soon() -> int:
     """An epoch above those of all resets before."""
     return time.time_ns() // 1_000_000 + 3_600_000
 
-
-# --- a word from an admin
 
 TARGETS = {queue("T", 0): 2, queue("T", 1): 7}
 
@@ -73,20 +82,17 @@ def test_an_ordinary_question_is_answered_as_ever(embedded, broker, stores):
 
 def test_the_same_plan_twice_is_followed_once(embedded, broker, stores):
     with caught_up(embedded, "T", "G", 20, **stores) as (consumer, seen):
-        body = encode_plan(PlanBody("T", 5000, {queue("T", 0): 4}))
-        first = order(broker, consumer.client_id, body, pyrocketId="one")
-        assert (first.fields["pyrocketState"], first.fields["pyrocketAck"]) == ("applied", "one")
+        first = send_plan(broker, consumer, {queue("T", 0): 4}, pyrocketId="one")
+        assert (state(first), first.fields["pyrocketAck"]) == ("applied", "one")
         assert decode_report(first.body).epochs == {queue("T", 0): 5000}
         seen.wait(lambda seen: len(seen.messages) == 26)
-        assert order(broker, consumer.client_id, body).fields["pyrocketState"] == "already"
-        older = encode_plan(PlanBody("T", 4999, {queue("T", 0): 0}))
-        assert order(broker, consumer.client_id, older).fields["pyrocketState"] == "already"
-        status = order(broker, consumer.client_id, b'{"topic":"T"}', "status")
-        assert status.fields["pyrocketState"] == "ok"
-        assert decode_report(status.body).epochs == {queue("T", 0): 5000}
+        assert state(send_plan(broker, consumer, {queue("T", 0): 4})) == "already"
+        assert state(send_plan(broker, consumer, {queue("T", 0): 0}, epoch=4999)) == "already"
+        known = status(broker, consumer)
+        assert (state(known), decode_report(known.body).epochs) == ("ok", {queue("T", 0): 5000})
     with consuming(embedded, "T", "G", **stores) as (consumer, _):
-        assert order(broker, consumer.client_id, body).fields["pyrocketState"] == "already"
-        assert order(broker, consumer.client_id, b'{"topic":"T"}', "status").fields["pyrocketState"] == "ok"
+        assert state(send_plan(broker, consumer, {queue("T", 0): 4})) == "already"
+        assert state(status(broker, consumer)) == "ok"
 
 
 GOOD = encode_plan(PlanBody("T", 5000, {queue("T", 0): 0}))
@@ -108,26 +114,21 @@ BAD_ORDERS = {
 def test_an_order_that_is_none_is_refused_and_nothing_moves(embedded, broker, stores, case):
     body, fields, operation = BAD_ORDERS[case]
     with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
-        refused = order(broker, consumer.client_id, body, operation, **fields)
-        assert refused.code == 0
-        assert refused.fields["pyrocketState"] == "refused"
+        refused = order(broker, consumer, body, operation, **fields)
+        assert (refused.code, state(refused)) == (0, "refused")
         assert refused.fields["pyrocketReason"]
         assert all(refused.fields.values()), "the binary header knows no empty texts"
         fill(embedded, "T", 2, start=10)
-        seen.wait_for(12)
-        assert set(seen.places.values()) == {1}
+        wait_until_seen(seen, 1, 12)
 
 
 def test_a_target_for_a_queue_added_just_now_is_kept_for_it(embedded, broker, stores):
     fill(embedded, "T", 2)
-    with consuming(embedded, "T", "G", rebalance_interval_s=3600, route_refresh_interval_s=3600, **stores) as (
-        consumer,
-        seen,
-    ):
+    options = {"rebalance_interval_s": 3600, "route_refresh_interval_s": 3600, **stores}
+    with consuming(embedded, "T", "G", **options) as (consumer, seen):
         wait_until_seen(seen, 1, 2)
         embedded.create_topic("T", queues=3)
-        answer = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, {queue("T", 2): 3})))
-        assert answer.fields["pyrocketState"] == "applied"
+        assert state(send_plan(broker, consumer, {queue("T", 2): 3})) == "applied"
         for number in range(5):
             embedded.send("T", b"new%d" % number, queue_id=2)
         with consuming(embedded, "T", "G", instance_name="another", **stores):  # a change of members: rebalance
@@ -149,10 +150,9 @@ def test_a_target_for_a_queue_added_just_now_is_kept_for_it(embedded, broker, st
 def test_a_plan_that_cannot_be_for_us_is_refused(embedded, broker, admin, stores, plan, reason):
     events = Events()
     with caught_up(embedded, "T", "G", 20, on_event=events, **stores) as (consumer, seen):
-        answer = order(broker, consumer.client_id, encode_plan(plan))
-        assert answer.fields["pyrocketState"] == "refused"
-        assert reason in answer.fields["pyrocketReason"]
-        assert reason in events.wait_for("offset-reset").text
+        refused = order(broker, consumer, encode_plan(plan))
+        assert state(refused) == "refused"
+        assert reason in refused.fields["pyrocketReason"] and reason in events.wait_for("offset-reset").text
         assert reset(admin, "G", "T", "earliest").verified  # later ones count
         wait_until_seen(seen, 2, 20)
     files = b"".join(path.read_bytes() for path in stores["offset_store_dir"].rglob("offsets.*") if path.is_file())
@@ -163,9 +163,9 @@ def test_a_plan_for_unknown_queues_is_refused_all_the_same(embedded, broker, sto
     with caught_up(embedded, "T", "G", 2, **stores) as (consumer, seen):
         refusal = answer(ResponseCode.SYSTEM_ERROR, "not now")
         embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, refusal, times=None)
-        replied = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, {queue("T", 9): 3})))
-        assert replied.fields["pyrocketState"] == "refused"
-        assert "no queue T/broker-a/9" in replied.fields["pyrocketReason"]
+        refused = send_plan(broker, consumer, {queue("T", 9): 3})
+        assert state(refused) == "refused"
+        assert "no queue T/broker-a/9" in refused.fields["pyrocketReason"]
 
 
 def test_a_stranger_who_is_always_newer_keeps_no_admin_for_ever(embedded, broker, admin, stores):
@@ -182,26 +182,8 @@ def test_a_stranger_who_is_always_newer_keeps_no_admin_for_ever(embedded, broker
             plan.execute()
 
 
-@pytest.mark.parametrize("model", ["clustering", "broadcasting"])
-def test_who_refuses_resets_reads_none(embedded, broker, tmp_path, model):
-    events = Events()
-    options = {"message_model": model, "offset_store_dir": tmp_path, "remote_reset": "refuse", "on_event": events}
-    with consuming(embedded, "T", "G", **options) as (consumer, _):
-        answer = order(broker, consumer.client_id, b"this is no plan")
-        assert (answer.fields["pyrocketState"], answer.fields["pyrocketReason"]) == (
-            "refused", "this consumer has remote_reset='refuse'",
-        )  # fmt: skip
-        tell_members(broker, "G", "T", b"neither is this")
-        assert "refused" in events.wait_for("offset-reset", 2).text
-
-
-# --- records that make no sense
-
-ABSURD = (2**63 - 1, 2**62, 2**50, 1 << 42)
-
-
 @pytest.mark.parametrize("online", [True, False])
-@pytest.mark.parametrize("absurd", ABSURD)
+@pytest.mark.parametrize("absurd", [2**63 - 1, 2**62, 2**50, 1 << 42])
 def test_a_record_that_makes_no_sense_is_told_and_written_over(embedded, broker, admin, stores, absurd, online):
     """Whoever may commit offsets for the group can write it, with four plain commits."""
     events = Events()
@@ -248,8 +230,7 @@ def test_places_that_somebody_has_filled_are_taken(embedded, broker, admin, stor
         wait_until_stored(consumer, "T", 20)
     broker.commit("G", RETRY, {area.name: 4711 for area in record_areas("T")})
     told = []
-    plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
-    plan.execute(told.append)
+    admin.plan_reset("G", "T", "earliest", model="broadcasting").execute(told.append)
     assert any("are taken" in each.text for each in told)
     with consuming(embedded, "T", "G", **stores) as (_, again):
         again.wait_for(20)
@@ -261,10 +242,8 @@ def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, broke
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
     folder = next(stores["offset_store_dir"].rglob("offsets.json")).parent
-    poisoned = LocalFileOffsetStore(folder)
-    poisoned.load()
-    poisoned.persist_resets({queue("T", number): QueueReset(None, 2**63 - 1) for number in (0, 1)})
-    poisoned.close()
+    with LocalFileOffsetStore(folder) as poisoned:
+        poisoned.persist_resets({queue("T", number): QueueReset(None, 2**63 - 1) for number in (0, 1)})
     with consuming(embedded, "T", "G", **options) as (_, again):
         assert reset(admin, "G", "T", "earliest").verified
         again.wait_for(20)
@@ -273,7 +252,7 @@ def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, broke
 
 def test_a_brokers_word_for_what_was_just_done_is_not_obeyed(embedded, broker, stores):
     with caught_up(embedded, "T", "G", 20, **stores) as (consumer, seen):
-        order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, TARGETS)))
+        send_plan(broker, consumer, TARGETS)
         seen.wait(lambda seen: len(seen.messages) == 31)
         tell_members(broker, "G", "T", encode_offset_table(TARGETS))
         tell_members(broker, "G", "T", encode_offset_table({queue("T", 0): 9}))  # and this is another
@@ -284,16 +263,13 @@ def test_a_brokers_word_for_what_was_just_done_is_not_obeyed(embedded, broker, s
 
 def test_a_queue_moves_once_per_order_in_clustering(embedded, broker):
     with caught_up(embedded, "T", "G", 20) as (consumer, seen):
-        body = encode_plan(PlanBody("T", 1, {**TARGETS, MessageQueue("T", "broker-z", 0): 5}))
+        targets = {**TARGETS, MessageQueue("T", "broker-z", 0): 5}
         for _ in range(2):
-            told = order(broker, consumer.client_id, body, pyrocketId="one")
+            told = send_plan(broker, consumer, targets, epoch=1, pyrocketId="one")
             assert decode_report(told.body).moved == TARGETS
         seen.wait(lambda seen: len(seen.messages) == 31)
         assert embedded.wait_until(lambda: embedded.committed("G", "T") == {0: 10, 1: 10})
         assert len(seen.messages) == 31
-
-
-# --- stores
 
 
 class PlainStore(MemoryOffsetStore):
@@ -305,15 +281,14 @@ class PlainStore(MemoryOffsetStore):
 
 
 def test_a_store_without_epochs_works_and_says_what_it_cannot(embedded, broker, admin):
-    store, events = PlainStore(), Events()
-    options = {"message_model": "broadcasting", "offset_store": store, "on_event": events}
+    events = Events()
+    options = {"message_model": "broadcasting", "offset_store": PlainStore(), "on_event": events}
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
         assert reset(admin, "G", "T", "earliest").verified
         wait_until_seen(seen, 2, 20)
         assert "keeps no reset epochs" in events.wait_for("store-fallback").text
         wait_until_stored(consumer, "T", 20)
-        body = encode_plan(PlanBody("T", 1, {queue("T", 0): 0}))
-        assert order(broker, consumer.client_id, body).fields["pyrocketState"] == "already"
+        assert state(send_plan(broker, consumer, {queue("T", 0): 0}, epoch=1)) == "already"
     with consuming(embedded, "T", "G", reset_record_interval_s=0.1, **options) as (consumer, again):
         fill(embedded, "T", 2, start=20)
         again.wait_for(2)
@@ -323,28 +298,20 @@ def test_a_store_without_epochs_works_and_says_what_it_cannot(embedded, broker, 
 
 
 def test_a_full_disk_moves_in_memory_and_is_confirmed_later(embedded, broker):
-    fill(embedded, "T", 20)
-    disk, failing = MemoryDisk(), Failing()
+    disk, failing, events = MemoryDisk(), Failing(), Events()
     store = LocalFileOffsetStore("/s", disk=WatchedDisk(disk, failing))
-    events = Events()
     options = {"message_model": "broadcasting", "offset_store": store, "on_event": events}
-    with consuming(embedded, "T", "G", **options) as (consumer, seen):
-        wait_until_seen(seen, 1, 20)
+    with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
         failing.error = errno.ENOSPC
-        body = encode_plan(PlanBody("T", 5000, TARGETS))
-        told = order(broker, consumer.client_id, body)
-        assert told.fields["pyrocketState"] == "pending"
+        told = send_plan(broker, consumer, TARGETS)
+        assert state(told) == "pending"
         assert "memory only" in told.fields["pyrocketReason"]
         assert decode_report(told.body).epochs == {}
         seen.wait(lambda seen: len(seen.messages) == 31)
         failing.error = None
-
-        def confirmed() -> bool:
-            status = order(broker, consumer.client_id, b'{"topic":"T"}', "status")
-            return decode_report(status.body).epochs == dict.fromkeys(TARGETS, 5000)
-
-        until(confirmed, "it is stored")
+        everywhere = dict.fromkeys(TARGETS, 5000)
+        until(lambda: decode_report(status(broker, consumer).body).epochs == everywhere, "it is stored")
     disk.free_locks()
     with LocalFileOffsetStore("/s", disk=disk) as found:
         assert [found.reset_epoch(each) for each in TARGETS] == [5000, 5000]
@@ -363,25 +330,16 @@ class SlowStore(LocalFileOffsetStore):
 def test_a_slow_store_is_answered_pending_in_time_and_done_later(embedded, broker, tmp_path):
     store = SlowStore(tmp_path)
     with caught_up(embedded, "T", "G", 20, message_model="broadcasting", offset_store=store) as (consumer, seen):
-        told = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, TARGETS)))
-        assert told.fields["pyrocketState"] == "pending"
+        assert state(send_plan(broker, consumer, TARGETS)) == "pending"
         assert len(seen.messages) == 20, "nothing is pulled before the target is durable"
         store.let.set()
         seen.wait(lambda seen: len(seen.messages) == 31)
 
 
-# --- the record
-
-
 def test_a_record_that_may_not_be_read_is_told(embedded, broker, stores):
-    broker.on(
-        RequestCode.QUERY_CONSUMER_OFFSET,
-        answer(16, "no permission"),
-        times=None,
-        when=lambda command: command.fields["topic"] == RETRY,
-    )
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(16, "no permission"), times=None, when=of(RETRY))
     events = Events()
-    with caught_up(embedded, "T", "G", 10, on_event=events, **stores) as (_, seen):
+    with caught_up(embedded, "T", "G", 10, on_event=events, **stores):
         assert "may not be read" in events.wait_for("broker-unreachable").text
 
 
@@ -394,26 +352,26 @@ def test_a_record_not_read_at_the_start_is_followed_soon(embedded, broker, store
         wait_until_seen(seen, 1, 10)
 
 
-# --- refusing
-
-
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
 def test_one_who_refuses_stays_where_it_is(embedded, broker, tmp_path, model):
+    """And reads nothing: no plan and no table has to make sense."""
     events = Events()
     options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events, "remote_reset": "refuse"}
     with caught_up(embedded, "T", "G", 20, pull_hold_s=0.2, **options) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
-        tell_members(broker, "G", "T", encode_offset_table(TARGETS))
-        events.wait_for("offset-reset", 1)
-        told = order(broker, consumer.client_id, encode_plan(PlanBody("T", 5000, TARGETS)))
-        assert told.fields["pyrocketState"] == "refused"
+        for number, table in enumerate((encode_offset_table(TARGETS), b"this is no table"), 1):
+            tell_members(broker, "G", "T", table)
+            events.wait_for("offset-reset", number)
+        for plan in (encode_plan(PlanBody("T", 5000, TARGETS)), b"neither is this a plan"):
+            told = order(broker, consumer, plan)
+            assert state(told) == "refused"
+            assert told.fields["pyrocketReason"] == "this consumer has remote_reset='refuse'"
         assert reset_at_broker(broker).code == 0
-        events.wait_for("offset-reset", 3)
+        events.wait_for("offset-reset", 5)
         assert all("refused" in event.text for event in events.of("offset-reset"))
         fill(embedded, "T", 2, start=20)
-        seen.wait_for(22)
-        assert set(seen.places.values()) == {1}
-        assert order(broker, consumer.client_id, b"", "status").fields["pyrocketState"] == "refused"
+        wait_until_seen(seen, 1, 22)
+        assert state(order(broker, consumer, b"", "status")) == "refused"
 
 
 @pytest.mark.parametrize(

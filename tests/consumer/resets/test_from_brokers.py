@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ from tests.hazards.members import (
 )
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
-from tests.resetting import caught_up, fill, queue, tell_members, wait_until_stored
+from tests.resetting import caught_up, fill, queue, tell_members, wait_until_seen, wait_until_stored
 
 PULL, COMMIT = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET
 SINGLE = queue("S", 0)
@@ -43,9 +43,6 @@ def reset_at_broker(cluster: Any, group: str, topic: str) -> None:
     """Have the broker reset a group to the beginning, as mqadmin and the dashboard do."""
     with closing(Peer(cluster.broker("broker-a").address)) as peer:
         peer.call(222, {"topic": topic, "group": group, "timestamp": 0, "isForce": True})
-
-
-# --- H29: a reset that the broker tells to the next pull
 
 
 class CommitsWithThePull(PullsCarryCommits):
@@ -117,11 +114,8 @@ def test_a_reset_reaches_a_consumer_that_reads_from_a_slave(member):
             until(lambda: consumer.stored() == {SINGLE: 10}, "committed")
             reset_at_broker(cluster, "G", "S")
             fill(cluster, "S", 1, start=10)
-            try:
-                consumer.seen.wait(lambda seen: len(seen.bodies) >= 21, patience_s(member))
-            except AssertionError:
-                stored = consumer.stored()[SINGLE]
-                raise AssertionError(f"the group stands at {stored} whatever it commits, and reads on") from None
+            stands = "the group stands at 0 whatever it commits, and reads on"
+            until(lambda: len(consumer.seen.bodies) >= 21, stands, patience_s(member))
             until(lambda: consumer.stored() == {SINGLE: 11}, "committed again")
 
 
@@ -155,10 +149,8 @@ def a_late_reset_is_obeyed(cluster: Any, member: Kind, *, timed_out: bool, **opt
             consumed += 2
             consumer.seen.wait(lambda seen: len(seen.bodies) == consumed)
         held.answer(21, "OFFSET_RESET", MARK)
-        try:
-            consumer.seen.wait(lambda seen: len(seen.bodies) == consumed + 6, patience_s(member))
-        except AssertionError:
-            raise AssertionError("the reset is lost: it was told to that pull only") from None
+        lost = "the reset is lost: it was told to that pull only"
+        until(lambda: len(consumer.seen.bodies) == consumed + 6, lost, patience_s(member))
         until(lambda: consumer.stored() == {SINGLE: 10}, "committed again")
         assert Counter(consumer.seen.bodies[consumed:]) == Counter(numbered(6, 4))
         if member is ours:
@@ -204,13 +196,12 @@ def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
             reset_at_broker(cluster, group, topic)
             fill(cluster, topic, 4, start=40)  # ends the pulls that are held
 
-            def replayed(seen: Seen) -> int:
+            def again() -> int:
                 return sum(times > 1 for body, times in Counter(seen.bodies).items() if body in old)
 
-            try:
-                seen.wait(lambda seen: replayed(seen) == 40, patience_s(member))
-            except AssertionError:
-                raise AssertionError(f"{replayed(seen)} of 40 messages were consumed again") from None
+            with suppress(AssertionError):  # told below
+                until(lambda: again() == 40, "all are consumed again", patience_s(member))
+            assert again() == 40, f"{again()} of 40 messages were consumed again"
             seen.wait_for(44)
             at_end = dict.fromkeys(everything, 11)
             until(lambda: {**first.stored(), **second.stored()} == at_end, "committed again")
@@ -239,14 +230,10 @@ def test_so_it_is_at_real_brokers(real_cluster, names):
 
 def test_a_hand_over_between_proxies_is_told_to_nobody(embedded, broker, stores):
     with caught_up(embedded, "T", "G", 20, pull_hold_s=0.2, **stores) as (consumer, seen):
-        fields = {**MARK, "maxOffset": "0"}
-        broker.on(PULL, answer(21, "OFFSET_RESET", fields), when=lambda command: command.fields["queueId"] == "0")
+        broker.on(PULL, answer(21, "OFFSET_RESET", {**MARK, "maxOffset": "0"}), when=of("T", queueId=0))
         seen.wait(lambda seen: len(seen.messages) == 26)
         wait_until_stored(consumer, "T", 20)
         assert embedded.committed("G", "%RETRY%G") == {}
-
-
-# --- H30: an order to every member
 
 
 class PausesEverything(NaiveMember):
@@ -286,15 +273,9 @@ def test_a_reset_of_one_topic_does_not_hold_up_another(embedded, broker, member)
         broker.on(COMMIT, gate, times=None, when=of("S"))  # that of the target is not acknowledged for a while
         try:
             tell_members(broker, "G", "S", encode_offset_table({SINGLE: 2}))
-            until(
-                lambda: (0, 2) in committed_values(broker, "S") or getattr(consumer, "paused", False),
-                "the reset has begun",
-            )
+            until(lambda: (0, 2) in committed_values(broker, "S") or getattr(consumer, "paused", False), "it has begun")
             fill(embedded, "other", 5)
-            try:
-                others.wait_for(5, patience_s(member))
-            except AssertionError:
-                raise AssertionError("a reset of one topic holds up another") from None
+            until(lambda: len(others.bodies) == 5, "a reset of one topic holds up another", patience_s(member))
         finally:
             broker.clear_faults()
             gate.open()
@@ -409,13 +390,10 @@ def test_every_spelling_of_a_reset_is_obeyed(embedded, broker, tmp_path, member,
         consumer.seen.wait_for(20)
         until(lambda: sum(consumer.stored().values()) == 20, "stored")
         tell_members(broker, "G", "T", SPELLINGS[spelling])
-        try:
-            consumer.seen.wait(lambda seen: len(seen.bodies) == 20 + 8 + 3, patience_s(member))
-        except AssertionError:
-            raise AssertionError(f"the {spelling} form was ignored") from None
-        assert {(message.queue.queue_id, message.queue_offset) for message in consumer.seen.messages[20:]} == {
-            *((0, offset) for offset in range(2, 10)), *((1, offset) for offset in range(7, 10))
-        }  # fmt: skip
+        ignored = f"the {spelling} form was ignored"
+        until(lambda: len(consumer.seen.bodies) == 20 + 8 + 3, ignored, patience_s(member))
+        again = [(message.queue.queue_id, message.queue_offset) for message in consumer.seen.messages[20:]]
+        assert sorted(again) == [*((0, offset) for offset in range(2, 10)), *((1, offset) for offset in range(7, 10))]
         until(lambda: sum(consumer.stored().values()) == 20, "stored again")
 
 
@@ -439,34 +417,29 @@ def test_an_order_that_cannot_be_read_moves_nothing_and_is_told(embedded, broker
     fill(embedded, "S", 5)
     with member(embedded, "S", "G") as consumer:
         consumer.seen.wait_for(5)
+
+        def has_read(number: int) -> bool:
+            has_ended = member is EndsAtWhatItCannotRead and consumer.closed.is_set()
+            return has_ended or len(consumer.events.of("offset-reset")) == number
+
         for number, body in enumerate((b"{", b'{"offsetTable":7}', b'{"offsetTable":[[1]]}', b"\xff\xfe"), 1):
             tell_members(broker, "G", "S", body)
-            until(
-                lambda number=number: (
-                    len(consumer.events.of("offset-reset")) == number
-                    or (member is EndsAtWhatItCannotRead and consumer.closed.is_set())
-                ),
-                "it has been read",
-            )
-            fill(embedded, "S", 1, start=4 + number)
-            try:
-                consumer.seen.wait_for(5 + number, patience_s(member))
-            except AssertionError:
-                raise AssertionError(f"{body!r}, which cannot be read, ended the consumer") from None
-            told = consumer.events.wait_for("offset-reset", number)
-            assert "cannot be read, nothing moved" in told.text
+            until(lambda number=number: has_read(number), "it has been read")
+            sent = fill(embedded, "S", 1, start=4 + number)
+            ended = f"{body!r}, which cannot be read, ended the consumer"
+            until(lambda sent=sent: sent[0] in consumer.seen.bodies, ended, patience_s(member))
+            assert "cannot be read, nothing moved" in consumer.events.wait_for("offset-reset", number).text
         assert sorted(consumer.seen.bodies) == numbered(9)
 
 
 @pytest.mark.parametrize("body", [b"", b'{"offsetTable":{}}', encode_offset_table({queue("T", 0): -5})])
 def test_what_names_nothing_moves_nothing(embedded, broker, body):
+    elsewhere = {queue("U", 0): 0, MessageQueue("T", "broker-z", 0): 0}
     with caught_up(embedded, "T", "G", 10) as (_, seen):
-        tell_members(broker, "G", "T", body)
-        elsewhere = {queue("U", 0): 0, MessageQueue("T", "broker-z", 0): 0}
-        tell_members(broker, "G", "T", encode_offset_table(elsewhere))
+        for table in (body, encode_offset_table(elsewhere)):
+            tell_members(broker, "G", "T", table)
         fill(embedded, "T", 2, start=10)
-        seen.wait_for(12)
-        assert set(seen.places.values()) == {1}
+        wait_until_seen(seen, 1, 12)
 
 
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
@@ -487,8 +460,7 @@ def test_a_table_that_no_broker_would_send_moves_nothing(embedded, broker, tmp_p
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
         tell_members(broker, "G", topic, encode_offset_table(targets))
         told = events.wait_for("offset-reset").text
-        assert reason in told
-        assert "nothing moved" in told
+        assert reason in told and "nothing moved" in told
         assert consumer.state is ConsumerState.RUNNING
         right = {queue("T", 0): 8, queue("T", 7): 0}  # 7: no route has it yet
         tell_members(broker, "G", "T", encode_offset_table(right))
