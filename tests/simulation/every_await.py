@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
-import os
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from pyrocket_consumer.testing import Fault, drop, drop_answer
-from tests.simulation.history import History, Wrong
+from tests.simulation.history import History
 from tests.simulation.member import Member
 from tests.simulation.plans import DEFAULTS, Plan
+from tests.simulation.running import begin, lived_through
 from tests.simulation.scenario import Scenario
 
 BEGINS_S = 12.0
@@ -71,16 +70,16 @@ class Interfered(Scenario):
         if case.call != "start":
             (other if case.call == "take-over" else subject).start()
         await asyncio.sleep(BEGINS_S)
-        if case.call in ("start", "take-over"):
-            self._interfere(subject, 0, lambda at: subject.start(at))
-        elif case.call == "hand-over":
-            self._interfere(subject, self._steps_of(subject), lambda at: other.start())
-        elif case.call == "reset":
-            self._interfere(subject, self._steps_of(subject), lambda at: subject.reset(lambda: 0.5, at))
-        elif case.call == "unsubscribe":
-            self._interfere(subject, self._steps_of(subject), lambda at: subject.unsubscribe(LASTS_S + 1, at))
-        else:
-            self._interfere(subject, self._steps_of(subject), lambda at: subject.cancel_close(at, 60.0))
+        calls: dict[str, Callable[[int | None], None]] = {
+            "start": subject.start,
+            "take-over": subject.start,
+            "hand-over": lambda at: other.start(),
+            "reset": lambda at: subject.reset(lambda: 0.5, at),
+            "unsubscribe": lambda at: subject.unsubscribe(LASTS_S + 1, at),
+            "close": lambda at: subject.cancel_close(at, 60.0),
+        }
+        is_new = case.call in ("start", "take-over")
+        self._interfere(subject, 0 if is_new else self._steps_of(subject), calls[case.call])
         begun = self._steps_of(subject)
         await asyncio.sleep(LASTS_S)
         self.steps = self._steps_of(subject) - begun
@@ -161,26 +160,17 @@ def main() -> int:
     parser.add_argument("--interference", choices=INTERFERENCES, action="append")
     parser.add_argument("--step", type=int, help="only before this step")
     parser.add_argument("--sample", type=int, metavar="N", help="before N steps of each, not before all")
-    parser.add_argument("--log", action="store_true", help="show the consumer's log")
-    options = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in an order that depends on it
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
-    logging.basicConfig(level=logging.DEBUG if options.log else logging.CRITICAL + 1)
-    began, wrong, worlds = time.monotonic(), 0, 0
-    for kind, call in product(options.kind or KINDS, options.call or CALLS):
-        steps = [options.step] if options.step is not None else sample(live(Case(kind, call)), options.sample)
-        for interference, step in product(options.interference or INTERFERENCES, steps):
-            if (call, interference) == ("hand-over", "cancelled"):
-                continue  # nobody waits for it
-            case = Case(kind, call, interference, step)
-            worlds += 1
-            try:
-                live(case)
-            except Wrong as error:
-                wrong += 1
-                print(f"WRONG {error}\n  repeat: python -m tests.simulation.every_await {case}", flush=True)
-    print(f"{worlds} worlds, {wrong} wrong, {time.monotonic() - began:.0f} s")
-    return 1 if wrong else 0
+    options = begin(parser)
+
+    def worlds() -> Iterator[tuple[str, str, Callable[[], object]]]:
+        for kind, call in product(options.kind or KINDS, options.call or CALLS):
+            steps = [options.step] if options.step is not None else sample(live(Case(kind, call)), options.sample)
+            for interference, step in product(options.interference or INTERFERENCES, steps):
+                if (call, interference) != ("hand-over", "cancelled"):  # nobody waits for it
+                    case = Case(kind, call, interference, step)
+                    yield kind, f"tests.simulation.every_await {case}", partial(live, case)
+
+    return lived_through(worlds())
 
 
 if __name__ == "__main__":

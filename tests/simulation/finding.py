@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import re
 import sys
 from dataclasses import replace
@@ -21,6 +19,7 @@ from typing import Any
 from tests import planted
 from tests.simulation import plans, producing, scenario
 from tests.simulation.mistakes import MISTAKES, PRODUCER_MISTAKES
+from tests.simulation.running import begin
 
 KEPT = Path(__file__).with_name("mistakes.json")
 STORE = "python -m tests.simulation.finding --store"
@@ -120,10 +119,7 @@ def replay() -> dict[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", action="store_true", help="search what is missing, and keep it")
-    options = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in an order that depends on it
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
-    logging.basicConfig(level=logging.CRITICAL + 1)
+    options = begin(parser, has_log=False)
     found = replay()
     if options.store:
         lost = [name for name, is_found in found.items() if not is_found]

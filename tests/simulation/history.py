@@ -8,19 +8,16 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.wire import command
 from pyrocket_consumer.wire.bodies import decode_lock_request
 from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.command import (
-    ConsumerSendMsgBackHeader,
-    PullMessageHeader,
-    QueryConsumerOffsetHeader,
-    SendMessageHeader,
-    UpdateConsumerOffsetHeader,
-)
 from pyrocket_consumer.wire.properties import PropertyName
+
+NEVER = float("inf")
 
 Place = tuple[MessageQueue, int]
 Line = tuple[MessageQueue, str | None]
@@ -82,7 +79,7 @@ class History:
         self.starts: list[Course] = []
         self.closes: list[Course] = []
         self.left: list[tuple[float, str, str]] = []  # when, by whom, what: tasks and connections after a close
-        self.settled_at = float("inf")  # by then all should be done, without anybody ending or joining
+        self.settled_at = NEVER  # by then all should be done, without anybody ending or joining
         self.begins_at_the_end = False  # a group that is new does
         self.booked: list[tuple[str, MessageQueue, int, str | None]] = []  # what a database has committed, see Ledger
         self.busy = 0  # how often one of its transactions waited for another
@@ -101,23 +98,26 @@ class History:
     def _bodies(self) -> dict[Place, bytes]:
         return {(message.queue, message.queue_offset): message.body for message in self.cluster.messages(self.topic)}
 
-    def _requests(self, code: RequestCode) -> list[tuple[float, str, str, object]]:
-        return [
-            (recorded.at_s, node.name, recorded.client, recorded.command)
-            for node in self.cluster.brokers
-            for recorded in node.requests(code)
-        ]
+    def _requests(self, code: RequestCode) -> list[tuple[float, str, str, Any]]:
+        """Return when, by which broker, from which connection a request came."""
+        found = [(node.name, each) for node in self.cluster.brokers for each in node.requests(code)]
+        return [(each.at_s, name, each.client, each.command) for name, each in found]
+
+    def _of_queues(self, code: RequestCode, kind: Any) -> list[tuple[float, str, MessageQueue, Any]]:
+        """Return the group's requests about queues: when, from which connection, queue, header."""
+        found = []
+        for at, _, client, request in self._requests(code):
+            header = kind.from_fields(request.fields)
+            if header.consumer_group == self.group:
+                queue = MessageQueue(header.topic, header.broker_name or "", header.queue_id)
+                found.append((at, client, queue, header))
+        return sorted(found, key=lambda each: each[0])
 
     @cached_property
     def pulls(self) -> list[tuple[float, str, MessageQueue, int]]:
         """The pulls brokers received: when, from which connection, queue, offset. Read when all is over."""
-        found = []
-        for at, _, client, command in self._requests(RequestCode.PULL_MESSAGE):
-            header = PullMessageHeader.from_fields(command.fields)
-            if header.consumer_group == self.group and header.topic == self.topic:
-                queue = MessageQueue(header.topic, header.broker_name or "", header.queue_id)
-                found.append((at, client, queue, header.queue_offset))
-        return sorted(found, key=lambda pull: pull[0])
+        found = self._of_queues(RequestCode.PULL_MESSAGE, command.PullMessageHeader)
+        return [(*pull, header.queue_offset) for *pull, header in found if header.topic == self.topic]
 
     def _first_pulled(self, member: str | None = None) -> dict[MessageQueue, int]:
         """Return where each queue was first pulled from: from there on all is owed to the group, or to a member."""
@@ -129,13 +129,8 @@ class History:
 
     def commits(self) -> list[tuple[float, str, MessageQueue, int]]:
         """Return the commits brokers received: when, from which connection, queue, offset."""
-        found = []
-        for at, _, client, command in self._requests(RequestCode.UPDATE_CONSUMER_OFFSET):
-            header = UpdateConsumerOffsetHeader.from_fields(command.fields)
-            if header.consumer_group == self.group and header.topic == self.topic:
-                queue = MessageQueue(header.topic, header.broker_name or "", header.queue_id)
-                found.append((at, client, queue, header.commit_offset))
-        return sorted(found, key=lambda commit: commit[0])
+        found = self._of_queues(RequestCode.UPDATE_CONSUMER_OFFSET, command.UpdateConsumerOffsetHeader)
+        return [(*commit, header.commit_offset) for *commit, header in found if header.topic == self.topic]
 
     def _sent_back(self) -> list[tuple[float, bytes]]:
         """Return what was handed back for a retry, by send-back or as a message of the retry topic."""
@@ -145,14 +140,13 @@ class History:
             for message in self.cluster.messages(topic)
         }
         found = []
-        for at, broker, _, command in self._requests(RequestCode.CONSUMER_SEND_MSG_BACK):
-            header = ConsumerSendMsgBackHeader.from_fields(command.fields)
-            body = places.get((broker, header.offset))
-            if body is not None:
-                found.append((at, body))
-        for at, _, _, command in self._requests(RequestCode.SEND_MESSAGE_V2):
-            if SendMessageHeader.from_fields(command.fields).topic.startswith("%RETRY%"):
-                found.append((at, command.body))
+        for at, broker, _, request in self._requests(RequestCode.CONSUMER_SEND_MSG_BACK):
+            header = command.ConsumerSendMsgBackHeader.from_fields(request.fields)
+            if (place := (broker, header.offset)) in places:
+                found.append((at, places[place]))
+        for at, _, _, request in self._requests(RequestCode.SEND_MESSAGE_V2):
+            if command.SendMessageHeader.from_fields(request.fields).topic.startswith("%RETRY%"):
+                found.append((at, request.body))
         return found
 
     # --- the rules
@@ -178,7 +172,7 @@ class History:
                 continue
             for number in range(edge.setdefault(queue, 0), offset):
                 body = bodies.get((queue, number))
-                if body is not None and handled_at.get(body, float("inf")) > at:
+                if body is not None and handled_at.get(body, NEVER) > at:
                     who = self.addresses.get(client, client)
                     what = f"{body!r} at {number} was not consumed"
                     raise Wrong(f"t={at:.3f} {who} committed {offset} of {queue}; {what}")
@@ -190,31 +184,26 @@ class History:
         for number, reset in enumerate(self.resets):
             if reset.target is None:
                 continue
-            later = [each.at for each in self.resets[number + 1 :] if each.queue == reset.queue]
+            later = [each for each in self.resets[number + 1 :] if each.queue == reset.queue]
             # The next one, if it is asked for before this one is done, commits its target before it is done itself.
             so_far = [each.target for each in self.resets[: number + 1] if each.queue == reset.queue]
             is_waiting = 2 * so_far.count(None) > len(so_far)
-            targets = [each.target for each in self.resets[number + 1 :] if each.queue == reset.queue]
-            following = next((each for each in targets if each is not None), None) if is_waiting else None
+            targets = (each.target for each in later if each.target is not None)
+            following = next(targets, None) if is_waiting else None
             may_be_lost = any(0 <= reset.at - at <= TAKEN_FOR_A_LOSS_S for at in self.disturbed_at)
-            until = min([*later, *(at for at in self.disturbed_at if at > reset.at)], default=float("inf"))
-            again = {
-                each.place[1]: each.at
-                for each in reversed(self.consumed)
-                if each.place[0] == reset.queue and each.begun >= reset.at
-            }
+            ends = [each.at for each in later] + [at for at in self.disturbed_at if at > reset.at]
+            since = [each for each in self.consumed if each.place[0] == reset.queue and each.begun >= reset.at]
+            again = {each.place[1]: each.at for each in reversed(since)}
             for at, client, queue, offset in commits:
-                if queue != reset.queue or not reset.at < at < until:
+                if queue != reset.queue or not reset.at < at < min(ends, default=NEVER):
                     continue
-                missing = [place for place in range(reset.target, offset) if again.get(place, float("inf")) > at]
+                missing = [place for place in range(reset.target, offset) if again.get(place, NEVER) > at]
                 is_own = self.addresses.get(client) == reset.member
                 if missing and (offset == following or (may_be_lost and not is_own)):
                     break
                 if missing and is_own:
-                    raise Wrong(
-                        f"t={at:.3f} {reset.member} committed {offset} of {queue} after its reset to {reset.target} at "
-                        f"t={reset.at:.3f}; {missing[0]} was not consumed again"
-                    )
+                    what = f"after its reset to {reset.target} at t={reset.at:.3f}; {missing[0]} was not consumed again"
+                    raise Wrong(f"t={at:.3f} {reset.member} committed {offset} of {queue} {what}")
 
     def check_everything_was_consumed(self) -> None:
         """In calm, before the end, every message owed was consumed; in the end all queues are committed to theirs."""
@@ -264,24 +253,18 @@ class History:
                 for each in period:
                     late_s = each.begun - through.get(each.place[1], each.begun)
                     if late_s > allowed_s:
-                        raise Wrong(
-                            f"t={each.begun:.3f} {each.body!r} at {each.place[1]} of {queue} came again at "
-                            f"{each.member}, {late_s:.1f} s after its last holder was through with it"
-                        )
+                        what = f"t={each.begun:.3f} {each.body!r} at {each.place[1]} of {queue} came again at"
+                        raise Wrong(f"{what} {each.member}, {late_s:.1f} s after its last holder was through with it")
                 through, at, last_begun = {}, 0.0, period[-1].begun
                 for each in sorted(period, key=lambda each: each.place[1]):
                     # what ended after the last call began, and took long, may have ended when its queue was gone
                     is_cut = each.at > last_begun and each.at - each.begun > GRACE_S
-                    at = through[each.place[1]] = max(at, float("inf") if is_cut else each.at)
+                    at = through[each.place[1]] = max(at, NEVER if is_cut else each.at)
 
     def _begun(self) -> list[tuple[float, str, MessageQueue]]:
         """Return when members, by connection, have asked where to begin a queue."""
-        found = []
-        for at, _, client, command in self._requests(RequestCode.QUERY_CONSUMER_OFFSET):
-            header = QueryConsumerOffsetHeader.from_fields(command.fields)
-            if header.consumer_group == self.group:
-                found.append((at, client, MessageQueue(header.topic, header.broker_name or "", header.queue_id)))
-        return sorted(found, key=lambda each: each[0])
+        found = self._of_queues(RequestCode.QUERY_CONSUMER_OFFSET, command.QueryConsumerOffsetHeader)
+        return [(at, client, queue) for at, client, queue, _ in found]
 
     def _by_queue(self) -> dict[MessageQueue, list[Consumed]]:
         found: dict[MessageQueue, list[Consumed]] = defaultdict(list)
@@ -361,10 +344,9 @@ class History:
     def check_unlocked_only_after_the_last_commit(self) -> None:
         """Orderly: after an unlock its sender commits that queue no more, until it has the lock again."""
         moves: list[tuple[float, int, str, str, MessageQueue]] = []
-        kinds = {RequestCode.LOCK_BATCH_MQ: "lock", RequestCode.UNLOCK_BATCH_MQ: "unlock"}
-        for code, kind in kinds.items():
-            for at, _, client, command in self._requests(code):
-                moves += [(at, 1, kind, client, queue) for queue in decode_lock_request(command.body).queues]
+        for code, kind in ((RequestCode.LOCK_BATCH_MQ, "lock"), (RequestCode.UNLOCK_BATCH_MQ, "unlock")):
+            for at, _, client, request in self._requests(code):
+                moves += [(at, 1, kind, client, queue) for queue in decode_lock_request(request.body).queues]
         moves += [(at, 2, "commit", client, queue) for at, client, queue, _ in self.commits()]
         unlocked: set[tuple[str, MessageQueue]] = set()
         for at, _, kind, client, queue in sorted(moves, key=lambda move: move[:2]):
@@ -408,7 +390,7 @@ class History:
             of_period[period] = each
             if before is not None and number > number_of[before.place] + before.success:
                 raise Wrong(f"{what} came after {before.body!r}, which failed, or is not the one before it")
-            if number and consumed_at.get((line, number - 1), float("inf")) > each.begun:
+            if number and consumed_at.get((line, number - 1), NEVER) > each.begun:
                 raise Wrong(f"{what} came before the one before it was consumed")
             if each.success:
                 consumed_at.setdefault((line, number), each.at)
@@ -417,7 +399,7 @@ class History:
         """After a correction the first pull from its target comes after the target was committed."""
         for misplaced_at, queue, target in self.corrections:
             stored = [at for at, _, each, offset in self.commits() if (each, offset) == (queue, target)]
-            stored_at = min((at for at in stored if at > misplaced_at), default=float("inf"))
+            stored_at = min((at for at in stored if at > misplaced_at), default=NEVER)
             for at, client, pulled, offset in self.pulls:
                 if misplaced_at < at < stored_at and (pulled, offset) == (queue, target):
                     who = self.addresses.get(client)

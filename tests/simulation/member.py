@@ -49,14 +49,9 @@ class Member:
     """One consumer process: started, closed, killed, started again."""
 
     def __init__(
-        self,
-        name: str,
-        world: World,
-        history: History,
-        cluster: EmbeddedCluster,
-        plan: Plan,
+        self, name: str, world: World, history: History, cluster: EmbeddedCluster, plan: Plan,
         ledger: Ledger | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name, self.plan = name, plan
         self.member: GroupMember | None = None
         self.process: Process | None = None
@@ -103,13 +98,12 @@ class Member:
             attempt = self._run(self.begin(client_id), cancelled_at)
             await asyncio.wait([attempt])
             cancelled_at = None
-            if attempt.cancelled() or attempt.exception() is not None:
-                if not attempt.cancelled() and not isinstance(error := attempt.exception(), RocketError):
-                    assert error is not None
-                    raise error
-                await asyncio.sleep(1)  # whoever starts it, starts it again
-            else:
+            error = None if attempt.cancelled() else attempt.exception()
+            if error is not None and not isinstance(error, RocketError):
+                raise error
+            if error is None and not attempt.cancelled():
                 return
+            await asyncio.sleep(1)  # whoever starts it, starts it again
 
     async def begin(self, client_id: str) -> None:
         """Start, as the faces of a consumer do."""
@@ -127,9 +121,7 @@ class Member:
         begun = world.now
         try:
             await cluster.start_on_loop()
-            member = GroupMember(
-                self.config, cluster, commits, self._workers, rng, wall_clock=lambda: EPOCH + world.now
-            )
+            member = GroupMember(self.config, cluster, commits, self._workers, rng, lambda: EPOCH + world.now)
             await member.subscribe(parse_subscription(TOPIC, "*"), self._listener())
             await member.start()
         except (RocketError, asyncio.CancelledError) as error:
@@ -280,9 +272,8 @@ class Member:
         world, member, rng = self._world, self.member, self._world.random
         kind = rng.choice(("pause", "reset", "close", "cancel"))
         process = CURRENT.get()
-        if member is None or member.state is not ConsumerState.RUNNING or process is None or process.dead:
-            return True
-        if self.is_at_peace:
+        running = member is not None and member.state is ConsumerState.RUNNING
+        if self.is_at_peace or not running or process is None or process.dead:
             return True
         if kind == "pause":
             self.pause(rng.uniform(0, 3))
@@ -293,9 +284,7 @@ class Member:
             world.run_as(None, self.close())  # from outside: the process ends with it
             world.outside(rng.uniform(15, 40), self.start)
         elif kind == "cancel":
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
+            asyncio.current_task().cancel()
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:

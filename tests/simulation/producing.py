@@ -6,13 +6,9 @@ brokers do: slow, silent, refusing, restarted, with other queues, in other place
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import logging
-import os
 import random
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,23 +18,8 @@ from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer.sender import Sender
 from pyrocket_consumer.producer.sending import Sending
-from pyrocket_consumer.testing import (
-    EmbeddedBroker,
-    EmbeddedCluster,
-    EmbeddedNode,
-    Exchange,
-    Fault,
-    answer,
-    close_connection,
-    delay,
-    delay_request,
-    drop,
-    drop_answer,
-    duplicate,
-    handle_and_close,
-    now_and_then,
-    reset_connection,
-)
+from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster, EmbeddedNode, Exchange, Fault, faults
+from pyrocket_consumer.testing.faults import answer, delay, delay_request, drop, drop_answer, duplicate, now_and_then
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.message import BatchItem, decode_batch, encode_batch
@@ -46,6 +27,7 @@ from pyrocket_consumer.wire.properties import PropertyName, encode_properties
 from tests.simulation.member import Io
 from tests.simulation.mistakes import PRODUCER_MISTAKES
 from tests.simulation.plans import EPOCH
+from tests.simulation.running import main
 from tests.simulation.sent import Given, Sent, Stored, Stream, Waiter
 from tests.simulation.world import START_S, World
 
@@ -64,6 +46,8 @@ REFUSALS = (
     (ResponseCode.INVALID_PARAMETER, "request queueId[3] is illegal, TopicConfig [topicName=orders]"),
     (ResponseCode.FLOW_CONTROL, "flow control"),
 )
+
+BREAKS = (faults.close_connection, faults.reset_connection, faults.handle_and_close)
 
 ROUTE_CHANGES = ("restart", "shrink", "grow", "anew", "roles")
 
@@ -152,8 +136,7 @@ class Producing:
         try:
             return self.world.run_until_complete(self._run())
         finally:
-            self.world.run_until_complete(self._end())
-            self.world.close()
+            self.world.end_all(self.embedded)
 
     async def _run(self) -> Sent:
         world, sent = self.world, self.sent
@@ -250,19 +233,17 @@ class Producing:
         def meet(exchange: Exchange) -> None:
             if exchange.request.code in SENDS:
                 exchange = _Watched(exchange, note)
-            fault = self._troubled.get(node)
-            if fault is None:
-                exchange.handle(exchange.answer)
-            else:
+            if (fault := self._troubled.get(node)) is not None:
                 fault(exchange)
+            else:
+                exchange.handle(exchange.answer)
 
         return meet
 
     async def _trouble(self) -> None:
         end = START_S + self.plan.trouble_s
         while self.world.now < end:
-            pause_s = self.plan.at_least_every_s + self.random.expovariate(1 / self.plan.fault_every_s)
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(self.plan.at_least_every_s + self.random.expovariate(1 / self.plan.fault_every_s))
             await self._fault(self.random.choice(self.plan.faults))
 
     def _changed(self, what: str) -> None:
@@ -273,8 +254,7 @@ class Producing:
         broker = rng.choice(embedded.brokers)
         if kind == "restart":
             end = rng.choice((broker.kill, broker.stop))
-            keep_route = rng.random() < 0.5
-            end(keep_route=keep_route)
+            end(keep_route=rng.random() < 0.5)
             await asyncio.sleep(rng.uniform(*self.plan.away_s))
             await broker.open()
             self._changed(f"{broker.name} is back")
@@ -315,40 +295,22 @@ class Producing:
     def _disturb(self, node: EmbeddedNode, kind: str, seconds: float) -> None:
         """Have a broker answer for a while as it should not."""
         rng = self.random
-        fault: Fault
-        if kind == "slow":
-            fault = rng.choice((delay, delay_request))(rng.choice((0.02, 0.2, 1, 2.9)))
-        elif kind == "silent":
-            fault = rng.choice((drop, drop_answer))
-        elif kind == "refusing":
-            fault = now_and_then(rng.choice((0.1, 0.5, 1)), answer(*rng.choice(REFUSALS)), rng)
-        elif kind == "late":
-            fault = now_and_then(0.3, rng.choice((delay, delay_request))(rng.choice((2.5, 3.5, 10))), rng)
-        elif kind == "losing":
-            fault = now_and_then(0.3, rng.choice((drop, drop_answer)), rng)
-        elif kind == "stammering":
-            fault = duplicate
-        else:
-            assert kind == "breaking"
-            fault = now_and_then(0.2, rng.choice((close_connection, reset_connection, handle_and_close)), rng)
+        faults: dict[str, Callable[[], Fault]] = {
+            "slow": lambda: rng.choice((delay, delay_request))(rng.choice((0.02, 0.2, 1, 2.9))),
+            "silent": lambda: rng.choice((drop, drop_answer)),
+            "refusing": lambda: now_and_then(rng.choice((0.1, 0.5, 1)), answer(*rng.choice(REFUSALS)), rng),
+            "late": lambda: now_and_then(0.3, rng.choice((delay, delay_request))(rng.choice((2.5, 3.5, 10))), rng),
+            "losing": lambda: now_and_then(0.3, rng.choice((drop, drop_answer)), rng),
+            "stammering": lambda: duplicate,
+            "breaking": lambda: now_and_then(0.2, rng.choice(BREAKS), rng),
+        }
+        fault = faults[kind]()
         self._troubled[node] = fault
         self.world.call_later(seconds, lambda: self._troubled.get(node) is fault and self._troubled.pop(node))
 
     def _heal(self) -> None:
         self._troubled.clear()
         self.embedded.create_topic(TOPIC, queues=8)
-
-    async def _end(self) -> None:
-        """Have everything end."""
-        self.embedded.shut()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=1)
-        self.world.take_apart()
-        if self.world.surprises:
-            raise AssertionError(f"seed {self.seed}: {self.world.surprises[0]}")
 
 
 def check(sent: Sent, plan: Plan) -> None:
@@ -365,48 +327,6 @@ def check(sent: Sent, plan: Plan) -> None:
     sent.check_nothing_is_left(close_s=30)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plan", choices=PLANS, action="append", help="default: each; repeatable")
-    parser.add_argument("--seeds", default="0-19", metavar="FIRST-LAST", help="or one seed")
-    parser.add_argument("--mistake", choices=sorted(PRODUCER_MISTAKES), help="put a mistake in, to see it found")
-    parser.add_argument("--first-wrong", action="store_true", help="go on with the next plan after a wrong world")
-    parser.add_argument("--digest", action="store_true", help="print a digest of each world")
-    parser.add_argument("--log", action="store_true", help="show the producer's log")
-    options = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in an order that depends on it
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
-    logging.basicConfig(level=logging.DEBUG if options.log else logging.CRITICAL + 1)
-    if options.mistake:
-        PRODUCER_MISTAKES[options.mistake]()
-    first, _, last = options.seeds.partition("-")
-    began, wrong, worlds = time.monotonic(), 0, 0
-    for name in options.plan or PLANS:
-        for seed in range(int(first), int(last or first) + 1):
-            worlds += 1
-            if not run(name, seed, options.digest):
-                wrong += 1
-                if options.first_wrong:
-                    break
-        print(f"{name}: {worlds} worlds so far, {wrong} wrong, {time.monotonic() - began:.0f} s", flush=True)
-    print(f"{worlds} worlds, {wrong} wrong, {time.monotonic() - began:.0f} s")
-    return 1 if wrong else 0
-
-
-def run(name: str, seed: int, digest: bool) -> bool:
-    """Live through a world, and look whether it is right."""
-    plan = PLANS[name]
-    try:
-        sent = Producing(seed, plan).run()
-        if digest:
-            print(name, seed, sent.digest())
-        check(sent, plan)
-    except AssertionError as error:
-        again = f"python -m tests.simulation.producing --plan {name} --seeds {seed}"
-        print(f"WRONG plan={name} seed={seed}: {error}\n  repeat: {again}", flush=True)
-        return False
-    return True
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    module = "tests.simulation.producing"
+    sys.exit(main(module, __doc__, PLANS, PRODUCER_MISTAKES, lambda *world: Producing(*world).run(), check))

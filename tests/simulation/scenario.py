@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.testing import (
-    EmbeddedCluster,
-    EmbeddedNode,
-    Fault,
-    answer,
-    delay,
-    delay_request,
-    drop,
-    drop_answer,
-    duplicate,
-    now_and_then,
-)
+from pyrocket_consumer.testing import EmbeddedCluster, EmbeddedNode, Fault
+from pyrocket_consumer.testing.faults import answer, delay, delay_request, drop, drop_answer, duplicate, now_and_then
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.simulation.history import History
 from tests.simulation.ledger import Ledger
@@ -57,8 +48,7 @@ class Scenario:
         try:
             return self.world.run_until_complete(self._run())
         finally:
-            self.world.run_until_complete(self._end())
-            self.world.close()
+            self.world.end_all(self.cluster)
             if self.ledger is not None:
                 self.ledger.close()
 
@@ -125,11 +115,8 @@ class Scenario:
     async def _fault(self, kind: str) -> None:
         world, rng = self.world, self.random
         member = rng.choice(self.members)
-        if kind == "crash":
-            member.kill()
-            world.call_later(rng.uniform(0.1, 20), member.start)
-        elif kind == "power":
-            member.kill(power=True)
+        if kind in ("crash", "power"):
+            member.kill(power=kind == "power")
             world.call_later(rng.uniform(0.1, 20), member.start)
         elif kind == "restart" and member.running:
             await member.close()
@@ -138,9 +125,7 @@ class Scenario:
             world.network.cut(lambda end: end.process is member.process)
         elif kind == "part":
             self.history.disturbed_at.append(world.now)
-            world.network.part(
-                lambda end: end.process is member.process or end.peer.process is member.process, rng.uniform(0.5, 40)
-            )
+            world.network.part(lambda end: member.process in (end.process, end.peer.process), rng.uniform(0.5, 40))
         elif kind == "broker":
             broker = rng.choice(self.cluster.brokers)
             if broker.running:
@@ -178,32 +163,26 @@ class Scenario:
     def _reset_in_store(self, ledger: Ledger) -> None:
         """Do what an operator does who moves the group in its database."""
         offsets = ledger.offsets()
-        if offsets:
-            queue = self.random.choice(sorted(offsets))
-            if queue.topic == TOPIC:
-                target = self.random.randrange(offsets[queue] + 1)
-                with suppress(RocketError):
-                    ledger.store().reset(GROUP, {queue: target}, int(self.world.now))
+        if offsets and (queue := self.random.choice(sorted(offsets))).topic == TOPIC:
+            target = self.random.randrange(offsets[queue] + 1)
+            with suppress(RocketError):
+                ledger.store().reset(GROUP, {queue: target}, int(self.world.now))
 
     def _disturb(self, kind: str, seconds: float) -> None:
         """Have a node answer for a while as it should not."""
         rng = self.random
         node: EmbeddedNode = rng.choice([*self.cluster.brokers, self.cluster.name_server_node])
-        code: int | None = None
-        fault: Fault
-        if kind == "slow-node":
-            fault = rng.choice((delay, delay_request))(rng.choice((0.05, 0.5, 2, 4)))
-        elif kind == "silent-node":
-            fault = rng.choice((drop, drop_answer))
-        elif kind == "refusing-node":
-            fault = now_and_then(rng.choice((0.1, 0.5, 1)), answer(rng.choice(REFUSALS), "not now"), rng)
-        elif kind == "late-node":
-            fault = now_and_then(0.3, delay(rng.choice((2.5, 3.5, 10))), rng)
-        elif kind == "stammering-node":
-            fault = duplicate
-        else:
+        faults: dict[str, Callable[[], Fault]] = {
+            "slow-node": lambda: rng.choice((delay, delay_request))(rng.choice((0.05, 0.5, 2, 4))),
+            "silent-node": lambda: rng.choice((drop, drop_answer)),
+            "refusing-node": lambda: now_and_then(rng.choice((0.1, 0.5, 1)), answer(rng.choice(REFUSALS), "no"), rng),
+            "late-node": lambda: now_and_then(0.3, delay(rng.choice((2.5, 3.5, 10))), rng),
+            "stammering-node": lambda: duplicate,
+            "no-route": lambda: answer(ResponseCode.TOPIC_NOT_EXIST, "no route"),
+        }
+        fault, code = faults[kind](), None
+        if kind == "no-route":
             node, code = self.cluster.name_server_node, RequestCode.GET_ROUTEINFO_BY_TOPIC
-            fault = answer(ResponseCode.TOPIC_NOT_EXIST, "no route")
         self.history.disturbed_at.append(self.world.now)
         node.on(code, fault, times=None)
         self.world.call_later(seconds, node.clear_faults)
@@ -252,18 +231,6 @@ class Scenario:
             self.ledger.lost_answers = 0.0
         for node in (*self.cluster.nodes, *self.cluster.name_server_nodes):
             node.clear_faults()
-
-    async def _end(self) -> None:
-        """Have everything end; a task of the dead cannot, so it is taken apart."""
-        self.cluster.shut()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=1)
-        self.world.take_apart()
-        if self.world.surprises:
-            raise AssertionError(f"seed {self.seed}: {self.world.surprises[0]}")
 
 
 def check(history: History, plan: Plan) -> None:

@@ -1,4 +1,7 @@
-"""Simulated worlds: hundreds of seeds are right, mistakes are each found, a seed repeats its world exactly."""
+"""Simulated worlds: hundreds of seeds are right, mistakes are each found, a seed repeats its world exactly.
+
+The commands go through more: `python -m tests.simulation --seeds 0-999`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ import re
 
 import pytest
 
+from tests.simulation import producing
+from tests.simulation.every_await import CALLS
 from tests.simulation.finding import ALL, STORE
 from tests.simulation.plans import PLANS
 from tests.simulation.running import simulate
 from tests.trials import factor, trials
+
+PRODUCING = "tests.simulation.producing"
 
 WORLDS = [
     ("clustering", "0-59"),
@@ -43,6 +50,13 @@ WORLDS = [
 ]
 
 
+def is_right(*arguments, module="tests.simulation"):
+    done = simulate(*arguments, module=module)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert " 0 wrong" in done.stdout
+    assert done.stderr == "", "the dead are heard of"
+
+
 def some(seeds: str) -> str:
     """Return as many of the seeds as there is time for; in `--quick` none of the plans that have few."""
     first, _, last = seeds.partition("-")
@@ -53,23 +67,40 @@ def some(seeds: str) -> str:
 @pytest.mark.search
 @pytest.mark.parametrize(("plan", "seeds"), [(plan, some(seeds)) for plan, seeds in WORLDS if some(seeds)])
 def test_simulated_worlds_are_right(plan, seeds):
-    done = simulate("--plan", plan, "--seeds", seeds)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert " 0 wrong" in done.stdout
-    assert done.stderr == "", "the dead are heard of"
-
-
-SEARCHED = [name for name, (_, plan, _) in ALL.items() if plan in PLANS]
+    is_right("--plan", plan, "--seeds", seeds)
 
 
 @pytest.mark.search
-@pytest.mark.parametrize("name", SEARCHED[: trials(len(SEARCHED))])
+@pytest.mark.parametrize("plan", [*producing.PLANS][: trials(len(producing.PLANS))])
+def test_simulated_producers_are_right(plan):
+    is_right("--plan", plan, "--seeds", f"0-{trials(2) - 1}", module=PRODUCING)
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("call", CALLS[: trials(len(CALLS))])
+def test_no_interference_with_a_call_does_harm(call):
+    """Whatever a consumer does when its caller stops waiting, its broker falls silent or it dies: all is right.
+
+    The whole of it takes the better part of an hour, in `make soak`; here it is a sample.
+    """
+    is_right("--call", call, "--sample", str(trials(5)), module="tests.simulation.every_await")
+
+
+def searched(plans):
+    """Return the mistakes that these plans find."""
+    names = [name for name, (_, plan, _) in ALL.items() if plan in plans]
+    return names[: trials(len(names))]
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("name", [*searched(PLANS), *searched(producing.PLANS)])
 def test_a_search_finds_a_mistake(name):
     mistake, plan, wrong = ALL[name]
-    done = simulate("--plan", plan, "--seeds", "0-5", "--first-wrong", "--mistake", mistake)
+    module = "tests.simulation" if plan in PLANS else PRODUCING
+    done = simulate("--plan", plan, "--seeds", "0-5", "--first-wrong", "--mistake", mistake, module=module)
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
     assert re.search(wrong, done.stdout), done.stdout
-    assert f"repeat: python -m tests.simulation --plan {plan} --seeds" in done.stdout
+    assert f"repeat: python -m {module} --plan {plan} --seeds" in done.stdout
 
 
 @pytest.mark.live
@@ -83,9 +114,16 @@ def test_kept_seeds_find_each_mistake(subtests):
 
 
 @pytest.mark.search
-@pytest.mark.parametrize("plan", ["clustering", "orderly", "broadcasting", "exactly-once", "by-asked-key"])
-def test_a_seed_repeats_its_world_exactly(plan):
-    seeds = f"3-{2 + trials(4)}"
-    once, again = (simulate("--plan", plan, "--seeds", seeds, "--digest").stdout.splitlines()[:-1] for _ in range(2))
+@pytest.mark.parametrize(
+    ("module", "plan", "count"),
+    [
+        *(("tests.simulation", plan, 4) for plan in ("clustering", "orderly", "broadcasting", "exactly-once")),
+        ("tests.simulation", "by-asked-key", 4),
+        (PRODUCING, "all", 2),
+    ],
+)
+def test_a_seed_repeats_its_world_exactly(module, plan, count):
+    words = ("--plan", plan, "--seeds", f"3-{2 + trials(count)}", "--digest")
+    once, again = (simulate(*words, module=module).stdout.splitlines()[:-1] for _ in range(2))
     assert once == again
-    assert len(set(once)) == trials(4)
+    assert len(set(once)) == trials(count)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from pyrocket_consumer.testing import EmbeddedCluster
 from tests.virtual import transport
 
 CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
@@ -62,8 +63,7 @@ class _NoSelector:
     def get_map(self) -> dict[Any, Any]:
         return {}
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 class World(asyncio.BaseEventLoop):
@@ -90,11 +90,9 @@ class World(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.now
 
-    def _process_events(self, events: list[Any]) -> None:
-        pass
+    def _process_events(self, events: list[Any]) -> None: ...
 
-    def _write_to_self(self) -> None:
-        pass
+    def _write_to_self(self) -> None: ...
 
     # --- processes
 
@@ -153,9 +151,7 @@ class World(asyncio.BaseEventLoop):
         if process is None or process.dead or self.now >= process.frozen_until:
             return False
         self._put_offs += 1
-        asyncio.BaseEventLoop.call_at(
-            self, process.frozen_until + 1e-7 * self._put_offs, run, *arguments, context=context
-        )
+        super().call_at(process.frozen_until + 1e-7 * self._put_offs, run, *arguments, context=context)
         return True
 
     def call_soon(self, callback: Any, *arguments: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
@@ -213,6 +209,22 @@ class World(asyncio.BaseEventLoop):
             apart |= tasks
         CURRENT.reset(before)
 
+    def end_all(self, cluster: EmbeddedCluster) -> None:
+        """Have everything end; a task of the dead cannot, so it is taken apart."""
+        self.run_until_complete(self._end_all(cluster))
+        self.close()
+
+    async def _end_all(self, cluster: EmbeddedCluster) -> None:
+        cluster.shut()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1)
+        self.take_apart()
+        if self.surprises:
+            raise AssertionError(str(self.surprises[0]))
+
     # --- sockets
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
@@ -233,8 +245,7 @@ class _Listener:
         if self._network.listeners.get(self._address) is self:
             del self._network.listeners[self._address]
 
-    async def wait_closed(self) -> None:
-        pass
+    async def wait_closed(self) -> None: ...
 
 
 class Network:
@@ -313,9 +324,8 @@ class Transport(transport.Transport):
         self.process = process
 
     def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
-        asyncio.BaseEventLoop.call_at(
-            self.network.world, when, _unless_dead(self, what), *arguments, context=self.context
-        )
+        world = self.network.world
+        asyncio.BaseEventLoop.call_at(world, when, _unless_dead(self, what), *arguments, context=self.context)
 
     def soon(self, what: Callable[..., None], *arguments: Any) -> None:
         self.network.world.call_soon(what, *arguments, context=self.context)
@@ -329,11 +339,9 @@ class Transport(transport.Transport):
             if not end.gone:
                 end.soon(end.lose, ConnectionResetError(104, "reset"))
 
-    def pause_reading(self) -> None:
-        pass
+    def pause_reading(self) -> None: ...
 
-    def resume_reading(self) -> None:
-        pass
+    def resume_reading(self) -> None: ...
 
 
 def _unless_dead(end: Transport, what: Callable[..., None]) -> Callable[..., None]:
