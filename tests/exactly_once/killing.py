@@ -31,6 +31,8 @@ from tests.databases import KINDS, SERVERS, Database, running
 from tests.exactly_once.member import WAYS
 from tests.real_brokers import NEWEST, RealCluster
 
+Tell = Callable[[str], object]
+
 TOPIC, GROUP = "ledger-orders", "ledger-app"
 MEMBERS = 3
 BATCH = 50
@@ -47,13 +49,11 @@ class Members:
     def __init__(self, way: str, url: str, name_server: str, topic: str, group: str, seed: int) -> None:
         self.killed = self.frozen = 0
         self._random = random.Random(seed)
-        self._command = [
-            sys.executable, "-m", "tests.exactly_once.member", way, url, topic,
-            json.dumps({
-                "group": group, "name_server": name_server, "consume_from": "first", "listener_batch_size": 32,
-                "rebalance_interval_s": 2.0, "heartbeat_interval_s": 2.0,
-            }),
-        ]  # fmt: skip
+        options = {
+            "group": group, "name_server": name_server, "consume_from": "first", "listener_batch_size": 32,
+            "rebalance_interval_s": 2.0, "heartbeat_interval_s": 2.0,
+        }  # fmt: skip
+        self._command = [sys.executable, "-m", "tests.exactly_once.member", way, url, topic, json.dumps(options)]
         self._running: list[subprocess.Popen[bytes]] = []
         self._asleep: list[tuple[float, subprocess.Popen[bytes]]] = []  # until when, and who
 
@@ -67,8 +67,7 @@ class Members:
         if kind == "kill" and awake:
             victim = self._random.choice(awake)
             self._running.remove(victim)
-            victim.kill()
-            victim.wait()
+            self._end(victim)
             self.killed += 1
             self.start()
         elif kind == "freeze" and len(awake) > 1:
@@ -114,28 +113,17 @@ def database_of(kind: str) -> Iterator[Database]:
 
 
 def run(
-    cluster: Any,
-    database: Database,
-    messages: int,
-    way: str = "exactly-once",
-    every_s: float = 1.0,
-    seed: int = 0,
-    rate: float = 400.0,
-    *,
-    topic: str = TOPIC,
-    group: str = GROUP,
-    tell: Callable[[str], object] = lambda text: None,
-) -> str:
+    cluster: Any, database: Database, messages: int, way: str = "exactly-once", every_s: float = 1.0, seed: int = 0,
+    rate: float = 400.0, *, topic: str = TOPIC, group: str = GROUP, tell: Tell = lambda text: None,
+) -> str:  # fmt: skip
     """Send messages, and disturb who consumes them; returns what is wrong in the end, "" if nothing is."""
     engine = create_engine(database.url)
     ledger = Ledger(engine)
     DatabaseOffsets(engine).create_tables()
     with engine.begin() as connection:
-        columns = "body VARCHAR(32), queue_id INTEGER, queue_offset BIGINT"
-        connection.execute(text(f"CREATE TABLE IF NOT EXISTS ledger({columns})"))
-        connection.execute(text("CREATE TABLE IF NOT EXISTS processed(body VARCHAR(32))"))
-        connection.execute(text("DELETE FROM ledger"))
-        connection.execute(text("DELETE FROM processed"))
+        for table in ("ledger(body VARCHAR(32), queue_id INTEGER, queue_offset BIGINT)", "processed(body VARCHAR(32))"):
+            connection.execute(text(f"CREATE TABLE IF NOT EXISTS {table}"))
+            connection.execute(text(f"DELETE FROM {table.partition('(')[0]}"))
     cluster.create_topic(topic, queues=4)
     members = Members(way, database.url, cluster.name_server, topic, group, seed)
     began = time.monotonic()
@@ -194,14 +182,7 @@ class Ledger:
 
 
 def _send_and_disturb(
-    cluster: Any,
-    topic: str,
-    members: Members,
-    messages: int,
-    every_s: float,
-    rate: float,
-    ledger: Ledger,
-    tell: Callable[[str], object],
+    cluster: Any, topic: str, members: Members, messages: int, every_s: float, rate: float, ledger: Ledger, tell: Tell
 ) -> None:
     sent = done = disturbed = 0  # disturbed: how much was booked when somebody was disturbed last
     began = time.monotonic()
@@ -241,10 +222,8 @@ def main() -> int:
     given = parser.parse_args()
     made = EmbeddedCluster() if given.version == "embedded" else RealCluster(given.version)
     with made as cluster, database_of(given.database) as database:
-        wrong = run(
-            cluster, database, given.messages, given.way, given.every, given.seed, given.rate,
-            tell=lambda text: print(text, flush=True),
-        )
+        counts = (given.messages, given.way, given.every, given.seed, given.rate)
+        wrong = run(cluster, database, *counts, tell=lambda text: print(text, flush=True))
     print(wrong or "the ledger has each message once")
     return 1 if wrong else 0
 

@@ -12,19 +12,15 @@ from sqlalchemy import Connection, create_engine, text
 
 from pyrocket_consumer import Message, PushConsumer
 from pyrocket_consumer.offsets import DatabaseOffsets
+from tests.exactly_once.ledgers import INSERT, row
 
-INSERT = text("INSERT INTO ledger(body, queue_id, queue_offset) VALUES (:body, :queue_id, :queue_offset)")
 WAYS = ("exactly-once", "commit-after", "known-elsewhere")
 
 
 def book(messages: list[Message], connection: Connection) -> None:
     """Have an effect for each message; take a little time before and after it."""
     time.sleep(random.uniform(0, 0.002))
-    rows = [
-        {"body": each.body.decode(), "queue_id": each.queue.queue_id, "queue_offset": each.queue_offset}
-        for each in messages
-    ]
-    connection.execute(INSERT, rows)
+    connection.execute(INSERT, [row(each) for each in messages])
     time.sleep(random.uniform(0, 0.002))
 
 

@@ -7,7 +7,7 @@ import pytest
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.errors import ConfigError
 from tests.consuming import consuming, until
-from tests.exactly_once.booking import send
+from tests.exactly_once.booking import refused, send
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, once
 from tests.interop.members import java_named
 
@@ -29,10 +29,8 @@ def billing(cluster, topic, group, ledger):
     """Makes members of a group that books."""
 
     def make(**options):
-        listener = ledger.offsets.exactly_once(ledger.book)
-        return consuming(
-            cluster, topic, group, listener, **{**EXACTLY_ONCE, "offset_store": ledger.offsets, **options}
-        )
+        given = {**EXACTLY_ONCE, "offset_store": ledger.offsets, **options}
+        return consuming(cluster, topic, group, ledger.offsets.exactly_once(ledger.book), **given)
 
     return make
 
@@ -60,11 +58,9 @@ def test_a_group_goes_on_and_the_broker_shows_where(cluster, topic, group, billi
 def test_members_that_come_and_go_book_each_message_once(cluster, topic, billing, all_are_booked):
     send(cluster, topic=topic)
     with billing(instance_name="one"), billing(instance_name="two"):
-        for number in range(40):
-            cluster.send(topic, b"a%d" % number)
+        cluster.send(topic, lambda number: b"a%d" % number, count=40)
         with billing(instance_name="three"):
-            for number in range(40):
-                cluster.send(topic, b"b%d" % number)
+            cluster.send(topic, lambda number: b"b%d" % number, count=40)
         all_are_booked([*BODIES, *(f"{kind}{number}" for kind in "ab" for number in range(40))])
 
 
@@ -107,8 +103,7 @@ def test_a_group_with_a_java_member_is_refused(real_cluster, java, topic, group,
     send(real_cluster, topic=topic)
     with java.consumer(real_cluster.name_server, group, topic, **java_named("a")) as member:
         until(lambda: len(member.messages) >= len(BODIES), "the Java member has all")
-        listener = ledger.offsets.exactly_once(ledger.book)
         options = {**EXACTLY_ONCE, "offset_store": ledger.offsets}
-        with pytest.raises(ConfigError, match=r"members of another client.*JAVA"):
-            consuming(real_cluster, topic, group, listener, **options).__enter__()
+        made = consuming(real_cluster, topic, group, ledger.offsets.exactly_once(ledger.book), **options)
+        refused(made, "members of another client.*JAVA", ConfigError)
     assert ledger.bodies() == {}

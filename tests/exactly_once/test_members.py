@@ -15,7 +15,7 @@ from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import consuming
-from tests.exactly_once.booking import billing, send, until_all
+from tests.exactly_once.booking import billing, refused, send, until_all
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, ledger_in, once
 from tests.hazards.naive import NaiveMember
 
@@ -28,15 +28,23 @@ MOST_ASKED = 200
 
 def telling(count, language, name="m{}"):
     """A fault: the broker names so many members, of whom it knows nothing when it is to ask them."""
-    members = [
-        {"clientAddr": "1.1.1.1:1", "clientId": name.format(number), "language": language, "version": 435}
-        for number in range(count)
-    ]
+    member = {"clientAddr": "1.1.1.1:1", "language": language, "version": 435}
     said = {
-        "connectionSet": members, "subscriptionTable": {}, "consumeType": "CONSUME_PASSIVELY",
+        "connectionSet": [{**member, "clientId": name.format(number)} for number in range(count)],
+        "subscriptionTable": {}, "consumeType": "CONSUME_PASSIVELY",
         "messageModel": "CLUSTERING", "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET",
     }  # fmt: skip
     return answer(0, "", {}, json.dumps(said).encode())
+
+
+def late(cluster):
+    """A member of ours that comes later, without a database."""
+    return consuming(cluster, TOPIC, GROUP, orderly=True, instance_name="late")
+
+
+def is_refused(cluster, ledger, match):
+    """Fails unless a member that books does not start; returns what it says."""
+    return refused(billing(cluster, ledger), match, ConfigError)
 
 
 def until_looked(cluster, times):
@@ -45,8 +53,8 @@ def until_looked(cluster, times):
     cluster.wait_until(lambda: asked(cluster, WHO) > looks + times)
 
 
-def asked(cluster, code, broker_name="broker-a"):
-    return len(cluster.broker(broker_name).requests(code))
+def asked(cluster, code):
+    return len(cluster.broker("broker-a").requests(code))
 
 
 @pytest.fixture
@@ -62,8 +70,7 @@ def foreigner(embedded):
 def test_a_group_with_a_member_of_another_client_is_refused(embedded, ledger, foreigner, fault):
     if fault is not None:
         embedded.broker("broker-a").on(WHO, fault)
-    with pytest.raises(ConfigError, match=f"members of another client.*allow_foreign_members.*{foreigner.client_id}"):
-        billing(embedded, ledger).__enter__()
+    is_refused(embedded, ledger, f"members of another client.*allow_foreign_members.*{foreigner.client_id}")
     assert ledger.offsets.offsets(GROUP) == []
 
 
@@ -82,8 +89,7 @@ def test_a_member_that_has_no_database_is_refused(embedded, ledger, fault):
         seen.wait_for(len(BODIES))
         if fault is not None:  # its first answer is not heard
             embedded.broker("broker-a").on(HOW, fault)
-        with pytest.raises(ConfigError, match=f"allow_foreign_members.*{former.client_id}.*not in a database"):
-            billing(embedded, ledger).__enter__()
+        is_refused(embedded, ledger, f"allow_foreign_members.*{former.client_id}.*not in a database")
     assert ledger.offsets.offsets(GROUP) == []
     with billing(embedded, ledger):
         until_all(embedded, ledger)
@@ -130,8 +136,7 @@ def test_one_that_is_not_heard_at_a_start_is_told_when_it_is(embedded, ledger, e
         broker.clear_faults()
         assert former.client_id in events.wait_for("foreign-member").text
         heard = asked(embedded, HOW)
-        looks = asked(embedded, WHO)
-        embedded.wait_until(lambda: asked(embedded, WHO) > looks + 5)
+        until_looked(embedded, 5)
         assert asked(embedded, HOW) == heard, "who is known is asked no more"
     assert len(events.of("foreign-member")) == 1
 
@@ -142,7 +147,7 @@ def test_a_later_one_of_ours_is_told_once(embedded, ledger, events, fault):
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
         if fault is not None:
             embedded.broker("broker-a").on(HOW, fault)
-        with consuming(embedded, TOPIC, GROUP, orderly=True, instance_name="late") as (member, _):
+        with late(embedded) as (member, _):
             event = events.wait_for("foreign-member")
             assert member.client_id in event.text and "stop" in event.text
             until_looked(embedded, 5)
@@ -154,16 +159,13 @@ def test_one_is_told_though_another_broker_says_nothing(embedded, ledger, events
     send(embedded)
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
         embedded.broker("broker-b").on(WHO, drop, times=None)
-        with consuming(embedded, TOPIC, GROUP, orderly=True, instance_name="late") as (member, _):
+        with late(embedded) as (member, _):
             assert member.client_id in events.wait_for("foreign-member").text
 
 
 def test_one_is_not_told_again_after_a_silence(embedded, ledger, events):
     send(embedded)
-    with (
-        billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2),
-        consuming(embedded, TOPIC, GROUP, orderly=True, instance_name="late"),
-    ):
+    with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2), late(embedded):
         events.wait_for("foreign-member")
         embedded.broker("broker-a").on(WHO, answer(1, "busy"), times=3)
         until_looked(embedded, 6)
@@ -173,10 +175,8 @@ def test_one_is_not_told_again_after_a_silence(embedded, ledger, events):
 def test_a_refused_start_is_short_and_says_the_remedy(embedded, ledger):
     send(embedded, [])
     embedded.broker("broker-a").on(WHO, telling(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
-    with pytest.raises(ConfigError, match="5000 members of another client.*stop them.*: .*and 4990 more$") as refused:
-        billing(embedded, ledger).__enter__()
-    assert str(refused.value).isprintable()
-    assert len(str(refused.value)) < 3000
+    said = is_refused(embedded, ledger, "5000 members of another client.*stop them.*: .*and 4990 more$")
+    assert said.isprintable() and len(said) < 3000
 
 
 def test_an_event_of_many_is_short_and_says_the_remedy(embedded, ledger, events):
@@ -214,11 +214,8 @@ def test_members_with_another_database_are_refused(embedded, ledger, tmp_path):
     engine = create_engine(f"sqlite:///{tmp_path}/another.db")
     others = DatabaseOffsets(engine)
     others.create_tables()
-    with (
-        consuming(embedded, TOPIC, GROUP, others.exactly_once(ledger.book), **EXACTLY_ONCE, offset_store=others),
-        pytest.raises(ConfigError, match="another database, or table"),
-    ):
-        billing(embedded, ledger).__enter__()
+    with consuming(embedded, TOPIC, GROUP, others.exactly_once(ledger.book), **EXACTLY_ONCE, offset_store=others):
+        is_refused(embedded, ledger, "another database, or table")
     engine.dispose()
 
 

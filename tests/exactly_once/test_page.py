@@ -28,6 +28,41 @@ def runs_programs(test):
     return pytest.mark.live(pytest.mark.slow("starts programs, which consume for a while")(test))
 
 
+def in_file(path, statement):
+    """Return the rows of a query of a file of SQLite."""
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute(statement).fetchall()
+
+
+def ended(child, reached, what):
+    """Wait until a program is through, and have it end in order."""
+    until(reached, what, 60)
+    until(lambda: _takes_sigterm(child.process), "join has begun")
+    child.process.terminate()
+    assert (child.ended(), child.errors) == (0, [])
+
+
+def killed(*arguments):
+    """Start a program, and kill it when it has consumed something."""
+    child = Child(*arguments)
+    child.wait(lambda lines: len(lines) >= 3)
+    child.process.kill()
+    child.process.wait()
+
+
+@pytest.fixture
+def balances(database):
+    """Return the accounts of the database, by name."""
+    engine = database.engine()
+
+    def read(statement="SELECT name, balance FROM accounts"):
+        with engine.connect() as connection:
+            return dict(connection.execute(text(statement)).all())
+
+    yield read
+    engine.dispose()
+
+
 @runs_programs
 def test_the_page_can_be_followed(tmp_path, monkeypatch):
     monkeypatch.setenv("DATABASE_URL", f"sqlite:///{tmp_path}/billing.db")
@@ -37,10 +72,9 @@ def test_the_page_can_be_followed(tmp_path, monkeypatch):
         for commands in OFFSETS:
             shown, reset = run_pyrocket(commands, cluster, tmp_path)
             assert "Group billing in topic orders" in shown and "in the database" in reset
-    with sqlite3.connect(tmp_path / "billing.db") as connection:
-        offsets = dict(connection.execute("SELECT queue_id, next_offset FROM pyrocket_offsets WHERE topic = 'orders'"))
-        assert connection.execute("SELECT COUNT(*) FROM ledger").fetchone()[0] > 0
-    connection.close()
+    file = tmp_path / "billing.db"
+    offsets = dict(in_file(file, "SELECT queue_id, next_offset FROM pyrocket_offsets WHERE topic = 'orders'"))
+    assert in_file(file, "SELECT COUNT(*) FROM ledger") > [(0,)]
     assert offsets == dict.fromkeys(range(4), 0)
 
 
@@ -51,9 +85,8 @@ def test_a_transaction_of_ones_own(tmp_path):
     assert program.count("def book(") == 2 and "exactly_once" not in program
     with orders_arriving("orders") as cluster:
         assert "booked" in run_python(program, cluster, tmp_path)
-    with closing(sqlite3.connect(tmp_path / "billing.db")) as connection:
-        offsets = connection.execute("SELECT SUM(next_offset) FROM pyrocket_offsets WHERE topic = 'orders'")
-        assert offsets.fetchone() == connection.execute("SELECT COUNT(*) FROM ledger").fetchone() > (0,)
+    offsets = in_file(tmp_path / "billing.db", "SELECT SUM(next_offset) FROM pyrocket_offsets WHERE topic = 'orders'")
+    assert offsets == in_file(tmp_path / "billing.db", "SELECT COUNT(*) FROM ledger") > [(0,)]
 
 
 @pytest.fixture
@@ -76,10 +109,7 @@ def followed(broker, tmp_path, program, target):
     child = Child("-W", "error", str(ROOT / path), broker.name_server, target or str(tmp_path / placeholder))
     run_pyrocket(PRODUCE, broker, tmp_path)
     sent = 3 if target else 2
-    until(lambda: sum(int(line.split()[0]) for line in list(child.lines)) == sent, "all is consumed")
-    until(lambda: _takes_sigterm(child.process), "join has begun")
-    child.process.terminate()
-    assert (child.ended(), child.errors) == (0, [])
+    ended(child, lambda: sum(int(line.split()[0]) for line in list(child.lines)) == sent, "all is consumed")
     return tmp_path / placeholder
 
 
@@ -87,17 +117,13 @@ def followed(broker, tmp_path, program, target):
 @pytest.mark.parametrize("kind", ["sqlite", "asyncio", "django"])
 def test_a_program_can_be_followed(broker, tmp_path, kind):
     file = followed(broker, tmp_path, f"ledger_{kind}", None)
-    with closing(sqlite3.connect(file)) as connection:
-        assert sorted(connection.execute("SELECT body FROM ledger")) == [("a lamp",), ("two books",)]
+    assert sorted(in_file(file, "SELECT body FROM ledger")) == [("a lamp",), ("two books",)]
 
 
 @pytest.mark.databases("postgresql")
-def test_the_program_for_postgresql_can_be_followed(broker, tmp_path, database):
+def test_the_program_for_postgresql_can_be_followed(broker, tmp_path, database, balances):
     followed(broker, tmp_path, "ledger_postgres", database.url)
-    engine = database.engine()
-    with engine.connect() as connection:
-        assert dict(connection.execute(text("SELECT name, balance FROM accounts")).all()) == {"alice": 3, "bob": 7}
-    engine.dispose()
+    assert balances() == {"alice": 3, "bob": 7}
 
 
 # --- killed with -9 in the middle, and started again
@@ -113,57 +139,29 @@ def test_the_ledger_in_a_file(embedded, tmp_path, kind):
     for half in (bodies[:2000], bodies[2000:]):
         for body in half:
             embedded.send("orders", body.encode())
-        child = Child(*arguments)
-        child.wait(lambda lines: len(lines) >= 3)
-        child.process.kill()
-        child.process.wait()
-    child = Child(*arguments)
+        killed(*arguments)
 
     def booked():
-        with sqlite3.connect(tmp_path / "ledger.db") as connection:
-            found = [body for (body,) in connection.execute("SELECT body FROM ledger")]
-        connection.close()
-        return found
+        return [body for (body,) in in_file(tmp_path / "ledger.db", "SELECT body FROM ledger")]
 
-    embedded.wait_until(lambda: len(booked()) >= len(bodies))
-    until(lambda: _takes_sigterm(child.process), "join has begun")
-    child.process.terminate()
-    assert (child.ended(), child.errors) == (0, [])
+    ended(Child(*arguments), lambda: len(booked()) >= len(bodies), "all is booked")
     assert Counter(booked()) == once(bodies)
 
 
 @pytest.mark.databases("postgresql")
-def test_the_accounts_in_postgresql(embedded, database):
+def test_the_accounts_in_postgresql(embedded, database, balances):
     """Killed, too; and though its calls lock the same rows at once, none waits for another that waits for it."""
     embedded.create_topic("payments", queues=4)
     for number in range(400):
         for _ in range(1 + (number % 10 == 0)):  # some were sent twice
             embedded.send("payments", f"a{number % 7}:{number}".encode(), properties={"UNIQ_KEY": f"payment-{number}"})
     arguments = [str(DOCS / "examples" / "ledger_postgres.py"), embedded.name_server, database.url]
-    child = Child(*arguments)
-    child.wait(lambda lines: len(lines) >= 3)
-    child.process.kill()
-    child.process.wait()
-    child = Child(*arguments)
-    engine = database.engine()
-
-    def balance():
-        with engine.connect() as connection:
-            return dict(connection.execute(text("SELECT name, balance FROM accounts")).all())
-
-    def deadlocks():
-        with engine.connect() as connection:
-            found = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
-            return connection.execute(text(found)).scalar()
-
+    killed(*arguments)
     right = {f"a{rest}": sum(range(rest, 400, 7)) for rest in range(7)}
-    embedded.wait_until(lambda: sum(balance().values()) >= sum(right.values()))
-    until(lambda: _takes_sigterm(child.process), "join has begun")
-    child.process.terminate()
-    assert child.ended() == 0
-    assert balance() == right
-    assert deadlocks() == 0
-    engine.dispose()
+    ended(Child(*arguments), lambda: sum(balances().values()) >= sum(right.values()), "all is booked")
+    assert balances() == right
+    found = "SELECT datname, deadlocks FROM pg_stat_database WHERE datname = current_database()"
+    assert [*balances(found).values()] == [0]
 
 
 # --- what else the page has

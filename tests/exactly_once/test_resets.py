@@ -84,13 +84,6 @@ def test_queues_that_were_never_consumed_are_reset(embedded, ledger, admin, rese
     assert len(ledger.rows()) == 15
 
 
-def test_making_the_tables_twice_is_no_error(database):
-    engine = create_engine(database.url)
-    for _ in range(2):
-        DatabaseOffsets(engine, inbox_days=1).create_tables()
-    engine.dispose()
-
-
 def test_a_reset_of_the_broker_reaches_members(embedded, ledger, admin):
     """As a tool of Java's makes it: the broker tells members, and the row moves."""
     send(embedded)

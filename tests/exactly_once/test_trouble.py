@@ -7,6 +7,7 @@ import multiprocessing
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -15,12 +16,12 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from pyrocket_consumer import MessageQueue, PushConsumer
-from pyrocket_consumer.errors import DatabaseError, OffsetStoreError
+from pyrocket_consumer.errors import DatabaseError
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import Gate, RequestCode
 from tests.consuming import consuming
-from tests.exactly_once.booking import billing, consumed, dead, goes_on_after, send, until_all
-from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, every_database, ledger_in, once
+from tests.exactly_once.booking import billing, booked_once, consumed, dead, goes_on_after, refused, send, until_all
+from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, every_database, once
 
 SOME, MORE = BODIES[:10], BODIES[10:20]
 servers = pytest.mark.databases("postgresql", "mariadb")
@@ -29,15 +30,11 @@ servers = pytest.mark.databases("postgresql", "mariadb")
 @contextmanager
 def locked(ledger, *queues):
     """Another session has the rows of these queues locked."""
+    places = "consumer_group = :g AND topic = :t AND broker_name = 'broker-a' AND queue_id = :q"
+    statement = text(f"SELECT * FROM pyrocket_offsets WHERE {places} FOR UPDATE")
     with ledger.engine.connect() as connection, connection.begin():
         for queue in queues:
-            connection.execute(
-                text(
-                    "SELECT * FROM pyrocket_offsets WHERE consumer_group = :g AND topic = :t "
-                    "AND broker_name = 'broker-a' AND queue_id = :q FOR UPDATE"
-                ),
-                {"g": GROUP, "t": TOPIC, "q": queue},
-            ).all()
+            connection.execute(statement, {"g": GROUP, "t": TOPIC, "q": queue}).all()
         yield
 
 
@@ -79,8 +76,7 @@ def test_a_database_that_dies_again_and_again(embedded, ledger):
     many = [str(number) for number in range(100, 1000)]
     with billing(embedded, ledger):
         for start in range(0, 900, 300):
-            for body in many[start : start + 300]:
-                embedded.send(TOPIC, body.encode())
+            send(embedded, many[start : start + 300])
             with dead(ledger):
                 pass
         until_all(embedded, ledger, [*BODIES, *many])
@@ -91,9 +87,8 @@ def test_a_database_that_dies_again_and_again(embedded, ledger):
 def test_a_database_that_is_away_at_the_start_is_named(embedded, ledger):
     send(embedded)
     with dead(ledger):
-        with pytest.raises(OffsetStoreError, match="cannot be reached.*check the address") as caught:
-            billing(embedded, ledger).__enter__()
-        assert str(ledger.database.server.port) in str(caught.value) and ":app@" not in str(caught.value)
+        said = refused(billing(embedded, ledger), "cannot be reached.*check the address")
+        assert str(ledger.database.server.port) in said and ":app@" not in said
     with billing(embedded, ledger):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
@@ -137,18 +132,13 @@ def test_rows_that_are_locked_hold_up_no_other_queue(embedded, ledger, events):
 @pytest.mark.databases("postgresql")
 def test_listeners_leave_a_connection_for_the_rest(embedded, ledger, events):
     engine = create_engine(ledger.database.url, pool_size=1, max_overflow=0)
-    offsets = DatabaseOffsets(engine)
 
     def book(messages, connection):
         time.sleep(0.02)
         ledger.book(messages, connection)
 
-    embedded.create_topic(TOPIC, queues=16)
-    with billing(embedded, ledger, book, offsets, on_event=events):
-        send(embedded, queues=16)
-        until_all(embedded, ledger)
+    booked_once(embedded, ledger, book, queues=16, offsets=DatabaseOffsets(engine), on_event=events)
     engine.dispose()
-    assert ledger.bodies() == once(BODIES)
     assert not events.of("store-unreachable")
 
 
@@ -170,71 +160,66 @@ def test_a_database_that_is_silent_keeps_no_close_waiting(embedded, silent, face
     engine = create_engine(url) if face == "plain" else create_async_engine(url)
     consumer = PushConsumer(GROUP, name_server=embedded.name_server, orderly=True, offset_store=DatabaseOffsets(engine))
     consumer.subscribe(TOPIC, lambda message: None)
-    raised = []
-
-    def start():
-        try:
-            consumer.start()
-        except Exception as error:
-            raised.append(error)
-
-    starting = threading.Thread(target=start)
-    starting.start()
-    embedded.wait_until(lambda: any(thread.name == "pyrocket-store" for thread in threading.enumerate()))
-    began = time.monotonic()
-    consumer.close(1)
-    starting.join(20)
-    assert time.monotonic() - began < 7, "it connects once"
-    assert raised and "closed while it started" in str(raised[0])
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(consumer.start)
+        embedded.wait_until(lambda: any(thread.name == "pyrocket-store" for thread in threading.enumerate()))
+        began = time.monotonic()
+        consumer.close(1)
+        assert "closed while it started" in str(starting.exception(20))
+        assert time.monotonic() - began < 7, "it connects once"
     names = {"pyrocket-store", "pyrocket-database", "pyrocket-io"}
     embedded.wait_until(lambda: not names & {thread.name for thread in threading.enumerate()}, 20)
 
 
+@pytest.fixture
+def impatient(embedded, ledger):
+    """A ledger, and what makes a consumer that waits for writers of its database for a moment only."""
+    engine = create_engine(ledger.database.url, connect_args={"timeout": 0.1})
+    offsets = DatabaseOffsets(engine)
+
+    def make(**options):
+        given = {"name_server": embedded.name_server, "offset_store": offsets, **EXACTLY_ONCE, **options}
+        consumer = PushConsumer(GROUP, **given)
+        consumer.subscribe(TOPIC, offsets.exactly_once(ledger.book))
+        return consumer
+
+    yield ledger, make
+    engine.dispose()
+
+
 @pytest.mark.live
 @pytest.mark.databases("sqlite")
-def test_a_start_waits_for_a_writer(embedded, database):
-    with ledger_in(database) as ledger:
-        offsets = DatabaseOffsets(create_engine(database.url, connect_args={"timeout": 0.1}))
-        send(embedded, SOME, queues=1)
-        with ledger.engine.connect() as connection:
-            connection.exec_driver_sql("BEGIN EXCLUSIVE")
-            timer = threading.Timer(0.5, connection.rollback)
-            consumer = PushConsumer(
-                GROUP, name_server=embedded.name_server, **EXACTLY_ONCE, consume_from="first", offset_store=offsets
-            )
-            consumer.subscribe(TOPIC, offsets.exactly_once(ledger.book))
-            timer.start()
-            with consumer:
-                timer.join()
-                until_all(embedded, ledger, SOME)
+def test_a_start_waits_for_a_writer(embedded, impatient):
+    ledger, make = impatient
+    send(embedded, SOME, queues=1)
+    with ledger.engine.connect() as connection:
+        connection.exec_driver_sql("BEGIN EXCLUSIVE")
+        timer = threading.Timer(0.5, connection.rollback)
+        timer.start()
+        with make(consume_from="first"):
+            timer.join()
+            until_all(embedded, ledger, SOME)
 
 
 @pytest.mark.slow("SQLite waits in real time")
 @pytest.mark.databases("sqlite")
-def test_a_group_begins_with_what_comes_after_its_start(embedded, database):
+def test_a_group_begins_with_what_comes_after_its_start(embedded, impatient):
     """A new group begins with what comes after the start, also where its queues begin later."""
-    with ledger_in(database) as ledger:
-        engine = create_engine(database.url, connect_args={"timeout": 0.1})
-        offsets = DatabaseOffsets(engine)
-        send(embedded, ["old"], queues=1)
-        loaded = Gate()
-        embedded.broker("broker-a").on(RequestCode.HEART_BEAT, loaded)
-        consumer = PushConsumer(
-            GROUP, name_server=embedded.name_server, **EXACTLY_ONCE, offset_store=offsets, start_wait_s=1
-        )
-        consumer.subscribe(TOPIC, offsets.exactly_once(ledger.book))
-        starting = threading.Thread(target=consumer.start)
-        starting.start()
-        loaded.wait_held()
-        with ledger.engine.connect() as writer:
-            writer.exec_driver_sql("BEGIN EXCLUSIVE")
-            loaded.open()
-            starting.join()
-            send(embedded, SOME, queues=1)
-            writer.rollback()
-        until_all(embedded, ledger, SOME)
-        consumer.close()
-        engine.dispose()
+    ledger, make = impatient
+    send(embedded, ["old"], queues=1)
+    embedded.broker("broker-a").on(RequestCode.HEART_BEAT, loaded := Gate())
+    consumer = make(start_wait_s=1)
+    starting = threading.Thread(target=consumer.start)
+    starting.start()
+    loaded.wait_held()
+    with ledger.engine.connect() as writer:
+        writer.exec_driver_sql("BEGIN EXCLUSIVE")
+        loaded.open()
+        starting.join()
+        send(embedded, SOME, queues=1)
+        writer.rollback()
+    until_all(embedded, ledger, SOME)
+    consumer.close()
 
 
 @pytest.mark.live
@@ -249,25 +234,13 @@ def test_many_queues_begin_in_few_transactions(embedded, ledger):
 
 
 @pytest.mark.databases("sqlite")
-def test_an_engine_that_begins_by_events_of_its_own(embedded, database):
+def test_an_engine_that_begins_by_events_of_its_own(embedded, ledger):
     """As SQLAlchemy's documentation has it for SQLite."""
-    with ledger_in(database) as ledger:
-        engine = create_engine(database.url)
-
-        @event.listens_for(engine, "connect")
-        def connected(connection, record):
-            connection.isolation_level = None
-
-        @event.listens_for(engine, "begin")
-        def begin(connection):
-            connection.exec_driver_sql("BEGIN")
-
-        offsets = DatabaseOffsets(engine)
-        send(embedded)
-        with billing(embedded, ledger, None, offsets):
-            until_all(embedded, ledger)
-        engine.dispose()
-        assert ledger.bodies() == once(BODIES)
+    engine = create_engine(ledger.database.url)
+    event.listen(engine, "connect", lambda connection, record: setattr(connection, "isolation_level", None))
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    booked_once(embedded, ledger, offsets=DatabaseOffsets(engine))
+    engine.dispose()
 
 
 # --- rows and addresses
@@ -282,8 +255,7 @@ def test_a_row_that_means_nothing_is_named_and_stops_nobody(embedded, ledger, ev
     with pytest.raises(DatabaseError, match=f"{column}=.*delete it if it is nobody's"):
         ledger.offsets.offsets(GROUP)
     with billing(embedded, ledger, on_event=events, commit_interval_s=0.1) as (consumer, _):
-        for body in MORE:
-            embedded.send(TOPIC, body.encode(), queue_id=1)
+        send(embedded, MORE, queues=2, queue_id=1)
         until_all(embedded, ledger, [*SOME, *MORE])
         if column != "queue_id" and (column, value) != ("epoch", "'abc'"):  # else it is nobody's, or 0 + 1 to SQLite
             assert column in events.wait_for("store-unreachable").text
@@ -318,8 +290,8 @@ def test_a_forked_child_has_connections_of_its_own(embedded, ledger, face):
     send(embedded, SOME)
     with consuming(embedded, TOPIC, GROUP, listener, **EXACTLY_ONCE, offset_store=offsets):
         until_all(embedded, ledger, SOME)
-        answers = multiprocessing.get_context("fork").Queue()
-        child = multiprocessing.get_context("fork").Process(target=_in_child, args=(offsets, answers))
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=_in_child, args=(offsets, answers := fork.Queue()))
         child.start()
         found = [answers.get(timeout=20), answers.get(timeout=20)]
         child.join(10)
