@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
+from tests.consumer.orders import Orders
 from tests.consuming import WAIT_S
 
 OURS = "pyrocket-"  # how the names of our threads begin
@@ -26,6 +27,11 @@ def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
 @pytest.fixture
 def broker(embedded: EmbeddedCluster) -> EmbeddedBroker:
     return embedded.broker("broker-a")
+
+
+@pytest.fixture
+def orders(embedded: EmbeddedCluster) -> Orders:
+    return Orders(embedded)
 
 
 @pytest.fixture

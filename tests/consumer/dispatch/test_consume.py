@@ -290,42 +290,6 @@ def blocking(working: Working) -> tuple[Any, threading.Semaphore, threading.Even
     return handle if isinstance(working.workers, ThreadWorkers) else listen, begun, release
 
 
-def test_stopped_workers_begin_nothing_and_finish_what_runs(either):
-    listener, begun, release = blocking(either)
-    running = [either.consume(listener, 1) for _ in range(2)]
-    waiting = either.consume(listener, 3)
-    for _ in running:
-        assert begun.acquire(timeout=WAIT_S)
-    either.workers.stop()
-    release.set()
-    until(lambda: not living("pyrocket-consume", "pyrocket-listener"))
-    assert [window.finished for window in running] == [1, 1]
-    assert waiting.finished == 0
-    assert not begun.acquire(blocking=False), "nothing else has begun"
-
-
-def test_messages_of_abandoned_coroutines_stay_unfinished(coroutines):
-    listener, begun, _ = blocking(coroutines)
-    window = coroutines.consume(listener, 3)
-    assert begun.acquire(timeout=WAIT_S)
-    coroutines.workers.stop()
-    coroutines.workers.abandon()
-    until(lambda: not living("pyrocket-listener"))
-    assert window.finished == 0
-    assert coroutines.told.failures == []
-
-
-def test_a_thread_that_never_returns_is_left_alone_by_the_others(threads):
-    listener, _, release = blocking(threads)
-    threads.consume(listener, 1)
-    others = [threads.consume(lambda message: None, 4) for _ in range(10)]
-    until(lambda: all(window.finished == 4 for window in others))
-    threads.workers.stop()
-    threads.workers.abandon()
-    until(lambda: len(living("pyrocket-consume")) == 1)
-    release.set()
-
-
 class Emptied(deque):
     """Units that are taken back between a worker's look and its grasp."""
 

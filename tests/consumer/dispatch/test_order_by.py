@@ -10,7 +10,8 @@ import threading
 import time
 import tracemalloc
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 from sqlalchemy import create_engine
@@ -18,7 +19,7 @@ from sqlalchemy import create_engine
 from pyrocket_consumer import AsyncPushConsumer, ConfigError, ConsumeResult, PushConsumer, Retry, Suspend
 from pyrocket_consumer.offsets import DatabaseOffsets
 from tests.by_key import ByKey, key_of
-from tests.consumer.orders import DEAD, GROUP, QUEUE, TOPIC
+from tests.consumer.orders import DEAD, GROUP, QUEUE, TOPIC, listener_of
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
 from tests.pages import DOCS, blocks, run_python
 
@@ -30,59 +31,100 @@ def send(orders, *keys, queue_id=0, first=0):
         orders.send(f"{key}:{number}".encode(), properties=properties, queue_id=queue_id)
 
 
+def send_pairs(orders, times):
+    """Send messages of two keys to each of two queues."""
+    orders.make(queues=2)
+    for queue_id in (0, 1):
+        send(orders, *[f"{queue_id}-a", f"{queue_id}-b"] * times, queue_id=queue_id, first=10 * queue_id)
+
+
+def some_keys(seed, keys, count):
+    rng = random.Random(seed)
+    return [f"k{rng.randrange(keys)}" for _ in range(count)]
+
+
+def stored(orders):
+    return orders.committed.get(0, 0)
+
+
+BOTH = pytest.mark.parametrize("order_by", ["sharding_key", key_of])
+
+
 def by_key(orders, listener, **options):
     return orders.consuming(listener, orderly=True, **{"order_by": "sharding_key", **options})
 
 
-def holds(*keys):
-    """Return a listener whose calls of these keys wait until the event that is returned, too, is set."""
+def holds(*keys, offsets=()):
+    """Return a listener whose calls of these keys, or places, wait until the event that is returned, too, is set."""
     freed = threading.Event()
-    return ByKey(lambda message: freed.wait(WAIT_S) and None if key_of(message) in keys else None), freed
+
+    def judge(message):
+        if key_of(message) in keys or message.queue_offset in offsets:
+            freed.wait(WAIT_S)
+
+    return ByKey(judge), freed
 
 
-@pytest.mark.parametrize("order_by", ["sharding_key", key_of])
-def test_keys_of_one_queue_run_beside_each_other(orders, order_by):
-    together = threading.Barrier(4, timeout=WAIT_S)
-    seen = ByKey(lambda message: together.wait() < 0 or None)
-    send(orders, *"abcd" * 3)
-    with by_key(orders, seen, order_by=order_by, consume_threads=4):
-        seen.wait_for(12)
-        orders.wait_committed(12)
-    seen.check()
+def fails_once(result, *, every):
+    """Return a listener to which this comes of each such message the first time, and the places that have failed."""
+    failed = set()
+
+    def judge(message):
+        if message.queue_offset % every == 0 and message.queue_offset not in failed:
+            failed.add(message.queue_offset)
+            return result
+
+    return ByKey(judge), failed
 
 
-@pytest.mark.parametrize("order_by", ["sharding_key", key_of])
+def by_function(orders, seen, wrong, **options):
+    """Consume by a function that does this for the key "bad"; gives how often each message was asked about."""
+    asked = Counter()
+
+    def order_by(message):
+        asked[message.queue_offset] += 1
+        return wrong(message) if key_of(message) == "bad" else key_of(message)
+
+    return asked, by_key(orders, seen, order_by=order_by, **options)
+
+
+@contextmanager
+def dead_letter(orders):
+    """Give what has come to the dead letters in the end."""
+    with consuming(orders.cluster, DEAD, "dead") as (_, dead):
+        dead.wait_for(1)
+        yield dead.bodies
+
+
+@BOTH
 def test_async_listeners_of_keys_run_beside_each_other(orders, order_by):
     send(orders, *"abcd" * 3)
-    order = defaultdict(list)
+    seen = ByKey()
 
     async def scenario():
-        together, done = asyncio.Barrier(4), asyncio.Event()
+        together = asyncio.Barrier(4)
 
         async def handle(message):
             async with asyncio.timeout(WAIT_S):
                 await together.wait()
-            order[key_of(message)].append(message.queue_offset)
-            if sum(map(len, order.values())) == 12:
-                done.set()
+            seen(message)
 
-        consumer = AsyncPushConsumer(
-            GROUP, name_server=orders.cluster.name_server, orderly=True, order_by=order_by, consume_threads=4, **QUICK
-        )
+        options = {"orderly": True, "order_by": order_by, "consume_threads": 4, **QUICK}
+        consumer = AsyncPushConsumer(GROUP, name_server=orders.cluster.name_server, **options)
         await consumer.subscribe(TOPIC, handle)
-        async with consumer, asyncio.timeout(WAIT_S):
-            await done.wait()
+        async with consumer:
+            await asyncio.to_thread(seen.wait_for, 12)
 
     asyncio.run(scenario())
-    assert order == {"a": [0, 4, 8], "b": [1, 5, 9], "c": [2, 6, 10], "d": [3, 7, 11]}
-    assert orders.committed.get(0, 0) == 12
+    assert {key: seen.of(key) for key in "abcd"} == {"a": [0, 4, 8], "b": [1, 5, 9], "c": [2, 6, 10], "d": [3, 7, 11]}
+    assert stored(orders) == 12
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.002])
-@pytest.mark.parametrize("order_by", ["sharding_key", key_of])
+@BOTH
 def test_each_key_in_order_one_call_at_a_time(orders, order_by, pause_s):
+    send(orders, *some_keys(5, 12, 600))
     rng = random.Random(5)
-    send(orders, *(f"k{rng.randrange(12)}" for _ in range(600)))
     seen = ByKey(lambda message: time.sleep(rng.uniform(0, pause_s)) if pause_s else None)
     with by_key(orders, seen, order_by=order_by):
         seen.wait_for(600)
@@ -92,8 +134,7 @@ def test_each_key_in_order_one_call_at_a_time(orders, order_by, pause_s):
 
 
 def test_a_list_has_messages_of_one_key(orders):
-    rng = random.Random(6)
-    send(orders, *(f"k{rng.randrange(5)}" for _ in range(300)))
+    send(orders, *some_keys(6, 5, 300))
     seen, lists = ByKey(), []
 
     def handle(messages):
@@ -104,9 +145,8 @@ def test_a_list_has_messages_of_one_key(orders):
     with by_key(orders, handle, listener_batch_size=8):
         seen.wait_for(300)
     seen.check()
-    assert all(len({key_of(message) for message in messages}) == 1 for messages in lists)
-    assert max(map(len, lists)) > 1
-    assert max(map(len, lists)) <= 8
+    assert all(len(set(map(key_of, messages))) == 1 for messages in lists)
+    assert 1 < max(map(len, lists)) <= 8
 
 
 def test_a_list_that_failed_comes_again_from_the_failure_on(orders):
@@ -150,16 +190,8 @@ def test_a_failing_key_blocks_only_itself(orders, how):
 
 
 def test_a_failure_in_a_chunk_lets_nothing_of_its_key_pass(orders):
-    failed = set()
-
-    def judge(message):
-        if message.queue_offset % 7 == 0 and message.queue_offset not in failed:
-            failed.add(message.queue_offset)
-            return Suspend(for_s=0.01)
-
-    rng = random.Random(7)
-    send(orders, *(f"k{rng.randrange(3)}" for _ in range(300)))
-    seen = ByKey(judge)
+    seen, failed = fails_once(Suspend(for_s=0.01), every=7)
+    send(orders, *some_keys(7, 3, 300))
     with by_key(orders, seen):
         orders.wait_committed(300)
     seen.check()
@@ -171,13 +203,11 @@ def test_a_message_that_never_succeeds_is_given_up(orders):
     send(orders, "bad", "good", "bad")
     with by_key(orders, seen, max_reconsume_times=2):
         seen.wait_for(3)
-        given_up = orders.events.wait_for("message-given-up")
-        with consuming(orders.cluster, DEAD, "dead") as (_, dead):
-            dead.wait_for(1)
+        assert orders.events.wait_for("message-given-up").facts["key"] == "'bad'"
+        with dead_letter(orders) as dead:
+            assert dead == [b"bad:0"]
         orders.wait_committed(3)
     assert seen.of("bad") == [0, 0, 0, 2]
-    assert dead.bodies == [b"bad:0"]
-    assert given_up.facts["key"] == "'bad'"
 
 
 def test_a_stuck_key_is_named_and_bounded_by_the_span(orders):
@@ -195,11 +225,14 @@ def test_a_stuck_key_is_named_and_bounded_by_the_span(orders):
     seen.check()
 
 
-def test_a_key_that_fails_until_there_is_no_room_is_told(orders):
+@pytest.mark.parametrize("deed", ["fails", "hangs"])
+def test_a_key_that_leaves_no_room_in_the_end_is_told(orders, deed):
     cured = threading.Event()
 
     def judge(message):
-        if key_of(message) == "bad" and not cured.is_set():
+        if key_of(message) == "bad" and deed == "hangs":
+            cured.wait(WAIT_S)
+        elif key_of(message) == "bad" and not cured.is_set():
             return Suspend(for_s=0.02)
 
     send(orders, "bad", *"abcd" * 100)
@@ -208,46 +241,24 @@ def test_a_key_that_fails_until_there_is_no_room_is_told(orders):
         oldest = consumer.progress()[QUEUE].oldest_unfinished
         cured.set()
         orders.wait_committed(401)
-    assert "the key 'bad' fails at offset 0" in told.text
+    assert f"the key 'bad' {deed} at offset 0" in told.text
     assert told.facts == {"offset": 0, "message_id": oldest, "key": "'bad'"}
-
-
-def test_a_key_that_hangs_until_there_is_no_room_is_told(orders):
-    seen, freed = holds("slow")
-    send(orders, "slow", *"abcd" * 100)
-    with by_key(orders, seen, max_span=50):
-        told = orders.events.wait_for("message-stuck")
-        freed.set()
-        orders.wait_committed(401)
-    assert "the key 'slow' hangs at offset 0" in told.text
-    assert told.facts["key"] == "'slow'"
 
 
 @pytest.mark.parametrize("result", [Suspend(for_s=0.01), ConsumeResult.RETRY])
 def test_failures_that_pass_are_not_told_as_stuck(orders, result):
     """Not those of a backlog either, for which there is never room at once."""
-    failed = set()
-
-    def judge(message):
-        if message.queue_offset % 100 == 0 and message.queue_offset not in failed:
-            failed.add(message.queue_offset)
-            return result
-
+    seen, _ = fails_once(result, every=100)
     send(orders, *"abcd" * 100)
-    with by_key(orders, ByKey(judge), max_span=50):
+    with by_key(orders, seen, max_span=50):
         orders.wait_committed(400)
     assert not orders.events.of("message-stuck")
 
 
 def test_an_oldest_message_without_a_key_is_told_once(orders):
-    asked = Counter()
-
-    def order_by(message):
-        asked[message.queue_offset] += 1
-        return raising(message) if key_of(message) == "bad" else key_of(message)
-
     send(orders, "bad", *"abcd" * 100)
-    with by_key(orders, Seen(), order_by=order_by, max_span=50):
+    asked, consuming = by_function(orders, Seen(), raising, max_span=50)
+    with consuming:
         told = orders.events.wait_for("message-stuck")
         enough = asked[0] + 7
         until(lambda: asked[0] == enough, "it is asked for again and again, once a second")
@@ -266,7 +277,7 @@ def test_a_slow_call_holds_up_no_other_key_of_its_chunk(orders):
         send(orders, *keys[:20], "slow", *keys[20:], *keys * 3, "slow", first=400)
         seen.wait(lambda seen: all(len(seen.of(key)) == 14 for key in keys))
         assert len(seen.of("slow")) == 1
-        assert orders.committed.get(0, 0) <= 420
+        assert stored(orders) <= 420
         freed.set()
         orders.wait_committed(562)
     seen.check()
@@ -294,10 +305,6 @@ def test_a_function_is_asked_once_a_message_and_never_by_io(orders):
         seen.wait_for(200)
     assert asked == Counter(range(200))
     assert threads == {"pyrocket-consume-"}
-
-
-def unhashable(message):
-    return [key_of(message)]
 
 
 def raising(message):
@@ -348,21 +355,21 @@ def told_of_a_key(orders, show):
             raise ValueError("not this one")
 
     send(orders, "bad", *"abcd" * 10)
-    order_by = lambda message: Odd(key_of(message), show, threads)  # noqa: E731
-    with by_key(orders, ByKey(judge), order_by=order_by) as (consumer, _):
+    options = {"order_by": lambda message: Odd(key_of(message), show, threads)}
+    with by_key(orders, ByKey(judge), **options) as (consumer, _):
         told = {orders.events.wait_for("listener-failed").facts["key"], consumer.progress()[QUEUE].oldest_key}
     assert set(threads) == {"pyrocket-consume-"}, "the I/O thread runs no code of users"
     assert len(threads) <= 5, "once for each key"
     return told
 
 
-@pytest.mark.parametrize(
-    ("shows", "told"),
-    [
-        ("<\x1b]0;owned\x07\x1b[2J\nFORGED>", r"<\x1b]0;owned\x07\x1b[2J\nFORGED>"),
-        ("k" * 1000, "k" * 80 + "… (920 more characters)"),
-    ],
-)
+SHOWN = [
+    ("<\x1b]0;owned\x07\x1b[2J\nFORGED>", r"<\x1b]0;owned\x07\x1b[2J\nFORGED>"),
+    ("k" * 1000, "k" * 80 + "… (920 more characters)"),
+]
+
+
+@pytest.mark.parametrize(("shows", "told"), SHOWN)
 def test_a_key_is_told_as_one_short_line(orders, shows, told):
     assert told_of_a_key(orders, lambda: shows) == {told}
 
@@ -414,8 +421,11 @@ def test_long_keys_are_told_apart_by_all_of_them(orders, order_by):
 
 def test_a_long_text_is_another_key_than_its_bytes(orders):
     together = threading.Barrier(2, timeout=WAIT_S)
+
+    def order_by(message):
+        return key_of(message) if message.queue_offset else key_of(message).encode()
+
     send(orders, "k" * 1000, "k" * 1000)
-    order_by = lambda message: key_of(message) if message.queue_offset else key_of(message).encode()  # noqa: E731
     with by_key(orders, lambda message: together.wait() < 0 or None, order_by=order_by):
         orders.wait_committed(2)
 
@@ -468,8 +478,7 @@ def test_a_key_that_cannot_be_hashed_any_more_stops_no_other(orders):
 
     seen, freed = holds("old-stuck")
     send(orders, "old-stuck", *(f"old-{number}" for number in range(300)))
-    order_by = lambda message: Changing(key_of(message), lambda: "", [])  # noqa: E731
-    with by_key(orders, seen, order_by=order_by):
+    with by_key(orders, seen, order_by=lambda message: Changing(key_of(message), lambda: "", [])):
         seen.wait_for(301)
         has_changed.set()
         send(orders, *(f"new-{number}" for number in range(300)), first=301)
@@ -479,55 +488,40 @@ def test_a_key_that_cannot_be_hashed_any_more_stops_no_other(orders):
     assert not orders.events.of("listener-failed")
 
 
-@pytest.mark.parametrize("wrong", [unhashable, raising, leaving, lambda message: awaited(message)])
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_message_without_a_key_blocks_only_itself(orders, wrong, is_async):
+WRONG = [lambda message: [key_of(message)], raising, leaving, lambda message: awaited(message)]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_message_without_a_key_blocks_only_itself(orders, wrong, kind):
     seen = ByKey()
-
-    async def handle(message):
-        return seen(message)
-
-    def order_by(message):
-        return wrong(message) if key_of(message) == "bad" else key_of(message)
-
     send(orders, "bad", *"ab" * 20, "bad")
-    with by_key(orders, handle if is_async else seen, order_by=order_by) as (consumer, _):
+    with by_function(orders, listener_of(kind, seen), wrong)[1] as (consumer, _):
         seen.wait_for(40)
         until(lambda: len(orders.events.of("listener-failed")) == 2, "each is told")
         assert "no key" in str(consumer.progress()[QUEUE].oldest_key)
-        assert orders.committed.get(0, 0) == 0
+        assert stored(orders) == 0
     assert [event.facts["offset"] for event in orders.events.of("listener-failed")] == [0, 41], "once, not each time"
     assert not seen.of("bad")
     seen.check()
 
 
 def test_a_key_that_cannot_be_compared_fails_its_message_only(orders):
-    seen = ByKey()
-
-    def order_by(message):
-        return Grudging() if key_of(message) == "bad" else key_of(message)
-
     send(orders, "bad", "bad", *"ab" * 20)
-    with by_key(orders, seen, order_by=order_by):
+    with by_function(orders, ByKey(), lambda message: Grudging())[1] as (_, seen):
         seen.wait_for(41)
         failed = orders.events.wait_for("listener-failed")
         assert failed.facts["offset"] == 1, "the first had nothing to be compared with"
 
 
 def test_what_never_gets_a_key_is_given_up_after_its_attempts(orders):
-    asked = Counter()
-
-    def order_by(message):
-        asked[message.queue_offset] += 1
-        return raising(message) if key_of(message) == "bad" else key_of(message)
-
     send(orders, "a", "bad", "a")
-    with by_key(orders, Seen(), order_by=order_by, max_reconsume_times=1):
+    asked, consuming = by_function(orders, Seen(), raising, max_reconsume_times=1)
+    with consuming:
         orders.events.wait_for("message-given-up")
         orders.wait_committed(3)
-        with consuming(orders.cluster, DEAD, "dead") as (_, dead):
-            dead.wait_for(1)
-    assert dead.bodies == [b"bad:1"]
+        with dead_letter(orders) as dead:
+            assert dead == [b"bad:1"]
     assert asked == {0: 1, 1: 2, 2: 1}
 
 
@@ -560,54 +554,14 @@ def own(consumer):
     return [queue for queue in consumer.progress() if queue.topic == TOPIC]
 
 
-@pytest.mark.parametrize("order_by", ["sharding_key", key_of])
-def test_order_is_kept_when_a_second_member_takes_queues(orders, order_by):
-    orders.make(queues=4)
-    rng, seen = random.Random(8), ByKey(lambda message: time.sleep(0.002))
-    stop, sent = threading.Event(), 0
-
-    def go_on_sending():
-        nonlocal sent
-        while not stop.is_set():
-            for queue_id in range(4):
-                send(orders, *(f"{queue_id}-{rng.randrange(5)}" for _ in range(4)), queue_id=queue_id, first=sent)
-                sent += 4
-            stop.wait(0.02)
-
-    with by_key(orders, seen, order_by=order_by) as (first, _):
-        sending = threading.Thread(target=go_on_sending)
-        sending.start()
-        try:
-            seen.wait_for(100)
-            with by_key(orders, seen, order_by=order_by) as (second, _):
-                until(lambda: len(own(first)) == len(own(second)) == 2, "two queues each")
-                seen.wait_for(len(seen.messages) + 200)
-            until(lambda: len(own(first)) == 4, "all queues again")
-            seen.wait_for(len(seen.messages) + 100)
-        finally:
-            stop.set()
-            sending.join()
-        seen.wait_for(sent)
-    seen.check()
-
-
-def test_a_queue_is_handed_over_when_its_calls_have_returned(orders):
+@BOTH
+def test_a_queue_is_handed_over_when_its_calls_have_returned(orders, order_by):
     """The next owner begins nothing of a key while the former one's call of it runs."""
-    orders.make(queues=2)
-    begun, freed = threading.Event(), threading.Event()
-
-    def judge(message):
-        if message.queue_offset == 0:
-            begun.set()
-            freed.wait(WAIT_S)
-
-    seen = ByKey(judge)
-    for queue_id in (0, 1):
-        send(orders, *[f"{queue_id}-a", f"{queue_id}-b"] * 3, queue_id=queue_id, first=10 * queue_id)
-    with by_key(orders, seen) as (first, _):
-        begun.wait(WAIT_S)
+    seen, freed = holds(offsets=[0])
+    send_pairs(orders, 3)
+    with by_key(orders, seen, order_by=order_by) as (first, _):
         until(lambda: len(seen.of("0-b")) == len(seen.of("1-b")) == 3, "the other keys are consumed")
-        with by_key(orders, seen, start_wait_s=0) as (second, _):
+        with by_key(orders, seen, order_by=order_by, start_wait_s=0) as (second, _):
             assert "another member has its lock still" in orders.events.wait_for("lock-lost").text
             freed.set()
             until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")
@@ -622,9 +576,8 @@ def test_a_close_waits_for_what_runs_and_keeps_the_order(orders):
         begun.wait(WAIT_S)
     first = list(seen.messages)
     assert len(first) < 400
-    edge = orders.committed.get(0, 0)
     missing = set(range(400)) - {message.queue_offset for message in first}
-    assert edge == min(missing), "what is finished is committed"
+    assert stored(orders) == min(missing), "what is finished is committed"
     with by_key(orders, seen):
         seen.wait_for(400)
     assert not seen.overlaps
@@ -634,8 +587,7 @@ def test_a_close_waits_for_what_runs_and_keeps_the_order(orders):
 
 
 def test_a_queue_that_begins_anew_waits_for_the_calls_of_before(orders):
-    freed = threading.Event()
-    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if message.queue_offset == 0 else None)
+    seen, freed = holds(offsets=[0])
     send(orders, *"abab")
     with by_key(orders, seen) as (consumer, _):
         seen.wait_for(3)
@@ -648,11 +600,8 @@ def test_a_queue_that_begins_anew_waits_for_the_calls_of_before(orders):
 
 
 def test_a_queue_that_began_anew_is_handed_over_after_its_calls(orders):
-    orders.make(queues=2)
-    freed, waiting = threading.Event(), Events()
-    seen = ByKey(lambda message: freed.wait(WAIT_S) and None if message.queue_offset == 0 else None)
-    for queue_id in (0, 1):
-        send(orders, *[f"{queue_id}-a", f"{queue_id}-b"] * 2, queue_id=queue_id, first=10 * queue_id)
+    (seen, freed), waiting = holds(offsets=[0]), Events()
+    send_pairs(orders, 2)
     with by_key(orders, seen) as (first, _):
         seen.wait(lambda seen: len(seen.of("0-b")) == len(seen.of("1-b")) == 2)
         first.reset_offsets(TOPIC, "earliest")
@@ -666,8 +615,7 @@ def test_a_queue_that_began_anew_is_handed_over_after_its_calls(orders):
 
 def test_orderly_broadcasting_has_keys_too(orders, tmp_path):
     send(orders, *"ab" * 20)
-    seen = ByKey()
-    with by_key(orders, seen, message_model="broadcasting", offset_store_dir=tmp_path):
+    with by_key(orders, ByKey(), message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         seen.wait_for(40)
     seen.check()
 
@@ -676,25 +624,21 @@ def a_key(message):
     return 1
 
 
-async def an_async_key(message):
-    return 1
+NEVER_OPENED = "sqlite:///never-opened.db"
+ORDERLY = {"order_by": a_key, "orderly": True}
+REFUSED = [
+    ({"order_by": "sharding_key"}, r"order_by='sharding_key' works with orderly=True only; leave it"),
+    ({"order_by": a_key}, r"order_by=<function a_key .*works with orderly=True only"),
+    (ORDERLY | {"auto_commit": False}, r"auto_commit=False.*leave one of them"),
+    (ORDERLY | {"order_by": "key"}, r"order_by='key' is not allowed; use 'sharding_key', or a function"),
+    (ORDERLY | {"order_by": 5}, r"order_by=5 is not allowed; use 'sharding_key', or a function"),
+    (ORDERLY | {"offset_store": DatabaseOffsets(create_engine(NEVER_OPENED))},
+     r"order_by=.*does not work with offset_store=.*its order is the queue's; leave order_by out"),
+    (ORDERLY | {"order_by": awaited}, r"order_by=.*is an async def; pass a plain function"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"order_by": "sharding_key"}, r"order_by='sharding_key' works with orderly=True only; leave it"),
-        ({"order_by": a_key}, r"order_by=<function a_key .*works with orderly=True only"),
-        ({"order_by": a_key, "orderly": True, "auto_commit": False}, r"auto_commit=False.*leave one of them"),
-        ({"order_by": "key", "orderly": True}, r"order_by='key' is not allowed; use 'sharding_key', or a function"),
-        ({"order_by": 5, "orderly": True}, r"order_by=5 is not allowed; use 'sharding_key', or a function"),
-        (
-            {"order_by": a_key, "orderly": True, "offset_store": DatabaseOffsets(create_engine("sqlite:///never-opened.db"))},
-            r"order_by=.*does not work with offset_store=.*its order is the queue's; leave order_by out",
-        ),
-        ({"order_by": an_async_key, "orderly": True}, r"order_by=.*is an async def; pass a plain function"),
-    ],
-)
+@pytest.mark.parametrize(("options", "told"), REFUSED)
 @pytest.mark.parametrize("face", [PushConsumer, AsyncPushConsumer])
 def test_what_is_not_allowed_is_told_with_its_remedy(face, options, told):
     with pytest.raises(ConfigError, match=told):

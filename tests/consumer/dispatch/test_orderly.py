@@ -15,9 +15,10 @@ from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry
 from pyrocket_consumer.consumer.orderly import HELD_UP_AFTER_S, OrderlyService
 from pyrocket_consumer.testing import answer, drop, drop_answer
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consumer.orders import GROUP, QUEUE, RETRY, TOPIC, of
+from tests.consumer.orders import GROUP, QUEUE, RETRY, TOPIC, listener_of, of
 from tests.consumer.windows import window_of
 from tests.consuming import QUICK, Seen, consuming, numbered, until
+from tests.resetting import fill
 
 
 class Desk:
@@ -26,21 +27,14 @@ class Desk:
     def __init__(self) -> None:
         self.slots = [Slot()]
         self.chunks: deque[Chunk] = deque()
-
-    def put(self, chunk):
-        self.chunks.append(chunk)
-
-    def stop(self):
-        pass
-
-    def abandon(self):
-        pass
+        self.put = self.chunks.append
+        self.stop = self.abandon = lambda: None
 
     def begin(self):
         """Have a worker take the next chunk; returns its units."""
         (chunk,) = self.chunks
         self.slots[0].chunk = chunk
-        return [unit.queue_offset if not isinstance(unit, list) else [each.queue_offset for each in unit]
+        return [[each.queue_offset for each in unit] if isinstance(unit, list) else unit.queue_offset
                 for unit in chunk.todo]
 
     async def finish(self, *results):
@@ -60,19 +54,38 @@ class Desk:
 
 
 class Serving:
-    def __init__(self, *, auto_commit=True, max_attempts=None, pauses=()):
+    """The service of a window that holds so many messages, and what becomes of them."""
+
+    def __init__(self, count, *, auto_commit=True, max_attempts=None, pauses=()):
         self.desk, self.given_up, self.held_up = Desk(), [], []
         self.pauses, self.tasks = list(pauses), []
         loop = asyncio.get_running_loop()
         self.service = OrderlyService(
-            loop,
-            lambda is_async: self.desk,
-            auto_commit=auto_commit,
-            max_attempts=max_attempts,
+            loop, lambda is_async: self.desk, auto_commit=auto_commit, max_attempts=max_attempts, give_up=self._give_up,
             begin=lambda work, what: self.tasks.append(loop.create_task(work)),
-            give_up=self._give_up,
             held_up=lambda window, why: self.held_up.append(window),
-        )
+        )  # fmt: skip
+        self.begins(count)
+
+    def begins(self, count, epoch=1):
+        """Begin a period of the queue, which has so many messages."""
+        self.window, self.messages = window_of(count, epoch=epoch)
+        self.window.listener_time_s = 1e-6
+
+    def ends(self):
+        """Have the period end, whatever runs."""
+        self.window.drop()
+        self.window.fence()
+        self.service.forget(self.window)
+
+    def dispatch(self, listener, start=0, end=None):
+        self.service.dispatch(self.window, listener, self.messages[start:end])
+
+    @property
+    def turn(self):
+        """The listener of the turn that is to begin, and its units."""
+        units = self.desk.begin()
+        return self.desk.chunks[0].listener, units
 
     async def _give_up(self, window, message):
         self.given_up.append(message.queue_offset)
@@ -80,12 +93,6 @@ class Serving:
         if isinstance(pause, Exception):
             raise pause
         return pause
-
-
-def quick_window(count, epoch=1):
-    window, messages = window_of(count, QUEUE, epoch=epoch)
-    window.listener_time_s = 1e-6
-    return window, messages
 
 
 def one(message):
@@ -97,132 +104,117 @@ def other(message):
 
 
 async def test_what_comes_while_a_turn_runs_waits_and_follows():
-    serving = Serving()
-    window, messages = quick_window(5)
+    serving = Serving(5)
     listener = Listener.of(one)
-    serving.service.dispatch(window, listener, messages[:2])
-    serving.service.dispatch(window, listener, messages[2:])
+    serving.dispatch(listener, 0, 2)
+    serving.dispatch(listener, 2)
     assert serving.desk.begin() == [0, 1]
     await serving.desk.finish(None, None)
     assert serving.desk.begin() == [2, 3, 4]
-    assert window.commit_offset() == 2
+    assert serving.window.commit_offset() == 2
 
 
 async def test_a_turn_has_one_listener_and_each_unit_its_own():
-    serving = Serving()
-    window, messages = quick_window(6)
+    serving = Serving(6)
     first, second = Listener.of(one), Listener.of(other)
-    window.locked_until = 0
-    for message, listener in zip(messages, [first, first, second, second, first, second], strict=True):
-        serving.service.dispatch(window, listener, [message])
-    window.locked_until = float("inf")
-    serving.service.go_on(window)
+    serving.window.locked_until = 0
+    for number, listener in enumerate([first, first, second, second, first, second]):
+        serving.dispatch(listener, number, number + 1)
+    serving.window.locked_until = float("inf")
+    serving.service.go_on(serving.window)
     turns = []
     while serving.desk.chunks:
-        turns.append((serving.desk.chunks[0].listener is first, serving.desk.begin()))
+        turns.append(serving.turn)
         await serving.desk.finish(*[None] * len(turns[-1][1]))
-    assert turns == [(True, [0, 1]), (False, [2, 3]), (True, [4]), (False, [5])]
-    assert window.commit_offset() == 6
+    assert turns == [(first, [0, 1]), (second, [2, 3]), (first, [4]), (second, [5])]
+    assert serving.window.commit_offset() == 6
 
 
 async def test_what_failed_comes_again_first_and_with_its_listener():
-    serving = Serving()
-    window, messages = quick_window(4)
-    first, second = Listener.of(one), Listener.of(other)
-    serving.service.dispatch(window, first, messages[:2])
-    serving.service.dispatch(window, second, messages[2:])
+    serving, first, second = Serving(4), Listener.of(one), Listener.of(other)
+    serving.dispatch(first, 0, 2)
+    serving.dispatch(second, 2)
     await serving.desk.finish(None, ConsumeResult.RETRY)
     assert not serving.desk.chunks
     await asyncio.sleep(2)
-    assert (serving.desk.begin(), serving.desk.chunks[0].listener) == ([1], first)
+    assert serving.turn == (first, [1])
     await serving.desk.finish(None)
-    assert (serving.desk.begin(), serving.desk.chunks[0].listener) == ([2, 3], second)
+    assert serving.turn == (second, [2, 3])
 
 
 async def test_a_rollback_brings_each_message_back_to_its_own_listener():
-    serving = Serving(auto_commit=False)
-    window, messages = quick_window(4)
-    first, second = Listener.of(one, 2), Listener.of(other, 2)
-    serving.service.dispatch(window, first, messages[:2])
-    serving.service.dispatch(window, second, messages[2:])
+    serving, first, second = Serving(4, auto_commit=False), Listener.of(one, 2), Listener.of(other, 2)
+    serving.dispatch(first, 0, 2)
+    serving.dispatch(second, 2)
     await serving.desk.finish(None)
     await serving.desk.finish(ConsumeResult.ROLLBACK)
     await asyncio.sleep(2)
-    assert (serving.desk.begin(), serving.desk.chunks[0].listener) == ([[0, 1]], first)
+    assert serving.turn == (first, [[0, 1]])
     await serving.desk.finish(None)
-    assert (serving.desk.begin(), serving.desk.chunks[0].listener) == ([[2, 3]], second)
-    assert window.commit_offset() == 0
+    assert serving.turn == (second, [[2, 3]])
+    assert serving.window.commit_offset() == 0
     await serving.desk.finish(ConsumeResult.COMMIT)
-    assert window.commit_offset() == 4
+    assert serving.window.commit_offset() == 4
 
 
 async def test_a_failed_part_of_a_list_comes_again_with_what_follows():
-    serving = Serving()
-    window, messages = quick_window(6)
-    serving.service.dispatch(window, Listener.of(one, 3), messages)
-    await serving.desk.finish(Retry(messages[1:2]))
+    serving = Serving(6)
+    serving.dispatch(Listener.of(one, 3))
+    await serving.desk.finish(Retry(serving.messages[1:2]))
     await asyncio.sleep(2)
     assert serving.desk.begin() == [[1, 2, 3], [4, 5]]
-    assert window.commit_offset() == 1
+    assert serving.window.commit_offset() == 1
 
 
 async def test_a_new_period_waits_for_the_call_of_the_former_one():
-    serving = Serving()
-    window, messages = quick_window(3)
-    service, desk = serving.service, serving.desk
-    service.dispatch(window, Listener.of(one), messages)
-    desk.begin()
-    window.drop()
-    window.fence()
-    service.forget(window)
-    again, messages = quick_window(3, epoch=2)
-    service.dispatch(again, Listener.of(one), messages)
-    assert len(desk.chunks) == 1
-    assert (service.running(window), service.running(again), service.running()) == (1, 0, 1)
+    serving = Serving(3)
+    serving.dispatch(Listener.of(one))
+    serving.desk.begin()
+    serving.ends()
+    running, former = serving.service.running, serving.window
+    serving.begins(3, epoch=2)
+    serving.dispatch(Listener.of(one))
+    assert len(serving.desk.chunks) == 1
+    assert (running(former), running(serving.window), running()) == (1, 0, 1)
     await asyncio.sleep(HELD_UP_AFTER_S - 1)
     assert serving.held_up == []
     await asyncio.sleep(2)
-    assert serving.held_up == [again]
-    await desk.finish(None)
-    assert desk.begin() == [0, 1, 2]
-    assert service.running(again) == 1
+    assert serving.held_up == [serving.window]
+    await serving.desk.finish(None)
+    assert serving.desk.begin() == [0, 1, 2]
+    assert running(serving.window) == 1
 
 
 @pytest.mark.parametrize("result", [ConsumeResult.RETRY, ConsumeResult.SUCCESS])
 async def test_what_the_former_period_left_is_not_the_new_one_s(result):
-    serving = Serving()
-    window, messages = quick_window(2)
-    serving.service.dispatch(window, Listener.of(one), messages)
-    window.drop()
-    window.fence()
-    serving.service.forget(window)
-    again, messages = quick_window(2, epoch=2)
-    serving.service.dispatch(again, Listener.of(one), messages)
+    serving = Serving(2)
+    serving.dispatch(Listener.of(one))
+    serving.ends()
+    serving.begins(2, epoch=2)
+    serving.dispatch(Listener.of(one))
     await serving.desk.finish(result)
     assert serving.desk.begin() == [0, 1]
-    assert serving.desk.chunks[0].window is again
+    assert serving.desk.chunks[0].window is serving.window
 
 
 async def test_messages_that_are_given_up_leave_the_line():
-    serving = Serving(max_attempts=0, pauses=[0.0, 3.0, 0.0])
-    window, messages = quick_window(3)
-    serving.service.dispatch(window, Listener.of(one, 2), messages)
+    serving = Serving(3, max_attempts=0, pauses=[0.0, 3.0, 0.0])
+    serving.dispatch(Listener.of(one, 2))
     await serving.desk.finish(ConsumeResult.RETRY)
     await asyncio.sleep(0.1)
-    assert (serving.given_up, window.commit_offset()) == ([0, 1], 1)
+    assert (serving.given_up, serving.window.commit_offset()) == ([0, 1], 1)
     assert not serving.desk.chunks, "the second waits"
     await asyncio.sleep(3)
     assert serving.desk.begin() == [[1, 2]]
-    await serving.desk.finish(Retry(messages[1:2]))
+    await serving.desk.finish(Retry(serving.messages[1:2]))
     await asyncio.sleep(0.1)
     assert serving.given_up == [0, 1, 1, 2], "what follows in its list has failed with it"
-    assert window.commit_offset() == 3
+    assert serving.window.commit_offset() == 3
 
 
 async def test_a_surprise_in_giving_up_does_not_stop_the_line():
-    serving = Serving(max_attempts=0, pauses=[ZeroDivisionError()])
-    window, messages = quick_window(1)
-    serving.service.dispatch(window, Listener.of(one), messages)
+    serving = Serving(1, max_attempts=0, pauses=[ZeroDivisionError()])
+    serving.dispatch(Listener.of(one))
     await serving.desk.finish(ConsumeResult.RETRY)
     await asyncio.sleep(2)
     assert serving.desk.begin() == [0]
@@ -236,16 +228,15 @@ class Held(Seen):
     """A listener that keeps its first call until it is released, and counts the calls that run at once."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(self._hold)
         self.begun, self.released = threading.Event(), threading.Event()
         self.running = self.most_running = 0
         self._lock = threading.Lock()
 
-    def __call__(self, message):
+    def _hold(self, message):
         with self._lock:
             self.running += 1
             self.most_running = max(self.most_running, self.running)
-        super().__call__(message)
         if not self.begun.is_set():
             self.begun.set()
             self.released.wait(60)
@@ -274,11 +265,7 @@ def locked(broker):
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_after_a_reset_no_call_begins_beside_one_that_runs(orders, held, kind, model):
     orders.fill(5)
-
-    async def listen(message):
-        await asyncio.to_thread(held, message)
-
-    with orders.consuming(held if kind == "plain" else listen, **model) as (consumer, _):
+    with orders.consuming(listener_of(kind, held, blocks=True), **model) as (consumer, _):
         assert held.begun.wait(30)
         consumer.reset_offsets(TOPIC, "earliest")
         until(lambda: any(each.unfinished == 5 for each in consumer.progress().values()), "the new period has them")
@@ -325,16 +312,6 @@ def test_a_queue_whose_call_outlives_the_close_stays_locked(orders, broker, held
         assert not seen.messages
         held.released.set()
         broker.expire_locks()
-        seen.wait_for(1)
-
-
-def test_a_lock_that_another_member_keeps_is_told(orders, broker):
-    orders.fill(1)
-    broker.on(RequestCode.LOCK_BATCH_MQ, answer(0, body=b'{"lockOKMQSet":[]}'), times=None)
-    with orders.consuming(orderly=True, start_wait_s=0.1) as (consumer, seen):
-        assert "another member has its lock" in orders.events.wait_for("lock-lost").text
-        assert not consumer.progress()
-        broker.clear_faults()
         seen.wait_for(1)
 
 
@@ -429,9 +406,7 @@ def test_a_listener_that_commits_too_late_is_told(orders):
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_lists_are_full_whatever_a_pull_brings(cluster, topic, group, kind):
     """Brokers answer a pull with 32 messages unless told otherwise."""
-    cluster.create_topic(topic, queues=1)
-    for body in numbered(200):
-        cluster.send(topic, body)
+    fill(cluster, topic, 200, queues=1)
     sizes, begun, released, seen = [], threading.Event(), threading.Event(), []
 
     def take(messages):
@@ -440,10 +415,7 @@ def test_lists_are_full_whatever_a_pull_brings(cluster, topic, group, kind):
         sizes.append(len(messages))
         seen.extend(message.queue_offset for message in messages)
 
-    async def take_async(messages):
-        await asyncio.to_thread(take, messages)
-
-    listener = take if kind == "plain" else take_async
+    listener = listener_of(kind, take, blocks=True)
     with consuming(cluster, topic, group, listener, orderly=True, listener_batch_size=64) as (consumer, _):
         assert begun.wait(30)
         until(lambda: sum(each.unfinished for each in consumer.progress().values()) == 200, "all wait")
