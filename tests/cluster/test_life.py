@@ -97,21 +97,16 @@ def test_close_and_a_deadline_give_waiting_calls_an_error(embedded, broker, conn
         waiting.result(30)
 
 
-def test_a_client_that_is_not_running_says_so(embedded, connect):
+def test_a_client_that_is_not_running_says_so_and_starts_once(embedded, connect):
     closed = connect(embedded)
-    closed.close()
+    for _ in range(2):
+        with pytest.raises(ConsumerClosed, match="only once"):
+            closed.start()
+        closed.close()
     for client in (unstarted(embedded.name_server), closed):
         for call in (client.run, lambda coroutine, timeout_s, client=client: client.submit(coroutine)):
             with pytest.raises(ConsumerClosed, match="created|closed"):
                 call(client.route("orders"), 30)
-
-
-def test_a_client_starts_once(client):
-    with pytest.raises(ConsumerClosed, match="only once"):
-        client.start()
-    client.close()
-    with pytest.raises(ConsumerClosed, match="only once"):
-        client.start()
 
 
 def test_a_blocking_call_on_the_io_thread_is_refused(client):

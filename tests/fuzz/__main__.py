@@ -27,14 +27,10 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"which (default: all): {', '.join(TARGETS)}")
     parser.add_argument("--executions", type=int, default=1 << 62, metavar="N", help="how many inputs in all")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long in all (default: 60)")
-    parser.add_argument(
-        "--seed", type=int, default=None, help="repeats a run of the engine `mutation` (default: by the clock)"
-    )
+    parser.add_argument("--seed", type=int, help="repeats a run of the engine `mutation` (default: by the clock)")
     parser.add_argument("--engine", choices=["auto", "atheris", "mutation"], default="auto",
                         help="atheris is guided by the lines that run; mutation is several times as quick")  # fmt: skip
-    parser.add_argument(
-        "--input", type=Path, metavar="FILE", help="read this file, with the target named, and nothing else"
-    )
+    parser.add_argument("--input", type=Path, metavar="FILE", help="read this file, with the target named, alone")
     options = parser.parse_args()
     unknown = [name for name in options.targets if name not in TARGETS]
     if unknown:
@@ -57,10 +53,8 @@ def main() -> int:
         total += run.executions
         slowest = f"{run.slowest_s * 1000:.1f}" if run.slowest_s else "-"
         told = run.finding.again if run.finding else "-"
-        print(
-            f"{run.target:<32}{run.executions:>12}{run.executions / max(run.seconds, 1e-9):>9.0f}{slowest:>12}  {told}",
-            flush=True,
-        )
+        per_s = run.executions / max(run.seconds, 1e-9)
+        print(f"{run.target:<32}{run.executions:>12}{per_s:>9.0f}{slowest:>12}  {told}", flush=True)
         if run.finding:
             found += 1
             print(run.finding.text, file=sys.stderr)

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.fuzz.mutation import MAX_BYTES, Mutator
@@ -68,6 +69,10 @@ def _told(error: Exception) -> str:
     return "".join(f"{line:.600}\n" if len(line) > 600 else line for line in lines)
 
 
+def _too_slow(data: bytes, spent: float) -> str:
+    return f"reading {len(data)} bytes took {spent:.1f} s of CPU time" if spent > LONGEST_S else ""
+
+
 def try_input(target: Target, data: bytes) -> str:
     """Return what is wrong with how `target` reads `data`, "" if nothing is."""
     begin = time.thread_time()
@@ -75,41 +80,33 @@ def try_input(target: Target, data: bytes) -> str:
         target.read(data)
     except Exception as error:
         return _told(error)
-    spent = time.thread_time() - begin
-    return f"reading {len(data)} bytes took {spent:.1f} s of CPU time" if spent > LONGEST_S else ""
+    return _too_slow(data, time.thread_time() - begin)
 
 
 def mutate(target: Target, executions: int, seconds: float, seed: int) -> Run:
     """Run a target on inputs by chance, until one is not borne."""
     run = Run(target.name, "mutation")
     mutator, read, clock = Mutator(target.originals(), seed), target.read, time.thread_time
-    begin = time.monotonic()
-    memory = _peak_bytes()
-    before = clock()
-    while run.executions < executions:
+    begin, memory, before = time.monotonic(), _peak_bytes(), clock()
+    told = ""
+    while run.executions < executions and not told:
         data = mutator.next()
         started = clock()
         try:
             read(data)
         except Exception as error:
-            run.finding = keep(target, data, _told(error))
-            break
-        finally:
-            run.executions += 1
-        spent = clock() - started
-        if spent > run.slowest_s:
+            told = _told(error)
+        run.executions += 1
+        if not told and (spent := clock() - started) > run.slowest_s:
             run.slowest_s = spent
-            if spent > LONGEST_S:
-                run.finding = keep(target, data, f"reading {len(data)} bytes took {spent:.1f} s of CPU time")
+            told = _too_slow(data, spent)
+        if run.executions % _LOOK_EVERY == 0 and not told:
+            if (grown := _peak_bytes() - memory) > MOST_GROWTH_BYTES:
+                told = f"memory grew by {grown} bytes: this input, or one before"
+            elif time.monotonic() - begin > seconds:
                 break
-        if run.executions % _LOOK_EVERY == 0:
-            if _peak_bytes() - memory > MOST_GROWTH_BYTES:
-                run.finding = keep(
-                    target, data, f"memory grew by {_peak_bytes() - memory} bytes: this input, or one before"
-                )
-                break
-            if time.monotonic() - begin > seconds:
-                break
+    if told:
+        run.finding = keep(target, data, told)
     run.seconds = clock() - before
     return run
 
@@ -120,9 +117,7 @@ def _peak_bytes() -> int:
 
 def has_atheris() -> bool:
     """Tell whether the fuzzer that looks at which lines run is installed."""
-    import importlib.util
-
-    return importlib.util.find_spec("atheris") is not None
+    return find_spec("atheris") is not None
 
 
 def guide(target: Target, executions: int, seconds: float, seed: int) -> Run:

@@ -54,20 +54,14 @@ def test_irregular_texts_read_as_in_java(text, properties):
         assert found_as_text(text.encode(), 0, len(text), name) == properties.get(name)
 
 
-def found_as_text(data, start, end, name):
-    found = find_property(data, start, end, name)
-    return found.decode("utf-8", "replace") if found is not None else None
-
-
 @given(odd_texts)
 def test_any_text_reads_as_in_java(text):
     assert decode_properties(text) == read_properties(text)
 
 
-def test_bytes_that_are_not_utf8_do_not_lose_the_message():
-    assert decode_properties(b"a\x01\xff\xfe\x02TAGS\x01TagA\x02") == {"a": "\ufffd\ufffd", "TAGS": "TagA"}
-    assert find_property(b"\xff\x01b\x02", 0, 4, "\ufffd") == b"b"
-    assert find_property(b"a\x01\xff\xfe\x02", 0, 5, "a") == b"\xff\xfe"
+def found_as_text(data, start, end, name):
+    found = find_property(data, start, end, name)
+    return found.decode("utf-8", "replace") if found is not None else None
 
 
 @given(
@@ -88,6 +82,9 @@ def test_only_whole_names_are_found():
     data = b"\x00\x02TAGS\x01TagA\x02"  # what stands before the text belongs to nobody
     assert find_property(data, 3, len(data), "TAGS") is None
     assert find_property(data, 2, len(data), "TAGS") == b"TagA"
+    assert decode_properties(b"a\x01\xff\xfe\x02TAGS\x01TagA\x02") == {"a": "\ufffd\ufffd", "TAGS": "TagA"}
+    assert find_property(b"\xff\x01b\x02", 0, 4, "\ufffd") == b"b"
+    assert find_property(b"a\x01\xff\xfe\x02", 0, 5, "a") == b"\xff\xfe"
 
 
 def test_properties_that_nobody_could_read_are_refused():
