@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from tests.pages import ROOT
@@ -26,6 +27,14 @@ def run(*arguments: str, command: Sequence[str] = COMMAND, env: Any = None, **ho
     done = subprocess.run([*command, *arguments], timeout=120, env=environment(**(env or {})), check=False, **streams)
     assert "Traceback" not in (done.stderr if how.get("text") else done.stderr.decode()), done.stderr
     return done
+
+
+@contextmanager
+def a_pipe_nobody_reads() -> Iterator[int]:
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
 
 
 class Running:

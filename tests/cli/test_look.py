@@ -13,6 +13,8 @@ from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 
+FIRST = MessageQueue("orders", "broker-a", 0)
+
 
 @pytest.fixture
 def orders():
@@ -38,20 +40,22 @@ def seen(client, look, count):
     return sorted((message.queue, message.queue_offset) for message in found)
 
 
-@pytest.mark.parametrize("new_queues", [True, False])
-def test_queues_that_a_topic_gets_are_followed(orders, client, new_queues):
-    first = MessageQueue("orders", "broker-a", 0)
-
+def following(client, new_queues):
     async def follow():
         await client.route("orders")
-        look = Look(client, Subscription("orders"), {first: 0}, {first: 0}, lambda text: None)
+        look = Look(client, Subscription("orders"), {FIRST: 0}, {FIRST: 0}, lambda text: None)
         look.follow(new_queues)
         return look
 
-    look = client.run(follow(), 30)
+    return client.run(follow(), 30)
+
+
+@pytest.mark.parametrize("new_queues", [True, False])
+def test_queues_that_a_topic_gets_are_followed(orders, client, new_queues):
+    look = following(client, new_queues)
     orders.create_topic("orders", queues=1, brokers=["broker-b"])
     orders.send("orders", count=4)
-    everything = [(queue, offset) for queue in (first, MessageQueue("orders", "broker-b", 0)) for offset in (0, 1)]
+    everything = [(queue, offset) for queue in (FIRST, MessageQueue("orders", "broker-b", 0)) for offset in (0, 1)]
     assert seen(client, look, 4 if new_queues else 2) == (everything if new_queues else everything[:2])
 
 
@@ -60,8 +64,6 @@ def test_queues_that_a_topic_gets_are_followed(orders, client, new_queues):
     [(ResponseCode.PULL_NOT_FOUND, 0), (ResponseCode.PULL_OFFSET_MOVED, 1), (ResponseCode.PULL_RETRY_IMMEDIATELY, 1)],
 )
 def test_a_broker_that_has_nothing_is_asked_slower_and_slower(orders, client, code, step):
-    first, told = MessageQueue("orders", "broker-a", 0), []
-
     def nothing(exchange):
         further = str(int(exchange.request.fields["queueOffset"]) + step)
         fields = {"nextBeginOffset": further, "minOffset": "0", "maxOffset": "100", "suggestWhichBrokerId": "0"}
@@ -70,14 +72,7 @@ def test_a_broker_that_has_nothing_is_asked_slower_and_slower(orders, client, co
     orders.send("orders", count=100)
     orders.broker("broker-a").on(RequestCode.PULL_MESSAGE, nothing, times=9)
     began = time.monotonic()
-
-    async def follow():
-        await client.route("orders")
-        look = Look(client, Subscription("orders"), {first: 0}, {first: 0}, told.append)
-        look.follow(False)
-        return look
-
-    look = client.run(follow(), 30)
+    look = following(client, False)
     assert seen(client, look, 1)
     assert time.monotonic() - began > 0.02 + 0.04 + 0.08 + 0.16 + 0.32
 

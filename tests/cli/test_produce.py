@@ -12,7 +12,7 @@ import pytest
 
 from pyrocket_consumer.testing import answer
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from tests.cli.shell import Running, run
+from tests.cli.shell import Running, a_pipe_nobody_reads, run
 from tests.consuming import until
 from tests.for_each import for_each
 
@@ -35,10 +35,19 @@ class Reading(Running):
         until(lambda: len(bodies(self._cluster)) == stored, f"{stored} are stored")
 
 
-def stopped(count):
+def on_sends(cluster, fault, **options):
+    for code in (RequestCode.SEND_MESSAGE, RequestCode.SEND_MESSAGE_V2):
+        cluster.broker("broker-a").on(code, fault, **options)
+
+
+def counted(count):
+    return "1 message" if count == 1 else f"{count} messages"
+
+
+def stopped(count, last=""):
     """Return what it tells when it ends after so many lines."""
-    messages = "1 message" if count == 1 else f"{count} messages"
-    return f"pyrocket: stopped, {messages} sent to orders; the last was line {count} of standard input\n"
+    last = last or f"line {count} of standard input"
+    return f"pyrocket: stopped, {counted(count)} sent to orders; the last was {last}\n"
 
 
 def bodies(cluster):
@@ -60,9 +69,8 @@ LINES = [
 
 @for_each("given, expected", LINES)
 def test_a_body_is_a_line_and_an_empty_line_is_none(cluster, pyrocket, given, expected):
-    count = f"{len(expected)} {'message' if len(expected) == 1 else 'messages'}"
     before = len(bodies(cluster))
-    assert pyrocket(*command(cluster, "-"), given=given) == (0, f"{count} sent to orders\n", "")
+    assert pyrocket(*command(cluster, "-"), given=given) == (0, f"{counted(len(expected))} sent to orders\n", "")
     assert bodies(cluster)[before:] == expected
 
 
@@ -81,28 +89,17 @@ def test_messages_of_one_sharding_key_are_in_one_queue(cluster, pyrocket):
     assert (len(stored), len({message.queue for message in stored})) == (3, 1)
 
 
-def refuse_after(cluster, count):
-    """Have the broker refuse what comes after so many messages."""
-    refusal = answer(ResponseCode.NO_PERMISSION, "the topic is read only")
-    left = iter(range(count))
-
-    def accept_some(exchange):
-        if next(left, None) is None:
-            refusal(exchange)
-        else:
-            exchange.handle(exchange.answer)
-
-    for code in (RequestCode.SEND_MESSAGE, RequestCode.SEND_MESSAGE_V2):
-        cluster.broker("broker-a").on(code, accept_some, times=None)
-
-
 @pytest.mark.parametrize("output", ["table", "json"])
 def test_a_broker_that_refuses_in_the_middle(cluster, pyrocket, output):
-    refuse_after(cluster, 2)
+    refuse, left = answer(ResponseCode.NO_PERMISSION, "the topic is read only"), iter("ab")
+
+    def accept_two(exchange):
+        exchange.handle(exchange.answer) if next(left, "") else refuse(exchange)
+
+    on_sends(cluster, accept_two, times=None)
     code, printed, told = pyrocket(*command(cluster, "-", "-o", output), given=b"a\n\nb\nc\nd\n")
-    ended, why = told.splitlines()
-    assert code == 1
-    assert ended == "pyrocket: stopped, 2 messages sent to orders; the last was line 3 of standard input"
+    ended, why = told.splitlines(keepends=True)
+    assert (code, ended) == (1, stopped(2, "line 3 of standard input"))
     assert "the topic is read only" in why
     if output == "table":
         assert printed == ""
@@ -137,10 +134,7 @@ def test_a_signal_while_it_waits_for_input(cluster, number):
 @pytest.mark.live
 def test_a_message_on_its_way_at_a_signal_is_counted(cluster):
     held = []
-    for code in (RequestCode.SEND_MESSAGE, RequestCode.SEND_MESSAGE_V2):
-        cluster.broker("broker-a").on(
-            code, lambda exchange: exchange.handle(lambda reply: held.append((exchange, reply)))
-        )
+    on_sends(cluster, lambda exchange: exchange.handle(lambda reply: held.append((exchange, reply))))
     with Reading(cluster) as reading:
         reading.give(b"a\nb\n", 1)
         until(lambda: held, "it is stored, and not answered")
@@ -165,23 +159,15 @@ def test_a_reader_that_leaves(cluster):
 def test_a_count_that_cannot_be_written_is_told(cluster, output):
     with open("/dev/full", "wb") as full:
         done = run(*command(cluster, "-o", output, "a"), stdout=full)
-    assert done.returncode == 1
-    assert done.stderr.decode().splitlines() == [
-        "pyrocket: stopped, 1 message sent to orders; the last was argument 1",
-        "pyrocket: standard output or input: No space left on device",
-    ]
+    full = "pyrocket: standard output or input: No space left on device\n"
+    assert (done.returncode, done.stderr.decode()) == (1, stopped(1, "argument 1") + full)
 
 
 @pytest.mark.live
 def test_a_reader_that_leaves_before_the_count(cluster):
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
+    with a_pipe_nobody_reads() as writer:
         done = run(*command(cluster, "a"), stdout=writer)
-    finally:
-        os.close(writer)
-    told = b"pyrocket: stopped, 1 message sent to orders; the last was argument 1\n"
-    assert (done.returncode, done.stderr) == (1, told)
+    assert (done.returncode, done.stderr.decode()) == (1, stopped(1, "argument 1"))
 
 
 @pytest.mark.live

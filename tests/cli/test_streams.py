@@ -6,7 +6,6 @@ import argparse
 import base64
 import io
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pyrocket_consumer.cli import main, parser
-from tests.cli.shell import COMMAND, Running, run
+from tests.cli.shell import COMMAND, Running, a_pipe_nobody_reads, run
 from tests.for_each import for_each
 
 TOPIC = "T"
@@ -110,12 +109,8 @@ def test_a_body_that_is_no_text_can_be_restored_from_json(orders, pyrocket):
 @pytest.mark.parametrize("output", ["table", "json"])
 def test_a_reader_that_has_left_is_no_traceback(orders, output):
     orders.broker("broker-a").commit("G", "T", {0: 0})
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
+    with a_pipe_nobody_reads() as writing:
         done = run(*SHOW, "-o", output, "-n", orders.name_server, stdout=writing)
-    finally:
-        os.close(writing)
     assert (done.returncode, done.stderr) == (1, b"")
 
 
@@ -166,15 +161,10 @@ def test_what_belongs_to_errors_does_not_go_to_the_output(orders):
     ("command", "begun", "code"),
     [
         pytest.param(["broker"], b"name server:", 0, id="broker"),
-        pytest.param(
-            ["demo", "--messages", "600", "--rate", "100"],
-            b"kill -9",
-            1,
-            marks=pytest.mark.slow("until the first member is killed"),
-            id="demo",
-        ),
+        pytest.param(["demo", "--messages", "600", "--rate", "100"], b"kill -9", 1, id="demo",
+                     marks=pytest.mark.slow("until the first member is killed")),
     ],
-)
+)  # fmt: skip
 def test_a_signal_ends_it_without_a_traceback(command, begun, code, number):
     with Running(*command, stderr=subprocess.STDOUT) as running:
         told = b""

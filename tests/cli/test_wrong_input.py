@@ -143,8 +143,7 @@ def test_known_groups_are_shown_nearest_first_and_counted(told, cluster):
 def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command, value, remedy):
     code, sentence = told(*command, "-n", cluster.name_server)
     assert code == (1 if value == "'nowhere'" else 2), "a topic may come yet; the rest is wrong for good"
-    assert value in sentence
-    assert remedy in sentence
+    assert value in sentence and remedy in sentence, sentence
 
 
 @for_each(
@@ -162,11 +161,8 @@ def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command,
         (["offsets", "reset", "G", "T", "--to", "latest", "--wait", "nan"], "'nan'", "a number of seconds from 0"),
         (["offsets", "reset", "G", "T", "--to", "latest", "--model", "x"], "'x'", "choose from"),
         (["consume", "T", *AWAY, "--offset", "1"], "--offset N is for one queue", ""),
-        (
-            ["consume", "T", *AWAY, "--offset", "1", "--queue", "broker-a/0", "--queue", "broker-a/1"],
-            "--offset N is for one queue",
-            "",
-        ),
+        (["consume", "T", *AWAY, "--offset", "1", "--queue", "broker-a/0", "--queue", "broker-a/1"],
+         "--offset N is for one queue", ""),
         (["consume", "T", *AWAY, "--offset", "1", "--queue", "broker-a/0", "--from", "first"], "", "without --from"),
         (["consume", "T", *AWAY, "--queue", "broker-a/0", "--group", "g"], "--queue", "without --group"),
         (["consume", "T", *AWAY, "--queue", "0"], "'0' is not like broker-a/3", ""),
@@ -174,11 +170,7 @@ def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command,
         (["consume", "T", *AWAY, "--offset", "-1"], "-1", "not a whole number"),
         (["offsets", "explode"], "'explode'", "invalid choice"),
         (["offsets", "reset", "G", "T", *AWAY], "say where to", "--to earliest"),
-        (
-            ["offsets", "reset", "G", "T", "--to", "begin"],
-            "PLACE='begin' is not allowed; use 'first' or 'earliest'",
-            "",
-        ),
+        (["offsets", "reset", "G", "T", "--to", "begin"], "PLACE='begin' is not allowed; use 'first' or 'earliest'", ""),
         (["offsets", "reset", "G", "T", "--to", "2026-11-21T08:00:00"], "2026-11-21T08:00:00", "has no time zone"),
         (["offsets", "reset", "G", "T", "--queue", "broker-a"], "'broker-a'", "is not like broker-a/3"),
         (["offsets", "reset", "G", "T", "--queue", "broker-a/0=x"], "broker-a/0=x", "is not like broker-a/3"),
@@ -193,18 +185,12 @@ def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command,
         (["broker", "--topic", "T:0"], "'T:0'", "such as orders or orders:4, with 1 to 10000 queues"),
         (["broker", "--topic", "T:x"], "'T:x'", "such as orders or orders:4, with 1 to 10000 queues"),
         (["broker", "--topic", "T:99999999"], "'T:99999999'", "such as orders or orders:4, with 1 to 10000 queues"),
+        (["broker", "--brokers", "27"], "brokers=27; give 1 to 26", ""),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage(told, command, value, allowed):
     code, sentence = told(*command)
-    assert code == 2
-    assert value in sentence
-    assert allowed in sentence
-
-
-def test_more_brokers_than_there_are_letters(told):
-    code, sentence = told("broker", "--brokers", "27")
-    assert (code, "brokers=27; give 1 to 26" in sentence) == (2, True)
+    assert (code, value in sentence, allowed in sentence) == (2, True, True), sentence
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there arguments are text")
@@ -220,8 +206,7 @@ def test_what_is_adopted_must_be_a_store(told, tmp_path, orphan, value):
     (tmp_path / "a-file").write_text("")
     (tmp_path / "empty").mkdir(exist_ok=True)
     code, sentence = told("offsets", "adopt", str(tmp_path / orphan), str(tmp_path / "new"))
-    assert code == 1
-    assert f"{value} is no offset store" in sentence
+    assert (code, f"{value} is no offset store" in sentence) == (1, True)
     assert "name the directory with offsets.json in it: DIRECTORY/CLIENT-ID/GROUP" in sentence
     assert not (tmp_path / "new").exists()
 
@@ -230,8 +215,7 @@ def test_what_is_adopted_must_be_a_store(told, tmp_path, orphan, value):
 def test_a_store_that_is_damaged_is_not_adopted(told, tmp_path, store, text):
     damaged = store(f"damaged-{len(text)}", text)
     code, sentence = told("offsets", "adopt", str(damaged), str(tmp_path / "new"))
-    assert code == 1
-    assert f"offset store {damaged}: offsets.json" in sentence
+    assert (code, f"offset store {damaged}: offsets.json" in sentence) == (1, True)
     assert "Restore the file from a copy" in sentence
     assert (damaged / "offsets.json").read_bytes() == text
 
