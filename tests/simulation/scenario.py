@@ -175,7 +175,9 @@ class Scenario:
         faults: dict[str, Callable[[], Fault]] = {
             "slow-node": lambda: rng.choice((delay, delay_request))(rng.choice((0.05, 0.5, 2, 4))),
             "silent-node": lambda: rng.choice((drop, drop_answer)),
-            "refusing-node": lambda: now_and_then(rng.choice((0.1, 0.5, 1)), answer(rng.choice(REFUSALS), "no"), rng),
+            "refusing-node": lambda: now_and_then(
+                rng.choice((0.1, 0.5, 1)), answer(rng.choice(REFUSALS), "not now"), rng
+            ),
             "late-node": lambda: now_and_then(0.3, delay(rng.choice((2.5, 3.5, 10))), rng),
             "stammering-node": lambda: duplicate,
             "no-route": lambda: answer(ResponseCode.TOPIC_NOT_EXIST, "no route"),
