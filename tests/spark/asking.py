@@ -186,12 +186,15 @@ def running(
     **options: object,
 ) -> Iterator[Run]:
     """A run of a query over its own reader, ended at the end."""
-    reader = data_source(cluster, **options).streamReader(projected(None))
-    assert isinstance(reader, StreamReader)
-    try:
+    with planning(cluster, **options) as reader:
         yield Run(reader, Checkpoint() if checkpoint is None else checkpoint, release, trigger)
-    finally:
-        reader.stop()
+
+
+def once(cluster: EmbeddedCluster, **options: object) -> Checkpoint:
+    """Return the checkpoint of a query that has run its first batch, and was stopped."""
+    with running(cluster, **options) as run:
+        run.batch()
+        return run.checkpoint
 
 
 def all_batches(run: Run) -> list[Row]:

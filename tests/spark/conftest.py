@@ -108,9 +108,8 @@ def begun(embedded: EmbeddedCluster) -> Iterator[Callable[..., Any]]:
 
     with ExitStack() as runs:
 
-        def begin(checkpoint: Any = None, release: str = "4.3", trigger: str = "processing", **options: object) -> Any:
-            query = running(embedded, checkpoint, release, trigger, **{**FROM_FIRST, **options})
-            run = runs.enter_context(query)
+        def begin(*checkpoint: Any, **options: Any) -> Any:
+            run = runs.enter_context(running(embedded, *checkpoint, **{**FROM_FIRST, **options}))
             run.batch()
             return run
 

@@ -10,7 +10,7 @@ from pyrocket_consumer.errors import ConfigError, RouteNotFound
 from pyrocket_consumer.spark.source import RefusedStreamReader
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.spark.asking import begin, data_source, planning, read_batch, running, stored_at
+from tests.spark.asking import begin, data_source, read_batch, running, stored_at
 
 CLUSTER = {"brokers": 2}
 ORDERS = {"queues": 2, "count": 20}
@@ -86,16 +86,12 @@ def test_a_topic_that_is_made_on_demand_may_come_later(embedded, caplog):
 def test_a_topic_is_waited_for_while_no_broker_is_there():
     """Also when its broker comes between the two questions for the topic and for the brokers."""
     gate = Gate()
-    with (
-        EmbeddedCluster(auto_create_topics=False) as cluster,
-        ThreadPoolExecutor(1) as pool,
-        planning(cluster, **SOON) as reader,
-    ):
+    with EmbeddedCluster(auto_create_topics=False) as cluster, ThreadPoolExecutor(1) as pool:
         names = cluster.name_server_nodes[0]
         cluster.create_topic("orders", queues=1)
         cluster.broker("broker-a").stop()
         try:
-            first = pool.submit(reader.initialOffset)
+            first = pool.submit(begin, cluster, **SOON)
             names.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, count=8)
             assert not first.done()
             names.on(RequestCode.GET_BROKER_CLUSTER_INFO, gate)

@@ -16,6 +16,7 @@ import pytest
 from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
 from pyrocket_consumer.spark.options import ClientOptions, SinkOptions
 from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
+from pyrocket_consumer.spark.schema import READ_SCHEMA
 from pyrocket_consumer.spark.sink import (
     StreamArrowWriter,
     StreamRowWriter,
@@ -40,11 +41,6 @@ PINNED = "body string, brokerName string, queueId int"
 EVERYTHING = (
     "topic string, body binary, tags string, keys string, delayLevel int, deliverAt timestamp, "
     "properties map<string,string>, flag int"
-)
-READ = (
-    "topic string, brokerName string, queueId int, queueOffset long, msgId string, tags string, keys string, "
-    "body binary, properties map<string,string>, flag int, sysFlag int, reconsumeTimes int, "
-    "bornTimestamp timestamp, storeTimestamp timestamp, bornHost string, storeHost string"
 )
 
 
@@ -168,7 +164,7 @@ def test_a_frame_that_was_read_can_be_written(embedded, sinks):
         "orders", read.queue.broker_name, read.queue.queue_id, read.queue_offset, read.message_id, read.tags,
         " ".join(read.keys), read.body, dict(read.properties), 0, 0, 0, now, now, "h", "h",
     )  # fmt: skip
-    sinks(topic="copies").write(READ, row)
+    sinks(topic="copies").write(READ_SCHEMA, row)
     (written,) = embedded.messages("copies")
     assert (written.body, written.tags, list(written.keys), own(written)) == (b"x", "t", ["k1", "k2"], {"a": "b"})
     assert queue(written) == (read.queue.broker_name, 1)
@@ -471,29 +467,25 @@ def test_commit_and_abort_never_raise(sinks):
 
 
 @for_each(
-    "schema, reason",
+    "schema, topic, reason",
     [
-        ("value string", "no column 'value'"),
-        ("body string, shardingkey string", "did you mean 'shardingKey'"),
-        ("tags string", "needs a column 'body'"),
-        ("body int", "column 'body' is int; .* string or binary"),
-        ("body string, body string", "2 times"),
-        ("body string, keys map<string,string>", "array<string>"),
-        ("body string, deliverAt timestamp_ntz", "takes timestamp"),
-        ("body string, properties map<string,int>", "map<string,string>"),
-        ("body string, queueId int", "needs 'brokerName'"),
-        ("body string, brokerName string", "needs 'queueId'"),
+        ("value string", "orders", "no column 'value'"),
+        ("body string, shardingkey string", "orders", "did you mean 'shardingKey'"),
+        ("tags string", "orders", "needs a column 'body'"),
+        ("body int", "orders", "column 'body' is int; .* string or binary"),
+        ("body string, body string", "orders", "2 times"),
+        ("body string, keys map<string,string>", "orders", "array<string>"),
+        ("body string, deliverAt timestamp_ntz", "orders", "takes timestamp"),
+        ("body string, properties map<string,int>", "orders", "map<string,string>"),
+        ("body string, queueId int", "orders", "needs 'brokerName'"),
+        ("body string, brokerName string", "orders", "needs 'queueId'"),
+        ("body string", None, "option topic"),
     ],
 )
-def test_a_wrong_schema_is_told(schema, reason):
+def test_a_wrong_schema_is_told(schema, topic, reason):
     for check in (check_schema, batch_writer, stream_writer):
         with pytest.raises(ConfigError, match=reason):
-            check(columns(schema), SinkOptions(client=NOWHERE, topic="orders"))
-
-
-def test_a_topic_is_needed():
-    with pytest.raises(ConfigError, match="option topic"):
-        check_schema(columns("body string"), SinkOptions(client=NOWHERE))
+            check(columns(schema), SinkOptions(client=NOWHERE, topic=topic))
 
 
 def test_overwriting_is_refused():

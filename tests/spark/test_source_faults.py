@@ -31,7 +31,7 @@ from tests.spark.asking import (
     data_source,
     everywhere,
     flat,
-    planning,
+    once,
     read_batch,
     running,
     stored_at,
@@ -82,9 +82,7 @@ def test_a_broker_that_is_away_keeps_its_queues(embedded, begun, caplog):
 
 
 def test_a_restart_while_a_broker_is_away_keeps_its_queues(embedded):
-    checkpoint = Checkpoint()
-    with running(embedded, checkpoint, **FROM_FIRST) as run:
-        run.batch()
+    checkpoint = once(embedded, **FROM_FIRST)
     embedded.broker("broker-b").stop()
     embedded.send("orders", count=4, broker_name="broker-a")
     with running(embedded, checkpoint, **FROM_FIRST) as run:
@@ -176,8 +174,7 @@ def test_connections_that_end_are_no_trouble(embedded, begun):
 def test_a_busy_broker_is_asked_again_for_where_to_begin(embedded):
     embedded.broker("broker-a").on(MIN, BUSY, times=1)
     embedded.broker("broker-b").on(MIN, close_connection, times=1)
-    with running(embedded, **FROM_FIRST) as run:
-        assert len(run.batch()) == 20
+    assert begin(embedded, **FROM_FIRST) == {"orders/broker-a/0": 0, "orders/broker-b/0": 0}
 
 
 def test_nothing_goes_back_while_a_broker_that_starts_answers_0(embedded, begun):
@@ -295,9 +292,7 @@ def test_a_queue_made_anew_while_its_broker_was_away_is_read(embedded, begun):
 
 def test_a_checkpoint_without_a_time_goes_on_at_the_begin(embedded):
     """Of an older release: what was read and what is new cannot be told apart, and nothing is to be lost."""
-    checkpoint = Checkpoint()
-    with running(embedded, checkpoint, **FROM_FIRST, **SHRUNK) as run:
-        run.batch()
+    checkpoint = once(embedded, **FROM_FIRST, **SHRUNK)
     end = json.loads(checkpoint.ends[-1])
     assert end.pop("seen")
     checkpoint.ends[-1] = json.dumps(end)
@@ -372,9 +367,7 @@ def test_commit_is_never_an_error(embedded, begun):
 @pytest.fixture
 def read_once(embedded) -> Checkpoint:
     """A query that has read what there is, and 4 more messages at each broker."""
-    checkpoint = Checkpoint()
-    with running(embedded, checkpoint, **FROM_FIRST) as run:
-        run.batch()
+    checkpoint = once(embedded, **FROM_FIRST)
     embedded.send("orders", count=8)
     return checkpoint
 
@@ -429,9 +422,8 @@ def test_a_run_to_the_end_fails_when_a_broker_goes_away(embedded, begun, read_on
 
 def test_a_run_to_the_end_needs_no_topic_that_was_deleted(embedded):
     embedded.create_topic("others", queues=1)
-    checkpoint, both = Checkpoint(), {"subscribePattern": "orders|others", "startingOffsets": "earliest"}
-    with running(embedded, checkpoint, **both) as run:
-        run.batch()
+    both = {"subscribePattern": "orders|others", "startingOffsets": "earliest"}
+    checkpoint = once(embedded, **both)
     embedded.delete_topic("others")
     embedded.send("orders", count=2)
     with running(embedded, checkpoint, trigger="available", **both) as run:
@@ -568,12 +560,12 @@ def test_a_stream_waits_for_a_broker_that_restarts():
     with stored_at(range(5)) as cluster:
         broker, (name_server,) = cluster.broker("broker-a"), cluster.name_server_nodes
         broker.stop()
-        with ThreadPoolExecutor() as pool, planning(cluster, **FROM_FIRST, **BY_DEFAULT) as reader:
-            begins = pool.submit(reader.initialOffset)
+        with ThreadPoolExecutor() as pool:
+            begins = pool.submit(begin, cluster, **FROM_FIRST, **BY_DEFAULT)
             asked = RequestCode.GET_ROUTEINFO_BY_TOPIC
             cluster.wait_until(lambda: len(name_server.requests(asked)) >= 7 or begins.done(), 30)
             broker.start()
-            assert list(flat(begins.result(30)).values()) == [0]
+            assert list(begins.result(30).values()) == [0]
 
 
 def test_only_queues_that_were_refused_are_asked_again(embedded):

@@ -39,8 +39,8 @@ class Sink:
     def __init__(self, options: SinkOptions) -> None:
         self.options = options
 
-    def write(self, schema: str, *rows: tuple[Any, ...], kind: Any = batch_writer) -> int:
-        parsed = columns(schema)
+    def write(self, schema: str | types.StructType, *rows: tuple[Any, ...], kind: Any = batch_writer) -> int:
+        parsed = columns(schema) if isinstance(schema, str) else schema
         driver = kind(parsed, self.options)
         writer = pickle.loads(pickle.dumps(driver))
         if kind is StreamRowWriter:
