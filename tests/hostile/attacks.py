@@ -61,18 +61,6 @@ class DeepBody(Attack):
         return command.answer(body=b'{"consumerIdList":' * 300 + b"[" * 900)
 
 
-class DeepRoute(DeepBody):
-    """Deep JSON as a route."""
-
-    at_name_server = True
-
-
-class DeepRouteHeader(DeepHeader):
-    """Deep JSON in the headers of a name server."""
-
-    at_name_server = True
-
-
 class SlowJson(Attack):
     """6 MB of a dialect that only the slow reader reads, as an answer and as a request."""
 
@@ -87,12 +75,6 @@ class SlowJson(Attack):
             body = b'{"offsetTable":' + self.BODY + b"}"
             peer.ask(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, reset_fields(), body, flag=2)
             await asyncio.sleep(2)
-
-
-class SlowRoute(SlowJson):
-    """The same from a name server."""
-
-    at_name_server = True
 
 
 class Garbage(Attack):
@@ -122,12 +104,6 @@ class LongRemarks(Attack):
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         return command.answer(ResponseCode.SYSTEM_ERROR, self.REMARK)
-
-
-class LongRouteRemarks(LongRemarks):
-    """The same from a name server."""
-
-    at_name_server = True
 
 
 class Silence(Attack):
@@ -318,12 +294,6 @@ class Flood(Attack):
             await asyncio.sleep(PAUSE_S)
 
 
-class FloodOfNameServer(Flood):
-    """The same from a name server."""
-
-    at_name_server = True
-
-
 class LongRequests(Attack):
     """Requests of megabytes."""
 
@@ -494,14 +464,12 @@ class FarTimes(Found):
         )  # fmt: skip
 
 
-class SilentNameServer(Silence):
-    """A name server that takes connections and never answers."""
+KINDS = [kind for kind in vars().values() if isinstance(kind, type) and issubclass(kind, Attack)]
+OF_NAME_SERVERS = [
+    type(f"{kind.__name__}OfNameServer", (kind,), {"at_name_server": True})
+    for kind in (DeepBody, DeepHeader, SlowJson, LongRemarks, Flood, Silence)
+]
+"""What brokers do above, done by name servers."""
 
-    at_name_server = True
-
-
-ATTACKS: dict[str, type[Attack]] = {
-    name: kind
-    for name, kind in list(vars().items())
-    if isinstance(kind, type) and issubclass(kind, Attack) and kind not in (Attack, Found)
-}
+ATTACKS: dict[str, type[Attack]] = {kind.__name__: kind for kind in [*KINDS, *OF_NAME_SERVERS]}
+del ATTACKS["Attack"], ATTACKS["Found"]  # which others are made of
