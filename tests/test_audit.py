@@ -70,6 +70,7 @@ def test_a_weak_version_is_found():
     assert found.startswith("orjson 3.9.10 is older than 3.9.15: CVE-2024-27454")
 
 
+WEAK = {"name": "orjson", "version": "3.9.14"}
 WEAKNESS = {"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["2"]}
 
 
@@ -93,17 +94,12 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.live
-def test_a_database_that_knows_is_asked(tmp_path):
-    weak = [{"name": "orjson", "version": "3.9.14", "vulns": [WEAKNESS]}]
+def test_a_database_is_asked_and_what_none_mends_stops_nobody(tmp_path):
+    weak = [{**WEAK, "vulns": [WEAKNESS]}]
     code, text = audited(tmp_path, weak=weak, lock=[{"name": "rich", "version": "15.0.0", "vulns": []}])
     assert (code, "PyPI's database was asked" in text, "nothing was found" in text) == (0, True, True)
     code, text = audited(tmp_path, weak=weak, lock=[{"name": "rich", "version": "1", "vulns": [WEAKNESS]}])
     assert (code, "rich 1: PYSEC-1, CVE-1, mended in 2" in text) == (1, True)
-
-
-@pytest.mark.live
-def test_a_weakness_of_every_version_is_told_and_stops_nobody(tmp_path):
-    weak = [{"name": "orjson", "version": "3.9.14", "vulns": [WEAKNESS]}]
     lock = [{"name": "rich", "version": "1", "vulns": [{**WEAKNESS, "fix_versions": []}]}]
     code, text = audited(tmp_path, weak=weak, lock=lock)
     assert (code, "rich 1: PYSEC-1, CVE-1, mended in no version" in text) == (0, True)

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.compare import Row, chosen, ranks_left_out, ratio, summary, table
 from benchmarks.compare_side import SUBJECTS
+from tests.for_each import for_each
 
 ROOT = Path(__file__).parents[1]
 live = pytest.mark.live
@@ -36,8 +37,8 @@ def row(cpu, wall=None, rounds=7, noise=0.02, seed=1):
     return made
 
 
-@pytest.mark.parametrize(
-    ("cpu", "wall", "said"),
+@for_each(
+    "cpu, wall, said",
     [
         (1.0, 1.0, "no slower"),
         (1.2, 1.2, "slower"),
@@ -78,14 +79,16 @@ def test_the_spread_leaves_out_what_tables_of_signed_ranks_say():
     assert [ranks_left_out(rounds) for rounds in (1, 4, 5, 6, 7, 8, 10, 20)] == [0, 0, 0, 2, 3, 5, 10, 60]
 
 
-def test_one_round_is_its_own_spread():
-    found = ratio([2.0], [3.0])
-    assert (found.low, found.median, found.high) == pytest.approx((1.5, 1.5, 1.5))
-
-
-def test_samples_count_in_pairs():
-    found = ratio([1, 10, 100, 1000, 10_000], [2, 20, 200, 2000, 20_000])
-    assert (found.low, found.high) == pytest.approx((2, 2))
+@for_each(
+    "base, new, spread",
+    [
+        ([2.0], [3.0], (1.5, 1.5, 1.5)),  # one round is its own spread
+        ([1, 10, 100, 1000, 10_000], [2, 20, 200, 2000, 20_000], (2, 2, 2)),
+    ],
+)
+def test_samples_count_in_pairs(base, new, spread):
+    found = ratio(base, new)
+    assert (found.low, found.median, found.high) == pytest.approx(spread)
 
 
 def test_what_fails_on_new_only_is_worse():
@@ -113,23 +116,17 @@ def test_subjects_are_chosen_by_name_and_by_pattern():
 
 
 @live
-def test_the_list_names_every_subject():
-    done = run("--list")
-    assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(SUBJECTS)
+def test_the_list_names_every_subject_and_help_what_slower_means():
+    listed, helped = run("--list"), run("--help")
+    assert (listed.returncode, helped.returncode) == (0, 0)
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == list(SUBJECTS)
+    assert "make compare BASE=" in helped.stdout
+    assert "lower end" in helped.stdout
 
 
 @live
-def test_help_says_what_slower_means():
-    done = run("--help")
-    assert done.returncode == 0
-    assert "make compare BASE=" in done.stdout
-    assert "lower end" in done.stdout
-
-
-@live
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         ([], "BASE is missing"),
         (["HEAD", "--rounds", "0"], "'0' is not allowed; give a whole number"),

@@ -85,12 +85,11 @@ def test_wrong_arguments_are_explained(capsys, option: str, value: str, text: st
     assert (ended.value.code, text in capsys.readouterr().err) == (2, True)
 
 
-def test_a_taken_port_is_an_error() -> None:
-    with EmbeddedCluster() as cluster:
-        port = cluster.name_server.rpartition(":")[2]
-        command = [sys.executable, "-m", "pyrocket_consumer.testing", "--port", port]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        assert (ended.returncode, "in use" in ended.stderr) == (2, True)
+def test_a_taken_port_is_an_error(embedded: EmbeddedCluster) -> None:
+    port = embedded.name_server.rpartition(":")[2]
+    command = [sys.executable, "-m", "pyrocket_consumer.testing", "--port", port]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert (ended.returncode, "in use" in ended.stderr) == (2, True)
 
 
 def test_help_has_an_example() -> None:

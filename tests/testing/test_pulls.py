@@ -9,7 +9,7 @@ from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from pyrocket_consumer.wire.message import decode_messages
 from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version, facts, talking
+from tests.testing.talking import every_version, facts
 
 
 @every_version
@@ -41,15 +41,12 @@ def test_an_empty_queue(client, offset, expected):
         (-100, "*", (21, "OFFSET_TOO_SMALL", 0, 0, 5), []),
     ],
 )
-def test_a_queue_of_five(
-    version: str, offset: int, subscription: str, expected: tuple[object, ...], found: list[int]
-) -> None:
-    with talking(version=version) as (_, client):
-        for number in range(5):
-            client.produce("T", properties={"TAGS": "odd"} if number % 2 else {})
-        answer = client.pull("T", 0, offset, subscription=subscription)
-        assert facts(answer) == expected
-        assert [message.queue_offset for message in decode_messages(answer.body)] == found
+def test_a_queue_of_five(client, offset, subscription, expected, found):
+    for number in range(5):
+        client.produce("T", properties={"TAGS": "odd"} if number % 2 else {})
+    answer = client.pull("T", 0, offset, subscription=subscription)
+    assert facts(answer) == expected
+    assert [message.queue_offset for message in decode_messages(answer.body)] == found
 
 
 @pytest.mark.parametrize("offset", [0, 42])
@@ -128,24 +125,22 @@ def test_sql_is_refused_and_unknown_types_select_everything(broker, client):
 @every_version
 def test_who_may_not_read_is_told_why(broker, client, version):
     kinds = {} if version == "4.9.7" else {"broker": "1", "group": "2", "topic": "3", "broadcasting": "4"}
+
+    def refused(**options):
+        answer = client.pull("T", 0, 0, **options)
+        return answer.code, answer.fields.get("forbiddenType")
+
     broker.update_config(brokerPermission=2)
-    refused = client.pull("T", 0, 0)
-    assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("broker"))
+    assert refused() == (16, kinds.get("broker"))
     broker.update_config(brokerPermission=6)
-
     broker.create_group("G", consumeEnable=False)
-    refused = client.pull("T", 0, 0)
-    assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("group"))
-
+    assert refused() == (16, kinds.get("group"))
     broker.create_group("G", consumeBroadcastEnable=False)
     client.heartbeat("G", "T", model="BROADCASTING")
-    refused = client.pull("T", 0, 0, sysFlag=0)
-    assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("broadcasting"))
+    assert refused(sysFlag=0) == (16, kinds.get("broadcasting"))
     assert client.pull("T", 0, 0, sysFlag=4).code == 19
-
     broker.cluster.create_topic("T", perm=2)
-    refused = client.pull("T", 0, 0)
-    assert (refused.code, refused.fields.get("forbiddenType")) == (16, kinds.get("topic"))
+    assert refused() == (16, kinds.get("topic"))
 
 
 def test_a_group_is_made_by_a_pull_unless_that_is_forbidden(broker, client):

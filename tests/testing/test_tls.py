@@ -19,29 +19,34 @@ pytestmark = pytest.mark.live
 CERTIFICATE = Path(__file__).parents[1] / "cluster" / "localhost.pem"
 
 
-def _talking_tls(host: str, port: int) -> ssl.SSLSocket:
+def tls_cluster() -> EmbeddedCluster:
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(CERTIFICATE)
+    return EmbeddedCluster(tls=server)
+
+
+def connected(cluster: EmbeddedCluster) -> socket.socket:
+    host, _, port = cluster.name_server.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def talking_tls(cluster: EmbeddedCluster) -> ssl.SSLSocket:
     client = ssl.create_default_context()
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-    return client.wrap_socket(socket.create_connection((host, port), timeout=30))
+    return client.wrap_socket(connected(cluster))
 
 
 def test_it_ends_although_a_client_does_not_answer_its_farewell() -> None:
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(CERTIFICATE)
-    with EmbeddedCluster(tls=server) as cluster:
-        host, _, port = cluster.name_server.rpartition(":")
-        silent = _talking_tls(host, int(port))
+    with tls_cluster() as cluster:
+        silent = talking_tls(cluster)
         cluster.wait_until(lambda: bool(cluster.name_server_node.connections))
     silent.close()
 
 
 def test_it_ends_although_a_client_has_not_begun_to_talk_tls() -> None:
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(CERTIFICATE)
-    with EmbeddedCluster(tls=server) as cluster:
-        host, _, port = cluster.name_server.rpartition(":")
-        silent = socket.create_connection((host, int(port)), timeout=30)
-        with _talking_tls(host, int(port)):  # so that the silent one, which came before, has been accepted
+    with tls_cluster() as cluster:
+        silent = connected(cluster)
+        with talking_tls(cluster):  # so that the silent one, which came before, has been accepted
             cluster.wait_until(lambda: bool(cluster.name_server_node.connections))
     with silent, suppress(ConnectionResetError):
         assert silent.recv(1) == b""
@@ -50,8 +55,6 @@ def test_it_ends_although_a_client_has_not_begun_to_talk_tls() -> None:
 
 @pytest.mark.differs("tls")
 def test_it_does_not_talk_to_plain_connections() -> None:
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(CERTIFICATE)
-    with EmbeddedCluster(tls=server) as cluster, RawClient(cluster.broker("broker-a").address) as plain:
+    with tls_cluster() as cluster, RawClient(cluster.broker("broker-a").address) as plain:
         plain.post(RequestCode.GET_BROKER_CONFIG)
         assert plain.wait_closed()
