@@ -198,12 +198,6 @@ async def test_what_is_not_ours_ends_and_what_is_ours_begins():
         assert group.happened == [], "nothing to change: no new version, no heartbeat"
 
 
-async def test_members_share():
-    both = {"ids": ["before", "me", "you"], "routes": {"orders": route(8)}}
-    async with rebalancing(wait_s=HANDOVER_S + 0.1, **both) as group:
-        assert group.mine == set(queues(3, 4, 5))
-
-
 async def test_old_owners_have_time_to_store():
     async with rebalancing(ids=["me", "you"], mine=set(queues(1)), wait_s=HANDOVER_S - 0.01) as group:
         assert group.happened == [("version", "orders"), "heartbeat"]

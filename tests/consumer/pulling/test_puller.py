@@ -219,19 +219,16 @@ async def test_the_next_pull_is_asked_before_the_answer_is_decoded():
 
 async def test_two_pulls_are_under_way_once_the_steps_are_known():
     pulling = Pulling()
-    first = await pulling.asked()
-    assert pulling.silent, "nothing is known of the queue yet"
-    first.found(end=40)
-    second = await pulling.asked()
-    assert pulling.silent, "one step is no rule"
-    second.found(end=40)
+    for why in ("nothing is known of the queue yet", "one step is no rule"):
+        asked = await pulling.asked()
+        assert pulling.silent, why
+        asked.found(end=40)
     third, fourth = await pulling.asked(), await pulling.asked()
     assert (third.offset, fourth.offset) == (16, 24)
     third.found(end=40)
     assert pulling.silent, "only 8 are left behind the fourth: the broker would give less, and the guess be wrong"
     fourth.found(end=40)
-    fifth = await pulling.asked()
-    assert fifth.offset == 32
+    assert (await pulling.asked()).offset == 32
     assert pulling.silent
 
 
@@ -240,11 +237,13 @@ async def test_more_are_under_way_as_far_as_the_queue_goes():
     ahead = await pulling.reading_ahead(4, end=72)
     assert [each.offset for each in ahead] == [16, 24, 32, 40]
     assert pulling.silent, "four are enough"
-    for each in (ahead[3], ahead[1], ahead[0], ahead[2]):
-        each.found(end=72)
-    assert pulling.host.offsets == list(range(48))
+    for number, delivered in ((3, 16), (1, 16), (0, 32), (2, 48)):
+        ahead[number].found(end=72)
+        assert pulling.host.offsets == list(range(delivered)), "what comes after must wait for what comes before"
     assert [(await pulling.asked()).offset for _ in range(2)] == [48, 56]
     assert pulling.silent, "the last 8 would be a guess"
+    pulling.ack()
+    assert pulling.edges[-1] == 48
 
 
 async def test_a_wrong_guess_ends_all_that_follow_it():
@@ -257,17 +256,6 @@ async def test_a_wrong_guess_ends_all_that_follow_it():
     for each in (second, fourth, again):
         each.found()
     assert pulling.host.offsets == list(range(27))
-
-
-async def test_answers_are_delivered_in_order():
-    pulling = Pulling()
-    third, fourth = await pulling.reading_ahead()
-    fourth.found()
-    assert pulling.host.offsets == list(range(16)), "what comes after must wait for what comes before"
-    third.found()
-    assert pulling.host.offsets == list(range(32))
-    pulling.ack()
-    assert pulling.edges[-1] == 32
 
 
 WRONG_GUESS = {
@@ -461,7 +449,7 @@ async def test_a_member_that_ends_at_a_refusal_leaves_no_work(code, recwarn):
     assert pulling.host.refreshed == []
     pulling.host.tasks.clear()
     gc.collect()
-    assert [str(each.message) for each in recwarn] == []
+    assert not recwarn.list
 
 
 PAUSES = [(answer(215, 0), 0.01, 0.1), (ConnectionLost("a:1", "x"), 0.05, 0.5), (answer(1, 0), 0.9, 2)]
@@ -589,11 +577,9 @@ async def test_a_stuck_message_does_not_stop_a_queue_with_few_matches():
 async def test_a_full_window_whose_answer_was_left_out_goes_on():
     pulling = Pulling(host=Host("Aa"), messages=2 * BATCH)
     (await pulling.asked()).found(tags="Aa")
-    while not pulling.silent or pulling.window.unfinished()[0] < 2 * BATCH:
+    while pulling.puller.next_offset <= 20 * BATCH:
+        assert not pulling.silent or pulling.window.unfinished()[0] < 2 * BATCH
         (await pulling.asked()).found(tags="BB" if pulling.window.unfinished()[0] == BATCH else "Aa")
-        if pulling.puller.next_offset > 20 * BATCH:
-            break
-    assert pulling.puller.next_offset > 20 * BATCH
 
 
 async def test_nothing_is_asked_for_a_topic_without_a_subscription():
