@@ -17,14 +17,9 @@ PATIENT_S = 15.0
 """A deadline for calls that are answered: no busy machine misses it, and closing has time for one of them."""
 
 QUICK = {
-    "call_timeout_s": PATIENT_S,
-    "connect_timeout_s": PATIENT_S,
-    "consume_from": "first",
-    "commit_interval_s": 0.2,
-    "pull_retry_delay_s": 0.1,
-    "rebalance_interval_s": 2.0,
-    "route_refresh_interval_s": 1.0,
-}
+    "call_timeout_s": PATIENT_S, "connect_timeout_s": PATIENT_S, "consume_from": "first", "commit_interval_s": 0.2,
+    "pull_retry_delay_s": 0.1, "rebalance_interval_s": 2.0, "route_refresh_interval_s": 1.0,
+}  # fmt: skip
 """Options that make a test short."""
 
 
@@ -87,13 +82,9 @@ class Events:
 
 @contextmanager
 def consuming(
-    cluster: Any,
-    topic: str,
-    group: str,
-    listener: Callable[..., Any] | None = None,
-    selector: str = "*",
+    cluster: Any, topic: str, group: str, listener: Callable[..., Any] | None = None, selector: Any = "*",
     **options: Any,
-) -> Iterator[tuple[PushConsumer, Any]]:
+) -> Iterator[tuple[PushConsumer, Any]]:  # fmt: skip
     """Run a consumer of `topic`; yields it and its listener."""
     seen = listener if listener is not None else Seen()
 

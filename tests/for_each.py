@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -18,10 +18,9 @@ Case = tuple[dict[str, Any], tuple[Callable[[], object], ...]]
 
 
 def for_each(
-    names: str,
-    cases: Iterable[Any] | Callable[[], Iterable[Any]],
+    names: str, cases: Iterable[Any] | Callable[[], Iterable[Any]],
     ids: Iterable[object] | Callable[[Any], object] = repr,
-) -> Callable[[Test], Test]:
+) -> Callable[[Test], Test]:  # fmt: skip
     """Run a test for each case, as `pytest.mark.parametrize` does, but all in one item.
 
     A case that fails is a failed subtest, named by its id or its values; the others go on.
@@ -41,28 +40,28 @@ def for_each(
                 for arguments, more in inner():
                     yield dict(zip(keys, values, strict=True)) | arguments, (*said, *more)
 
-        def failed(subtests: pytest.Subtests, said: Iterable[Callable[[], object]]) -> AbstractContextManager[None]:
-            return subtests.test(", ".join(str(say())[:100] for say in said))
+        @contextmanager
+        def noting(subtests: pytest.Subtests, said: Iterable[Callable[[], object]]) -> Iterator[None]:
+            """Make a case that fails a failed subtest; one that passes is none, which would cost what an item costs."""
+            try:
+                yield
+            except BaseException:
+                with subtests.test(", ".join(str(say())[:100] for say in said)):
+                    raise
 
         @functools.wraps(test)
         def loop(subtests: pytest.Subtests, **fixtures: Any) -> None:
             __tracebackhide__ = True
             for arguments, said in combined():
-                try:
+                with noting(subtests, said):
                     body(**fixtures, **arguments)
-                except BaseException:  # each subtest that passes would cost what an item costs
-                    with failed(subtests, said):
-                        raise
 
         @functools.wraps(test)
         async def loop_of_coroutines(subtests: pytest.Subtests, **fixtures: Any) -> None:
             __tracebackhide__ = True
             for arguments, said in combined():
-                try:
+                with noting(subtests, said):
                     await body(**fixtures, **arguments)
-                except BaseException:
-                    with failed(subtests, said):
-                        raise
 
         made: Test = loop_of_coroutines if inspect.iscoroutinefunction(body) else loop
         every = inspect.signature(test).parameters.values()

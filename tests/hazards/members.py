@@ -35,16 +35,10 @@ from tests import resetting
 from tests.consuming import PATIENT_S, WAIT_S, Events, Seen, started
 
 QUICK: dict[str, Any] = {
-    "client_ip": "127.0.0.1",
-    "consume_from": "first",
-    "commit_interval_s": 0.05,
-    "pull_hold_s": 0.5,
-    "pull_retry_delay_s": 0.1,
-    "rebalance_interval_s": 0.5,
-    "route_refresh_interval_s": 0.3,
-    "call_timeout_s": PATIENT_S,
-    "shutdown_timeout_s": 1.0,
-}
+    "client_ip": "127.0.0.1", "consume_from": "first", "commit_interval_s": 0.05, "pull_hold_s": 0.5,
+    "pull_retry_delay_s": 0.1, "rebalance_interval_s": 0.5, "route_refresh_interval_s": 0.3,
+    "call_timeout_s": PATIENT_S, "shutdown_timeout_s": 1.0,
+}  # fmt: skip
 """Options that make a scenario short; both members have them unless told otherwise."""
 
 Queues = Mapping[MessageQueue, int]

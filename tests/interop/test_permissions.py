@@ -13,13 +13,7 @@ from zlib import crc32
 import pytest
 
 from pyrocket_consumer.model import MessageQueue, Subscription, dlq_topic, retry_topic
-from pyrocket_consumer.wire.bodies import (
-    ConsumerData,
-    HeartbeatData,
-    LockRequest,
-    encode_heartbeat,
-    encode_lock_request,
-)
+from pyrocket_consumer.wire import bodies
 from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, request_name
 from pyrocket_consumer.wire.frame import RemotingCommand
 from pyrocket_consumer.wire.reset_plan import PlanBody, encode_plan
@@ -64,7 +58,7 @@ def requests(cluster: Any, topic: str, group: str, member: str) -> Iterator[Requ
     named = {"consumerGroup": group, "clientId": member}
     plan = PlanBody(topic, epoch=1, targets={MessageQueue(topic, "broker-a", 0): 0})
     theirs = frozenset(MessageQueue(topic, "broker-a", each) for each in range(QUEUES))
-    consumers = (ConsumerData(group, subscriptions=(Subscription(topic),)),)
+    consumers = (bodies.ConsumerData(group, subscriptions=(Subscription(topic),)),)
     sending: dict[str, object] = {
         "producerGroup": group, "defaultTopic": "TBW102", "defaultTopicQueueNums": 4, "queueId": 0, "sysFlag": 0,
         "bornTimestamp": 1, "flag": 0, "properties": "", "reconsumeTimes": 0, "unitMode": False, "batch": False,
@@ -93,12 +87,13 @@ def requests(cluster: Any, topic: str, group: str, member: str) -> Iterator[Requ
     yield Request(code.UPDATE_CONSUMER_OFFSET, "write a record of ours", slot)
     clone = {"srcGroup": "nobodys-group", "destGroup": group, "topic": topic, "offline": False}
     yield Request(code.CLONE_GROUP_OFFSET, "write another group's offsets over its own", clone)
-    yield Request(code.LOCK_BATCH_MQ, "lock its queues", {}, encode_lock_request(LockRequest(group, STRANGER, theirs)))
-    unlock = encode_lock_request(LockRequest(group, member, theirs))
+    lock = bodies.encode_lock_request(bodies.LockRequest(group, STRANGER, theirs))
+    yield Request(code.LOCK_BATCH_MQ, "lock its queues", {}, lock)
+    unlock = bodies.encode_lock_request(bodies.LockRequest(group, member, theirs))
     yield Request(code.UNLOCK_BATCH_MQ, "unlock its queues", {}, unlock)
     off = {"clientID": member, "consumerGroup": group}
     yield Request(code.UNREGISTER_CLIENT, "sign a member's client id off", off)
-    joined = encode_heartbeat(HeartbeatData(STRANGER, consumers))
+    joined = bodies.encode_heartbeat(bodies.HeartbeatData(STRANGER, consumers))
     yield Request(code.HEART_BEAT, "join it, and take queues", {}, joined)
     pulled = (ResponseCode.SUCCESS, ResponseCode.PULL_OFFSET_MOVED)  # the second after a reset
     yield Request(code.PULL_MESSAGE, "read its messages", {"consumerGroup": group, **queue, **pull}, done=pulled)

@@ -244,34 +244,22 @@ def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
         yield cluster
 
 
-class JavaMachines:
-    """The machine with Java clients that runs now, if any: one at a time, kept while tests want the same release."""
-
-    def __init__(self) -> None:
-        self._machine: JavaMachine | None = None
-
-    def get(self, version: str) -> JavaMachine:
-        from tests.real_brokers import JavaMachine
-
-        if self._machine is None or self._machine.version != version or not self._machine.running:
-            self.close()
-            self._machine = JavaMachine(version)
-        return self._machine
-
-    def close(self) -> None:
-        if self._machine is not None:
-            self._machine.close()
-            self._machine = None
-
-
 @pytest.fixture(scope="session")
-def java_machines() -> Iterator[JavaMachines]:
-    machines = JavaMachines()
+def java_machines() -> Iterator[dict[str, JavaMachine]]:
+    """The machine with Java clients that runs now, by its release: one at a time, kept while tests want this one."""
+    machines: dict[str, JavaMachine] = {}
     yield machines
-    machines.close()
+    for machine in machines.values():
+        machine.close()
 
 
 @pytest.fixture
-def java(real_version: str, java_machines: JavaMachines) -> JavaMachine:
+def java(real_version: str, java_machines: dict[str, JavaMachine]) -> JavaMachine:
     """Java clients of the release under test. It is shared: close what you start."""
-    return java_machines.get(real_version)
+    from tests.real_brokers import JavaMachine
+
+    if real_version not in java_machines or not java_machines[real_version].running:
+        for version in list(java_machines):
+            java_machines.pop(version).close()
+        java_machines[real_version] = JavaMachine(real_version)
+    return java_machines[real_version]

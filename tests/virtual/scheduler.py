@@ -118,7 +118,7 @@ class Scheduler:
     def sleep(self, seconds: float) -> None:
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")
-        if seconds > LONGEST_S and self._me() is self._main:
+        if seconds > LONGEST_S and self.me() is self._main:
             self._limit += seconds
         if seconds < STEP_S:  # a loop of these ends, too
             self.now += STEP_S
@@ -128,7 +128,7 @@ class Scheduler:
 
     def wait(self, deadline: float | None = None) -> bool:
         """Let others run until somebody wakes the calling thread (True) or the deadline passes (False)."""
-        me = self._me()
+        me = self.me()
         me.waits += 1
         me.is_waiting, me.was_woken = True, False
         if deadline is not None:
@@ -138,7 +138,7 @@ class Scheduler:
 
     def pause(self) -> None:
         """Let a thread run that could; the caller goes on later, at the same time."""
-        me = self._me()
+        me = self.me()
         self._ready.append(me)
         self._switch(me)
 
@@ -165,9 +165,6 @@ class Scheduler:
 
     def me(self) -> SimulatedThread:
         """Return the calling thread, for others to wake."""
-        return self._me()
-
-    def _me(self) -> SimulatedThread:
         found = ACTIVE.get(_get_ident())
         if found is None or found[0] is not self:
             raise NotVirtual("a thread outside of virtual time waits for something inside")
@@ -217,7 +214,7 @@ class Scheduler:
         self.look()
         deadline = None if timeout_s is None else self.now + timeout_s
         while not thread.is_done and (deadline is None or self.now < deadline):
-            me = self._me()
+            me = self.me()
             thread.joined.append(me)
             try:
                 self.wait(deadline)
