@@ -6,6 +6,9 @@ import errno
 import os
 import random
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.disk import Disk, DiskFile, DiskLock
@@ -210,65 +213,21 @@ class WatchedDisk:
         self._disk, self._hook = disk, hook
         self.count = 0
 
-    def _event(self, operation: str, path: str) -> None:
-        self.count += 1
-        self._hook(self.count, operation, path)
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._call, self._disk, None, name)
 
-    def make_directories(self, path: str) -> None:
-        self._event("make_directories", path)
-        self._disk.make_directories(path)
-
-    def read(self, path: str) -> bytes | None:
-        self._event("read", path)
-        return self._disk.read(path)
-
-    def open(self, path: str, *, create: bool) -> DiskFile:
-        self._event("create" if create else "open", path)
-        return _WatchedFile(self._disk.open(path, create=create), self, path)
-
-    def link(self, source: str, target: str) -> None:
-        self._event("link", target)
-        self._disk.link(source, target)
-
-    def replace(self, source: str, target: str) -> None:
-        self._event("replace", target)
-        self._disk.replace(source, target)
-
-    def remove(self, path: str) -> None:
-        self._event("remove", path)
-        self._disk.remove(path)
-
-    def sync_directory(self, path: str) -> None:
-        self._event("sync_directory", path)
-        self._disk.sync_directory(path)
-
-    def exists(self, path: str) -> bool:
-        return self._disk.exists(path)
-
-    def lock(self, path: str) -> DiskLock | None:
-        self._event("lock", path)
-        return self._disk.lock(path)
+    def _call(self, target: Disk | DiskFile, file: str | None, name: str, *arguments: Any, **options: Any) -> Any:
+        path = file or arguments[-1]  # of two paths the new one
+        if name not in ("exists", "is_at", "close"):
+            self.count += 1
+            self._hook(self.count, "create" if options.get("create") else name, path)
+        done = getattr(target, name)(*arguments, **options)
+        if name != "open":
+            return done
+        return SimpleNamespace(**{each: partial(self._call, done, path, each) for each in FILE_OPERATIONS})
 
 
-class _WatchedFile:
-    def __init__(self, file: DiskFile, disk: WatchedDisk, path: str) -> None:
-        self._file, self._disk, self._path = file, disk, path
-
-    def write_at(self, data: bytes, position: int) -> None:
-        self._disk._event("write_at", self._path)
-        self._file.write_at(data, position)
-
-    def sync(self) -> None:
-        self._disk._event("sync", self._path)
-        self._file.sync()
-
-    def is_at(self, path: str) -> bool:
-        return self._file.is_at(path)
-
-    def close(self) -> None:
-        self._file.close()
-
-
+FILE_OPERATIONS = ("write_at", "sync", "is_at", "close")
 WRITES = ("create", "write_at", "sync", "link", "replace", "remove", "sync_directory", "make_directories")
 
 

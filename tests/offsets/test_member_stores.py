@@ -16,7 +16,7 @@ import pytest
 from pyrocket_consumer import MessageQueue, OffsetStoreLocked
 from pyrocket_consumer.offsets.directories import store_directory
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.consuming import until
+from tests.consuming import numbered, until
 from tests.hazards.members import broadcasting, faulty, filled, full_disk, give_time_to, ours
 from tests.hazards.naive import NaiveMember
 from tests.resetting import fill, queue
@@ -38,8 +38,7 @@ def test_offsets_are_where_the_user_puts_them(embedded, names, member, tmp_path,
     Faulty: Go and C++ keep them in the home directory, and lose them with it.
     """
     # Only a volume outlives the container; "last" is where a consumer without offsets begins
-    topic, group = names.topic(), names.group()
-    embedded.create_topic(topic, queues=1)
+    topic, group = filled(embedded, names, queues=1, messages=0)
     options = broadcasting(tmp_path / "volume", consume_from="last")
     monkeypatch.setenv("HOME", str(tmp_path / "first-container"))
     with member(embedded, topic, group, **options) as consumer:
@@ -51,17 +50,15 @@ def test_offsets_are_where_the_user_puts_them(embedded, names, member, tmp_path,
         fill(embedded, topic, 1, start=10)
         consumer.seen.wait(lambda seen: b"m10" in seen.bodies)
         until(lambda: consumer.stored() == {queue(topic, 0): 11}, "consumed")
-        missed = [body for body in (b"m%d" % number for number in range(5, 10)) if body not in consumer.seen.bodies]
+        missed = set(numbered(5, 5)) - set(consumer.seen.bodies)
         assert not missed, f"{len(missed)} messages sent meanwhile were skipped"
 
 
 @pytest.mark.hazard("H10")
 def test_a_start_without_offsets_is_told_from_one_that_goes_on(embedded, names, tmp_path, caplog):
     """The start's log line names the directory and what was found there; `progress()` tells why a queue began there."""
-    topic, group = names.topic(), names.group()
+    topic, group = filled(embedded, names, queues=1, messages=3)
     place = queue(topic, 0)
-    embedded.create_topic(topic, queues=1)
-    fill(embedded, topic, 3)
     caplog.set_level("INFO", "pyrocket_consumer")
     origins, lines = [], []
     for _ in range(2):
@@ -96,7 +93,7 @@ def test_a_restarted_program_finds_its_offsets(embedded, names, member, tmp_path
             fill(embedded, topic, 5, start=start + 5)
             consumer.seen.wait(lambda seen, last=b"m%d" % (start + 9): last in seen.bodies)
             until(lambda consumer=consumer, start=start: consumer.stored() == {queue(topic, 0): start + 10}, "consumed")
-    again = [body for body in consumer.seen.bodies if body in {b"m%d" % number for number in range(10)}]
+    again = set(consumer.seen.bodies) & set(numbered(10))
     assert not again, f"{len(again)} messages were consumed again after a restart"
 
 
@@ -128,10 +125,8 @@ def test_two_processes_of_a_host_have_a_store_each(embedded, names, member, tmp_
     Faulty: Java and C++, where both are `ip@DEFAULT` and write one file.
     """
     # Two consumers of one group on one host, at different places of a queue, are restarted
-    topic, group = names.topic(), names.group()
-    place = queue(topic, 0)
-    embedded.create_topic(topic, queues=1)
-    options = broadcasting(tmp_path)
+    topic, group = filled(embedded, names, queues=1, messages=0)
+    place, options = queue(topic, 0), broadcasting(tmp_path)
     with member(embedded, topic, group, **options) as first, member(embedded, topic, group, **options) as second:
         fill(embedded, topic, 10)
         for each in (first, second):
@@ -158,10 +153,8 @@ def test_a_store_whose_lock_was_removed_has_one_owner(embedded, names, member, t
     Faulty: all others; they lock nothing, or never look again.
     """
     # Somebody cleans up under a running member, and another process of the host starts
-    topic, group = names.topic(), names.group()
-    place = queue(topic, 0)
-    embedded.create_topic(topic, queues=1)
-    options = broadcasting(tmp_path, client_ip="127.0.0.1")
+    topic, group = filled(embedded, names, queues=1, messages=0)
+    place, options = queue(topic, 0), broadcasting(tmp_path, client_ip="127.0.0.1")
     with member(embedded, topic, group, **options) as first:
         fill(embedded, topic, 5)
         until(lambda: first.stored() == {place: 5}, "consumed")
@@ -215,8 +208,7 @@ def test_members_that_are_configured_alike_share_the_queues(embedded, names, mem
     Faulty: clients whose ids can be equal: equal ids get equal queues, consumed twice, and other queues nobody.
     """
     # Two clustering members that were configured alike
-    topic, group = names.topic(), names.group()
-    embedded.create_topic(topic, queues=4)
+    topic, group = filled(embedded, names, queues=4, messages=0)
     with member(embedded, topic, group) as first, member(embedded, topic, group) as second:
         until(lambda: len(second.held()) >= 2, "the second has queues")
         until(lambda: len(first.held()) == 2 or set(first.held()) == set(second.held()), "they have settled")

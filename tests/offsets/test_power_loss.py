@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from zlib import crc32
 
 import pytest
@@ -153,12 +154,8 @@ def test_power_fails_while_threads_share_flushes():
                 except PowerCut:
                     pass
 
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(len(queues))]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(60)
-                assert not thread.is_alive(), f"seed {seed}"
+            with ThreadPoolExecutor(len(queues)) as threads:
+                list(threads.map(work, range(len(queues)), timeout=60))
             crash_points["power failures in the model"] += 1
             found = disk.after_power_loss(rng).recovered()
             for number, queue in enumerate(queues):

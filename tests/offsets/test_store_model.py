@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import settings
@@ -162,11 +163,8 @@ def test_eight_threads_persist_at_once(tmp_path, durability):
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(work, range(8), timeout=120))
     finally:
         sys.setswitchinterval(interval)
     assert wrong == []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
+import resource
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 
 import pytest
 
@@ -21,11 +21,9 @@ from pyrocket_consumer.offsets.directories import read_store
 from pyrocket_consumer.offsets.offsets_json import encode_offsets
 from tests.for_each import for_each
 from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
-from tests.offsets.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, opened, put, update
+from tests.offsets.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, in_a_fork, opened, put, update
 
 QUEUES = ORDERS[:4]
-ROOT = Path(__file__).parents[2]
-
 TABLE = [MessageQueue("orders", "broker-a", number) for number in range(200)]  # too many for the journal
 
 
@@ -299,11 +297,8 @@ def test_a_failed_flush_fails_for_everyone_who_waited_for_it(new):
                 new.persist(offset, queue)
                 told.append((queue, offset))
 
-    threads = [threading.Thread(target=work, args=(queue,)) for queue in ORDERS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, ORDERS, timeout=60))
     assert told == []
     new.heal()
     new.store.persist_all()
@@ -501,67 +496,48 @@ def test_a_listener_of_events_may_use_the_store_and_may_fail():
     assert seen == [9]
 
 
-WITH_LIMITS = """
-import os, resource, sys
-from pyrocket_consumer.errors import OffsetStoreUnwritable
-from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets import LocalFileOffsetStore
-queues = [MessageQueue("orders", "broker-a", number) for number in range(400)]
-
-def opened(directory, queues):
-    events = []
-    tell = lambda event: events.append(str(event.kind))
-    store = LocalFileOffsetStore(directory, checkpoint_interval_s=0, on_event=tell)
-    store.load()
-    for queue in queues:
-        store.update_offset(queue, 1)
-    store.persist_all()
-    return store, events
-
-store, events = opened(sys.argv[1], queues[:10])
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # offsets.json of 400 queues has 32 KB
-refused = 0
-for queue in queues:
-    store.update_offset(queue, 2)
-    try:
-        store.persist(queue)
-    except OffsetStoreUnwritable as error:
-        assert "limit on file sizes" in str(error), error
-        refused += 1
-assert refused > 0 and events == ["store-unwritable"], (refused, events)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-store.persist_all()
-assert events == ["store-unwritable", "store-recovered"], events
-print("recovered")
-
-store, events = opened(sys.argv[2], queues[:1])
-highest = os.open(os.devnull, os.O_RDONLY)
-os.close(highest)
-resource.setrlimit(resource.RLIMIT_NOFILE, (highest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-try:
-    LocalFileOffsetStore(sys.argv[2] + "-another").load()
-except OffsetStoreUnwritable as error:
-    assert "raise the limit on open files" in str(error), error
-    print("refused")
-for offset in range(2, 5):
-    store.update_offset(queues[0], offset)
-    store.persist(queues[0])  # the journal is open
-assert events == ["store-unwritable"], events
-store.update_offset(queues[0], 5)
-store.close()
-print("closed")
-"""
-
-
 @pytest.mark.live
 @pytest.mark.hazard("H07")
 def test_real_limits_on_file_sizes_and_descriptors_are_survived(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", WITH_LIMITS, str(tmp_path / "sizes"), str(tmp_path / "descriptors")],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert result.stdout == "recovered\nrefused\nclosed\n", result.stderr
-    assert read_store(tmp_path / "sizes").offsets == {
-        MessageQueue("orders", "broker-a", number): 2 for number in range(400)
-    }
+    queues = [MessageQueue("orders", "broker-a", number) for number in range(400)]
+    assert in_a_fork(partial(work_with_small_files, tmp_path / "sizes", queues)) == (["recovered"], 0)
+    assert read_store(tmp_path / "sizes").offsets == dict.fromkeys(queues, 2)
+    assert in_a_fork(partial(work_with_few_descriptors, tmp_path / "descriptors")) == (["refused", "closed"], 0)
     assert read_store(tmp_path / "descriptors").offsets == {QUEUE: 5}
+
+
+def work_with_small_files(directory, queues, tell):
+    events, refused = [], []
+    store = opened(directory, checkpoint_interval_s=0, on_event=lambda event: events.append(str(event.kind)))
+    update(store, queues[:10], 1)
+    store.persist_all()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # offsets.json of 400 queues has 32 KB
+    for queue in queues:
+        try:
+            put(store, queue, 2)
+        except OffsetStoreUnwritable as error:
+            refused.append(str(error))
+    assert refused and all("limit on file sizes" in each for each in refused), refused
+    assert events == ["store-unwritable"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    store.persist_all()
+    assert events == ["store-unwritable", "store-recovered"], events
+    tell("recovered")
+
+
+def work_with_few_descriptors(directory, tell):
+    events = []
+    store = opened(directory, checkpoint_interval_s=0, on_event=lambda event: events.append(str(event.kind)))
+    put(store, QUEUE, 1)
+    highest = os.open(os.devnull, os.O_RDONLY)
+    os.close(highest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with pytest.raises(OffsetStoreUnwritable, match="raise the limit on open files"):
+        LocalFileOffsetStore(f"{directory}-another").load()
+    tell("refused")
+    for offset in range(2, 5):
+        put(store, QUEUE, offset)  # the journal is open
+    assert events == ["store-unwritable"], events
+    store.update_offset(QUEUE, 5)
+    store.close()
+    tell("closed")

@@ -104,15 +104,12 @@ class CommitsWhatHasNotChanged(NaiveMember):
         super().persist(mq)
 
 
+OVERWRITING = (CommitsWhatHasNotChanged, PullsCarryCommits)
+
+
 @pytest.mark.hazard("H31")
 @pytest.mark.parametrize(
-    "member",
-    [
-        ours,
-        NaiveMember,
-        faulty(CommitsWhatHasNotChanged, "an idle consumer has committed over it"),
-        faulty(PullsCarryCommits, "an idle consumer has committed over it"),
-    ],
+    "member", [ours, NaiveMember, *(faulty(each, "an idle consumer has committed over it") for each in OVERWRITING)]
 )
 def test_an_idle_consumer_commits_nothing_over_an_admin(cluster, names, member):
     """Only offsets that have changed are committed; all of them once a minute, since brokers may have forgotten some.
@@ -252,11 +249,8 @@ def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, mem
         time.sleep(0.5)  # the member knows it, too
         broker.kill(**lose_commits)
         broker.start()
-        until(
-            lambda: consumer.stored() == {queue(topic, 0): 10},
-            "what the broker forgot is committed again",
-            90 if member is ours else 2,
-        )
+        again = "what the broker forgot is committed again"
+        until(lambda: consumer.stored() == {queue(topic, 0): 10}, again, 90 if member is ours else 2)
         fill(cluster, topic, 1, start=10)
         consumer.seen.wait_for(11, 90)
 
@@ -338,11 +332,8 @@ def test_commits_go_on_while_the_name_server_is_silent(embedded, member):
             silent.wait_held(1, WAIT_S)
             fill(embedded, "T", 5, start=5)
             consumer.seen.wait_for(10)
-            until(
-                lambda: consumer.stored() == {queue("T", 0): 10},
-                "commits go on while a name server is silent",
-                patience_s(member),
-            )
+            go_on = "commits go on while a name server is silent"
+            until(lambda: consumer.stored() == {queue("T", 0): 10}, go_on, patience_s(member))
         finally:
             silent.open()
             name_server.clear_faults()
@@ -370,11 +361,8 @@ def test_commits_go_on_while_another_broker_is_silent(member):
                 cluster.send("T", b"-", broker_name="broker-a")
                 silent.wait_held(1, WAIT_S)
                 cluster.send("T", b"--", broker_name="broker-b")
-                until(
-                    lambda: consumer.stored()[queue("T", 0, "broker-b")] == 2,
-                    "commits go on at one broker while another is silent",
-                    patience_s(member),
-                )
+                go_on = "commits go on at one broker while another is silent"
+                until(lambda: consumer.stored()[queue("T", 0, "broker-b")] == 2, go_on, patience_s(member))
             finally:
                 silent.open()
 
@@ -407,9 +395,9 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
             while not ended.wait(0.005):
                 ask(peer, client_id)
 
-    options = {"commit_interval_s": NEVER_S, "rebalance_interval_s": 0.1, "asked_of": topic}
-    if member is ours:
-        del options["asked_of"]
+    options = {"commit_interval_s": NEVER_S, "rebalance_interval_s": 0.1}
+    if member is not ours:
+        options["asked_of"] = topic
     with member(cluster, topic, group, **options) as consumer, closing(Peer(broker.address)) as peer:
         asking = threading.Thread(target=keep_asking, args=[consumer.client_id])
         if questions:

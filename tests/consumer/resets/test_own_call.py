@@ -9,18 +9,18 @@ import pytest
 from pyrocket_consumer import ConfigError, MessageQueue, RocketError
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from pyrocket_consumer.wire.codes import RequestCode
-from tests.consuming import Events, consuming, numbered
+from tests.consuming import Events, consuming
+from tests.resetting import fill
 
 HELD = MessageQueue("orders", "broker-a", 0)
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 STRANGER = MessageQueue("orders", "broker-b", 7)
 
 
 @pytest.fixture
 def cluster():
     with EmbeddedCluster() as cluster:
-        cluster.create_topic("orders", queues=1)
-        for body in numbered(5):
-            cluster.send("orders", body)
+        fill(cluster, "orders", 5, queues=1)
         yield cluster
 
 
@@ -56,14 +56,7 @@ def test_a_wrong_argument_is_told_and_nothing_moves(cluster, names, arguments, r
 
 @pytest.mark.parametrize(
     ("to", "offset"),
-    [
-        ("first", 0),
-        ("earliest", 0),
-        ("last", 5),
-        ("latest", 5),
-        (datetime(2020, 1, 1, tzinfo=UTC), 0),
-        ("2020-01-01T00:00:00Z", 0),
-    ],
+    [("first", 0), ("earliest", 0), ("last", 5), ("latest", 5), (LONG_AGO, 0), ("2020-01-01T00:00:00Z", 0)],
 )
 def test_a_place_has_the_same_names_everywhere(cluster, names, to, offset):
     with consuming(cluster, "orders", names.group()) as (consumer, seen):
