@@ -13,6 +13,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode, SysFlag
 from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.asking import Asking
+from tests.for_each import for_each
 from tests.producer.programs import in_a_thread, producer_threads
 from tests.real_brokers import wait_until
 
@@ -43,6 +44,9 @@ class Check:
         return self.asked[count - 1]
 
 
+PAID = OutgoingMessage(b"x", topic="orders")
+
+
 def never(message):
     raise AssertionError(f"the broker asked about {message.message_id}")
 
@@ -51,11 +55,25 @@ def commit(sent):
     return TransactionState.COMMIT
 
 
+def unknown(sent):
+    return TransactionState.UNKNOWN
+
+
+def undecided(producer):
+    return producer.send_in_transaction(PAID, unknown)
+
+
 @pytest.fixture
-def quick(request):
+def quick():
     with EmbeddedCluster(settings=QUICK_CHECKS) as cluster:
         cluster.create_topic("orders", queues=2)
         yield cluster
+
+
+@pytest.fixture
+def transacting(quick, producing):
+    """`transacting(check, **options)` starts a producer of the group `payments`."""
+    return lambda check, **options: producing(quick, TransactionProducer, group="payments", check=check, **options)
 
 
 def test_a_committed_message_is_delivered(cluster, topic, names, producing):
@@ -81,10 +99,8 @@ def test_a_committed_message_is_delivered(cluster, topic, names, producing):
 def test_a_rolled_back_message_is_never_delivered(cluster, topic, names, producing):
     cluster.create_topic(topic, queues=1)
     producer = producing(cluster, TransactionProducer, group=names.group(), check=never)
-    rolled_back = producer.send_in_transaction(
-        OutgoingMessage(b"no", topic=topic), lambda sent: TransactionState.ROLLBACK
-    )
-    assert rolled_back.state is TransactionState.ROLLBACK
+    no = OutgoingMessage(b"no", topic=topic)
+    assert producer.send_in_transaction(no, lambda sent: TransactionState.ROLLBACK).state is TransactionState.ROLLBACK
     producer.send_in_transaction(OutgoingMessage(b"yes", topic=topic), commit)
     wait_until(lambda: cluster.messages(topic), "the committed message")
     assert [message.body for message in cluster.messages(topic)] == [b"yes"]
@@ -96,7 +112,7 @@ def test_a_broker_that_does_not_know_asks(cluster, topic, names, producing):
     check = Check(TransactionState.UNKNOWN, ValueError("ask again"), TransactionState.COMMIT)
     producer = producing(cluster, TransactionProducer, group=names.group(), check=check)
     message = OutgoingMessage(b"later", tags="t", properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "1"}, topic=topic)
-    result = producer.send_in_transaction(message, lambda sent: TransactionState.UNKNOWN)
+    result = producer.send_in_transaction(message, unknown)
     assert result.state is TransactionState.UNKNOWN
     asked = check.wait_for(3)
     assert (asked.message_id, asked.body, asked.tags, asked.topic) == (result.sent.message_id, b"later", "t", topic)
@@ -104,45 +120,42 @@ def test_a_broker_that_does_not_know_asks(cluster, topic, names, producing):
 
 
 @pytest.mark.parametrize("returned", [None, True, "COMMIT"])
-def test_what_is_no_state_leaves_the_decision_to_the_check(quick, producing, returned):
-    check = Check(TransactionState.COMMIT)
-    producer = producing(quick, TransactionProducer, group="payments", check=check)
-    result = producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), lambda sent: returned)
+def test_what_is_no_state_leaves_the_decision_to_the_check(quick, transacting, returned):
+    producer = transacting(check := Check(TransactionState.COMMIT))
+    result = producer.send_in_transaction(PAID, lambda sent: returned)
     assert result.state is TransactionState.UNKNOWN
     assert quick.messages("orders") == []
     check.wait_for(1)
     quick.wait_until(lambda: quick.messages("orders") != [])
 
 
-def test_after_an_error_of_the_application_the_check_decides(quick, producing):
+def test_after_an_error_of_the_application_the_check_decides(quick, transacting):
     def run(sent):
         raise KeyError("no such order")
 
-    check = Check(TransactionState.ROLLBACK)
-    producer = producing(quick, TransactionProducer, group="payments", check=check)
+    producer = transacting(check := Check(TransactionState.ROLLBACK))
     with pytest.raises(KeyError, match="no such order"):
-        producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), run)
+        producer.send_in_transaction(PAID, run)
     check.wait_for(1)
     (end,) = quick.broker("broker-a").wait_for(RequestCode.END_TRANSACTION)
     assert (end.command.fields["commitOrRollback"], end.command.fields["fromTransactionCheck"]) == ("12", "true")
     assert quick.messages("orders") == []
 
 
-def test_a_decision_that_does_not_reach_the_broker_is_asked_for(quick, producing):
-    check = Check(TransactionState.COMMIT)
-    producer = producing(quick, TransactionProducer, group="payments", check=check, call_timeout_s=1)
+def test_a_decision_that_does_not_reach_the_broker_is_asked_for(quick, transacting):
+    producer = transacting(check := Check(TransactionState.COMMIT), call_timeout_s=1)
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, drop)
-    result = producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), commit)
+    result = producer.send_in_transaction(PAID, commit)
     assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
     assert "was not answered" in result.not_told
     check.wait_for(1)
     quick.wait_until(lambda: quick.messages("orders") != [])
 
 
-def test_a_decision_that_the_broker_refuses_is_not_taken(quick, producing, caplog):
-    producer = producing(quick, TransactionProducer, group="payments", check=Check())
+def test_a_decision_that_the_broker_refuses_is_not_taken(quick, transacting, caplog):
+    producer = transacting(Check())
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, answer(1, "Find prepared transaction message failed"))
-    result = producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), commit)
+    result = producer.send_in_transaction(PAID, commit)
     assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
     assert "Find prepared transaction message failed" in result.not_told
     assert "has not taken COMMIT" in caplog.text
@@ -169,12 +182,8 @@ def slow_check():
     check.may_answer.set()
 
 
-def undecided(producer):
-    return producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), lambda sent: TransactionState.UNKNOWN)
-
-
-def test_a_slow_check_holds_up_no_callbacks(quick, producing, slow_check):
-    producer = producing(quick, TransactionProducer, group="payments", check=slow_check)
+def test_a_slow_check_holds_up_no_callbacks(quick, transacting, slow_check):
+    producer = transacting(slow_check)
     undecided(producer)
     assert slow_check.began.wait(30)
     called = threading.Event()
@@ -206,7 +215,7 @@ def test_no_check_begins_after_close(quick, slow_check):
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_a_check_that_wants_to_exit_is_asked_again(quick, producing, error):
+def test_a_check_that_wants_to_exit_is_asked_again(quick, transacting, error):
     def check(message):
         asked.append(message)
         if len(asked) == 1:
@@ -214,7 +223,7 @@ def test_a_check_that_wants_to_exit_is_asked_again(quick, producing, error):
         return TransactionState.COMMIT
 
     asked = []
-    undecided(producing(quick, TransactionProducer, group="payments", check=check))
+    undecided(transacting(check))
     quick.wait_until(lambda: quick.messages("orders") != [])
 
 
@@ -224,11 +233,11 @@ def test_a_dropped_producer_checks_nothing_any_more(quick):
     quick.wait_until(lambda: not quick.broker("broker-a").connections and not producer_threads())
 
 
-def test_another_producer_answers_for_one_that_is_gone(quick, producing):
+def test_another_producer_answers_for_one_that_is_gone(quick, transacting):
     with TransactionProducer("payments", check=never, name_server=quick.name_server) as gone:
-        half = gone.send_in_transaction(OutgoingMessage(b"x", topic="orders"), lambda sent: TransactionState.UNKNOWN)
+        half = undecided(gone)
     check = Check(TransactionState.COMMIT)
-    producing(quick, TransactionProducer, group="payments", check=check, topics=["orders"])
+    transacting(check, topics=["orders"])
     assert check.wait_for(1).message_id == half.sent.message_id
     quick.wait_until(lambda: quick.messages("orders") != [])
 
@@ -236,17 +245,16 @@ def test_another_producer_answers_for_one_that_is_gone(quick, producing):
 ASKED = {"tranStateTableOffset": "0", "commitLogOffset": "0", "msgId": "A"}
 
 
-def test_a_name_server_may_not_ask(quick, producing):
-    producing(quick, TransactionProducer, group="payments", check=never, topics=["orders"])
+def test_a_name_server_may_not_ask(quick, transacting):
+    transacting(never, topics=["orders"])
     record = encode_message(StoredMessage("orders", b"x", {"UNIQ_KEY": "A"}))
     refused = Asking(quick.name_server_node).ask(RequestCode.CHECK_TRANSACTION_STATE, ASKED, record)
     assert refused.remark == "CHECK_TRANSACTION_STATE is not obeyed: only brokers of the topics in use may ask"
 
 
-def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, producing):
+def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, transacting):
     """Thousands may wait, and each may be small as it is stored, and large; or not to be unpacked at all."""
-    check = Check()
-    producing(quick, TransactionProducer, group="payments", check=check, topics=["orders"])
+    transacting(check := Check(), topics=["orders"])
     quick.broker("broker-a").wait_for(RequestCode.HEART_BEAT)
     packed = StoredMessage("orders", b"no zlib", {"UNIQ_KEY": "A"}, sys_flag=SysFlag.COMPRESSED)
     Asking(quick.broker("broker-a")).tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED, encode_message(packed))
@@ -259,8 +267,8 @@ def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, producing):
 @pytest.mark.parametrize(
     ("fields", "body"), [({}, b"x" * 900_000), ({"transactionId": "x" * 900_000}, b"x")], ids=["messages", "headers"]
 )
-def test_what_is_asked_again_and_larger_then_is_not_held(quick, producing, slow_check, fields, body):
-    producing(quick, TransactionProducer, group="payments", check=slow_check, topics=["orders"])
+def test_what_is_asked_again_and_larger_then_is_not_held(quick, transacting, slow_check, fields, body):
+    transacting(slow_check, topics=["orders"])
     quick.broker("broker-a").wait_for(RequestCode.HEART_BEAT)
     asking = Asking(quick.broker("broker-a"))
 
@@ -298,32 +306,30 @@ def test_a_broker_that_asks_without_end_leaves_room_to_others(producing, slow_ch
         assert "0 of 1" in slow_check.asked[:3]
 
 
-def test_an_answer_without_the_place_of_a_message_runs_nothing(quick, producing):
-    """How the transaction ended could not be told: what the application did would be undone, or not delivered."""
-    producer = producing(quick, TransactionProducer, group="payments", check=never)
-    wrong = answer(0, fields={"msgId": "none", "queueId": "0", "queueOffset": "0"})
-    quick.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, wrong, times=None)
-    with pytest.raises(ProtocolError, match="message id 'none'"):
-        producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), never)
+@for_each(
+    "fault, error, told",
+    [
+        # how the transaction ended could not be told: what the application did would be undone, or not delivered
+        (answer(0, fields={"msgId": "none", "queueId": "0", "queueOffset": "0"}), ProtocolError, "message id 'none'"),
+        (answer(13, "illegal"), SendError, "illegal"),
+    ],
+)
+def test_what_is_not_stored_or_without_a_place_runs_nothing(quick, transacting, fault, error, told):
+    quick.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, fault, times=1)
+    with pytest.raises(error, match=told):
+        transacting(never).send_in_transaction(PAID, never)
 
 
-def test_a_message_that_is_not_stored_runs_nothing(quick, producing):
-    producer = producing(quick, TransactionProducer, group="payments", check=never)
-    quick.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(13, "illegal"), times=None)
-    with pytest.raises(SendError):
-        producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), never)
-
-
-def test_wrong_arguments_are_told(quick, producing):
-    with pytest.raises(ConfigError, match="not callable"):
-        TransactionProducer("payments", check=None, name_server=quick.name_server)
-    with pytest.raises(ConfigError, match="list of topics"):
-        TransactionProducer("payments", check=never, topics="orders", name_server=quick.name_server)
-    producer = producing(quick, TransactionProducer, group="payments", check=never)
-    with pytest.raises(ConfigError, match="with its topic"):
-        producer.send_in_transaction(OutgoingMessage(b"x"), commit)
-    with pytest.raises(ConfigError, match="not callable"):
-        producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), None)
+def test_wrong_arguments_are_told(quick, transacting):
+    producer = transacting(never)
+    for call, told in (
+        (lambda: transacting(None), "not callable"),
+        (lambda: transacting(never, topics="orders"), "list of topics"),
+        (lambda: producer.send_in_transaction(OutgoingMessage(b"x"), commit), "with its topic"),
+        (lambda: producer.send_in_transaction(PAID, None), "not callable"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            call()
 
 
 def test_a_topic_to_know_must_exist(quick):
@@ -341,7 +347,7 @@ def test_closed_while_the_transaction_runs_it_tells_the_decision(embedded):
         producer.close()
         return TransactionState.COMMIT
 
-    result = producer.send_in_transaction(OutgoingMessage(b"x", topic="orders"), run)
+    result = producer.send_in_transaction(PAID, run)
     assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
     assert result.not_told is not None
     assert "closed" in result.not_told
