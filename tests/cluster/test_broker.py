@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import pickle
+import time
 from dataclasses import replace
 
 import pytest
 
-from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import (
     BrokerError,
     ConfigError,
@@ -22,8 +20,7 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import MessageQueue, PullStatus, Subscription
-from pyrocket_consumer.net.io_thread import IoThread
-from pyrocket_consumer.testing import EmbeddedCluster, answer, delay, drop, rewrite
+from pyrocket_consumer.testing import answer, drop, rewrite
 from pyrocket_consumer.wire.bodies import encode_lock_answer
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.command import PullMessageHeader, SendMessageHeader
@@ -106,47 +103,15 @@ def test_an_offset_outside_the_queue_is_corrected_and_a_reset_told(embedded, bro
     assert (found.status, found.next_offset, found.offset_reset) == (PullStatus.OFFSET_MOVED, 7, True)
 
 
-@pytest.mark.live
-def test_an_unanswered_pull_ends_after_hold_tick_and_timeout():
-    class Loop(asyncio.SelectorEventLoop):
-        """A loop whose clock can be put forward."""
-
-        ahead_s = 0.0
-
-        def time(self):
-            return super().time() + self.ahead_s
-
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        cluster = EmbeddedCluster(loop=loop, idle_timeout_s=3600)
-        await cluster.open()
-        cluster.create_topic("orders")
-        asked = asyncio.Event()
-        cluster.broker("broker-a").on(PULL, lambda exchange: asked.set())  # and no answer, ever
-
-        class Io(IoThread):
-            def __init__(self):
-                self.loop = loop
-
-        config = ClientConfig(name_server=cluster.name_server, call_timeout_s=300)
-        client = Cluster(config, "me", io=Io())
-        await client.start_on_loop()
-        began = loop.time()
-        pulling = loop.create_task(client.broker("broker-a").pull(QUEUE, 0, group="app", subscription=ALL, hold_s=20))
-        await asked.wait()
-        loop.ahead_s += 20 + 5 + 300 - 60  # not yet
-        await asyncio.sleep(0.05)
-        assert not pulling.done()
-        loop.ahead_s += 60
-        with pytest.raises(RequestTimeout, match="PULL_MESSAGE"):
-            await pulling
-        assert loop.time() - began < 20 + 5 + 300 + 60
-        await client.close_on_loop()
-        cluster.shut()
-        await asyncio.sleep(0.01)  # transports end in the loop's next rounds
-
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(asyncio.wait_for(scenario(), 600))
+@pytest.mark.virtual
+def test_an_unanswered_pull_ends_after_hold_tick_and_timeout(cluster_of, connect):
+    cluster = cluster_of(idle_timeout_s=3600)
+    client = connect(cluster, call_timeout_s=300)
+    cluster.broker("broker-a").on(PULL, drop)  # there is no answer, ever
+    began = time.monotonic()
+    with pytest.raises(RequestTimeout, match="PULL_MESSAGE"):
+        client.run(client.broker("broker-a").pull(QUEUE, 0, group="app", subscription=ALL, hold_s=20), 1000)
+    assert 20 + 5 + 300 - 60 < time.monotonic() - began < 20 + 5 + 300 + 60
 
 
 def test_a_message_of_15_mb_goes_there_and_back(cluster_of, connect):
@@ -190,15 +155,6 @@ def test_an_answer_that_is_no_pulls_fails_that_call_only(broker, do, name, value
     with pytest.raises(ProtocolError, match="static topic" if value else name):
         pull(do, 0)
     assert pull(do, 0)[0].status is PullStatus.NO_NEW_MESSAGE
-
-
-def test_answers_that_overtake_each_other_find_their_calls(embedded, broker, client):
-    find_route(client)
-    for queue_id in range(4):
-        embedded.send("orders", b"%d" % queue_id, count=queue_id + 1, queue_id=queue_id)
-    broker.on(RequestCode.GET_MAX_OFFSET, delay(0.1), times=2)
-    calls = [client.submit(client.broker("broker-a").max_offset(queue)) for queue in QUEUES]
-    assert [call.result(30) for call in calls] == [1, 2, 3, 4]
 
 
 # --- slaves

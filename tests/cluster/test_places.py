@@ -82,37 +82,29 @@ def test_every_broker_says_where_its_queues_begin_and_end(two_brokers, connect):
     assert ask(client, "last", []) == {}
 
 
-@pytest.mark.parametrize(
-    ("place", "code"),
-    [
-        ("first", RequestCode.GET_MIN_OFFSET), ("last", RequestCode.GET_MAX_OFFSET),
-        (AT, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP),
-    ],
-    ids=str,
-)
-def test_a_broker_that_does_not_say_is_named(two_brokers, connect, place, code):
+def test_a_broker_that_does_not_say_is_named(two_brokers, connect):
     client = connect(two_brokers)
     find_route(client, "T")
-    two_brokers.broker("broker-b").on(code, answer(1, "not well"), times=None)
-    with pytest.raises(RocketError, match=r"not known of 1 of 2 brokers: broker-b: .*not well") as raised:
-        ask(client, place)
-    assert "broker-a" not in str(raised.value)
+    for place, code in (
+        ("first", RequestCode.GET_MIN_OFFSET), ("last", RequestCode.GET_MAX_OFFSET),
+        (AT, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP),
+    ):  # fmt: skip
+        two_brokers.broker("broker-b").on(code, answer(1, "not well"), times=None)
+        with pytest.raises(RocketError, match=r"not known of 1 of 2 brokers: broker-b: .*not well") as raised:
+            ask(client, place)
+        assert "broker-a" not in str(raised.value)
 
 
-def test_old_brokers_are_searched_with_the_first_group_that_may(connect):
-    with EmbeddedCluster(version="4.9.7") as cluster:
-        cluster.create_topic("T", queues=1)
-        for _ in range(3):
-            cluster.send("T")
-        client = connect(cluster)
-        find_route(client, "T")
-        cluster.broker("broker-a").on(
-            RequestCode.PULL_MESSAGE,
-            answer(16, "no permission"),
-            times=None,
-            when=lambda command: command.fields["consumerGroup"] == TOOLS_GROUP,
-        )
-        found = client.run(offsets_at(client, AT, [QUEUE], groups=(TOOLS_GROUP, "G")), 30)
-        assert found == {QUEUE: 0}
-        with pytest.raises(RocketError, match="no permission"):
-            ask(client, AT, [QUEUE])
+def test_old_brokers_are_searched_with_the_first_group_that_may(cluster_of, connect):
+    cluster = cluster_of(version="4.9.7")
+    cluster.send("orders", count=3)
+    client = connect(cluster)
+    find_route(client)
+    cluster.broker("broker-a").on(
+        RequestCode.PULL_MESSAGE, answer(16, "no permission"), times=None,
+        when=lambda command: command.fields["consumerGroup"] == TOOLS_GROUP,
+    )  # fmt: skip
+    queue = MessageQueue("orders", "broker-a", 0)
+    assert client.run(offsets_at(client, AT, [queue], groups=(TOOLS_GROUP, "G")), 30) == {queue: 0}
+    with pytest.raises(RocketError, match="no permission"):
+        ask(client, AT, [queue])

@@ -42,9 +42,10 @@ class Watched(Routes):
 
     def __init__(self, name_server):
         self.changes = []
-        super().__init__(
-            name_server.ask, lambda route, came, went: self.changes.append((route, set(came), set(went)))
-        )  # fmt: skip
+        super().__init__(name_server.ask, self.remember)
+
+    def remember(self, route, came, went):
+        self.changes.append((route, set(came), set(went)))
 
 
 async def watched(**routes):

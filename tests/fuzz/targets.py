@@ -184,19 +184,19 @@ def stores() -> list[bytes]:
 def streamed(data: bytes) -> None:
     """Cut a stream into pieces, by what its first byte says; both readers find the same commands, or fail alike."""
     step, stream = 1 + data[0] * 7 if data else 1, data[1:]
-    copied, in_place = fed(FrameBuffer(), stream, step), fed(InPlaceFrames(), stream, step)
+
+    def fed(buffer: FrameBuffer | InPlaceFrames) -> list[Any] | None:
+        try:
+            return feed(buffer, stream, step)
+        except ProtocolError:
+            return None
+
+    copied, in_place = fed(FrameBuffer()), fed(InPlaceFrames())
     if isinstance(copied, list) and isinstance(in_place, list):
         assert [bytes(command.body) for command in copied] == [bytes(extent) for _, extent in in_place]
         assert [command.fields for command in copied] == [command.fields for command, _ in in_place]
     else:
         assert type(copied) is type(in_place), (copied, in_place)
-
-
-def fed(buffer: FrameBuffer | InPlaceFrames, stream: bytes, step: int) -> list[Any] | None:
-    try:
-        return feed(buffer, stream, step)
-    except ProtocolError:
-        return None
 
 
 def read_header(data: bytes) -> None:
@@ -215,8 +215,7 @@ def read_answer(data: bytes) -> None:
 
 
 def read_route(data: bytes) -> None:
-    route = bodies.decode_route("T", data)
-    route.publish_queues()
+    bodies.decode_route("T", data).publish_queues()
 
 
 def read_message(data: bytes) -> None:
@@ -294,25 +293,19 @@ def compiled_properties_as_python(data: bytes) -> None:
     compiled_as_python(len(record).to_bytes(4) + record[4:])
 
 
-def compiled_record_as_python(data: bytes) -> None:
-    compiled_as_python(repaired(data))
-
-
 def compiled_columns_as_python(data: bytes) -> None:
     """The compiled part fills columns with what numpy does, or leaves them to others as that does."""
     damaged = repaired(data) if data[-1:] > b"\x7f" else data
     tags = frozenset({"A"}) if len(data) % 4 == 0 else frozenset[str]()
     end = 42 if len(data) % 8 == 1 else EVERY[1]  # where the first answer's records are; without them numpy reads none
     answers = [pulled(WORKED_RECORD * FEW_RECORDS, end=end), pulled(damaged)]
-    in_python, compiled = (
-        both.outcome(lambda pure=pure: rows(_columns_of(both.copy(pure=pure), answers, tags))) for pure in (True, False)
-    )
-    assert compiled == in_python
 
+    def read(pure: bool) -> list[dict[str, Any]]:
+        batches = both.copy(pure=pure).module("wire.columns").record_batches(answers, ALL, tags)
+        found: list[dict[str, Any]] = rows(pa.Table.from_batches(list(batches), ALL).slice(0 if tags else FEW_RECORDS))
+        return found
 
-def _columns_of(which: both.Copy, answers: list[Any], tags: frozenset[str]) -> pa.Table:
-    batches = which.module("wire.columns").record_batches(answers, ALL, tags)
-    return pa.Table.from_batches(list(batches), ALL).slice(0 if tags else FEW_RECORDS)
+    assert both.outcome(lambda: read(False)) == both.outcome(lambda: read(True))
 
 
 def messages_as_records(data: bytes) -> None:
@@ -442,10 +435,6 @@ SPARK_OFFSETS = [
 MESSAGE_IDS = [b"7F00000100002A9F0000000000000000"]
 
 
-def read_id(data: bytes) -> None:
-    parse_offset_message_id(data.decode("latin1"))
-
-
 def read_tags(data: bytes) -> None:
     parse_subscription("T", data.decode("utf-8", "replace"))
 
@@ -484,7 +473,7 @@ def read_owner_file(data: bytes) -> None:
 def of_the_compiled_part() -> list[Target]:
     return [
         Target("compiled-as-python", bearing(compiled_as_python), records),
-        Target("compiled-record-as-python", bearing(compiled_record_as_python), records),
+        Target("compiled-record-as-python", bearing(lambda data: compiled_as_python(repaired(data))), records),
         Target("compiled-properties-as-python", bearing(compiled_properties_as_python), properties),
         Target("compiled-columns-as-python", bearing(compiled_columns_as_python), records),
     ]
@@ -510,7 +499,7 @@ def _made() -> list[Target]:
         Target("packed", bearing(read_packed), packed_bodies),
         Target("batch", bearing(read_batch), batches),
         Target("compressed", bearing(unpack), compressed),
-        Target("message-id", bearing(read_id), lambda: MESSAGE_IDS),
+        Target("message-id", bearing(lambda data: parse_offset_message_id(data.decode("latin1"))), lambda: MESSAGE_IDS),
         Target("tags", bearing(read_tags, ConfigError), lambda: [b"a || b", b"*"]),
         Target("checkpoint", bearing(decode_checkpoint), lambda: [checkpoint(1, 2, 3), JAVA_CHECKPOINT]),
         Target("journal", bearing(read_journal, OffsetStoreError), lambda: [apart(store)[2] for store in stores()]),

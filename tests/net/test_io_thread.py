@@ -159,9 +159,8 @@ def test_work_that_comes_while_it_ends_is_refused(io, way):
     begun, ending, handed_over, told = (threading.Event() for _ in range(4))
 
     async def hold():
-        begun.set()
         try:
-            await asyncio.sleep(3600)
+            await sleep(begun)
         finally:
             ending.set()
             handed_over.wait(30)
@@ -170,10 +169,7 @@ def test_work_that_comes_while_it_ends_is_refused(io, way):
         ending.wait(30)
         work = asyncio.sleep(3600)
         with pytest.raises((ConsumerClosed, CancelledError)):
-            if way == "run":
-                io.run(work, None)
-            else:
-                io.submit(work).result()
+            io.run(work, None) if way == "run" else io.submit(work).result()
         told.set()
 
     asyncio.run_coroutine_threadsafe(hold(), io.loop)

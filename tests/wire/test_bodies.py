@@ -98,25 +98,6 @@ def test_an_order_configuration_travels_and_anything_may_be_absent():
         assert bodies.decode_route("T", text) == TopicRoute("T")
 
 
-@for_each(
-    "text",
-    [
-        "[]", "null", '"x"', '{"queueDatas":{}}', '{"queueDatas":[5]}', '{"brokerDatas":[{"brokerAddrs":{"a":"x"}}]}',
-        '{"queueDatas":[{"readQueueNums":"many"}]}', '{"queueDatas":[{"readQueueNums":2000000000}]}',
-        '{"queueDatas":[{"writeQueueNums":-1}]}', '{"brokerDatas":[{"brokerAddrs":{"0":[]}}]}',
-        '{"queueDatas":[{"brokerName":"a","readQueueNums":40000},{"brokerName":"b","readQueueNums":40000}]}',
-        '{"queueDatas":[{"brokerName":"a","writeQueueNums":40000},{"brokerName":"a","writeQueueNums":40000}]}',
-        '{"orderTopicConf":"a:2147483647"}', '{"orderTopicConf":"a:' + "9" * 5000 + '"}',
-        '{"orderTopicConf":"a:40000;b:40000"}', '{"brokerDatas":[' + ",".join(['{"brokerAddrs":{}}'] * 10_001) + "]}",
-        '{"brokerDatas":[{"brokerAddrs":{' + ",".join(f'"{each}":"a:1"' for each in range(10_001)) + "}}]}",
-        '{"brokerDatas":[{"brokerName":{}}]}', '{"queueDatas":[{"perm":1.5}]}', '{"queueDatas":[{"perm":true}]}',
-    ],
-)
-def test_a_route_of_the_wrong_shape_is_refused(text):
-    with pytest.raises(ProtocolError):
-        bodies.decode_route("T", text.encode())
-
-
 def test_cluster_info():
     text = (
         '{"brokerAddrTable":{"broker-a":{"brokerAddrs":{0:"10.0.0.1:10911"},"brokerName":"broker-a",'
@@ -290,22 +271,40 @@ OFFSETS = {QUEUE: 100, OTHER_QUEUE: 0}
 )
 def test_an_offset_table_is_read_in_every_form(text, offsets):
     assert bodies.decode_offset_table(text.encode()) == offsets
-
-
-def test_an_offset_table_is_written_in_the_forms_brokers_write():
     assert bodies.encode_offset_table(OFFSETS) == MAP_FORM.encode()
     assert loads(bodies.encode_offset_table(OFFSETS, as_list=True)) == loads(LIST_FORM)
 
 
-@for_each(
-    "text",
-    [
-        "[]", '{"offsetTable":5}', '{"offsetTable":{5:6}}', '{"offsetTable":{"x":6}}',
-        '{"offsetTable":{{"queueId":1}:null}}',
-        '{"offsetTable":{{"queueId":1}:"many"}}', '{"offsetTable":{{"queueId":[]}:1}}', '{"offsetTable":[5]}',
-        '{"offsetTable":[[1,2]]}', '{"offsetTable":[[{},2,3]]}', '{"offsetTable":{{"queueId":1}:99999999999999999999}}',
-    ],
-)
+def list_of(item: str, count: int) -> str:
+    return "[" + ",".join([item] * count) + "]"
+
+
+ROUTES_OF_WRONG_SHAPE = [
+    "[]", "null", '"x"', '{"queueDatas":{}}', '{"queueDatas":[5]}', '{"brokerDatas":[{"brokerAddrs":{"a":"x"}}]}',
+    '{"queueDatas":[{"readQueueNums":"many"}]}', '{"queueDatas":[{"readQueueNums":2000000000}]}',
+    '{"queueDatas":[{"writeQueueNums":-1}]}', '{"brokerDatas":[{"brokerAddrs":{"0":[]}}]}',
+    '{"queueDatas":[{"brokerName":"a","readQueueNums":40000},{"brokerName":"b","readQueueNums":40000}]}',
+    '{"queueDatas":[{"brokerName":"a","writeQueueNums":40000},{"brokerName":"a","writeQueueNums":40000}]}',
+    '{"orderTopicConf":"a:2147483647"}', '{"orderTopicConf":"a:' + "9" * 5000 + '"}',
+    '{"orderTopicConf":"a:40000;b:40000"}', '{"brokerDatas":' + list_of('{"brokerAddrs":{}}', 10_001) + "}",
+    '{"brokerDatas":[{"brokerAddrs":{' + ",".join(f'"{each}":"a:1"' for each in range(10_001)) + "}}]}",
+    '{"brokerDatas":[{"brokerName":{}}]}', '{"queueDatas":[{"perm":1.5}]}', '{"queueDatas":[{"perm":true}]}',
+]
+OFFSET_TABLES_OF_WRONG_SHAPE = [
+    "[]", '{"offsetTable":5}', '{"offsetTable":{5:6}}', '{"offsetTable":{"x":6}}', '{"offsetTable":[5]}',
+    '{"offsetTable":{{"queueId":1}:null}}', '{"offsetTable":{{"queueId":1}:"many"}}', '{"offsetTable":[[1,2]]}',
+    '{"offsetTable":{{"queueId":[]}:1}}', '{"offsetTable":[[{},2,3]]}',
+    '{"offsetTable":{{"queueId":1}:99999999999999999999}}',
+]
+
+
+@for_each("text", ROUTES_OF_WRONG_SHAPE)
+def test_a_route_of_the_wrong_shape_is_refused(text):
+    with pytest.raises(ProtocolError):
+        bodies.decode_route("T", text.encode())
+
+
+@for_each("text", OFFSET_TABLES_OF_WRONG_SHAPE)
 def test_an_offset_table_of_the_wrong_shape_is_refused(text):
     with pytest.raises(ProtocolError):
         bodies.decode_offset_table(text.encode())

@@ -53,37 +53,36 @@ def read_by(which, answers, wanted, tags=frozenset()):
 
 def table(answers, wanted=ALL, tags=frozenset()):
     """Return what is read. However that is done, it is the same, or refused with the same words."""
-    read = []
-    found = both.outcome(lambda: read.append(read_table(answers, wanted, tags)) or rows(read[0]))
+
+    def read():
+        batches = list(record_batches(answers, wanted, tags))
+        for batch in batches:
+            batch.validate(full=True)
+            assert batch.schema.equals(wanted)
+            assert batch.num_rows
+        return pa.Table.from_batches(batches, wanted)
+
+    found = both.outcome(read)
     for other in OTHERS:
-        assert read_by(other, answers, wanted, tags) == found
-    return read[0] if read else read_table(answers, wanted, tags)
-
-
-def read_table(answers, wanted, tags):
-    batches = list(record_batches(answers, wanted, tags))
-    for batch in batches:
-        batch.validate(full=True)
-        assert batch.schema.equals(wanted)
-        assert batch.num_rows
-    return pa.Table.from_batches(batches, wanted)
-
-
-def time_of(message, name):
-    try:
-        return getattr(message, name)
-    except ProtocolError:
-        return None  # no date
+        assert read_by(other, answers, wanted, tags) == (rows(found) if isinstance(found, pa.Table) else found)
+    return found if isinstance(found, pa.Table) else read()
 
 
 def row(message):
     """Return what `decode_messages` says of a message, as a row."""
+
+    def time_of(name):
+        try:
+            return getattr(message, name)
+        except ProtocolError:
+            return None  # no date
+
     return {
         "topic": message.topic, "brokerName": message.queue.broker_name, "queueId": message.queue.queue_id,
         "queueOffset": message.queue_offset, "msgId": message.message_id, "tags": message.tags,
         "keys": message.properties.get("KEYS"), "body": message.body, "properties": message.properties,
         "flag": message.flag, "sysFlag": message.sys_flag, "reconsumeTimes": message.reconsume_times,
-        "bornTimestamp": time_of(message, "born_at"), "storeTimestamp": time_of(message, "stored_at"),
+        "bornTimestamp": time_of("born_at"), "storeTimestamp": time_of("stored_at"),
         "bornHost": message.born_host, "storeHost": message.store_host,
     }
 
