@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,6 +114,22 @@ def begun(embedded: EmbeddedCluster) -> Iterator[Callable[..., Any]]:
             return run
 
         yield begin
+
+
+@pytest.fixture
+def sink(embedded: EmbeddedCluster) -> Iterator[Callable[..., Any]]:
+    """`sink(**options)` makes a sink of `orders`; None leaves an option out. Its producer is closed at the end."""
+    from pyrocket_consumer.spark.options import parse_sink
+    from tests.spark.writing import Sink
+
+    with ExitStack() as made:
+
+        def make(**options: object) -> Any:
+            given = {"nameServer": embedded.name_server, "topic": "orders", **options}
+            texts = {name: str(value) for name, value in given.items() if value is not None}
+            return made.enter_context(closing(Sink(parse_sink(texts))))
+
+        yield make
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pytest
 
 from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
-from pyrocket_consumer.spark.options import ClientOptions, SinkOptions
 from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
 from pyrocket_consumer.spark.schema import READ_SCHEMA
 from pyrocket_consumer.spark.sink import (
@@ -29,7 +28,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, close_conne
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.for_each import for_each
 from tests.spark.asking import everywhere
-from tests.spark.writing import Sink, batches, columns
+from tests.spark.writing import batches, columns
 
 SEND = RequestCode.SEND_MESSAGE_V2
 MARKS = {"spark_query_id", "spark_batch_id", "spark_partition", "spark_row"}
@@ -42,21 +41,6 @@ EVERYTHING = (
     "topic string, body binary, tags string, keys string, delayLevel int, deliverAt timestamp, "
     "properties map<string,string>, flag int"
 )
-
-
-@pytest.fixture
-def sinks(embedded: EmbeddedCluster) -> Iterator[Any]:
-    """`sinks(**options)` makes a sink of `orders`; its producer, kept for later tasks, is closed at the end."""
-    made: list[Sink] = []
-
-    def make(**options: Any) -> Sink:
-        client = options.pop("client", None) or ClientOptions(name_server=embedded.name_server)
-        made.append(Sink(SinkOptions(client=client, **{"topic": "orders", "send_timeout_s": 20.0, **options})))
-        return made[-1]
-
-    yield make
-    for sink in made:
-        sink.close()
 
 
 def own(message: Any) -> dict[str, str]:
@@ -73,9 +57,9 @@ KINDS = [batch_writer, StreamRowWriter, *([StreamArrowWriter] if DataSourceStrea
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_becomes_a_message_with_all_it_says(embedded, sinks, kind):
+def test_a_row_becomes_a_message_with_all_it_says(embedded, sink, kind):
     row = ("orders", b"\x00body", "paid", "o-1  o-2", 0, None, {"region": "eu", "empty": "", "WAIT": "x"}, 7)
-    assert sinks(topic=None).write(EVERYTHING, row, kind=kind) == 1
+    assert sink(topic=None).write(EVERYTHING, row, kind=kind) == 1
     (message,) = embedded.messages("orders")
     assert (message.body, message.tags, message.flag) == (b"\x00body", "paid", 7)
     assert list(message.keys) == ["o-1", "o-2"]
@@ -103,59 +87,59 @@ QUEUES = [(f"broker-{'ab'[n % 2]}", n // 2 % 2) for n in range(8)]
     ],
 )
 @for_each("binary", [False, True])
-def test_what_columns_make_of_a_message(embedded, names, sinks, kind, more, rows, look, seen, binary):
+def test_what_columns_make_of_a_message(embedded, names, sink, kind, more, rows, look, seen, binary):
     topic, schema = names.topic(), f"body {'binary' if binary else 'string'}{', ' * bool(more)}{more}"
     embedded.create_topic(topic, queues=2)
     given = [(row[0].encode() if binary else row[0], *row[1:]) for row in rows]
-    assert sinks(topic=topic).write(schema, *given, kind=kind) == len(rows)
+    assert sink(topic=topic).write(schema, *given, kind=kind) == len(rows)
     found = {message.body: look(message) for message in embedded.messages(topic)}
     assert found == {row[0].encode(): each for row, each in zip(rows, seen, strict=True)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pinned_row_goes_to_its_queue_and_others_anywhere(embedded, sinks, kind):
+def test_a_pinned_row_goes_to_its_queue_and_others_anywhere(embedded, sink, kind):
     rows = [("x", "broker-b", 1)] * 3 + [("y", None, None)]
-    sinks().write(PINNED, *rows, kind=kind)
+    sink().write(PINNED, *rows, kind=kind)
     assert [m.body for m in embedded.broker("broker-b").messages("orders", 1)].count(b"x") == 3
 
 
-def test_a_topic_is_an_option_or_a_column(embedded, sinks):
-    sinks().write("body string, topic string", ("x", "elsewhere"), ("y", None))
+def test_a_topic_is_an_option_or_a_column(embedded, sink):
+    sink().write("body string, topic string", ("x", "elsewhere"), ("y", None))
     assert len(embedded.messages("orders")) == 2
     topics = ["first", "second"]
     for name in topics:
         embedded.create_topic(name)
-    sinks(topic=None).write("body string, topic string", *[(f"{n}", topics[n % 2]) for n in range(10)])
+    sink(topic=None).write("body string, topic string", *[(f"{n}", topics[n % 2]) for n in range(10)])
     assert [len(embedded.messages(name)) for name in topics] == [5, 5]
     with pytest.raises(ConfigError, match="row 1 of partition 0: topic is null"):
-        sinks(topic=None).write("body string, topic string", ("x", "orders"), ("x", None))
+        sink(topic=None).write("body string, topic string", ("x", "orders"), ("x", None))
 
 
-def test_rows_with_one_sharding_key_are_in_one_queue_in_order(embedded, sinks):
+def test_rows_with_one_sharding_key_are_in_one_queue_in_order(embedded, sink):
     rows = [(f"{key}-{number}", key) for number in range(50) for key in "abc"]
-    sinks(max_in_flight=16).write("body string, shardingKey string", *rows)
+    sink(maxInFlight=16).write("body string, shardingKey string", *rows)
     for key in "abc":
         found = [m for m in embedded.messages("orders") if m.body.startswith(key.encode())]
         assert [m.body for m in found] == [f"{key}-{number}".encode() for number in range(50)]
         assert len({m.queue for m in found}) == 1
 
 
-def test_a_row_may_wait_at_the_broker(embedded, sinks):
+def test_a_row_may_wait_at_the_broker(embedded, sink):
     at = datetime.fromtimestamp(time.time() + 0.3, UTC)
-    sinks().write("body string, delayLevel int, deliverAt timestamp", ("a", 1, None), ("b", None, at))
+    sink().write("body string, delayLevel int, deliverAt timestamp", ("a", 1, None), ("b", None, at))
     assert embedded.wait_until(lambda: len(embedded.messages("orders")) == 2, 30)
     (timed,) = [m for m in embedded.messages("orders") if m.body == b"b"]
     assert abs(timed.stored_at_ms - at.timestamp() * 1000) < 10_000
 
 
-def test_the_time_of_a_row_is_local_where_spark_hands_it_over_so(embedded, sinks):
+def test_the_time_of_a_row_is_local_where_spark_hands_it_over_so(embedded, sink):
     """PySpark makes rows with local times without a zone."""
     at = datetime.fromtimestamp(time.time() + 0.3)
-    sinks().write("body string, deliverAt timestamp", ("b", at), kind=StreamRowWriter)
+    sink().write("body string, deliverAt timestamp", ("b", at), kind=StreamRowWriter)
     assert embedded.wait_until(lambda: len(embedded.messages("orders")) == 1, 30)
 
 
-def test_a_frame_that_was_read_can_be_written(embedded, sinks):
+def test_a_frame_that_was_read_can_be_written(embedded, sink):
     embedded.send("orders", b"x", tags="t", keys=["k1", "k2"], properties={"a": "b"}, queue_id=1)
     (read,) = embedded.messages("orders")
     embedded.create_topic("copies", queues=2)
@@ -164,26 +148,26 @@ def test_a_frame_that_was_read_can_be_written(embedded, sinks):
         "orders", read.queue.broker_name, read.queue.queue_id, read.queue_offset, read.message_id, read.tags,
         " ".join(read.keys), read.body, dict(read.properties), 0, 0, 0, now, now, "h", "h",
     )  # fmt: skip
-    sinks(topic="copies").write(READ_SCHEMA, row)
+    sink(topic="copies").write(READ_SCHEMA, row)
     (written,) = embedded.messages("copies")
     assert (written.body, written.tags, list(written.keys), own(written)) == (b"x", "t", ["k1", "k2"], {"a": "b"})
     assert queue(written) == (read.queue.broker_name, 1)
     assert written.message_id != read.message_id
 
 
-def test_what_is_left_out_is_told_once(embedded, sinks, caplog):
+def test_what_is_left_out_is_told_once(embedded, sink, caplog):
     given = {"__RMQ.TRANSIENT.a": "1", "__RMQ.TRANSIENT.b": "1", "POP_CK": "2", "own": "3"}
-    sink = sinks()
+    made = sink()
     for _ in range(3):
-        sink.write("body string, properties map<string,string>", *[("x", given)] * 50)
+        made.write("body string, properties map<string,string>", *[("x", given)] * 50)
     (told,) = [record.getMessage() for record in caplog.records if "POP_CK" in record.getMessage()]
     assert "__RMQ.TRANSIENT." in told
     assert "own" not in told.split()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_sharding_key_is_none(embedded, sinks, kind):
-    sinks().write("body string, shardingKey string", *[("x", "")] * 8, ("y", None), kind=kind)
+def test_an_empty_sharding_key_is_none(embedded, sink, kind):
+    sink().write("body string, shardingKey string", *[("x", "")] * 8, ("y", None), kind=kind)
     found = embedded.messages("orders")
     assert len({message.queue for message in found if message.body == b"x"}) == 4
     assert not [message for message in found if "__SHARDINGKEY" in message.properties]
@@ -192,22 +176,22 @@ def test_an_empty_sharding_key_is_none(embedded, sinks, kind):
 # --- marks of duplicates
 
 
-def test_every_message_tells_which_row_it_was(embedded, sinks):
-    sinks().write("body string", *[(f"{n}",) for n in range(3000)])
+def test_every_message_tells_which_row_it_was(embedded, sink):
+    sink().write("body string", *[(f"{n}",) for n in range(3000)])
     found = embedded.messages("orders")
     assert {m.properties["spark_row"]: m.body.decode() for m in found} == {str(n): str(n) for n in range(3000)}
     assert {(m.properties["spark_batch_id"], m.properties["spark_partition"]) for m in found} == {("0", "0")}
     assert len({m.properties["spark_query_id"] for m in found}) == 1
 
 
-def test_a_task_that_runs_again_gives_the_same_marks_if_any(embedded, sinks):
-    schema, sink = columns("body string"), sinks()
-    writer = batch_writer(schema, sink.options)
-    for task in (writer, pickle.loads(pickle.dumps(writer)), batch_writer(schema, sink.options)):
+def test_a_task_that_runs_again_gives_the_same_marks_if_any(embedded, sink):
+    schema, made = columns("body string"), sink()
+    writer = batch_writer(schema, made.options)
+    for task in (writer, pickle.loads(pickle.dumps(writer)), batch_writer(schema, made.options)):
         task.write(iter(batches(schema, [("x",)])))
     marks = [m.properties["spark_query_id"] for m in embedded.messages("orders")]
     assert len(marks) == 3 and len(set(marks)) == 2
-    sinks(dedup_properties=False).write("body string", ("without",))
+    sink(dedupProperties=False).write("body string", ("without",))
     (message,) = [m for m in embedded.messages("orders") if m.body == b"without"]
     assert not MARKS & set(message.properties)
 
@@ -226,10 +210,10 @@ def gates(embedded: EmbeddedCluster) -> Iterator[list[Gate]]:
         gate.open()
 
 
-def test_a_task_ends_only_when_every_send_was_acknowledged(embedded, sinks, gates):
-    sink = sinks()
+def test_a_task_ends_only_when_every_send_was_acknowledged(embedded, sink, gates):
+    made = sink()
     with ThreadPoolExecutor() as pool:
-        task = pool.submit(sink.write, "body string", *[("x",)] * 8)
+        task = pool.submit(made.write, "body string", *[("x",)] * 8)
         for gate in gates:
             gate.wait_held(4, 30)
         assert len(embedded.messages("orders")) == 8
@@ -240,10 +224,10 @@ def test_a_task_ends_only_when_every_send_was_acknowledged(embedded, sinks, gate
         assert task.result(30) == 8
 
 
-def test_no_more_than_max_in_flight_are_unacknowledged(embedded, sinks, gates):
-    sink = sinks(max_in_flight=4)
+def test_no_more_than_max_in_flight_are_unacknowledged(embedded, sink, gates):
+    made = sink(maxInFlight=4)
     with ThreadPoolExecutor() as pool:
-        task = pool.submit(sink.write, "body string", *[("x",)] * 20)
+        task = pool.submit(made.write, "body string", *[("x",)] * 20)
         for gate in gates:
             gate.wait_held(2, 30)
         time.sleep(0.2)  # in which a fifth would come
@@ -254,34 +238,34 @@ def test_no_more_than_max_in_flight_are_unacknowledged(embedded, sinks, gates):
     assert len(embedded.messages("orders")) == 20
 
 
-def test_no_row_in_order_passes_one_that_failed(embedded, sinks):
+def test_no_row_in_order_passes_one_that_failed(embedded, sink):
     everywhere(embedded, SEND, answer(13, "no such message"), when=lambda command: command.body == b"3")
     with pytest.raises(RocketError, match=r"row 3 of partition 0.*no such message"):
-        sinks().write("body string, shardingKey string", *[(str(n), "k") for n in range(10)])
+        sink().write("body string, shardingKey string", *[(str(n), "k") for n in range(10)])
     assert [m.body for m in embedded.messages("orders")] == [b"0", b"1", b"2"]
 
 
-def test_each_row_in_order_has_the_whole_timeout(embedded, sinks):
+def test_each_row_in_order_has_the_whole_timeout(embedded, sink):
     """Together they take longer than the timeout of one."""
     everywhere(embedded, SEND, delay(0.25), times=None)
     rows = [(str(n), "k") for n in range(10)]
-    assert sinks(send_timeout_s=2.0).write("body string, shardingKey string", *rows) == 10
+    assert sink(sendTimeoutMs=2000).write("body string, shardingKey string", *rows) == 10
 
 
 # --- failures
 
 
-def test_another_broker_takes_what_one_refuses(embedded, sinks):
+def test_another_broker_takes_what_one_refuses(embedded, sink):
     embedded.broker("broker-a").on(SEND, answer(14, "not now"), times=None)
-    assert sinks().write("body string", *[("x",)] * 10) == 10
+    assert sink().write("body string", *[("x",)] * 10) == 10
     assert len(embedded.broker("broker-b").messages("orders")) == 10
 
 
-def test_after_all_retries_the_task_fails_naming_the_row(embedded, sinks):
+def test_after_all_retries_the_task_fails_naming_the_row(embedded, sink):
     """Each time the row may have been stored, so time is not all that counts."""
     everywhere(embedded, SEND, close_connection, times=None)
     with pytest.raises(RocketError, match="row 0 of partition 0.*orders.*lost"):
-        sinks(send_retries=1).write("body string", ("x",))
+        sink(sendRetries=1).write("body string", ("x",))
     assert sum(len(broker.requests(SEND)) for broker in embedded.brokers) == 2
 
 
@@ -291,30 +275,30 @@ IN_ORDER = pytest.mark.parametrize(
 
 
 @IN_ORDER
-def test_rows_in_order_are_tried_again_on_their_queue(embedded, sinks, schema, rest):
+def test_rows_in_order_are_tried_again_on_their_queue(embedded, sink, schema, rest):
     rows = [(str(number), *rest) for number in range(10)]
-    sinks().write(f"body string, {schema}", *rows)
+    sink().write(f"body string, {schema}", *rows)
     (queue,) = {message.queue for message in embedded.messages("orders")}
     broker = embedded.broker(queue.broker_name)
     broker.on(SEND, answer(2, "busy"), times=5)
-    sinks().write(f"body string, {schema}", *rows)
+    sink().write(f"body string, {schema}", *rows)
     assert [message.body for message in embedded.messages("orders")] == [row[0].encode() for row in rows * 2]
     assert {message.queue for message in embedded.messages("orders")} == {queue}
 
 
 @IN_ORDER
-def test_what_may_be_stored_is_tried_as_often_as_may_be(embedded, sinks, schema, rest):
+def test_what_may_be_stored_is_tried_as_often_as_may_be(embedded, sink, schema, rest):
     everywhere(embedded, SEND, answer(1, "odd"), times=None)
     with pytest.raises(RocketError, match=r"row 0 of partition 0.*odd \(3 times\)"):
-        sinks(send_retries=2).write(f"body string, {schema}", ("x", *rest))
+        sink(sendRetries=2).write(f"body string, {schema}", ("x", *rest))
     assert sorted(len(broker.requests(SEND)) for broker in embedded.brokers) == [0, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_may_be_there_twice_is_told(embedded, sinks, caplog, kind):
+def test_what_may_be_there_twice_is_told(embedded, sink, caplog, kind):
     everywhere(embedded, SEND, handle_and_close, when=lambda command: command.body in (b"3", b"8"), times=1)
     rows = [(str(number), "k") for number in range(10)]
-    assert sinks().write("body string, shardingKey string", *rows, kind=kind) == 10
+    assert sink().write("body string, shardingKey string", *rows, kind=kind) == 10
     bodies = [message.body for message in embedded.messages("orders")]
     assert [body for body in dict.fromkeys(bodies) if bodies.count(body) == 2] == [b"3"]
     marks = [message.properties["spark_row"] for message in embedded.messages("orders") if message.body == b"3"]
@@ -328,57 +312,56 @@ def degraded(command):
     return command
 
 
-def test_degraded_answers_count_only_where_they_are_accepted(embedded, sinks):
+def test_degraded_answers_count_only_where_they_are_accepted(embedded, sink):
     everywhere(embedded, SEND, rewrite(degraded), times=None)
     with pytest.raises(RocketError, match=r"row 0 of partition 0.*FLUSH_SLAVE_TIMEOUT"):
-        sinks(send_retries=1).write("body string", ("x",))
+        sink(sendRetries=1).write("body string", ("x",))
     assert len(embedded.messages("orders")) == 2
-    assert sinks(accept_degraded=True).write("body string", ("x",)) == 1
+    assert sink(acceptDegraded=True).write("body string", ("x",)) == 1
     assert len(embedded.messages("orders")) == 3
 
 
-def test_after_a_failed_task_the_next_one_starts_afresh(embedded, sinks):
-    sink = sinks(send_retries=0)
+def test_after_a_failed_task_the_next_one_starts_afresh(embedded, sink):
+    made = sink(sendRetries=1)
     everywhere(embedded, SEND, close_connection, times=None)
     with pytest.raises(RocketError):
-        sink.write("body string", ("x",))
+        made.write("body string", ("x",))
     for broker in embedded.brokers:
         broker.clear_faults()
-    assert sink.write("body string", ("y",)) == 1
+    assert made.write("body string", ("y",)) == 1
 
 
-def test_a_task_keeps_its_connections_for_the_next(embedded, sinks):
-    sink = sinks()
-    sink.write("body string", *[("x",)] * 4)
+def test_a_task_keeps_its_connections_for_the_next(embedded, sink):
+    made = sink()
+    made.write("body string", *[("x",)] * 4)
     before = {each for broker in embedded.brokers for each in broker.connections}
-    sink.write("body string", *[("x",)] * 4)
+    made.write("body string", *[("x",)] * 4)
     assert {each for broker in embedded.brokers for each in broker.connections} <= before
 
 
-NOWHERE = ClientOptions(name_server="127.0.0.1:1", retries=1)
+NOWHERE = {"nameServer": "127.0.0.1:1", "retries": 1}
 
 
-def test_only_rows_need_a_name_server(sinks):
+def test_only_rows_need_a_name_server(sink):
     for kind in (batch_writer, stream_writer):
-        assert sinks(client=NOWHERE).write("body string", kind=kind) == 0
+        assert sink(**NOWHERE).write("body string", kind=kind) == 0
     with pytest.raises(ConnectError, match="127.0.0.1:1"):
-        sinks(client=NOWHERE).write("body string", ("x",))
+        sink(**NOWHERE).write("body string", ("x",))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_topic_is_made_on_demand_where_that_is_wanted(kind):
+def test_a_topic_is_made_on_demand_where_that_is_wanted(sink, kind):
     with EmbeddedCluster(auto_create_topics=True) as cluster:
-        sink = Sink(SinkOptions(client=ClientOptions(name_server=cluster.name_server), auto_create_topic=True))
+        made = sink(nameServer=cluster.name_server, topic=None, autoCreateTopic=True)
         schema = "body string, topic string, shardingKey string"
-        assert sink.write(schema, ("x", "new", "k"), ("y", "new", "k"), kind=kind) == 2
-        sink.close()
+        assert made.write(schema, ("x", "new", "k"), ("y", "new", "k"), kind=kind) == 2
         assert [message.body for message in cluster.messages("new")] == [b"x", b"y"]
 
 
-def test_a_body_may_be_larger_where_that_is_wanted(embedded, sinks):
+def test_a_body_may_be_larger_where_that_is_wanted(embedded, sink):
     with pytest.raises(ConfigError, match="row 0 of partition 0: body of 5000000 bytes is more than maxMessageBytes"):
-        sinks().write("body binary", (bytes(5_000_000),))
-    assert sinks(max_message_bytes=6_000_000).write("body binary", (bytes(5_000_000),)) == 1
+        sink().write("body binary", (bytes(5_000_000),))
+    assert sink(maxMessageBytes=6_000_000).write("body binary", (bytes(5_000_000),)) == 1
 
 
 @for_each(
@@ -401,10 +384,10 @@ def test_a_body_may_be_larger_where_that_is_wanted(embedded, sinks):
     ],
 )
 @for_each("kind", [batch_writer, StreamRowWriter])
-def test_a_row_that_cannot_be_a_message_is_named(embedded, sinks, kind, schema, row, reason):
+def test_a_row_that_cannot_be_a_message_is_named(embedded, sink, kind, schema, row, reason):
     good = ("good", *[None] * (len(row) - 1))
     with pytest.raises(RocketError, match=rf"row 2 of partition 0: .*{reason}"):
-        sinks(send_timeout_s=3.0).write(schema, good, good, row, kind=kind)
+        sink(sendTimeoutMs=3000).write(schema, good, good, row, kind=kind)
 
 
 NOT_TEXT = b"\xff-"  # Spark's text may be any bytes: CAST(X'ff2d' AS STRING)
@@ -429,8 +412,8 @@ PROPERTIES = pa.MapArray.from_arrays([0, 0, 1], text(b"name"), text(NOT_TEXT))
         ("deliverAt timestamp", pa.array([0, -(2**58)], pa.timestamp("us", "UTC")), "column 'deliverAt' is not a time"),
     ],
 )
-def test_a_value_that_python_cannot_hold_is_named(sinks, schema, column, reason):
-    writer = batch_writer(columns(f"body string, {schema}"), sinks().options)
+def test_a_value_that_python_cannot_hold_is_named(sink, schema, column, reason):
+    writer = batch_writer(columns(f"body string, {schema}"), sink().options)
     names = ["body", schema.split()[0]]
     parts = column.slice(0, 1), column
     handed = [pa.RecordBatch.from_arrays([pa.array(["x"] * len(part)), part], names=names) for part in parts]
@@ -438,24 +421,23 @@ def test_a_value_that_python_cannot_hold_is_named(sinks, schema, column, reason)
         writer.write(iter(handed))
 
 
-def test_a_topic_column_that_is_not_used_may_hold_anything(embedded, sinks):
+def test_a_topic_column_that_is_not_used_may_hold_anything(embedded, sink):
     batch = pa.RecordBatch.from_arrays([text(NOT_TEXT), text(NOT_TEXT)], names=["body", "topic"])
-    assert batch_writer(columns("body string, topic string"), sinks().options).write(iter([batch])).rows == 1
+    assert batch_writer(columns("body string, topic string"), sink().options).write(iter([batch])).rows == 1
     assert [message.body for message in embedded.messages("orders")] == [NOT_TEXT]
 
 
-def test_secrets_are_in_no_text(sinks):
-    client = ClientOptions(name_server="127.0.0.1:1", access_key="user", secret_key="hidden", retries=0)
-    sink = sinks(client=client, topic="orders")
-    assert "hidden" not in repr(sink.options)
+def test_secrets_are_in_no_text(sink):
+    made = sink(**NOWHERE, accessKey="user", secretKey="hidden")
+    assert "hidden" not in repr(made.options)
     with pytest.raises(ConnectError) as raised:
-        sink.write("body string", ("x",))
+        made.write("body string", ("x",))
     assert "hidden" not in repr(raised.value)
 
 
-def test_commit_and_abort_never_raise(sinks):
-    writer = batch_writer(columns("body string"), sinks(topic="orders").options)
-    stream = stream_writer(columns("body string"), sinks(topic="orders").options)
+def test_commit_and_abort_never_raise(sink):
+    writer = batch_writer(columns("body string"), sink().options)
+    stream = stream_writer(columns("body string"), sink().options)
     for messages in ([], [None], None):
         writer.commit(messages)
         writer.abort(messages)
@@ -482,10 +464,10 @@ def test_commit_and_abort_never_raise(sinks):
         ("body string", None, "option topic"),
     ],
 )
-def test_a_wrong_schema_is_told(schema, topic, reason):
+def test_a_wrong_schema_is_told(sink, schema, topic, reason):
     for check in (check_schema, batch_writer, stream_writer):
         with pytest.raises(ConfigError, match=reason):
-            check(columns(schema), SinkOptions(client=NOWHERE, topic=topic))
+            check(columns(schema), sink(topic=topic).options)
 
 
 def test_overwriting_is_refused():

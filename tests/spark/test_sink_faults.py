@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -37,20 +37,6 @@ LANES = {
     "sharding key": ("body string, shardingKey string", lambda number: (f"key-{number % 10}",)),
     "queue": ("body string, brokerName string, queueId int", lambda number: ("broker-a", number % 2)),
 }
-
-
-@pytest.fixture
-def sink(embedded: EmbeddedCluster) -> Iterator[Callable[..., Sink]]:
-    """`sink(**options)` makes one with options as a user gives them."""
-    made: list[Sink] = []
-
-    def make(**options: str) -> Sink:
-        made.append(Sink(parse_sink({"nameServer": embedded.name_server, "topic": "orders", **options})))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def task_of(sink: Sink, lanes: str, rows: int = ROWS) -> Future[int]:

@@ -159,7 +159,7 @@ def test_a_cap_is_spread_over_queues_in_proportion(embedded):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_cap_holds_on_every_release(embedded, release):
-    with running(embedded, None, release, maxOffsetsPerTrigger=8, **FROM_FIRST) as run:
+    with running(embedded, release=release, maxOffsetsPerTrigger=8, **FROM_FIRST) as run:
         assert [len(run.batch()) for _ in range(3)] == [8, 8, 4]
 
 

@@ -125,16 +125,12 @@ def test_a_query_ends_with_the_sentence_of_the_row(spark, embedded, tmp_path):
     assert "body is null; filter such rows out" in str(raised.value)
 
 
-def test_without_rows_nothing_is_sent(spark, embedded):
-    embedded.create_topic("orders")
-    batch(spark, embedded, "SELECT 'x' AS body WHERE false", topic="orders")
-    assert not embedded.broker("broker-a").connections
-    assert not embedded.broker("broker-a").requests(SEND)
-
-
 def test_tasks_keep_their_connections(spark, embedded):
     embedded.create_topic("orders")
     broker = embedded.broker("broker-a")
+    batch(spark, embedded, "SELECT 'x' AS body WHERE false", topic="orders")
+    assert not broker.connections, "there are no rows"
+    assert not broker.requests(SEND)
     for _ in range(6):
         batch(spark, embedded, "SELECT 'x' AS body", topic="orders")
     assert len(embedded.messages("orders")) == 6
