@@ -39,6 +39,11 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate(timeout=TIMEOUT_S)
 
 
+def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pyrocket_consumer.testing", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
 def test_a_cluster_in_a_process_of_its_own() -> None:
     options = ("--brokers", "2", "--topic", "orders:3", "--topic", "audit", "--fill", "10", "--version", "4.9.7")
     with running(*options) as (process, name_server):
@@ -86,16 +91,12 @@ def test_wrong_arguments_are_explained(capsys, option: str, value: str, text: st
 
 
 def test_a_taken_port_is_an_error(embedded: EmbeddedCluster) -> None:
-    port = embedded.name_server.rpartition(":")[2]
-    command = [sys.executable, "-m", "pyrocket_consumer.testing", "--port", port]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert (ended.returncode, "in use" in ended.stderr) == (2, True)
+    done = ended("--port", embedded.name_server.rpartition(":")[2])
+    assert (done.returncode, "in use" in done.stderr) == (2, True)
 
 
 def test_help_has_an_example() -> None:
-    command = [sys.executable, "-m", "pyrocket_consumer.testing", "--help"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert "--topic orders:4" in ended.stdout
+    assert "--topic orders:4" in ended("--help").stdout
 
 
 def test_the_plugin_gives_a_fresh_cluster(pytester: pytest.Pytester) -> None:
@@ -116,8 +117,6 @@ def test_the_plugin_gives_a_fresh_cluster(pytester: pytest.Pytester) -> None:
     )
     plugin = ["-p", "pyrocket_consumer.testing.pytest_plugin", "--strict-markers", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *plugin, str(pytester.path)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-    )
-    assert "2 passed" in ended.stdout, ended.stdout
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env)
+    assert "2 passed" in done.stdout, done.stdout

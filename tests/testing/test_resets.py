@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedBroker
@@ -18,8 +20,9 @@ AT_BROKER = [("5.1.4", True), ("5.3.3", True), ("5.5.0", True)]
 BOTH = AT_MEMBERS + AT_BROKER
 
 
-def options(mode: tuple[str, bool]) -> dict[str, object]:
-    return {"version": mode[0], "server_side_reset": mode[1]}
+def at(mode: tuple[str, bool]) -> AbstractContextManager[tuple[EmbeddedBroker, RawClient]]:
+    """A broker of a release that resets at the members, or itself."""
+    return talking(version=mode[0], server_side_reset=mode[1])
 
 
 def reset(
@@ -41,7 +44,7 @@ def ten_messages(broker: EmbeddedBroker) -> None:
 
 @pytest.mark.parametrize("mode", AT_MEMBERS)
 def test_what_the_broker_refuses_when_members_are_to_reset(mode: tuple[str, bool]) -> None:
-    with talking(**options(mode)) as (broker, client):
+    with at(mode) as (broker, client):
         refused = reset(client)
         assert (refused.code, refused.remark) == (1, "THe consumer group <G> not exist")
         client.heartbeat("G", "T")
@@ -63,7 +66,7 @@ def test_what_the_broker_refuses_when_members_are_to_reset(mode: tuple[str, bool
 
 @pytest.mark.parametrize("mode", AT_BROKER)
 def test_what_the_broker_refuses_when_it_resets_itself(mode: tuple[str, bool]) -> None:
-    with talking(**options(mode)) as (broker, client):
+    with at(mode) as (broker, client):
         assert (reset(client).code, reset(client).remark) == (26, "Group G does not exist")
         broker.create_group("G")
         assert reset(client).code == 0  # nobody online, nothing committed
@@ -74,7 +77,7 @@ def test_what_the_broker_refuses_when_it_resets_itself(mode: tuple[str, bool]) -
 @for_each("mode", AT_MEMBERS)
 @for_each("language", ["PYTHON", "JAVA", "OTHER", "CPP"])
 def test_members_are_told_in_the_form_of_the_admins_language(mode: tuple[str, bool], language: str) -> None:
-    with talking(**options(mode)) as (broker, client), RawClient(broker.address, "c2") as second:
+    with at(mode) as (broker, client), RawClient(broker.address, "c2") as second:
         ten_messages(broker)
         client.heartbeat("G", "T")
         second.heartbeat("G", "T")
@@ -97,20 +100,15 @@ def test_members_are_told_in_the_form_of_the_admins_language(mode: tuple[str, bo
 
 # Ten messages, 3 committed. Timestamps and the target for queue 0: 4.9 forced, 5.x at members forced, at the broker.
 TARGETS = [
-    (0, 0, 0, 0),
-    (11_250, 5, 5, 5),
-    (11_251, 5, 6, 6),
-    (12_251, 9, 10, 10),
-    (-1, 10, 10, 10),
-    (-2, 0, 0, 10),
+    (0, 0, 0, 0), (11_250, 5, 5, 5), (11_251, 5, 6, 6), (12_251, 9, 10, 10), (-1, 10, 10, 10), (-2, 0, 0, 10),
     (10**15, 9, 10, 10),
-]
+]  # fmt: skip
 
 
 @for_each("mode", BOTH)
 @for_each("row", TARGETS)
 def test_targets(mode: tuple[str, bool], row: tuple[int, int, int, int]) -> None:
-    with talking(**options(mode)) as (broker, client):
+    with at(mode) as (broker, client):
         ten_messages(broker)
         client.heartbeat("G", "T")
         broker.commit("G", "T", {0: 3, 1: 0})
@@ -124,7 +122,7 @@ def test_targets(mode: tuple[str, bool], row: tuple[int, int, int, int]) -> None
 
 @pytest.mark.parametrize("mode", AT_BROKER)
 def test_a_mark_is_delivered_once_by_the_next_pull(mode: tuple[str, bool]) -> None:
-    with talking(**options(mode)) as (broker, client), RawClient(broker.address, "c2") as other:
+    with at(mode) as (broker, client), RawClient(broker.address, "c2") as other:
         ten_messages(broker)
         broker.create_group("G")
         broker.commit("G", "T", {0: 9})
@@ -141,7 +139,7 @@ def test_a_mark_is_delivered_once_by_the_next_pull(mode: tuple[str, bool]) -> No
 
 @pytest.mark.parametrize("mode", AT_BROKER)
 def test_the_pull_that_takes_a_mark_commits_its_stale_offset(mode: tuple[str, bool]) -> None:
-    with talking(**options(mode)) as (broker, client):
+    with at(mode) as (broker, client):
         ten_messages(broker)
         broker.create_group("G")
         broker.commit("G", "T", {0: 9})
@@ -186,7 +184,7 @@ def test_one_queue_and_an_exact_offset(broker, client):
 
 @pytest.mark.parametrize("mode", AT_MEMBERS)
 def test_members_are_told_of_all_queues_not_only_the_one_asked(mode: tuple[str, bool]) -> None:
-    with talking(**options(mode)) as (broker, client):
+    with at(mode) as (broker, client):
         ten_messages(broker)
         client.heartbeat("G", "T")
         broker.commit("G", "T", {0: 3, 1: 0})
