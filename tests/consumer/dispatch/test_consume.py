@@ -12,16 +12,8 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer.consume import (
-    LARGEST_CHUNK,
-    STUCK_AFTER_S,
-    AsyncWorkers,
-    Chunk,
-    ConsumeService,
-    Slot,
-    ThreadWorkers,
-    Workers,
-)
+from pyrocket_consumer.consumer import consume
+from pyrocket_consumer.consumer.consume import AsyncWorkers, Chunk, ConsumeService, Slot, ThreadWorkers, Workers
 from pyrocket_consumer.consumer.listener import ConsumeResult, Failed, Listener, Retry
 from pyrocket_consumer.consumer.process_queue import ProcessQueue
 from pyrocket_consumer.net.io_thread import IoThread
@@ -393,7 +385,7 @@ def dispatched(count: int, time_s: float = 1e-6) -> tuple[ConsumeService, Desk, 
 async def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, sizes):
     service, desk, _, messages = dispatched(100, listener_time_s)
     assert [len(chunk.todo) for chunk in desk.chunks] == sizes
-    assert max(sizes) <= LARGEST_CHUNK
+    assert max(sizes) <= consume.LARGEST_CHUNK
     assert [message for chunk in desk.chunks for message in chunk.todo] == messages
     service.stop()
 
@@ -404,9 +396,9 @@ async def test_what_a_stuck_worker_has_not_begun_goes_to_others():
     chunk.done.append(chunk.current)
     chunk.current = chunk.todo.popleft()
     chunk.failed.append((messages[31], 7))
-    await asyncio.sleep(STUCK_AFTER_S / 2)
+    await asyncio.sleep(consume.STUCK_AFTER_S / 2)
     assert (window.finished, len(desk.chunks)) == (0, 0)
-    await asyncio.sleep(2 * STUCK_AFTER_S)
+    await asyncio.sleep(2 * consume.STUCK_AFTER_S)
     assert [list(each.todo) for each in desk.chunks] == [[message] for message in messages[2:]]
     assert (window.commit_offset(), window.finished) == (1, 1)
     assert desk.failed == [(messages[31], 7)]
@@ -420,7 +412,7 @@ async def test_what_is_finished_does_not_wait_for_its_chunk_to_end():
     chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
     chunk.failed.append((chunk.current, 0))
     chunk.current = chunk.todo.popleft()
-    await asyncio.sleep(10 * STUCK_AFTER_S)
+    await asyncio.sleep(10 * consume.STUCK_AFTER_S)
     assert desk.failed == [(messages[0], 0)]
     service.stop()
 

@@ -240,9 +240,9 @@ def test_async_workers_outlive_whatever_listeners_do(orders, deed):
 
 
 CHANGES = {
-    "emptied": lambda messages: messages.clear(),
+    "emptied": list.clear,
     "cut": lambda messages: messages.__delitem__(slice(1, None)),
-    "turned round": lambda messages: messages.reverse(),
+    "turned round": list.reverse,
 }
 
 
@@ -270,11 +270,10 @@ def test_a_list_is_its_listener_s_own(orders, options, kind, change):
 
 
 WRONG = [
-    (None, print, "*"), (5, print, "*"), (b"orders", print, "*"), ("", print, "*"), ("a b", print, "*"),
-    ("orders", None, "*"), ("orders", "print", "*"), ("orders", lambda: None, "*"), ("orders", dict, "*"),
-    ("orders", print, None), ("orders", print, 7), ("orders", print, b"*"), ("orders", print, "||"),
-    ("orders", print, sql(" ")),
-]  # fmt: skip
+    *((topic, print, "*") for topic in (None, 5, b"orders", "", "a b")),
+    *(("orders", listener, "*") for listener in (None, "print", lambda: None, dict)),
+    *(("orders", print, selector) for selector in (None, 7, b"*", "||", sql(" "))),
+]
 
 
 def test_what_cannot_be_subscribed_to_changes_nothing(orders, subtests):
@@ -319,8 +318,7 @@ def test_a_listener_that_unsubscribes_waits_for_nothing(orders, orderly, is_asyn
             consumer.unsubscribe(TOPIC)
             took_s.append(time.monotonic() - began)
 
-        consumer = orders.consumer(handle, **options)
-        with consumer:
+        with (consumer := orders.consumer(handle, **options)):
             until(lambda: took_s and QUEUE not in consumer.progress(), "given up")
 
     async def asynchronous():

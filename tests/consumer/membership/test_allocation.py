@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pyrocket_consumer.consumer.allocation import (
-    allocate,
-    average,
-    circle,
-    consistent_hash,
-    in_machine_rooms,
-    strategy_of,
-)  # fmt: skip
+from pyrocket_consumer.consumer import allocation
+from pyrocket_consumer.consumer.allocation import allocate, average, circle, consistent_hash
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from tests.for_each import for_each
@@ -56,7 +50,7 @@ def test_every_queue_has_exactly_one_owner(strategy, members, count):
 
 def test_machine_rooms_take_only_their_queues():
     everything = queues(4, "room1@broker-a") + queues(3, "room2@broker-a") + queues(2, "broker-plain")
-    strategy = in_machine_rooms("room1")
+    strategy = allocation.in_machine_rooms("room1")
     mine = [allocate(strategy, "g", each, everything, ["a", "b"]) for each in ("a", "b")]
     assert [[queue.queue_id for queue in share] for share in mine] == [[0, 1], [2, 3]]
     assert {queue.broker_name for share in mine for queue in share} == {"room1@broker-a"}
@@ -80,4 +74,4 @@ def test_a_strategy_of_the_users_own_is_checked():
 @for_each("name", ["machine-room", "nonsense"])
 def test_a_name_that_is_not_enough_says_what_to_do(name):
     with pytest.raises(ConfigError, match="in_machine_rooms|choose one of"):
-        strategy_of(name)
+        allocation.strategy_of(name)

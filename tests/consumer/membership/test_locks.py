@@ -11,48 +11,44 @@ from pyrocket_consumer.consumer.consume import ThreadWorkers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.locks import VALID_S, since_boot
 from pyrocket_consumer.consumer.member import GroupMember
-from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.wire.subscription import parse_subscription
+from tests.consumer.orders import GROUP, TOPIC
 from tests.consuming import Seen
 
 
-def test_a_machine_that_has_slept_does_not_trust_its_locks():
+def test_a_machine_that_has_slept_does_not_trust_its_locks(orders):
     """Its monotonic clock stood still meanwhile. The broker's did not, and the queue may be another member's by now."""
-    slept_s = 0.0
-    with EmbeddedCluster() as embedded:
-        embedded.create_topic("orders", queues=1)
-        config = ConsumerConfig(group="app", name_server=embedded.name_server, orderly=True, consume_from="first")
-        cluster = Cluster(config, "me")
-        cluster.start()
-        seen = Seen()
+    slept_s, seen = 0.0, Seen()
+    options = {"name_server": orders.cluster.name_server, "orderly": True, "consume_from": "first"}
+    config = ConsumerConfig(group=GROUP, **options)
+    cluster = Cluster(config, "me")
+    cluster.start()
 
-        async def begin():
-            member = GroupMember(
-                config,
-                cluster,
-                BrokerCommits(cluster, "app"),
-                lambda is_async, outcome: ThreadWorkers(2, outcome, 900, cluster.loop),
-                lock_clock=lambda: since_boot() + slept_s,
-            )
-            await member.subscribe(parse_subscription("orders", "*"), Listener.of(seen))
-            await member.start()
-            return member
+    def workers(is_async, outcome):
+        return ThreadWorkers(2, outcome, 900, cluster.loop)
 
-        try:
-            member = cluster.run(begin(), 30)
-            embedded.send("orders", b"before")
-            seen.wait_for(1)
-            slept_s = VALID_S + 1
-            embedded.send("orders", b"after")
-            time.sleep(0.5)  # for what must not come
-            assert seen.bodies == [b"before"]
-            slept_s = 0.0  # the lock is confirmed again
-            embedded.send("orders", b"later")
-            seen.wait_for(3)
-            assert seen.bodies == [b"before", b"after", b"later"]
-            cluster.run(member.close(5), 30)
-        finally:
-            cluster.close()
+    async def begin():
+        commits, clock = BrokerCommits(cluster, GROUP), {"lock_clock": lambda: since_boot() + slept_s}
+        member = GroupMember(config, cluster, commits, workers, **clock)
+        await member.subscribe(parse_subscription(TOPIC, "*"), Listener.of(seen))
+        await member.start()
+        return member
+
+    try:
+        member = cluster.run(begin(), 30)
+        orders.send(b"before")
+        seen.wait_for(1)
+        slept_s = VALID_S + 1
+        orders.send(b"after")
+        time.sleep(0.5)  # for what must not come
+        assert seen.bodies == [b"before"]
+        slept_s = 0.0  # the lock is confirmed again
+        orders.send(b"later")
+        seen.wait_for(3)
+        assert seen.bodies == [b"before", b"after", b"later"]
+        cluster.run(member.close(5), 30)
+    finally:
+        cluster.close()
 
 
 def test_the_clock_of_locks_never_lags_behind_the_other():

@@ -12,16 +12,8 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer.rebalance import (
-    AGAIN_S,
-    HANDOVER_S,
-    HEARTBEAT_WAIT_S,
-    SPACING_S,
-    STRATEGY_S,
-    Plan,
-    Rebalance,
-    plan,
-)
+from pyrocket_consumer.consumer import rebalance
+from pyrocket_consumer.consumer.rebalance import AGAIN_S, HANDOVER_S, SPACING_S, Plan, Rebalance, plan
 from pyrocket_consumer.consumer.tasks import Tasks
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, RequestTimeout, RouteNotFound
 from pyrocket_consumer.model import BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
@@ -285,7 +277,7 @@ async def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
 
 
 async def test_a_heartbeat_without_an_answer_holds_a_round_up_for_1_s():
-    async with rebalancing(heartbeat_s=60.0, wait_s=HEARTBEAT_WAIT_S + 0.1) as group:
+    async with rebalancing(heartbeat_s=60.0, wait_s=rebalance.HEARTBEAT_WAIT_S + 0.1) as group:
         assert group.mine == ALL
 
 
@@ -393,12 +385,12 @@ def test_a_strategy_runs_where_it_may_take_its_time():
 
     def slow(group, client_id, queues, members):
         threads.add(threading.current_thread())
-        time.sleep(STRATEGY_S / 2.5)
+        time.sleep(rebalance.STRATEGY_S / 2.5)
         return queues
 
     async def scenario():
         routes = {topic: route(topic=topic) for topic in topics}
-        async with rebalancing(slow, routes=routes, wait_s=3 * STRATEGY_S / 2.5 + 0.1) as group:
+        async with rebalancing(slow, routes=routes, wait_s=3 * rebalance.STRATEGY_S / 2.5 + 0.1) as group:
             assert group.told == []
             assert {queue.topic for queue in group.mine} == set(topics)
             assert len(group.mine) == 12

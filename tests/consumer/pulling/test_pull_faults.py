@@ -12,21 +12,7 @@ import pytest
 
 from pyrocket_consumer import ConsumerState, Message
 from pyrocket_consumer.errors import ProtocolError
-from pyrocket_consumer.testing import (
-    Fault,
-    answer,
-    close_connection,
-    cut_after,
-    delay,
-    delay_request,
-    drop,
-    drop_answer,
-    duplicate,
-    garbage,
-    handle_and_close,
-    reset_connection,
-    rewrite,
-)
+from pyrocket_consumer.testing import answer, drop, drop_answer, duplicate, faults, garbage, rewrite
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
 from tests.consumer.orders import GROUP, TOPIC, Orders, of, ours_and
@@ -92,13 +78,13 @@ FAULTS = {
     "a message at a negative offset": record_at(2, -5),
     "the first message far behind the others": record_at(0, 2**62),
     **{f"refused with {code}": answer(code, "not now") for code in (1, 2, 16, 17, 24, 25, 26, 215, 999)},
-    "late": delay(0.2),
+    "late": faults.delay(0.2),
     "answered twice": duplicate,
-    "connection closed": close_connection,
-    "connection closed after it was handled": handle_and_close,
-    "connection reset": reset_connection,
-    "cut in the middle": cut_after(300),
-    "cut after the first byte": cut_after(1),
+    "connection closed": faults.close_connection,
+    "connection closed after it was handled": faults.handle_and_close,
+    "connection reset": faults.reset_connection,
+    "cut in the middle": faults.cut_after(300),
+    "cut after the first byte": faults.cut_after(1),
     "no frame": garbage(b"\xff" * 64),
     "another protocol": garbage(b"HTTP/1.1 502 Bad Gateway\r\n\r\n"),
     "garbage for messages": body(lambda data: b"\xa5" * len(data)),
@@ -218,7 +204,7 @@ def test_an_answer_cut_at_every_byte(orders, broker):
         seen.wait_for(1)
         (whole,) = lengths
         for cut in range(whole):
-            orders.on(PULL, cut_after(cut))
+            orders.on(PULL, faults.cut_after(cut))
         broker.close_connections()  # the pull that is held came before the faults
         orders.send(b"m1")
         seen.wait_for(2, 4 * WAIT_S)
@@ -231,7 +217,7 @@ def test_an_answer_cut_at_every_byte(orders, broker):
 def test_pulls_without_an_answer_are_asked_again(orders, broker):
     """A pull is waited for as long as a broker may hold it, and as any call besides: at the least 5 s. What comes later
     is ignored."""
-    ways = {TOPIC: drop, orders.make(1, "unanswered"): drop_answer, orders.make(1, "late"): delay(7)}
+    ways = {TOPIC: drop, orders.make(1, "unanswered"): drop_answer, orders.make(1, "late"): faults.delay(7)}
     for each, fault in ways.items():
         broker.on(PULL, fault, when=of(each))
     with orders.consuming(pull_hold_s=0.1, call_timeout_s=1.0) as (consumer, seen):
@@ -267,15 +253,16 @@ def test_several_queues_do_not_hold_each_other_up(orders, broker):
 # --- random trouble while a queue is read ahead
 
 
-def random_fault(rng: random.Random) -> Fault:
+def random_fault(rng: random.Random) -> faults.Fault:
     """Most answers are only late, each for itself, so that they come in any order."""
     if rng.random() < 0.8:
-        return rng.choice((delay, delay_request))(rng.random() * 0.02)
+        return rng.choice((faults.delay, faults.delay_request))(rng.random() * 0.02)
     part = rng.random()
     refused = answer(rng.choice((1, 2, 16, 24, 25, 26, 215, 999)), "now and then")
     cut, noise = body(lambda data: data[: int(len(data) * part)]), garbage(rng.randbytes(20))
-    lost, back = (close_connection, handle_and_close, reset_connection), changed(nextBeginOffset="0")
-    return rng.choice([refused, duplicate, cut, cut_after(rng.randrange(400)), noise, *lost, back])
+    short, back = faults.cut_after(rng.randrange(400)), changed(nextBeginOffset="0")
+    lost = (faults.close_connection, faults.handle_and_close, faults.reset_connection)
+    return rng.choice([refused, duplicate, cut, short, noise, *lost, back])
 
 
 @pytest.mark.parametrize("seed", range(30))
