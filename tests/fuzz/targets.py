@@ -21,18 +21,8 @@ import pyarrow as pa
 from pyrocket_consumer.cluster.broker import read_pull_answer
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import journal
 from pyrocket_consumer.offsets.disk import LocalDisk
-from pyrocket_consumer.offsets.journal import (
-    HEADER_BYTES,
-    JournalHeader,
-    decode_header,
-    encode_header,
-    encode_names,
-    encode_offset,
-    encode_resets,
-    identity,
-    replay,
-)
 from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.offsets.ownership import read_owner
 from pyrocket_consumer.offsets.recovery import recover
@@ -149,8 +139,9 @@ JAVA_CHECKPOINT = (
 )
 
 
-def journal(main: bytes, backup: bytes, *frames_: bytes) -> bytes:
-    start = encode_header(JournalHeader(7, 4096, identity(main), identity(backup))).ljust(HEADER_BYTES, b"\0")
+def journal_of(main: bytes, backup: bytes, *frames_: bytes) -> bytes:
+    header = journal.JournalHeader(7, 4096, journal.identity(main), journal.identity(backup))
+    start = journal.encode_header(header).ljust(journal.HEADER_BYTES, b"\0")
     return (start + b"".join(frames_)).ljust(4096, b"\0")
 
 
@@ -169,12 +160,13 @@ def apart(data: bytes) -> tuple[bytes, bytes, bytes]:
 def stores() -> list[bytes]:
     old, new = checkpoint(1, 2), checkpoint(10, 20)
     frames_ = [
-        encode_names(7, 0, "orders", "broker-a"), *(encode_offset(7, 0, 1, offset) for offset in (21, 30)),
-        encode_resets(7, [(0, 0, 5, 1000)]),
+        journal.encode_names(7, 0, "orders", "broker-a"),
+        *(journal.encode_offset(7, 0, 1, offset) for offset in (21, 30)),
+        journal.encode_resets(7, [(0, 0, 5, 1000)]),
     ]
     return [
-        stored(new, old, journal(new, old, *frames_)), stored(new, old, journal(old, b"", *frames_)),
-        stored(JAVA_CHECKPOINT, new, journal(new, old, *frames_)), stored(b"", old, journal(new, old)),
+        stored(new, old, journal_of(new, old, *frames_)), stored(new, old, journal_of(old, b"", *frames_)),
+        stored(JAVA_CHECKPOINT, new, journal_of(new, old, *frames_)), stored(b"", old, journal_of(new, old)),
     ]
 
 
@@ -440,7 +432,7 @@ def read_tags(data: bytes) -> None:
 
 
 def read_journal(data: bytes) -> None:
-    replay(data, decode_header(data))
+    journal.replay(data, journal.decode_header(data))
 
 
 def read_spark_offset(data: bytes) -> None:

@@ -56,12 +56,6 @@ class Peer:
     def send(self, data: bytes) -> None:
         self._writer.write(data)
 
-    async def send_slowly(self, data: bytes) -> None:
-        """Send byte by byte, so that each arrives alone."""
-        for place in range(len(data)):
-            self._writer.write(data[place : place + 1])
-            await asyncio.sleep(0)
-
     def stop_reading(self) -> None:
         self._writer.transport.pause_reading()  # type: ignore[attr-defined]
 

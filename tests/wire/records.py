@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from collections import namedtuple
 
 from hypothesis import strategies as st
 
@@ -39,27 +39,12 @@ ODD_PROPERTIES = [
 """Properties as no sender should write them."""
 
 
-@dataclass
-class Record:
-    """The parts of a record as they stand in it."""
-
-    data: bytes
-    magic: int
-    body_crc: int
-    queue_id: int
-    flag: int
-    queue_offset: int
-    commit_log_offset: int
-    sys_flag: int
-    born_at_ms: int
-    born_host: str
-    stored_at_ms: int
-    store_host: str
-    reconsume_times: int
-    prepared_transaction_offset: int
-    stored_body: bytes
-    topic: str
-    properties_text: str
+Record = namedtuple(
+    "Record",
+    "data magic body_crc queue_id flag queue_offset commit_log_offset sys_flag born_at_ms born_host stored_at_ms"
+    " store_host reconsume_times prepared_transaction_offset stored_body topic properties_text",
+)
+"""The parts of a record as they stand in it."""
 
 
 class _Reader:

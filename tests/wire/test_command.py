@@ -9,17 +9,6 @@ from hypothesis import strategies as st
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.wire import command as headers
 from pyrocket_consumer.wire.codes import PullFlag, RequestCode
-from pyrocket_consumer.wire.command import (
-    DeleteSubscriptionGroupHeader,
-    GetRouteInfoHeader,
-    Header,
-    PullMessageHeader,
-    PullTemplate,
-    ResetOffsetHeader,
-    SendMessageHeader,
-    UpdateConsumerOffsetHeader,
-    request,
-)
 from pyrocket_consumer.wire.frame import decode_command, encode_command
 from tests import golden
 from tests.for_each import for_each
@@ -28,13 +17,13 @@ from tests.trials import trials
 HEADERS = [
     value
     for value in vars(headers).values()
-    if isinstance(value, type) and issubclass(value, Header) and value is not Header
+    if isinstance(value, type) and issubclass(value, headers.Header) and value is not headers.Header
 ]
 OF_REQUEST = {header.CODE: header for header in HEADERS if hasattr(header, "CODE")} | {
-    RequestCode.RESET_CONSUMER_CLIENT_OFFSET: ResetOffsetHeader,
+    RequestCode.RESET_CONSUMER_CLIENT_OFFSET: headers.ResetOffsetHeader,
     RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: headers.GetConsumerStatusHeader,
-    RequestCode.SEND_BATCH_MESSAGE: SendMessageHeader,
-    RequestCode.LITE_PULL_MESSAGE: PullMessageHeader,
+    RequestCode.SEND_BATCH_MESSAGE: headers.SendMessageHeader,
+    RequestCode.LITE_PULL_MESSAGE: headers.PullMessageHeader,
 }
 OF_ANSWER = {
     RequestCode.SEND_MESSAGE_V2: headers.SendMessageResponseHeader,
@@ -84,7 +73,7 @@ def test_every_header_survives_both_ways(header):
 
 def test_a_missing_field_is_named():
     with pytest.raises(ProtocolError, match="PullMessageHeader: field topic is missing"):
-        PullMessageHeader.from_fields({"consumerGroup": "g"})
+        headers.PullMessageHeader.from_fields({"consumerGroup": "g"})
 
 
 def test_numbers_are_exact_and_what_is_none_is_named():
@@ -98,13 +87,13 @@ def test_numbers_are_exact_and_what_is_none_is_named():
 def test_truth_is_read_as_java_reads_it_and_none_stays_out():
     for text, value in (("true", True), ("TRUE", True), ("false", False), ("1", False)):
         fields = {"topic": "T", "acceptStandardJsonOnly": text}
-        assert GetRouteInfoHeader.from_fields(fields).accept_standard_json_only is value
-    assert GetRouteInfoHeader("T").to_fields() == {"topic": "T", "acceptStandardJsonOnly": "true"}
-    assert GetRouteInfoHeader.from_fields({"topic": "T"}).accept_standard_json_only is None
+        assert headers.GetRouteInfoHeader.from_fields(fields).accept_standard_json_only is value
+    assert headers.GetRouteInfoHeader("T").to_fields() == {"topic": "T", "acceptStandardJsonOnly": "true"}
+    assert headers.GetRouteInfoHeader.from_fields({"topic": "T"}).accept_standard_json_only is None
 
 
 def test_a_send_has_short_names_and_long_ones():
-    header = SendMessageHeader("P", "TopicA", queue_id=0, properties="WAIT\x01true\x02", broker_name="broker-a")
+    header = headers.SendMessageHeader("P", "TopicA", queue_id=0, properties="WAIT\x01true\x02", broker_name="broker-a")
     assert header.to_fields() == {
         "a": "P", "b": "TopicA", "c": "TBW102", "d": "4", "e": "0", "f": "0", "g": "0", "h": "0",
         "i": "WAIT\x01true\x02", "j": "0", "k": "false", "m": "false", "n": "broker-a",
@@ -114,22 +103,22 @@ def test_a_send_has_short_names_and_long_ones():
         "sysFlag": "0", "bornTimestamp": "0", "flag": "0", "properties": "WAIT\x01true\x02", "reconsumeTimes": "0",
         "unitMode": "false", "batch": "false", "bname": "broker-a",
     }
-    assert SendMessageHeader.from_fields_v1(long_names) == header
+    assert headers.SendMessageHeader.from_fields_v1(long_names) == header
 
 
 def test_deleting_a_group_writes_the_flag_under_both_names():
     fields = {"groupName": "g", "cleanOffset": "true", "removeOffset": "true"}
-    assert DeleteSubscriptionGroupHeader("g", True).to_fields() == fields
+    assert headers.DeleteSubscriptionGroupHeader("g", True).to_fields() == fields
     for name in ("cleanOffset", "removeOffset"):
-        assert DeleteSubscriptionGroupHeader.from_fields({"groupName": "g", name: "true"}).clean_offset
+        assert headers.DeleteSubscriptionGroupHeader.from_fields({"groupName": "g", name: "true"}).clean_offset
 
 
 def test_a_request_takes_the_code_of_its_header_or_another():
-    oneway = request(UpdateConsumerOffsetHeader("g", "T", 0, 5, "broker-a"), opaque=3, oneway=True)
+    oneway = headers.request(headers.UpdateConsumerOffsetHeader("g", "T", 0, 5, "broker-a"), opaque=3, oneway=True)
     assert (oneway.code, oneway.opaque, oneway.flag) == (15, 3, 2)
     told = {"consumerGroup": "g", "topic": "T", "queueId": "0", "commitOffset": "5", "bname": "broker-a"}
     assert oneway.fields == told
-    batch = request(SendMessageHeader("P", "T"), b"body", code=RequestCode.SEND_BATCH_MESSAGE)
+    batch = headers.request(headers.SendMessageHeader("P", "T"), b"body", code=RequestCode.SEND_BATCH_MESSAGE)
     assert (batch.code, batch.body, batch.flag) == (320, b"body", 0)
     bits = (PullFlag.COMMIT, PullFlag.SUSPEND, PullFlag.SUBSCRIPTION, PullFlag.CLASS_FILTER, PullFlag.LITE)
     assert bits == (1, 2, 4, 8, 16)
@@ -148,9 +137,9 @@ LONGS = st.integers(-(2**63), 2**63 - 1)
 @settings(max_examples=trials(300), deadline=None)
 def test_a_pull_template_writes_what_the_header_would(names, numbers, offset, broker_name, selector, sys_flag, opaque):
     queue_id, most, *rest = numbers
-    frame = PullTemplate(*names, *numbers, broker_name, *selector).encode(opaque, offset, sys_flag)
-    header = PullMessageHeader(
+    frame = headers.PullTemplate(*names, *numbers, broker_name, *selector).encode(opaque, offset, sys_flag)
+    header = headers.PullMessageHeader(
         *names, queue_id, offset, most, sys_flag, 0, *rest, *selector, broker_name=broker_name
     )  # fmt: skip
-    assert decode_command(frame) == request(header, opaque=opaque)
-    assert len(frame) == len(encode_command(request(header, opaque=opaque)))
+    assert decode_command(frame) == headers.request(header, opaque=opaque)
+    assert len(frame) == len(encode_command(headers.request(header, opaque=opaque)))

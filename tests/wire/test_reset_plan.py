@@ -10,38 +10,20 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.wire import reset_plan
 from pyrocket_consumer.wire.frame import decode_command
-from pyrocket_consumer.wire.reset_plan import (
-    MAX_OFFSET,
-    MAX_PLAN_BYTES,
-    MAX_QUEUE_ID,
-    PlanBody,
-    RelayAnswerHeader,
-    RelayHeader,
-    ReportBody,
-    decode_plan,
-    decode_report,
-    decode_status_question,
-    encode_plan,
-    encode_report,
-    encode_status_question,
-    is_acknowledged,
-    is_relayed,
-    name_of,
-    record_areas,
-)
 from tests import golden
 from tests.for_each import for_each
 
 QUEUE = MessageQueue("T", "broker-a", 3)
 
 topics = st.text(min_size=1, max_size=30)
-queues = st.builds(MessageQueue, st.just("T"), st.text(min_size=1, max_size=9), st.integers(0, MAX_QUEUE_ID))
-tables = st.dictionaries(queues, st.integers(0, MAX_OFFSET), max_size=20)
+queues = st.builds(MessageQueue, st.just("T"), st.text(min_size=1, max_size=9), st.integers(0, reset_plan.MAX_QUEUE_ID))
+tables = st.dictionaries(queues, st.integers(0, reset_plan.MAX_OFFSET), max_size=20)
 
 
 def test_where_things_are():
-    first, second, *_ = record_areas("orders")
+    first, second, *_ = reset_plan.record_areas("orders")
     assert first.base == 0x40000000 + ((crc32(b"orders") & 0x3FFF) << 16)
     assert (first.target(0), first.epoch(0), first.target(7)) == (first.base, first.base + 1, first.base + 14)
     assert (first.name, first.head) == (first.base + 65534, first.base + 65535)
@@ -50,40 +32,41 @@ def test_where_things_are():
 
 @given(topics)
 def test_no_two_things_share_a_slot_and_none_is_a_real_queue(topic):
-    areas = list(record_areas(topic))
+    areas = list(reset_plan.record_areas(topic))
     assert len({area.base for area in areas}) == 8
     for area in areas:
         assert area.base >= 2**30
         assert area.head < 2**31
-        assert area.epoch(MAX_QUEUE_ID) < area.name < area.head
-    assert 0 < name_of(topic) < 2**63
+        assert area.epoch(reset_plan.MAX_QUEUE_ID) < area.name < area.head
+    assert 0 < reset_plan.name_of(topic) < 2**63
 
 
 @given(st.integers(1, 2**63 - 1), tables, tables)
 def test_plans_and_reports_come_back(epoch, first, second):
-    assert decode_plan(encode_plan(PlanBody("T", epoch, first))) == PlanBody("T", epoch, first)
-    report = ReportBody("T", "id", first, second, second, first, second, "broadcasting", "a1b2")
-    assert decode_report(encode_report(report)) == report
-    assert decode_report(b"") == ReportBody("", ""), "a refusal may have no body"
+    plan = reset_plan.PlanBody("T", epoch, first)
+    assert reset_plan.decode_plan(reset_plan.encode_plan(plan)) == plan
+    report = reset_plan.ReportBody("T", "id", first, second, second, first, second, "broadcasting", "a1b2")
+    assert reset_plan.decode_report(reset_plan.encode_report(report)) == report
+    assert reset_plan.decode_report(b"") == reset_plan.ReportBody("", ""), "a refusal may have no body"
 
 
 def test_a_question_comes_back():
-    assert decode_status_question(encode_status_question("T")) == "T"
+    assert reset_plan.decode_status_question(reset_plan.encode_status_question("T")) == "T"
     with pytest.raises(ProtocolError, match="the status question has 4097 bytes; at most 4096 are allowed"):
-        decode_status_question(encode_status_question("T").ljust(4097))
+        reset_plan.decode_status_question(reset_plan.encode_status_question("T").ljust(4097))
 
 
 def test_what_the_scheme_s_first_program_sent_is_read():
     request = decode_command(golden.frame("reset", "307reset_admin_request.bin"))
-    assert is_relayed(request.fields)
-    header = RelayHeader.from_fields(request.fields)
+    assert reset_plan.is_relayed(request.fields)
+    header = reset_plan.RelayHeader.from_fields(request.fields)
     assert (header.operation, header.relay_version, header.client_id) == ("reset", 1, "10.0.0.3@DEFAULT")
-    plan = decode_plan(request.body)
-    assert plan == PlanBody("B_pr_16489", 1795216524784, {MessageQueue("B_pr_16489", "broker-a", 1): 33})
+    plan = reset_plan.decode_plan(request.body)
+    assert plan == reset_plan.PlanBody("B_pr_16489", 1795216524784, {MessageQueue("B_pr_16489", "broker-a", 1): 33})
     answer = decode_command(golden.frame("reset", "307reset_admin_answer.bin"))
-    assert is_acknowledged(answer.fields)
-    assert RelayAnswerHeader.from_fields(answer.fields).state == "applied"
-    report = decode_report(answer.body)
+    assert reset_plan.is_acknowledged(answer.fields)
+    assert reset_plan.RelayAnswerHeader.from_fields(answer.fields).state == "applied"
+    report = reset_plan.decode_report(answer.body)
     assert {queue.queue_id: offset for queue, offset in report.offsets.items()} == {0: 25, 1: 30}
     assert {queue.queue_id for queue in report.epochs} == {0}
 
@@ -98,9 +81,9 @@ def test_what_the_scheme_s_first_program_sent_is_read():
         b'{"topic":"T","epoch":1,"targets":{"b":{"32001":1}}}', b'{"topic":"T","epoch":1,"targets":{"b":{"0":-1}}}',
         b'{"topic":"T","epoch":1,"targets":{"b":{"0":9223372036854775807}}}',
         b'{"topic":"T","epoch":1,"targets":{"b":{"0":true}}}', b'{"topic":"T","epoch":1,"targets":{"":{"0":1}}}',
-        b" " * (MAX_PLAN_BYTES + 1),
+        b" " * (reset_plan.MAX_PLAN_BYTES + 1),
     ],
 )
 def test_what_is_no_plan_is_refused_whole(body):
     with pytest.raises(ProtocolError):
-        decode_plan(body)
+        reset_plan.decode_plan(body)
