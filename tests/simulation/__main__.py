@@ -1,7 +1,5 @@
 """Run simulated worlds: python -m tests.simulation --seeds 0-99; a seed repeats its world exactly."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.simulation.mistakes import MISTAKES

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from pyrocket_consumer.testing import Fault, drop, drop_answer
+from pyrocket_consumer.testing import drop, drop_answer
 from tests.simulation.history import History
 from tests.simulation.member import Member
 from tests.simulation.plans import DEFAULTS, Plan
@@ -38,7 +38,6 @@ PLAN = Plan(
 CALLS = ("start", "take-over", "hand-over", "reset", "unsubscribe", "close")
 
 INTERFERENCES = ("cancelled", "requests-lost", "answers-lost", "killed")
-
 
 KINDS = {"clustering": {}, "orderly": {"orderly": True}, "broadcasting": {"broadcasting": True}}
 
@@ -78,8 +77,7 @@ class Interfered(Scenario):
             "unsubscribe": lambda at: subject.unsubscribe(LASTS_S + 1, at),
             "close": lambda at: subject.cancel_close(at, 60.0),
         }
-        is_new = case.call in ("start", "take-over")
-        self._interfere(subject, 0 if is_new else self._steps_of(subject), calls[case.call])
+        self._interfere(subject, calls[case.call])
         begun = self._steps_of(subject)
         await asyncio.sleep(LASTS_S)
         self.steps = self._steps_of(subject) - begun
@@ -95,28 +93,24 @@ class Interfered(Scenario):
     def _steps_of(self, member: Member) -> int:
         return member.process.steps if member.process is not None else 0
 
-    def _interfere(self, member: Member, now: int, call: Callable[[int | None], None]) -> None:
+    def _interfere(self, member: Member, call: Callable[[int | None], None]) -> None:
         """Make the call; before its step, let happen what is to happen."""
-        step = None if self.case.step is None else now + self.case.step
+        step = None if self.case.step is None else self._steps_of(member) + self.case.step
         call(step if self.case.interference == "cancelled" else None)
         if step is None or self.case.interference == "cancelled":
             return
-        assert member.process is not None
-        if self.case.interference == "killed":
-            member.process.before(step, lambda: self._kill(member))
-        else:
-            fault = drop if self.case.interference == "requests-lost" else drop_answer
-            member.process.before(step, lambda: self._silence(fault))
 
-    def _kill(self, member: Member) -> None:
-        member.kill()
-        self.world.call_later(3, member.start)
+        def happen() -> None:
+            if self.case.interference == "killed":
+                member.kill()
+                self.world.call_later(3, member.start)
+                return
+            broker = self.cluster.brokers[0]
+            self.history.disturbed_at.append(self.world.now)
+            broker.on(None, drop if self.case.interference == "requests-lost" else drop_answer, times=None)
+            self.world.call_later(SILENT_S, broker.clear_faults)
 
-    def _silence(self, fault: Fault) -> None:
-        broker = self.cluster.brokers[0]
-        self.history.disturbed_at.append(self.world.now)
-        broker.on(None, fault, times=None)
-        self.world.call_later(SILENT_S, broker.clear_faults)
+        member.process.before(step, happen)
 
 
 def live(case: Case) -> int:

@@ -84,13 +84,11 @@ class Member:
         """Have the program do something, or stop waiting for it just before this step of its process."""
         task = self._world.run_as(self.process, work)
         if cancelled_at is not None:
-            assert self.process is not None
             self.process.before(cancelled_at, task.cancel)
         return task
 
     def soon(self) -> int:
         """Return a step that comes soon, or is the next."""
-        assert self.process is not None
         return self.process.steps + self._world.random.randrange(SOON)
 
     async def _live(self, client_id: str, cancelled_at: int | None) -> None:
@@ -224,7 +222,6 @@ class Member:
 
     def pause(self, seconds: float) -> None:
         """Pull nothing for a while."""
-        assert self.member is not None
         self._run(self._pause(self.member, seconds))
 
     async def _pause(self, member: GroupMember, seconds: float) -> None:
@@ -234,7 +231,6 @@ class Member:
 
     def unsubscribe(self, seconds: float, cancelled_at: int | None = None) -> None:
         """Do without the topic for a while."""
-        assert self.member is not None
         self._run(self._unsubscribe(self.member, seconds, cancelled_at))
 
     async def _unsubscribe(self, member: GroupMember, seconds: float, cancelled_at: int | None) -> None:

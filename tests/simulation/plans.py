@@ -19,6 +19,7 @@ ROUGH = {
 DEFAULTS: dict[str, Any] = {}
 """The options users have: none."""
 
+
 def key_of(message: Any) -> tuple[str, str | None]:
     """Tell the key of a message, as a program would."""
     return "order", message.property("__SHARDINGKEY")

@@ -102,6 +102,9 @@ class Sent:
             found[number].append(stored)
         return found
 
+    def _given_of(self) -> dict[int, Given]:
+        return {given.number + index: given for given in self.given for index in range(given.messages)}
+
     # --- the rules
 
     def check_everything_ended(self) -> None:
@@ -155,10 +158,10 @@ class Sent:
 
     def check_order(self) -> None:
         """In a lane messages are stored as they were given: A A B may be, B A and A B A not."""
-        stream_of = {given.number + index: given for given in self.given for index in range(given.messages)}
+        given_of = self._given_of()
         latest: dict[Stream, int] = {}
         for number, stored in self.stored:
-            given = stream_of[number]
+            given = given_of[number]
             if not given.stream.is_lane:
                 continue
             if given.number < latest.get(given.stream, -1):
@@ -167,21 +170,16 @@ class Sent:
 
     def check_recovers(self, allowed_s: float) -> None:
         """Soon after the name servers know of a change, messages of each stream are stored again."""
-        stream_of = {given.number + index: given.stream for given in self.given for index in range(given.messages)}
+        given_of = self._given_of()
         stored_at: dict[Stream, list[float]] = defaultdict(list)
         first_at: dict[int, float] = {}
         for number, stored in self.stored:
-            stored_at[stream_of[number]].append(stored.at)
+            stored_at[given_of[number].stream].append(stored.at)
             first_at.setdefault(number, stored.at)
         for known_at, what in self.changes:
             for stream, times in stored_at.items():
-                due = [
-                    given.at
-                    for given in self.given
-                    if given.stream is stream
-                    and given.at >= known_at - 1
-                    and first_at.get(given.number, known_at) >= known_at  # else it was stored before the change
-                ]
+                later = [given for given in self.given if given.stream is stream and given.at >= known_at - 1]
+                due = [given.at for given in later if first_at.get(given.number, known_at) >= known_at]  # not before it
                 if stream.queue is not None or not due or due[0] > known_at + 1:
                     continue  # a chosen queue may be gone; or nothing was sent
                 first = min((at for at in times if at >= known_at), default=float("inf"))

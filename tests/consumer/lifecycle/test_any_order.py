@@ -125,34 +125,30 @@ class Program:
         begun, what = time.monotonic(), self.world.next_inside()
         if what == "linger":
             time.sleep(0.1)
-        elif what == "exit":
-            raise SystemExit(3)
-        elif what in ("fail", "cancel"):
-            raise ValueError("on purpose")
         elif what is not None:
-            self.closed = self.closed or what == "close"
-            call, arguments = self.does(what)
-            call(*arguments)
+            self.acts("fail" if what == "cancel" else what)
         self.world.consumed(self.name, message, begun)
 
     async def handle_async(self, message: Message) -> None:
         begun, what = time.monotonic(), self.world.next_inside()
         if what == "linger":
             await asyncio.sleep(0.1)
-        elif what == "exit":
-            raise SystemExit(3)
-        elif what == "fail":
-            raise ValueError("on purpose")
         elif what == "cancel":
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
+            asyncio.current_task().cancel()
             await asyncio.sleep(0)
         elif what is not None:
-            self.closed = self.closed or what == "close"
-            call, arguments = self.does(what)
-            await call(*arguments)
+            await self.acts(what)
         self.world.consumed(self.name, message, begun)
+
+    def acts(self, what: str) -> Any:
+        """Fail, or call the consumer from inside."""
+        if what == "exit":
+            raise SystemExit(3)
+        if what == "fail":
+            raise ValueError("on purpose")
+        self.closed = self.closed or what == "close"
+        call, arguments = self.does(what)
+        return call(*arguments)
 
 
 class AnyOrder(World):

@@ -1,7 +1,5 @@
 """What a consumer is told wrongly is an error that names the value and what is allowed; never one from within."""
 
-from __future__ import annotations
-
 import pytest
 
 from pyrocket_consumer import ConfigError, ConsumeResult, MessageQueue, PushConsumer
@@ -66,13 +64,10 @@ CALLS = {
 
 
 @pytest.fixture
-def consumer():
-    from pyrocket_consumer.testing import EmbeddedCluster
-
-    with EmbeddedCluster() as cluster:
-        cluster.create_topic("T", queues=1)
-        with consuming(cluster, "T", "G") as (consumer, _):
-            yield consumer
+def consumer(embedded):
+    embedded.create_topic("T", queues=1)
+    with consuming(embedded, "T", "G") as (consumer, _):
+        yield consumer
 
 
 @pytest.mark.parametrize("method", CALLS)

@@ -1,7 +1,5 @@
 """Processes forked from a consumer's: they keep nothing of it, neither its place in the group nor its store."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Waiting for a consumer's end: by whom, how long, and what signals do meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
