@@ -24,15 +24,6 @@ from tests.offsets.disks import MemoryDisk, WatchedDisk
 from tests.offsets.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, STORE, left, opened, put, update
 
 
-class Clock:
-    """Time that passes when told."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def main_file(directory):
     return decode_checkpoint((directory / "offsets.json").read_bytes())[0]
 
@@ -62,12 +53,12 @@ def test_what_was_persisted_is_there_after_a_restart(tmp_path, durability):
 
 
 def test_the_journal_holds_what_the_checkpoint_does_not(tmp_path):
-    clock = Clock()
-    store = opened(tmp_path, checkpoint_interval_s=5, clock=clock)
+    now = [0.0]
+    store = opened(tmp_path, checkpoint_interval_s=5, clock=lambda: now[0])
     put(store, QUEUE, 1)  # the first persist of a new store writes both
     put(store, QUEUE, 2)
     assert (main_file(tmp_path), frames_in(tmp_path).offsets) == ({QUEUE: 1}, {QUEUE: 2})
-    clock.now = 5.0
+    now[0] = 5.0
     store.persist_all()  # nothing has changed, but offsets.json is behind
     assert (main_file(tmp_path), frames_in(tmp_path).offsets) == ({QUEUE: 2}, {})
     put(store, QUEUE, 3)
@@ -518,7 +509,7 @@ def test_a_persist_writes_few_bytes_checkpoints_included(queues):
         if operation == "replace" and path.endswith(".json"):
             checkpoints.append(count)
 
-    with LocalFileOffsetStore("/s", "process", disk=WatchedDisk(disk, look), clock=Clock()) as store:
+    with LocalFileOffsetStore("/s", "process", disk=WatchedDisk(disk, look), clock=lambda: 0.0) as store:
         update(store, MANY[:queues], 0)
         store.persist_all()
         before = disk.bytes_written

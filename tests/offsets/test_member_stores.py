@@ -130,7 +130,6 @@ def test_two_processes_of_a_host_have_a_store_each(embedded, names, member, tmp_
     with member(embedded, topic, group, **options) as first, member(embedded, topic, group, **options) as second:
         fill(embedded, topic, 10)
         for each in (first, second):
-            each.seen.wait_for(10)
             until(lambda each=each: each.stored() == {place: 10}, "consumed")
             each.pause()
         first.reset(topic, {place: 3})

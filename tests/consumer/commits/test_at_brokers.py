@@ -99,6 +99,19 @@ async def test_only_what_has_changed_is_stored(commits, brokers):
     assert commits.table("orders") == {ONE: 9, TWO: 2}
 
 
+@pytest.mark.parametrize("trouble", TROUBLE, ids=str)
+async def test_what_could_not_be_stored_is_stored_next_time(commits, brokers, trouble):
+    await commits.begin_at(ONE, 1)
+    commits.update(ONE, 5)
+    commits.update(TWO, 6)
+    brokers.answers = [trouble]
+    assert await commits.persist([ONE, TWO]) == {ONE: trouble}
+    assert (commits.persisted(ONE), commits.persisted(TWO)) == (1, 6)
+    commits.update(ONE, 8)
+    assert await commits.persist([ONE, TWO]) == {}
+    assert brokers.stored == {ONE: 8, TWO: 6}
+
+
 async def test_after_a_commit_without_an_answer_the_next_is_made_twice(commits, brokers):
     """The broker may execute the one that was not answered last, and the older offset would stay."""
     commits.update(ONE, 5)

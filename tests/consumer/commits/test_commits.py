@@ -118,7 +118,6 @@ def test_an_idle_consumer_commits_nothing_over_an_admin(cluster, names, member):
     """
     topic, group = filled(cluster, names, queues=1, messages=10)
     with member(cluster, topic, group, pull_hold_s=0.1) as consumer:
-        consumer.seen.wait_for(10)
         until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
         cluster.broker("broker-a").commit(group, topic, {0: 4})
         settle()  # commits and pulls
@@ -139,7 +138,6 @@ def test_a_pull_that_is_late_commits_nothing_over_the_next_owner(embedded, names
     topic, group = filled(embedded, names, queues=1, messages=10)
     broker, late = embedded.broker("broker-a"), Gate()
     with member(embedded, topic, group, pull_hold_s=0.1) as consumer:
-        consumer.seen.wait_for(10)
         until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
         broker.on(PULL, late, times=None, when=of(topic))
         late.wait_held(1, WAIT_S)

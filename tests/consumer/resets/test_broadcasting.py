@@ -53,7 +53,6 @@ def one_member_is_reset_alone(cluster: Any, names: Any, member: Kind, stores: An
         member(cluster, topic, group, instance_name="b", **stores) as second,
     ):
         for each in (first, second):
-            each.seen.wait_for(10)
             until(lambda each=each: each.stored() == {place: 10}, "consumed")
         first.pause()
         try:

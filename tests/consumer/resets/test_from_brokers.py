@@ -69,7 +69,6 @@ def test_a_reset_is_stored_before_the_first_pull_from_there(embedded, broker, me
     fill(embedded, "S", 10)
     held = Held()
     with member(embedded, "S", "G") as consumer:
-        consumer.seen.wait_for(10)
         until(lambda: consumer.stored() == {SINGLE: 10}, "committed")
         consumer.pause()
         embedded.wait_until(lambda: broker.held_pulls("S") == 0, WAIT_S)
@@ -291,7 +290,6 @@ def test_a_paused_consumer_stays_paused(embedded, broker, member):
     """
     fill(embedded, "S", 10)
     with member(embedded, "S", "G") as consumer:
-        consumer.seen.wait_for(10)
         until(lambda: consumer.stored() == {SINGLE: 10}, "committed")
         consumer.pause()
         tell_members(broker, "G", "S", encode_offset_table({SINGLE: 2}))
@@ -326,7 +324,6 @@ def test_one_pull_loop_is_left_for_each_queue(embedded, broker, member):
     fill(embedded, "S", 5)
     gate = Gate()
     with member(embedded, "S", "G") as consumer:
-        consumer.seen.wait_for(5)
         until(lambda: consumer.stored() == {SINGLE: 5}, "committed")
         broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, when=of("S", queueId=1))
         embedded.create_topic("S", queues=2)

@@ -158,7 +158,6 @@ def test_two_resets_in_a_row_leave_one_pull_and_one_replay(embedded, broker, mem
     # Two resets to 0, a moment apart: the replay is delivered once, and one pull goes on.
     fill(embedded, "S", 10)
     with member(embedded, "S", "G") as consumer:
-        consumer.seen.wait_for(10)
         until(lambda: consumer.stored() == {SINGLE: 10}, "consumed")
         consumer.pause()
         for _ in range(2):
@@ -172,7 +171,6 @@ def test_two_resets_in_a_row_leave_one_pull_and_one_replay(embedded, broker, mem
         consumer.resume()
         until(lambda: consumer.stored() == {SINGLE: 10}, "consumed again")
         fill(embedded, "S", 5, start=10)
-        consumer.seen.wait_for(15)
         until(lambda: consumer.stored() == {SINGLE: 15}, "consumed")
         give_time_to(lambda: len(consumer.seen.messages) > 25, member)
         assert Counter(consumer.seen.bodies) == Counter(numbered(10) + numbered(15)), "two pulls of one queue go on"
