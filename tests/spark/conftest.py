@@ -160,7 +160,7 @@ def spark(spark_environment: dict[str, str], tmp_path_factory: pytest.TempPathFa
     """A session with two task threads. It finds the data source by itself, as it does where we are installed."""
     from pyspark.sql import SparkSession
 
-    settings = {**SETTINGS, "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))}
+    settings: dict[str, Any] = {**SETTINGS, "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))}
     if DELTA in os.environ:
         settings |= {
             "spark.jars.packages": os.environ[DELTA],

@@ -47,7 +47,7 @@ def crash(*ignored: Any) -> None:
 
 
 class Crashing:
-    """Calls a function of foreachBatch; crashes once in place of it, and once after it, in the batches it is told."""
+    """Calls a function of foreachBatch; crashes once in place of it, and once after it, in some batches."""
 
     def __init__(self, write: Callable[[Any, int], None], instead: dict[int, Any], after: set[int]) -> None:
         self._write, self._instead, self._after = write, instead, after

@@ -41,7 +41,7 @@ def test_the_time_begins_with_the_first_failure(clock):
     assert patience.failed() is None
 
 
-def test_tries_may_be_fewer_and_what_worked_has_all_of_them_again(clock):
+def test_tries_may_be_fewer_and_are_counted_anew(clock):
     patience = Patience(100, 3, clock)
     assert len(pauses(patience, clock)) == 3
     patience.renew()

@@ -60,7 +60,7 @@ def test_a_spread_keeps_its_promises(waiting, cap):
 @for_each(
     "lengths, options, planned",
     [
-        ([5000, 1000], {}, [5000, 1000]),  # a large queue is one task unless told otherwise
+        ([5000, 1000], {}, [5000, 1000]),  # a large queue is one task by itself
         ([300] * 7, {}, [1200, 900]),  # small ranges share a task
         ([300, 300], {"min_records": 0}, [300, 300]),
         ([2500], {"max_records": 1000}, [833, 833, 834]),

@@ -379,7 +379,7 @@ def to_the_end(embedded: EmbeddedCluster, checkpoint: Checkpoint, **options: obj
 
 @pytest.mark.slow("waits for a broker in trouble")
 @pytest.mark.parametrize("keep_route", [False, True])
-def test_a_run_to_the_end_needs_brokers_unless_told_otherwise(embedded, read_once, keep_route, caplog):
+def test_a_run_to_the_end_needs_all_brokers_by_default(embedded, read_once, keep_route, caplog):
     embedded.broker("broker-b").stop(keep_route=keep_route)
     with pytest.raises(NotReached, match=r"not reached, in 0.6 s .*broker-b.* failOnUnreachable=false"):
         to_the_end(embedded, read_once, readTimeoutMs=600)
