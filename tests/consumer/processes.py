@@ -21,18 +21,14 @@ class Child:
 
     def __init__(self, *arguments: str) -> None:
         self.lines: list[str] = []
+        self.errors: list[str] = []
         self._changed = threading.Condition()
         self._open = 2
         """Of the outputs, those that may bring more."""
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        self._readers = [
-            threading.Thread(target=self._read, args=(self.process.stdout, self.lines), daemon=True),
-            threading.Thread(target=self._read, args=(self.process.stderr, errors := []), daemon=True),
-        ]
-        self.errors: list[str] = errors
+        pipes, env = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen([sys.executable, *arguments], text=True, env=env, **pipes)
+        outputs = ((self.process.stdout, self.lines), (self.process.stderr, self.errors))
+        self._readers = [threading.Thread(target=self._read, args=each, daemon=True) for each in outputs]
         for reader in self._readers:
             reader.start()
 

@@ -120,8 +120,8 @@ def test_what_fails_again_at_once_is_tried_again(orders, broker, trouble):
     orders.fill(100)
     take_nothing(broker, trouble)
     seen = Seen(lambda message: ConsumeResult.RETRY if message.reconsume_times < 2 else None)
-    with orders.consuming(seen, call_timeout_s=5.0):
-        seen.wait(lambda seen: len(seen.messages) == 300, 300)
+    with orders.consuming(seen, call_timeout_s=0.5):
+        seen.wait(lambda seen: len(seen.messages) == 300, 2 * WAIT_S)
         orders.wait_committed(100)
     assert set(Counter(seen.bodies).values()) == {3}
 
