@@ -197,7 +197,7 @@ def test_an_only_broker_may_restart_within_the_timeout(embedded, producer, pin, 
 
 def test_a_topic_to_be_made_waits_for_the_only_broker(embedded):
     with Producer(name_server=embedded.name_server, auto_create_topic=True) as producer:
-        producer.send("orders", b"first")
+        producer.send("another", b"first")  # made by the broker, as the next one shall be
         broker = embedded.broker("broker-a")
         broker.stop()
         with meanwhile(broker.start):
