@@ -232,14 +232,12 @@ def test_send_backs_without_an_answer_make_a_copy_a_try(orders, broker, fault):
 
 def test_what_was_stored_less_safely_is_not_sent_again(orders, broker):
     """Brokers say this of a send-back as if it had failed."""
-    orders.fill(1)
-
     def late_disk(exchange):
         exchange.handle(lambda stored: exchange.answer(exchange.request.answer(1, "FLUSH_DISK_TIMEOUT")))
 
+    orders.fill(1)
     broker.on(SEND_BACK, late_disk, times=None)
-    seen = Seen(lambda message: ConsumeResult.RETRY if message.reconsume_times == 0 else None)
-    with orders.consuming(seen):
+    with orders.consuming(Seen(lambda message: None if message.reconsume_times else ConsumeResult.RETRY)) as (_, seen):
         seen.wait(lambda seen: len(seen.messages) == 2)
         orders.wait_committed(1)
     assert attempts(orders.cluster) == {1: 1}
@@ -310,10 +308,8 @@ def test_the_last_failure_is_told_as_such(orders, caplog):
         event = orders.events.wait_for("message-given-up")
         (dead,) = until(lambda: orders.dead, "it is there")
     assert seen.bodies.count(b"m1") == 3
-    assert len(orders.events.of("message-given-up")) == 1
-    assert len(orders.events.of("message-sent-back")) == 2
-    assert event.facts["failures"] == 3
-    assert event.facts["message_id"] == dead.message_id
+    assert [len(orders.events.of(kind)) for kind in ("message-given-up", "message-sent-back")] == [1, 2]
+    assert (event.facts["failures"], event.facts["message_id"]) == (3, dead.message_id)
     assert DEAD in event.text
     assert [record.levelname for record in caplog.records if "message-given-up" in record.message] == ["WARNING"]
 
