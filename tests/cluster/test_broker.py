@@ -91,7 +91,7 @@ def test_a_hold_may_last_until_the_brokers_next_tick(cluster_of, connect):
     assert pull(do, 0, hold_s=0.1)[0].status is PullStatus.NO_NEW_MESSAGE
 
 
-def test_an_offset_outside_the_queue_is_corrected_and_a_reset_told(embedded, broker, do):
+def test_an_offset_outside_the_queue_is_corrected(embedded, broker, do):
     embedded.send("orders", b"x", count=4, queue_id=0)
     broker.delete_before("orders", 0, 2)
     for offset, to in ((-5, 2), (0, 2), (9, 4)):

@@ -8,14 +8,7 @@ import time
 
 import pytest
 
-from pyrocket_consumer.errors import (
-    BrokerError,
-    ConnectError,
-    ConnectionLost,
-    PermissionDenied,
-    RequestTimeout,
-    RocketError,
-)
+from pyrocket_consumer import BrokerError, ConnectError, ConnectionLost, PermissionDenied, RequestTimeout, RocketError
 from pyrocket_consumer.testing import Gate, answer, delay, drop
 from pyrocket_consumer.wire.bodies import decode_heartbeat
 from pyrocket_consumer.wire.codes import RequestCode, version_ordinal

@@ -96,7 +96,7 @@ def test_unknown_codes_are_answered_by_name_servers_from_5_0_on(cluster_of, conn
     assert raised.value.code == 3
 
 
-def test_changes_are_told_to_every_name_server_or_an_error_names_it(three, connect):
+def test_changes_are_told_to_all_name_servers_or_one_is_named(three, connect):
     client = connect(three)
     nodes = first, second, third = three.name_server_nodes
 

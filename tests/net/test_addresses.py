@@ -212,7 +212,7 @@ def test_hosts_places_and_networks(allowed, address, may):
 
 def test_a_flood_of_addresses_is_told_a_hundred_times():
     told = []
-    addresses = Addresses([], ["10.0.0.0/8"], lambda address, why: told.append(address))
+    addresses = Addresses([], ["10.0.0.0/8"], lambda *facts: told.append(facts))
     for port in range(1, 1000):
         with pytest.raises(AddressRefused):
             addresses.resolve(f"127.0.0.1:{port}")

@@ -199,7 +199,7 @@ async def test_a_flood_over_tls_is_taken_little_by_little_and_whole():
 
 
 @pytest.mark.live
-async def test_a_server_that_never_shakes_hands_or_hangs_up_is_given_up():
+async def test_a_server_that_shakes_no_hands_or_hangs_up_is_given_up():
     async with serving() as server, client(tls=trusting(), connect_timeout_s=0.1) as connections:
         with pytest.raises(ConnectError, match="no answer within 0.1 s"):
             await connections.get(server.address)

@@ -20,7 +20,7 @@ def test_the_worked_examples(fields, body, token, expected):
     assert {name: signed[name] for name in fields} == fields
 
 
-def test_signing_again_gives_the_same_and_leaves_the_fields_alone():
+def test_signing_again_gives_the_same_and_keeps_the_fields():
     fields = {"topic": "T"}
     once = sign(fields, b"x", "ak", "sk")
     assert sign(once, b"x", "ak", "sk") == once

@@ -91,7 +91,7 @@ def test_recorded_routes():
         assert bodies.encode_route(route, standard, acting_master) == body
 
 
-def test_an_order_configuration_travels_and_anything_may_be_absent():
+def test_an_order_configuration_travels_and_anything_may_lack():
     route = TopicRoute("T", (), (), "broker-a:4;broker-b:4")
     assert bodies.decode_route("T", bodies.encode_route(route)) == route
     for text in (b"{}", b'{"queueDatas":null,"brokerDatas":null,"filterServerTable":null,"new":[1]}'):

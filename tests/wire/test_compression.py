@@ -55,7 +55,7 @@ def test_a_body_of_several_frames_is_read_to_its_end_or_refused():
         decompress(JAVA_LZ4_HI + JAVA_LZ4_HI, LZ4)
 
 
-def test_zlib_looks_as_from_java_and_bytes_after_any_end_are_ignored():
+def test_bytes_after_the_end_are_ignored_and_zlib_is_as_in_java():
     assert compress(b"hi")[0].startswith(b"\x78\x5e")
     for kind in KINDS:
         compressed, flags = compress(b"hello", kind)

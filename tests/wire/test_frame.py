@@ -133,7 +133,7 @@ def test_no_recorded_frame_is_left_out_of_the_index():
 
 
 @for_each("version", [*golden.VERSIONS, "reset"])
-def test_frames_read_the_same_in_pieces_of_any_size_and_rewritten(version):
+def test_frames_read_the_same_in_any_pieces_and_rewritten(version):
     frames = list(golden.frames(version).values())
     commands = [decode_command(frame) for frame in frames]
     for piece_bytes in (1, 7, 1000, 4096, 300_000):

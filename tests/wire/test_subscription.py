@@ -59,7 +59,7 @@ def test_a_message_passes_by_its_own_tag_only():
     assert not matches(Subscription("T", " || "), "TagA")
 
 
-def test_nothing_and_a_star_mean_everything_and_no_tag_is_refused():
+def test_nothing_and_a_star_mean_all_and_no_tag_is_refused():
     for expression in (None, "", "*"):
         subscription = parse_subscription("T", expression)
         assert subscription == Subscription("T", "*")
