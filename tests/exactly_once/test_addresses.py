@@ -1,7 +1,5 @@
 """What a store of offsets is made with: addresses with passwords, engines, options. What cannot work is refused."""
 
-from __future__ import annotations
-
 import pytest
 from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine

@@ -1,7 +1,5 @@
 """Effects exactly once on every kind of broker."""
 
-from __future__ import annotations
-
 import pytest
 
 from pyrocket_consumer.admin import Admin

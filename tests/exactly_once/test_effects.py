@@ -1,7 +1,5 @@
 """A listener's effect and its offset commit together, whatever happens to either."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages that a producer stored twice, and logs that are not the ones that were consumed."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Whatever a listener does with its transaction and its messages: no effect is lost, and none comes twice."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from functools import wraps

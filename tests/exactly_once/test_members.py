@@ -1,7 +1,5 @@
 """Members of other clients in a group whose offsets are in a database."""
 
-from __future__ import annotations
-
 import json
 import logging
 from contextlib import ExitStack

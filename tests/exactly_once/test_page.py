@@ -1,7 +1,5 @@
 """The page's code and its examples run as a reader would run them, and survive being killed."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Resets, and where groups are, when offsets are in a database: the same commands, with `--store`."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A database in trouble: what fails in the store's own statements is nobody's failure, and holds up what it must."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import socket

@@ -97,12 +97,12 @@ def test_a_child_with_a_consumer_of_its_own_disturbs_nobody(orders):
 
 
 @pytest.mark.hazard("H12")
-def test_the_store_is_free_when_the_forked_process_has_ended(orders, tmp_path):
+def test_the_store_is_free_when_the_forked_process_has_ended(embedded, orders, tmp_path):
     options = {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}
     with Pair(orders, **options) as pair:
         orders.send(b"m0")
         pair.parent.wait(lambda lines: "m0" in lines)
         pair.parent.send(signal.SIGKILL)
-        orders.wait_left()
+        until(lambda: embedded.members(GROUP) == [], "the parent has ended")
         with orders.consuming(**options) as (consumer, _):
             assert consumer.client_id.endswith("@DEFAULT")
