@@ -46,13 +46,19 @@ READ_AND_WRITTEN = "batch: 20\nwritten: 20\nstreamed: 40 None\n"
 BLOCKED = """
 import os, sys
 
-class Blocked:
+class Without:
+    def __init__(self, finder):
+        self._finder = finder
+
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in os.environ["TEST_BLOCKED"].split():
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        blocked = name.split(".")[0] in os.environ["TEST_BLOCKED"].split()
+        return None if blocked else self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
 
 if "TEST_BLOCKED" in os.environ:
-    sys.meta_path.insert(0, Blocked())
+    sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
 """A sitecustomize with which modules are not installed."""
 
