@@ -86,6 +86,7 @@ def resolved(host: str) -> str:
     except ValueError:
         if host == "localhost":
             return "127.0.0.1"
+        host.encode("idna")  # as the real one does first: a UnicodeError for what cannot be a name
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
 
 
