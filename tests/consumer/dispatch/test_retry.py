@@ -45,12 +45,10 @@ class Member:
         self.answers = {"send_back": list(send_backs) or [None], "send": list(sends) or [None]}
         self.found: Any = route()
         self.calls: list[tuple[float, str, str]] = []
-        self.sent: list[tuple[Any, bytes]] = []
-        self.delivered: list[Message] = []
+        self.sent, self.delivered = [], []
         self.fails_at_once = lambda window, message: None
         self.late: list[Any] = []  # what is called when an answer comes too late
-        self.told: list[EventKind] = []
-        self.surprises: list[Exception] = []
+        self.told, self.surprises = [], []
         self.under_way = self.most_under_way = 0
         self.call_s = 0.0
         self.retries = Retries(self, self, Counts())  # type: ignore[arg-type]

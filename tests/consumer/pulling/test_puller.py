@@ -14,10 +14,10 @@ import pytest
 from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.consumer.puller import Puller
 from pyrocket_consumer.errors import ConnectionLost, RequestTimeout
-from pyrocket_consumer.model import MessageQueue, PullAnswer, Subscription
+from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.wire.command import PullMessageHeader
 from pyrocket_consumer.wire.frame import RemotingCommand, decode_command, encode_command
-from pyrocket_consumer.wire.message import Message, StoredMessage, encode_message
+from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from pyrocket_consumer.wire.subscription import parse_subscription
 
 QUEUE = MessageQueue("orders", "broker-a", 0)
@@ -85,13 +85,8 @@ class Host:
         self.group = "app"
         self.asked: deque[Asked] = deque()
         self.has_asked = asyncio.Event()
-        self.delivered: list[Message] = []
-        self.moved: list[tuple[int, PullAnswer]] = []
-        self.late: list[PullAnswer] = []
-        self.failures: list[Exception] = []
-        self.refreshed: list[str] = []
-        self.tasks: list[asyncio.Task[None]] = []
-        self.connected: list[int] = []
+        self.delivered, self.moved, self.late, self.failures = [], [], [], []  # what it is told
+        self.refreshed, self.tasks, self.connected = [], [], []  # what it is asked for
         self.known_at = {0, 1}  # the broker ids with an open connection
         self.is_paused = False
         self.gate = asyncio.Event()  # a connection waits for it
