@@ -230,6 +230,22 @@ async def test_an_unanswered_pull_beyond_the_limit_holds_up_none():
     assert sharing.woken == [1, 2, 3]
 
 
+async def test_a_window_goes_on_when_others_have_made_room():
+    """Its own message may be stuck: no acknowledgement of its own tells it."""
+    sharing = Sharing(1000, 3, Budget(1000, asyncio.get_running_loop()))
+    assert sharing.asks(0)
+    sharing.gets(0, 100)
+    assert sharing.asks(1)
+    message = sharing.gets(1, 850)
+    assert not sharing.asks(0), "50 are left"
+    await asyncio.sleep(1)
+    assert sharing.woken == []
+    assert sharing.acks(1, message) == []
+    await asyncio.sleep(1)
+    assert sharing.woken == [0]
+    assert sharing.asks(0)
+
+
 async def test_room_by_count_without_bytes_is_not_forgotten():
     woken: list[ProcessQueue] = []
     budget = Budget(1000, asyncio.get_running_loop())

@@ -13,7 +13,7 @@ import pytest
 
 from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.consumer.puller import Puller
-from pyrocket_consumer.errors import ConnectionLost, RequestTimeout
+from pyrocket_consumer.errors import ConnectError, ConnectionLost, RequestTimeout
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.wire.command import PullMessageHeader
 from pyrocket_consumer.wire.frame import RemotingCommand, decode_command, encode_command
@@ -90,6 +90,7 @@ class Host:
         self.known_at = {0, 1}  # the broker ids with an open connection
         self.is_paused = False
         self.gate = asyncio.Event()  # a connection waits for it
+        self.connect_error: Exception | None = None
         self.subscribed: Subscription | None = parse_subscription("orders", selector, 7)
         self._lines = {broker_id: Line(self, broker_id, signs) for broker_id in (0, 1)}
 
@@ -105,6 +106,8 @@ class Host:
     async def connect_to(self, broker_name, broker_id):
         self.connected.append(broker_id)
         await self.gate.wait()
+        if self.connect_error is not None:
+            raise self.connect_error
         self.known_at.add(broker_id)
 
     async def known_again(self, queue):
@@ -460,6 +463,19 @@ async def test_a_pause_precedes_the_next_attempt(trouble, least_s, most_s):
     assert least_s <= pulling.host.loop.time() - before <= most_s
 
 
+async def test_a_broker_that_cannot_be_reached_is_tried_again():
+    host = Host()
+    host.known_at.clear()
+    host.gate.set()
+    host.connect_error = ConnectError("broker-a", "refused")
+    pulling = Pulling(host=host)
+    await asyncio.sleep(5)
+    assert pulling.silent
+    assert len(host.connected) > 5
+    host.connect_error = None
+    assert (await pulling.asked()).offset == 0
+
+
 # --- answers without messages
 
 
@@ -575,6 +591,18 @@ async def test_a_full_window_whose_answer_was_left_out_goes_on():
     while pulling.puller.next_offset <= 20 * BATCH:
         assert not pulling.silent or pulling.window.unfinished()[0] < 2 * BATCH
         (await pulling.asked()).found(tags="BB" if pulling.window.unfinished()[0] == BATCH else "Aa")
+
+
+async def test_paused_queues_go_on_where_they_were():
+    pulling = Pulling()
+    asked = await pulling.asked()
+    pulling.host.is_paused = True
+    asked.found()
+    assert pulling.host.offsets == list(range(BATCH))
+    assert await pulling.stays_silent()
+    pulling.host.is_paused = False
+    pulling.puller.pull()
+    assert (await pulling.asked()).offset == BATCH
 
 
 async def test_nothing_is_asked_for_a_topic_without_a_subscription():
