@@ -33,11 +33,12 @@ def in_file(path, statement):
 
 
 def ended(child, reached, what):
-    """Wait until a program is through, and have it end in order."""
+    """Wait until a program is through, and have it end in order; returns what it said of errors."""
     until(reached, what, 60)
     until(lambda: _takes_sigterm(child.process), "join has begun")
     child.process.terminate()
-    assert (child.ended(), child.errors) == (0, [])
+    assert child.ended() == 0
+    return child.errors
 
 
 def killed(*arguments):
@@ -107,7 +108,8 @@ def followed(broker, tmp_path, program, target):
     child = Child("-W", "error", str(ROOT / path), broker.name_server, target or str(tmp_path / placeholder))
     run_pyrocket(PRODUCE, broker, tmp_path)
     sent = 3 if target else 2
-    ended(child, lambda: sum(int(line.split()[0]) for line in list(child.lines)) == sent, "all is consumed")
+    errors = ended(child, lambda: sum(int(line.split()[0]) for line in list(child.lines)) == sent, "all is consumed")
+    assert errors == []
     return tmp_path / placeholder
 
 
@@ -142,7 +144,7 @@ def test_the_ledger_in_a_file(embedded, tmp_path, kind):
     def booked():
         return [body for (body,) in in_file(tmp_path / "ledger.db", "SELECT body FROM ledger")]
 
-    ended(Child(*arguments), lambda: len(booked()) >= len(bodies), "all is booked")
+    assert ended(Child(*arguments), lambda: len(booked()) >= len(bodies), "all is booked") == []
     assert Counter(booked()) == once(bodies)
 
 
