@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +77,20 @@ def ledger_in(database: Database, **options: Any) -> Iterator[Ledger]:
         yield ledger
     finally:
         ledger.engine.dispose()
+
+
+@contextmanager
+def offsets_driven(ledger: Ledger, before: Callable[[str], None]) -> Iterator[DatabaseOffsets]:
+    """The offsets of a ledger in SQLite, by a driver that calls `before` with each of their statements."""
+
+    class Driver(sqlite3.Connection):
+        def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            before(statement)
+            return super().execute(statement, *values)
+
+    engine = ledger.database.engine(connect_args={"factory": Driver})
+    yield DatabaseOffsets(engine)
+    engine.dispose()
 
 
 def once(bodies: list[str]) -> Counter[str]:

@@ -1,6 +1,8 @@
 """Whatever a listener does with its transaction and its messages: no effect is lost, and none comes twice."""
 
 import asyncio
+import sqlite3
+import sys
 from contextlib import suppress
 from functools import wraps
 
@@ -12,7 +14,7 @@ from pyrocket_consumer import Retry
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.offsets import DatabaseOffsets
 from tests.exactly_once.booking import billing, booked_once, consuming_own, failing, send, until_at
-from tests.exactly_once.ledgers import BODIES, INSERT, every_database, ledger_in, once, row
+from tests.exactly_once.ledgers import BODIES, INSERT, every_database, ledger_in, offsets_driven, once, row
 
 SOME = BODIES[:12]
 LAST = len(SOME)
@@ -210,6 +212,24 @@ def test_a_later_call_does_not_pass_over_an_earlier_one(embedded, ledger, events
     assert events.of("offset-apart")
 
 
+def test_exactly_once_does_not_pass_over_an_advance(embedded, ledger, events):
+    """The first call has not committed what it called `advance` for; the next one, which is wrapped, is fenced."""
+    booked, calls = ledger.offsets.exactly_once(ledger.book), []
+
+    def handle(message):
+        calls.append(message.queue_offset)
+        if len(calls) > 1:
+            return booked([message])
+        with ledger.engine.connect() as connection:
+            ledger.book([message], connection)
+            ledger.offsets.advance(connection, message)
+
+    options = {"own": True, "on_event": events, "listener_batch_size": 1, "commit_interval_s": 60.0}
+    booked_once(embedded, ledger, handle, queues=1, bodies=SOME, **options)
+    assert calls[:3] == [0, 1, 0]
+    assert "was not committed" in events.of("offset-apart")[0].text
+
+
 def test_a_listener_that_is_not_wrapped_is_told_once(embedded, ledger, events):
     def handle(messages):
         with ledger.engine.begin() as connection:
@@ -233,6 +253,28 @@ def test_what_is_committed_by_advance_is_not_given_up(embedded, ledger, events):
         events.wait_for("queue-assigned")
     assert ledger.bodies() == once(SOME)
     assert not events.of("message-given-up")
+
+
+def test_a_listener_that_wants_to_exit_is_rolled_back(embedded, ledger, events):
+    book = failing(ledger, lambda messages, connection: sys.exit("enough"))
+    booked_once(embedded, ledger, book, queues=1, bodies=SOME[:8], on_event=events)
+    assert book.calls[0] == book.calls[1]
+    assert len(events.of("listener-failed")) == 1
+
+
+def test_a_disk_that_fails_behind_a_listener_is_not_its_failure(embedded, ledger, events):
+    failures = [sqlite3.OperationalError("disk I/O error")]
+    failures[0].sqlite_errorcode = sqlite3.SQLITE_IOERR
+
+    def fail(statement):
+        if statement.startswith("RELEASE") and failures:
+            raise failures.pop()
+
+    with offsets_driven(ledger, fail) as offsets:
+        options = {"offsets": offsets, "max_reconsume_times": 0, "on_event": events}
+        booked_once(embedded, ledger, queues=1, bodies=SOME[:8], **options)
+    assert "disk I/O error" in events.of("store-unreachable")[0].text
+    assert not events.of("listener-failed")
 
 
 @pytest.mark.databases("sqlite", "mariadb")

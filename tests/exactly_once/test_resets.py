@@ -5,6 +5,7 @@ import re
 import shlex
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import create_engine, text
@@ -15,10 +16,10 @@ from pyrocket_consumer.cli import main
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import WAIT_S, Seen, consuming
-from tests.exactly_once.booking import billing, consumed, send, until_all
-from tests.exactly_once.ledgers import BODIES, GROUP, TOPIC, every_database, once
+from tests.exactly_once.booking import billing, consumed, send, until_all, until_at
+from tests.exactly_once.ledgers import BODIES, GROUP, TOPIC, every_database, offsets_driven, once
 from tests.pages import DOCS, blocks
-from tests.resetting import queue
+from tests.resetting import held, queue
 
 pytestmark = pytest.mark.databases("sqlite")
 
@@ -93,6 +94,43 @@ def test_a_reset_of_the_broker_reaches_members(embedded, ledger, admin):
         assert {each.epoch for each in ledger.offsets.offsets(GROUP, TOPIC)} == {2}
         assert consumer.progress()[queue(TOPIC, 0)].origin == "reset"
     assert ledger.bodies() == once(BODIES)
+
+
+def test_a_reset_of_the_broker_reaches_who_has_the_queue(embedded, ledger, admin):
+    """Each of two members is told of all queues, and moves its own."""
+    send(embedded)
+    with billing(embedded, ledger, instance_name="one"), billing(embedded, ledger, instance_name="two") as (two, _):
+        until_all(embedded, ledger)
+        embedded.wait_until(lambda: len(held(two, TOPIC)) == 2)
+        ledger.execute("DELETE FROM ledger")
+        assert admin.plan_reset(GROUP, TOPIC, "earliest").execute().verified
+        until_all(embedded, ledger)
+    assert ledger.bodies() == once(BODIES)
+
+
+def test_a_reset_of_a_queue_that_another_has_claimed_does_nothing(embedded, ledger, events):
+    """It is asked for while the member is just looking whether the queue is its own still."""
+    idle, looking, goes_on = threading.Event(), threading.Event(), threading.Event()
+
+    def look(statement):
+        if statement.startswith("SELECT") and idle.is_set() and not looking.is_set():
+            looking.set()
+            assert goes_on.wait(WAIT_S)
+
+    send(embedded, queues=1)
+    with offsets_driven(ledger, look) as offsets, ThreadPoolExecutor() as pool:
+        with billing(embedded, ledger, offsets=offsets, on_event=events) as (consumer, _):
+            until_at(embedded, ledger, 100)
+            idle.set()
+            assert looking.wait(WAIT_S)
+            ledger.execute("UPDATE pyrocket_offsets SET epoch = epoch + 1, next_offset = 90 WHERE topic = :t", t=TOPIC)
+            resetting = pool.submit(consumer.reset_offsets, TOPIC, {queue(TOPIC, 0): 10})
+            time.sleep(0.1)
+            goes_on.set()
+            assert resetting.result(WAIT_S) == {}
+            embedded.wait_until(lambda: len(ledger.rows()) >= 110)
+    assert [each.queue.topic for each in events.of("queue-fenced")] == [TOPIC]
+    assert {body for body, times in ledger.bodies().items() if times == 2} == set(BODIES[90:])
 
 
 def test_a_recorded_reset_is_followed_once(embedded, ledger, admin):
