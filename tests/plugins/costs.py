@@ -151,7 +151,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
     report = yield
     taken_s = item.stash.get(_taken, 0.0)
-    may_be_slow = item.get_closest_marker("slow") is not None or cost_of(item) in ("real", "search")
+    waits = cost_of(item) in ("real", "search") or (cost_of(item) == "unit" and item.config.getoption("--real-time"))
+    may_be_slow = waits or item.get_closest_marker("slow") is not None
     if call.when == "call" and report.passed and taken_s > LIMIT_S and not may_be_slow:
         report.outcome = "failed"
         report.longrepr = f"{taken_s:.1f} s, more than {LIMIT_S:g} s: make it quicker, or mark it slow(reason)"
