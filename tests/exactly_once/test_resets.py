@@ -118,17 +118,20 @@ def test_a_reset_of_a_queue_that_another_has_claimed_does_nothing(embedded, ledg
             assert goes_on.wait(WAIT_S)
 
     send(embedded, queues=1)
-    with offsets_driven(ledger, look) as offsets, ThreadPoolExecutor() as pool:
-        with billing(embedded, ledger, offsets=offsets, on_event=events) as (consumer, _):
-            until_at(embedded, ledger, 100)
-            idle.set()
-            assert looking.wait(WAIT_S)
-            ledger.execute("UPDATE pyrocket_offsets SET epoch = epoch + 1, next_offset = 90 WHERE topic = :t", t=TOPIC)
-            resetting = pool.submit(consumer.reset_offsets, TOPIC, {queue(TOPIC, 0): 10})
-            time.sleep(0.1)
-            goes_on.set()
-            assert resetting.result(WAIT_S) == {}
-            embedded.wait_until(lambda: len(ledger.rows()) >= 110)
+    with (
+        offsets_driven(ledger, look) as offsets,
+        ThreadPoolExecutor() as pool,
+        billing(embedded, ledger, offsets=offsets, on_event=events) as (consumer, _),
+    ):
+        until_at(embedded, ledger, 100)
+        idle.set()
+        assert looking.wait(WAIT_S)
+        ledger.execute("UPDATE pyrocket_offsets SET epoch = epoch + 1, next_offset = 90 WHERE topic = :t", t=TOPIC)
+        resetting = pool.submit(consumer.reset_offsets, TOPIC, {queue(TOPIC, 0): 10})
+        time.sleep(0.1)
+        goes_on.set()
+        assert resetting.result(WAIT_S) == {}
+        embedded.wait_until(lambda: len(ledger.rows()) >= 110)
     assert [each.queue.topic for each in events.of("queue-fenced")] == [TOPIC]
     assert {body for body, times in ledger.bodies().items() if times == 2} == set(BODIES[90:])
 

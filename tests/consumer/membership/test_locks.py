@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
+
+import pytest
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
@@ -11,9 +14,12 @@ from pyrocket_consumer.consumer.consume import ThreadWorkers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.locks import VALID_S, since_boot
 from pyrocket_consumer.consumer.member import GroupMember
+from pyrocket_consumer.wire.bodies import LockRequest, encode_lock_request
+from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.subscription import parse_subscription
-from tests.consumer.orders import GROUP, TOPIC
+from tests.consumer.orders import GROUP, QUEUE, TOPIC
 from tests.consuming import Seen
+from tests.real_brokers.remoting import Peer
 
 
 def test_a_machine_that_has_slept_does_not_trust_its_locks(orders):
@@ -49,6 +55,31 @@ def test_a_machine_that_has_slept_does_not_trust_its_locks(orders):
         cluster.run(member.close(5), 30)
     finally:
         cluster.close()
+
+
+@pytest.mark.virtual
+def test_a_queue_whose_lock_another_member_has_is_given_up(orders, broker):
+    """What its call has in hand is not committed, and comes again once the lock is free."""
+    orders.fill(1)
+    seen = Seen(lambda message: time.sleep(25 * (message.body == b"m1")))
+    with closing(Peer(broker.address)) as other, orders.consuming(seen, orderly=True) as (consumer, _):
+        orders.wait_committed(1)
+        orders.fill(1, start=1)
+        broker.expire_locks()
+
+        def call(code):
+            other.call(code, body=encode_lock_request(LockRequest(GROUP, "other", frozenset([QUEUE]))))
+
+        call(RequestCode.LOCK_BATCH_MQ)
+        told = orders.events.wait_for("lock-lost")
+        assert (told.queue, "up to 1 may come again" in told.text) == (QUEUE, True)
+        assert "has its lock still" in orders.events.wait_for("lock-lost", 2).text
+        time.sleep(10)
+        assert QUEUE not in consumer.progress()
+        assert orders.committed == {0: 1}
+        call(RequestCode.UNLOCK_BATCH_MQ)
+        orders.wait_committed(2)
+    assert seen.bodies == [b"m0", b"m1", b"m1"]
 
 
 def test_the_clock_of_locks_never_lags_behind_the_other():
