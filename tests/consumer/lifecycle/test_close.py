@@ -189,6 +189,24 @@ async def test_a_cancelled_close_gives_the_offset_store_back(orders, tmp_path):
     assert held.bodies == [b"m0", b"slow", b"meanwhile", b"last"]
 
 
+async def test_a_close_waits_until_cancelled_calls_have_cleaned_up(orders):
+    begun, undone = asyncio.Event(), []
+
+    async def listen(message):
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.3)  # a rollback, say
+            undone.append(message.body)
+
+    consumer = await orders.begun(listen)
+    orders.fill(1)
+    await begun.wait()
+    await consumer.close(0.1)
+    assert undone == [b"m0"]
+
+
 async def test_a_close_does_not_need_the_executor_of_the_users_loop(orders):
     """Listeners that do their work with `asyncio.to_thread` have them all, and keep them."""
     held = Held(b"x")

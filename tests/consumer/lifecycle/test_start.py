@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConnectError, ConsumerClosed, ConsumerState, OffsetStoreLocked
+from pyrocket_consumer.offsets import MemoryOffsetStore
 from pyrocket_consumer.testing import Gate, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.lifecycle.programs import run
@@ -182,6 +183,26 @@ def test_a_close_while_it_starts_ends_the_start(orders, nothing_is_left):
         with pytest.raises(ConsumerClosed):
             starting.result(WAIT_S)
     assert consumer.state is ConsumerState.CLOSED
+    nothing_is_left()
+
+
+@pytest.mark.slow("a close waits 5 s for a store")
+def test_a_store_that_hangs_is_closed_when_it_has_loaded(orders, nothing_is_left, caplog):
+    """The close of its consumer does not wait for that."""
+    store, loads, closed = MemoryOffsetStore(), threading.Event(), threading.Event()
+    store.load, store.close = loads.wait, closed.set
+    consumer = orders.consumer(offset_store=store)
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(consumer.start)
+        until(ours, "it starts")
+        time.sleep(1)
+        consumer.close()
+        assert "has not closed within" in caplog.text
+        with pytest.raises(ConsumerClosed):
+            starting.result(WAIT_S)
+        assert not closed.is_set()
+        loads.set()
+        assert closed.wait(WAIT_S)
     nothing_is_left()
 
 

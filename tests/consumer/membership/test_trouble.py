@@ -147,6 +147,31 @@ def test_bad_routes_change_nothing_for_long(orders):
     assert Counter(seen.bodies) == Counter(numbered(20))
 
 
+def test_a_route_that_is_not_known_at_the_start_is_looked_for(orders):
+    orders.cluster.name_server_node.on(ROUTE, answer(1, "busy"), times=2, when=of())
+    orders.fill(1)
+    with orders.consuming(**QUICK) as (_, seen):
+        assert "the route of orders is not known yet" in orders.events.wait_for("broker-unreachable").text
+        seen.wait_for(1)
+
+
+def test_no_route_is_asked_for_of_a_topic_that_is_left(orders):
+    """Not even if it is left while the routes are being refreshed, one after the other."""
+    node, gate = orders.cluster.name_server_node, Gate()
+    orders.make(2, "other", **ONE_BROKER)
+    with orders.consuming(**QUICK) as (consumer, seen):
+        consumer.subscribe("other", seen)
+        node.on(ROUTE, gate, when=of())
+        gate.wait_held()
+        consumer.unsubscribe("other")
+        node.forget_requests()
+        gate.open()
+        node.wait_for(ROUTE, 3, when=of())
+        assert not [each for each in node.requests(ROUTE) if of("other")(each.command)]
+        orders.fill(10)
+        seen.wait_for(10)
+
+
 def test_a_broker_leaves_the_route_and_comes_back(orders, embedded, broker):
     """Its address is forgotten while heartbeats and pulls are trying to reach it: they must survive that."""
     other, slave, node = embedded.broker("broker-b"), embedded.broker("broker-b-1"), embedded.name_server_node
