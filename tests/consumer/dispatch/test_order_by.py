@@ -549,6 +549,29 @@ def test_a_message_whose_key_is_told_at_last_takes_its_place(orders):
     assert not seen.overlaps
 
 
+def test_what_fails_meanwhile_comes_again_behind_it(orders):
+    asked, failed = Counter(), set()
+
+    def order_by(message):
+        asked[message.queue_offset] += 1
+        if message.queue_offset == 0 and asked[0] == 1:
+            raise LookupError("not yet")
+        return key_of(message)
+
+    def judge(message):
+        if message.queue_offset == 1 and not failed:
+            failed.add(1)
+            until(lambda: asked[0] == 2, "the key of the first is asked again")
+            time.sleep(0.1)
+            return Suspend(for_s=0.01)
+
+    send(orders, *"aa")
+    seen = ByKey(judge)
+    with by_key(orders, seen, order_by=order_by):
+        orders.wait_committed(2)
+    assert seen.of("a") == [1, 0, 1]
+
+
 def own(consumer):
     return [queue for queue in consumer.progress() if queue.topic == TOPIC]
 
