@@ -195,6 +195,19 @@ def waiting(is_async, goes_on, began=lambda message: None, ended=lambda message:
     return awaited if is_async else listener
 
 
+def test_small_bodies_do_not_pass_a_large_one_for_ever(orders):
+    large, began, goes_on = zlib.compress(bytes(8 * MIB)), [], threading.Event()
+    send(orders.cluster, TOPIC, large, large, sys_flag=ZLIB)
+    with orders.consuming(waiting(False, goes_on, began.append), max_cached_bytes=10 * MIB):
+        time.sleep(0.7)
+        send(orders.cluster, TOPIC, zlib.compress(b"small"), sys_flag=ZLIB)
+        time.sleep(0.3)
+        assert len(began) == 1
+        goes_on.set()
+        orders.wait_committed(3)
+    assert [message.queue_offset for message in began] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_consumer_closes_while_calls_wait_for_room(orders, is_async):
     send(orders.cluster, TOPIC, *[zlib.compress(bytes(MIB))] * 4, sys_flag=ZLIB)
@@ -322,6 +335,37 @@ def test_a_batch_that_is_damaged_is_one_failed_message(orders):
     assert bodies == [b"next"]
     assert len(errors) == 2
     assert all("batch item" in error for error in errors)
+
+
+BATCH_BODY = encode_batch([BatchItem(bytes(200 * 1024))])
+"""Too large to be unpacked where it comes in."""
+
+
+def test_large_batches_and_what_was_pulled_ahead_keep_their_order(orders):
+    bodies = [b"%d" % number for number in range(20)]
+    for body in bodies:
+        send(orders.cluster, TOPIC, body)
+        send(orders.cluster, TOPIC, BATCH_BODY, sys_flag=BATCH)
+    with orders.consuming(orderly=True, pull_batch_size=1) as (_, seen):
+        orders.wait_committed(40)
+    assert [message.queue_offset for message in seen.messages] == list(range(40))
+
+
+@pytest.mark.parametrize("deed", ["reset", "subscription"])
+def test_a_large_batch_may_be_passed_over_while_it_waits(orders, deed):
+    """For room. It is behind a reset then, or has none of the tags that are wanted now."""
+    goes_on = threading.Event()
+    seen = Seen(lambda message: goes_on.wait(WAIT_S) and None)
+    send(orders.cluster, TOPIC, bytes(MIB // 8))
+    send(orders.cluster, TOPIC, *[zlib.compress(BATCH_BODY)] * 2, sys_flag=BATCH | ZLIB)
+    with orders.consuming(seen, max_cached_bytes=MIB // 8) as (consumer, _):
+        seen.wait(lambda seen: seen.messages)
+        time.sleep(1)
+        consumer.reset_offsets(TOPIC, "latest") if deed == "reset" else consumer.subscribe(TOPIC, seen, "wanted")
+        goes_on.set()
+        orders.send(b"new", tags="wanted")
+        orders.wait_committed(4)
+    assert [message.queue_offset for message in seen.messages] == [0, 3]
 
 
 def test_an_answer_with_too_many_records_is_refused(orders, broker):
