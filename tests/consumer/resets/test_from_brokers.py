@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from contextlib import closing, suppress
 from typing import Any
@@ -14,7 +16,7 @@ from pyrocket_consumer.wire.bodies import encode_offset_table
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consumer.commits.faults import PullsCarryCommits
-from tests.consuming import WAIT_S, Events, Seen, numbered, until
+from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
 from tests.hazards.connection import Wire
 from tests.hazards.members import (
     Held,
@@ -476,3 +478,50 @@ def test_of_several_resets_at_once_the_last_counts(embedded, broker):
         consumer.resume()
         seen.wait(lambda seen: len(seen.messages) == 24)
         assert embedded.wait_until(lambda: embedded.committed("G", "T") == {0: 10, 1: 10})
+
+
+@pytest.mark.virtual
+def test_a_reset_of_a_queue_that_is_given_up_counts_when_it_is_back(embedded, broker):
+    """And not where this member last knew the queue to be."""
+    theirs, frees, seen = queue("T", 1), threading.Event(), []
+
+    def listen(message):
+        seen.append(message.queue_offset)
+        if message.body == b"last" and not frees.is_set():
+            assert frees.wait(4 * WAIT_S)
+
+    options = {"orderly": True, "start_wait_s": 0.1, "on_event": (events := Events())}
+    fill(embedded, "T", 9, queue_id=1)
+    with consuming(embedded, "T", "G", listen, instance_name="first", **options) as (consumer, _):
+        until(lambda: embedded.committed("G", "T").get(1) == 9, "committed")
+        embedded.send("T", b"last", queue_id=1)
+        until(lambda: len(seen) == 10, "the call")
+        with consuming(embedded, "T", "G", instance_name="second", **options):
+            time.sleep(10)
+            assert theirs in consumer.progress(), "given up when its call has returned, or has taken too long"
+            broker.commit("G", "T", {1: 2})
+            tell_members(broker, "G", "T", encode_offset_table({theirs: 2}))
+            until(lambda: theirs not in consumer.progress(), "given up")
+        until(lambda: theirs in consumer.progress(), "it is back")
+        frees.set()
+        until(lambda: len(seen) == 18, "consumed again")
+    assert seen == [*range(10), *range(2, 10)]
+    assert not events.of("offset-went-back")
+
+
+@pytest.mark.parametrize(("refuses", "end"), [(True, 10), (False, 0)], ids=["refused", "a hand-over of proxies"])
+def test_a_reset_of_a_topic_that_is_left_tells_nobody(embedded, broker, tmp_path, refuses, end):
+    model = "clustering" if refuses else "broadcasting"
+    options = {"message_model": model, "offset_store_dir": tmp_path, "remote_reset": "refuse" if refuses else "accept"}
+    fill(embedded, "S", 10)
+    broker.on(PULL, held := Held(), when=of("S", queueOffset=10))
+    with consuming(embedded, "S", "G", on_event=(events := Events()), **options) as (consumer, seen):
+        consumer.subscribe("T", seen)
+        seen.wait_for(10)
+        held.wait()
+        consumer.unsubscribe("S")
+        held.answer(21, "OFFSET_RESET", {**MARK, "maxOffset": end})
+        time.sleep(1)
+        assert not events.of("offset-reset")
+        assert (0, 4) not in committed_values(broker, "S")
+    assert len(seen.bodies) == 10
