@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -14,11 +15,12 @@ from pyrocket_consumer.consumer.consume import ThreadWorkers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.locks import VALID_S, since_boot
 from pyrocket_consumer.consumer.member import GroupMember
+from pyrocket_consumer.testing import Gate
 from pyrocket_consumer.wire.bodies import LockRequest, encode_lock_request
 from pyrocket_consumer.wire.codes import RequestCode
 from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.consumer.orders import GROUP, QUEUE, TOPIC
-from tests.consuming import Seen
+from tests.consuming import WAIT_S, Seen
 from tests.real_brokers.remoting import Peer
 
 
@@ -57,29 +59,52 @@ def test_a_machine_that_has_slept_does_not_trust_its_locks(orders):
         cluster.close()
 
 
+@pytest.fixture
+def other(broker):
+    """Another member: `other(code)` asks for the lock of the queue, or gives it back."""
+    body = encode_lock_request(LockRequest(GROUP, "other", frozenset([QUEUE])))
+    with closing(Peer(broker.address)) as peer:
+        yield lambda code: peer.call(code, body=body)
+
+
 @pytest.mark.virtual
-def test_a_queue_whose_lock_another_member_has_is_given_up(orders, broker):
+def test_a_queue_whose_lock_another_member_has_is_given_up(orders, broker, other):
     """What its call has in hand is not committed, and comes again once the lock is free."""
     orders.fill(1)
     seen = Seen(lambda message: time.sleep(25 * (message.body == b"m1")))
-    with closing(Peer(broker.address)) as other, orders.consuming(seen, orderly=True) as (consumer, _):
+    with orders.consuming(seen, orderly=True) as (consumer, _):
         orders.wait_committed(1)
         orders.fill(1, start=1)
         broker.expire_locks()
-
-        def call(code):
-            other.call(code, body=encode_lock_request(LockRequest(GROUP, "other", frozenset([QUEUE]))))
-
-        call(RequestCode.LOCK_BATCH_MQ)
+        other(RequestCode.LOCK_BATCH_MQ)
         told = orders.events.wait_for("lock-lost")
         assert (told.queue, "up to 1 may come again" in told.text) == (QUEUE, True)
         assert "has its lock still" in orders.events.wait_for("lock-lost", 2).text
         time.sleep(10)
         assert QUEUE not in consumer.progress()
         assert orders.committed == {0: 1}
-        call(RequestCode.UNLOCK_BATCH_MQ)
+        other(RequestCode.UNLOCK_BATCH_MQ)
         orders.wait_committed(2)
     assert seen.bodies == [b"m0", b"m1", b"m1"]
+
+
+@pytest.mark.virtual
+def test_a_lock_that_is_lost_during_a_reset_is_missed_soon(orders, broker, other):
+    """At the next renewal: what this one says is of the period that the reset has ended."""
+    orders.fill(1)
+    with orders.consuming(orderly=True) as (consumer, _), ThreadPoolExecutor() as pool:
+        orders.wait_committed(1)
+        time.sleep(15)
+        orders.on(RequestCode.UPDATE_CONSUMER_OFFSET, gate := Gate())
+        resetting = pool.submit(consumer.reset_offsets, TOPIC, "earliest")
+        gate.wait_held()
+        broker.expire_locks()
+        other(RequestCode.LOCK_BATCH_MQ)
+        time.sleep(8)  # its own is refused meanwhile
+        gate.open()
+        assert resetting.result(WAIT_S) == {QUEUE: 0}
+        assert not orders.events.of("lock-lost")
+        assert "may come again" in orders.events.wait_for("lock-lost").text
 
 
 def test_the_clock_of_locks_never_lags_behind_the_other():
