@@ -108,7 +108,7 @@ def test_a_reset_of_the_broker_reaches_who_has_the_queue(embedded, ledger, admin
     assert ledger.bodies() == once(BODIES)
 
 
-def test_a_reset_of_a_queue_that_another_has_claimed_does_nothing(embedded, ledger, events):
+def test_a_reset_of_a_queue_another_has_claimed_does_nothing(embedded, ledger, events):
     """It is asked for while the member is just looking whether the queue is its own still."""
     idle, looking, goes_on = threading.Event(), threading.Event(), threading.Event()
 

@@ -341,7 +341,7 @@ BATCH_BODY = encode_batch([BatchItem(bytes(200 * 1024))])
 """Too large to be unpacked where it comes in."""
 
 
-def test_large_batches_and_what_was_pulled_ahead_keep_their_order(orders):
+def test_large_batches_and_what_is_pulled_ahead_keep_order(orders):
     bodies = [b"%d" % number for number in range(20)]
     for body in bodies:
         send(orders.cluster, TOPIC, body)

@@ -481,7 +481,7 @@ def test_of_several_resets_at_once_the_last_counts(embedded, broker):
 
 
 @pytest.mark.virtual
-def test_a_reset_of_a_queue_that_is_given_up_counts_when_it_is_back(embedded, broker):
+def test_a_reset_of_a_queue_being_given_up_counts_afterwards(embedded, broker):
     """And not where this member last knew the queue to be."""
     theirs, frees, seen = queue("T", 1), threading.Event(), []
 
