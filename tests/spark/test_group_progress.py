@@ -99,6 +99,7 @@ def test_without_a_group_nothing_is_told(embedded, begun):
         run = begun(**options)
         run.batch()
         run.reader.commit({"version": 1, "queues": {}})
+        run.reader.stop()  # by then it has told what it tells
     assert embedded.broker("broker-a").requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
 
 
@@ -122,6 +123,7 @@ def test_a_reset_of_the_group_is_reported_once_and_not_obeyed(embedded, begun, c
         embedded.send("orders", count=2)
         assert len(run.batch()) == 2  # what is new, not what the group was set to
         run.reader._progress.flush(30)
+    run.reader.stop()
     (warning,) = [each for each in caplog.messages if "group=app is not where this query put it" in each]
     assert "orders/broker-a/0 at 0, was 5" in warning
     assert "its checkpoint alone decides" in warning

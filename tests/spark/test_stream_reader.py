@@ -237,6 +237,16 @@ def test_a_run_to_the_end_ends_although_a_queue_shrank(embedded):
 # --- tasks
 
 
+def test_tags_leave_gaps_and_nothing_is_missed(embedded):
+    """Ranges end and begin at messages that the broker leaves out."""
+    embedded.create_topic("tagged", queues=1, brokers=["broker-a"])
+    for number in range(40):
+        embedded.send("tagged", tags="b" if number % 4 == 2 else "a", broker_name="broker-a")
+    options = {**FROM_FIRST, "subscribe": "tagged", "tags": "b", "maxOffsetsPerTrigger": 5}
+    with running(embedded, **options) as run:
+        assert [offset for _, offset in all_batches(run)] == list(range(2, 40, 4))
+
+
 def test_ranges_are_planned_as_the_options_say(embedded):
     with planning(embedded, startingOffsets="earliest", minPartitions=8) as reader:
         start = reader.initialOffset()
