@@ -16,13 +16,13 @@ from tests.for_each import for_each
 ROOT = Path(__file__).parents[1]
 
 
-def ended(program, *arguments):
+def ended(program, *arguments, timeout_s=60):
     command = [sys.executable, "-m", f"benchmarks.{program}", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def run(program, *arguments):
-    done = ended(program, *arguments)
+    done = ended(program, *arguments, timeout_s=180)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

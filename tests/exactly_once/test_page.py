@@ -34,7 +34,7 @@ def in_file(path, statement):
 
 def ended(child, reached, what):
     """Wait until a program is through, and have it end in order; returns what it said of errors."""
-    until(reached, what, 60)
+    until(reached, what)
     until(lambda: _takes_sigterm(child.process), "join has begun")
     child.process.terminate()
     assert child.ended() == 0
