@@ -252,7 +252,9 @@ NOT_MADE_YET = "makes a fault and is none itself; call it first|missing 1 requir
 )
 def test_a_mistake_in_a_fault_fails_the_test_that_made_it(fault, options, text):
     """It loses no request silently: the connection ends, and the cluster with the error."""
+    ended = None
     with pytest.raises(RuntimeError, match=text), talking() as (broker, client):
         broker.on(MAX, fault, **options)
         client.post(MAX, QUEUE)
-        assert client.wait_closed()
+        ended = client.wait_closed()
+    assert ended, "the error of the cluster would hide one of this"
