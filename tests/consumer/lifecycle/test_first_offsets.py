@@ -173,11 +173,13 @@ class TakesAnErrorForZero(StartsAtATime):
 
 @contextmanager
 def time_zone(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        patch.setenv("TZ", name)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("TZ", name)
+            time.tzset()
+            yield
+    finally:
         time.tzset()
-        yield
-    time.tzset()
 
 
 @pytest.mark.hazard("H23")
