@@ -41,6 +41,8 @@ class JavaStore(MemoryOffsetStore):
         self._disk = disk
 
     def load(self) -> None:
+        for queue in self.clone_offset_table():
+            super().remove_offset(queue)
         for queue, offset in self._read().items():
             self.update_offset(queue, offset)
 
@@ -101,6 +103,9 @@ class OldJavaStore(JavaStore):
         held = list(memory if mqs is None else mqs)
         if held:
             self._write({mq: memory[mq] for mq in held if mq in memory})
+
+    def remove_offset(self, mq: MessageQueue) -> None:
+        pass
 
 
 def ours(disk: Disk, **options: Any) -> LocalFileOffsetStore:
