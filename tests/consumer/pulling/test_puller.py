@@ -408,7 +408,8 @@ async def test_messages_outside_of_what_was_asked_for_are_left_out():
     pulling = Pulling(3)
     (await pulling.asked()).found(start=0, next_offset=5)
     assert pulling.host.offsets == [3, 4]
-    (await pulling.asked()).found(start=5)
+    (again := await pulling.asked()).found()
+    assert again.offset == 5
     assert pulling.host.offsets == list(range(3, 13))
 
 
