@@ -107,20 +107,29 @@ def test_a_queue_that_was_taken_away_is_told_at_once(embedded, producer):
         producer.send("orders", b"x", queue=MessageQueue("orders", "broker-a", 7), timeout_s=30)
 
 
+def make_anew_elsewhere(embedded):
+    embedded.delete_topic("orders")
+    embedded.create_topic("orders", queues=2, brokers=["broker-b"])
+
+
 @pinned
 @pytest.mark.cluster(brokers=2, auto_create_topics=False)
 def test_a_topic_made_anew_on_another_broker_is_found_there(embedded, producer, pin):
-    embedded.delete_topic("orders")
-    embedded.create_topic("orders", queues=2, brokers=["broker-b"])
+    make_anew_elsewhere(embedded)
     if "queue" in pin:
         pin = {"queue": MessageQueue("orders", "broker-b", 0)}
     bodies, results = send_all(producer, **pin)
     assert sorted(stored(embedded)) == sorted(bodies)
+    assert {each.queue.broker_name for each in results} == {"broker-b"}
     if pin:
         assert stored(embedded) == bodies
-    keyed = [producer.send_async("orders", b"x", sharding_key=f"key-{number}") for number in range(8)]
-    results += [future.result(20) for future in keyed]
-    assert {each.queue.broker_name for each in results} == {"broker-b"}
+
+
+@pytest.mark.cluster(brokers=2, auto_create_topics=False)
+def test_all_keys_of_a_topic_made_anew_elsewhere_are_found(embedded, producer):
+    make_anew_elsewhere(embedded)
+    sent = [producer.send_async("orders", b"x", sharding_key=f"key-{number}") for number in range(8)]
+    assert {future.result(20).queue.broker_name for future in sent} == {"broker-b"}
 
 
 def commit(message):
