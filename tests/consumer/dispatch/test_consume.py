@@ -282,6 +282,18 @@ def blocking(working: Working) -> tuple[Any, threading.Semaphore, threading.Even
     return handle if isinstance(working.workers, ThreadWorkers) else listen, begun, release
 
 
+def test_stopped_workers_begin_nothing_and_finish_what_runs(either):
+    listener, begun, release = blocking(either)
+    running, waiting = [either.consume(listener, 1) for _ in range(2)], either.consume(listener, 3)
+    for _ in running:
+        assert begun.acquire(timeout=WAIT_S)
+    either.workers.stop()
+    release.set()
+    until(lambda: not living("pyrocket-consume", "pyrocket-listener"))
+    assert [window.finished for window in (*running, waiting)] == [1, 1, 0]
+    assert not begun.acquire(blocking=False), "nothing else has begun"
+
+
 class Emptied(deque):
     """Units that are taken back between a worker's look and its grasp."""
 
