@@ -375,7 +375,7 @@ def test_who_answers_is_moved_beside_a_frozen_member(version, all_queues):
         assert {place[1] for place, times in seen.places.items() if times > 1} == {7, 8, 9}
 
 
-def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin, stores):
+def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin):
     with consuming(embedded, "T", "G"):
         with pytest.raises(ConfigError, match="'G' is clustering, as its 1 members that are online say"):
             admin.plan_reset("G", "T", "earliest", model="broadcasting")
@@ -453,7 +453,7 @@ def test_a_java_member_that_cannot_be_reset_is_told_of(stores):
             wait_until_seen(seen, 2, 20)
 
 
-def test_a_java_member_needs_all_queues_or_another_broker(stores):
+def test_a_java_member_needs_all_queues_or_another_broker():
     with administered(version="5.5.0") as (cluster, admin):
         cluster.create_topic("T", queues=2)
         with ForeignMember(cluster, "G", "T", {}):

@@ -182,7 +182,7 @@ def slow_check():
     check.may_answer.set()
 
 
-def test_a_slow_check_holds_up_no_callbacks(quick, transacting, slow_check):
+def test_a_slow_check_holds_up_no_callbacks(transacting, slow_check):
     producer = transacting(slow_check)
     undecided(producer)
     assert slow_check.began.wait(30)
@@ -320,7 +320,7 @@ def test_what_is_not_stored_or_without_a_place_runs_nothing(quick, transacting, 
         transacting(never).send_in_transaction(PAID, never)
 
 
-def test_wrong_arguments_are_told(quick, transacting):
+def test_wrong_arguments_are_told(transacting):
     producer = transacting(never)
     for call, told in (
         (lambda: transacting(None), "not callable"),

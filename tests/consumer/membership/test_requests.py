@@ -232,7 +232,7 @@ def test_a_reset_of_a_thousand_queues_and_4_mib_are_obeyed(embedded, asking):
 
 @pytest.mark.live
 @pytest.mark.parametrize("by", ["the broker", "an admin of ours"])
-def test_messages_do_not_wait_while_long_resets_are_read(embedded, broker, asking, by):
+def test_messages_do_not_wait_while_long_resets_are_read(embedded, asking, by):
     embedded.create_topic("T", queues=1)
     code, more = RESET, {}
     if by != "the broker":

@@ -236,7 +236,7 @@ def test_places_that_somebody_has_filled_are_taken(embedded, broker, admin, stor
         again.wait_for(20)
 
 
-def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, broker, admin, stores):
+def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, admin, stores):
     events = Events()
     options = {**stores, "on_event": events}
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):

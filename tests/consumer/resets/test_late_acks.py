@@ -129,7 +129,7 @@ def test_a_listener_that_returns_after_a_reset_changes_nothing(embedded, broker,
         faulty(ChecksAndThenStores, "by a listener from before it"),
     ],
 )
-def test_no_moment_lies_between_looking_and_storing(embedded, broker, member):
+def test_no_moment_lies_between_looking_and_storing(embedded, member):
     """Looking whether the window lives and moving the offset is one step, under the window's lock.
 
     Faulty: Java looks first and stores then.
