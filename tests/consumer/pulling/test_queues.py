@@ -178,7 +178,7 @@ class TranslatesNames(MemoryOffsetStore):
 
 @pytest.mark.hazard("H47")
 @pytest.mark.parametrize("faulty_store", [None, faulty(TranslatesNames, "kept under")])
-def test_offsets_are_kept_under_the_broker_name_as_it_is(tmp_path, faulty_store):
+def test_offsets_are_kept_under_the_broker_name_as_it_is(names, tmp_path, faulty_store):
     """A broker name is a name, also one with the prefix of logical queues; nothing is translated on the way to a store.
 
     Faulty: a store that translates logical queues, and so depends on a mapping that may change.
