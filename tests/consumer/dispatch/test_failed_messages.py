@@ -285,13 +285,14 @@ class LosesTheWorkersMessage(NaiveMember):
 
 @pytest.mark.hazard("H37")
 @ours_and(faulty(LosesTheWorkersMessage, "nothing holds the offset"))
-def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member):
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member, error):
     """Whatever a listener raises, SystemExit and KeyboardInterrupt too, its message comes again and the rest goes on.
 
     Faulty: a worker that dies with its message, which then holds the offset for ever.
     """
     Orders(embedded, messages=5)
-    with member(embedded, TOPIC, GROUP, fails_at_first(b"m1", SystemExit)) as consumer:
+    with member(embedded, TOPIC, GROUP, fails_at_first(b"m1", error)) as consumer:
         consumer.seen.wait_for(5)
         until(lambda: consumer.stored() == {QUEUE: 5}, "nothing holds the offset")
         consumer.seen.wait(lambda seen: seen.bodies.count(b"m1") == 2)
