@@ -284,8 +284,13 @@ class LosesTheWorkersMessage(NaiveMember):
 
 
 @pytest.mark.hazard("H37")
-@ours_and(faulty(LosesTheWorkersMessage, "nothing holds the offset"))
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("member", "error"),
+    [
+        (ours, SystemExit), (ours, KeyboardInterrupt),
+        faulty(LosesTheWorkersMessage, "nothing holds the offset", SystemExit),
+    ],
+)  # fmt: skip
 def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member, error):
     """Whatever a listener raises, SystemExit and KeyboardInterrupt too, its message comes again and the rest goes on.
 
