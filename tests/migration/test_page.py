@@ -29,6 +29,7 @@ def orders():
 
 
 @pytest.mark.live
+@pytest.mark.slow("a block is a whole program")
 @pytest.mark.parametrize("block", blocks(DOCUMENT, "python"), ids=title)
 def test_a_python_block_runs(block, orders, tmp_path):
     assert run_python(block, orders, tmp_path, logged="event=offset-reset")
