@@ -135,11 +135,11 @@ def _place(item: pytest.Item, released_first: bool) -> tuple[int, str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """With `-n auto`: one for each core, and for each release and Spark, whose tests wait, if there is memory."""
+    """With `-n auto`: one for each core; with real brokers three more, as two releases and Spark have tests wait."""
     cores, memory = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if config.getoption("--real") == NO_VERSION:
         return cores
-    return max(2, min(cores + len(config.stash[_versions]) + 1, memory // WORKER_BYTES))
+    return max(2, min(cores + 3, memory // WORKER_BYTES))
 
 
 @pytest.hookimpl(optionalhook=True)
