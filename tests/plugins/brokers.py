@@ -24,6 +24,7 @@ WORKER_BYTES = 2 << 30
 """The memory of a worker with the brokers it runs."""
 
 _ON_A_RELEASE = re.compile(rf"[\[-]real-({'|'.join(map(re.escape, VERSIONS))})[-\]]")
+_WITHOUT_THE_SESSION = re.compile(r"tests/spark/test_(discovery|kill|read|sink_faults|source_faults)\.py")
 _versions = pytest.StashKey[tuple[str, ...]]()
 _required = pytest.StashKey[bool]()
 _not_run = pytest.StashKey[str]()
@@ -144,7 +145,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`: each release is one worker's work, Spark another's, and every other test goes to whoever is free."""
+    """With `-n`: each release is one worker's work, Spark's session another's; other tests go to whoever is free."""
     from xdist.scheduler import LoadScopeScheduling, WorkStealingScheduling
 
     if not config.stash[_versions]:  # this one asks workers less often
@@ -152,7 +153,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith("tests/spark/"):
+            if nodeid.startswith("tests/spark/") and not _WITHOUT_THE_SESSION.match(nodeid):
                 return "spark"
             release = _ON_A_RELEASE.search(nodeid)
             return release[1] if release else nodeid

@@ -58,7 +58,7 @@ def is_right(*arguments, module="tests.simulation"):
 
 
 def some(seeds: str) -> str:
-    """Return as many of the seeds as there is time for; in `--quick` none of the plans that have few."""
+    """Return as many of the seeds as there is time for; for a twentieth, none of plans that have few."""
     first, _, last = seeds.partition("-")
     count = round((int(last or first) + 1 - int(first)) * min(float(factor()), 1))
     return f"{first}-{int(first) + count - 1}" if count else ""
