@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def for_each(
     A case that fails is a failed subtest, named by its id or its values; the others go on.
     Fixtures are made once, for all cases. A function as `cases` is called when the test runs.
     """
-    keys = names.split(", ")
+    keys = [name.strip() for name in names.split(",")]
 
     def decorate(test: Test) -> Test:
         body, inner = getattr(test, "cases", (test, lambda: [({}, ())]))  # several decorators: all combinations
@@ -34,8 +33,11 @@ def for_each(
         def combined() -> Iterator[Case]:
             given = list(cases if isinstance(cases, Iterable) else cases())
             assert given, f"there is no case of {names}"
-            for case, name in zip(given, repeat(None, len(given)) if callable(ids) else ids, strict=True):
+            labels = [None] * len(given) if callable(ids) else list(ids)
+            assert len(labels) == len(given), f"{len(labels)} ids for {len(given)} cases of {names}"
+            for case, name in zip(given, labels, strict=True):
                 values = case if len(keys) > 1 else (case,)
+                assert len(values) == len(keys), f"{case!r} is not a value each for {', '.join(keys)}"
                 said = [partial(ids, value) for value in values] if callable(ids) else [partial(str, name)]
                 for arguments, more in inner():
                     yield dict(zip(keys, values, strict=True)) | arguments, (*said, *more)

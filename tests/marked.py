@@ -9,22 +9,24 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 
+Test = ast.FunctionDef | ast.AsyncFunctionDef
+
 
 @cache
-def functions(path: Path) -> list[ast.FunctionDef]:
+def functions(path: Path) -> list[Test]:
     """Return the tests of a file."""
     body = ast.parse(path.read_text()).body
-    return [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return [node for node in body if isinstance(node, Test) and node.name.startswith("test_")]
 
 
-def marked_with(mark: str, *more: Path) -> Iterator[tuple[Path, ast.FunctionDef]]:
+def marked_with(mark: str, *more: Path) -> Iterator[tuple[Path, Test]]:
     """Yield the tests of all files that have a mark somewhere, and of some more."""
     for path in sorted(TESTS.rglob("test_*.py")):
         if path in more or f"mark.{mark}(" in path.read_text():
             yield from ((path, node) for node in functions(path))
 
 
-def arguments(node: ast.FunctionDef, mark: str) -> list[str]:
+def arguments(node: Test, mark: str) -> list[str]:
     """Return the arguments of a test's mark."""
     calls = (each for each in node.decorator_list if isinstance(each, ast.Call))
     return [
@@ -35,7 +37,7 @@ def arguments(node: ast.FunctionDef, mark: str) -> list[str]:
     ]
 
 
-def fixtures(node: ast.FunctionDef) -> frozenset[str]:
+def fixtures(node: Test) -> frozenset[str]:
     return frozenset(argument.arg for argument in node.args.args)
 
 

@@ -47,10 +47,19 @@ def test_coroutines_are_awaited():
     assert subtests.failed == [("'three'", "three")]
 
 
-def test_no_case_is_a_mistake():
-    @for_each("number", [])
-    def test(number):
+@pytest.mark.parametrize(
+    ("names", "cases", "ids", "match"),
+    [
+        ("number", [], repr, "no case of number"),
+        ("number, text", [(1, "one"), (2,)], repr, r"\(2,\) is not a value each for number, text"),
+        ("number,text", [(1, "one", "more")], repr, "not a value each for number, text"),
+        ("number", [1, 2], ["one"], "1 ids for 2 cases of number"),
+    ],
+)
+def test_a_wrong_table_is_named(names, cases, ids, match):
+    @for_each(names, cases, ids)
+    def test(number, text=""):
         pass
 
-    with pytest.raises(AssertionError, match="no case of number"):
+    with pytest.raises(AssertionError, match=match):
         test(subtests=Subtests())

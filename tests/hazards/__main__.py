@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from tests.marked import TESTS, arguments, fixtures, marked_with, place
+from tests.marked import TESTS, Test, arguments, fixtures, marked_with, place
 from tests.releases import VERSIONS
 
 DOCUMENT = TESTS.parent / "docs" / "hazards.md"
@@ -72,6 +72,8 @@ HAZARDS = {
 }
 """Every hazard: what goes wrong, and what users see of it."""
 
+NAMES = [f"H{number:02}" for number in HAZARDS]
+
 REMARKS = {
     46: "No test: this is about clients that reach brokers through a proxy. Ours keeps its own file.",
     47: "The rest is about brokers and their storage.",
@@ -112,12 +114,15 @@ def hazard_tests() -> tuple[HazardTest, ...]:
 
 def _read_tests() -> Iterator[HazardTest]:
     for path, node in marked_with("hazard"):
-        numbers = tuple(int(name[1:3]) for name in arguments(node, "hazard"))
+        names = arguments(node, "hazard")
+        if unknown := [name for name in names if name not in NAMES]:
+            sys.exit(f"{place(path)}: {node.name}: hazard({unknown[0]!r}) is none of {NAMES[0]} to {NAMES[-1]}")
+        numbers = tuple(NAMES.index(name) + 1 for name in names)
         if numbers and "the_naive_member_is_right" not in node.name:
             yield HazardTest(node.name, place(path), numbers, *_docstring(node), _brokers(node))
 
 
-def _docstring(node: ast.FunctionDef) -> tuple[str, str]:
+def _docstring(node: Test) -> tuple[str, str]:
     """Return what a test's docstring says of us, and what of others."""
     paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(ast.get_docstring(node) or "").split("\n\n")]
     ours = [part for part in paragraphs if part and not part.startswith("Faulty:")]
@@ -129,7 +134,7 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _brokers(node: ast.FunctionDef) -> str:
+def _brokers(node: Test) -> str:
     """Return which brokers a test runs on, by its fixtures."""
     taken, versions = fixtures(node), ", ".join(arguments(node, "versions") or ["real"])
     if taken & {"real_cluster", "real_version"}:

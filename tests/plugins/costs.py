@@ -80,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("unit")
         elif item.get_closest_marker("unit") is not None:
             item.stash[_wrong] = f"marked unit and {cost}; keep one"
+        if any(not mark.args for mark in item.iter_markers("slow")):
+            item.stash[_wrong] = 'marked slow without a reason; say why: slow("starts a server")'
     if left_out := [item for item in items if _is_left_out(item)]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -65,12 +65,14 @@ def test_marks_choose_and_limits_hold(run):
     assert "1 failed, 2 passed, 4 deselected" in units
 
 
-def test_unit_and_another_cost_exclude_each_other(run, tmp_path):
-    (tmp_path / "test_both.py").write_text(
+def test_wrong_marks_are_named(run, tmp_path):
+    (tmp_path / "test_wrong.py").write_text(
         "import pytest\n@pytest.mark.unit\n@pytest.mark.live\ndef test_both(): pass\n"
+        "@pytest.mark.unit\n@pytest.mark.live\n@pytest.mark.slow\ndef test_why(): pass\n"
     )
     assert "FAILED" not in (chosen := run("-n", "1", "-m", "unit and live"))
-    assert "ERROR test_both.py::test_both - Failed: marked unit and live; keep one" in chosen
+    assert "ERROR test_wrong.py::test_both - Failed: marked unit and live; keep one" in chosen
+    assert "ERROR test_wrong.py::test_why - Failed: marked slow without a reason" in chosen
 
 
 def test_real_time_leaves_out_what_is_virtual(run, tmp_path):

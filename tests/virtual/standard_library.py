@@ -7,6 +7,7 @@ import _thread
 import asyncio
 import concurrent.futures.thread
 import logging
+import multiprocessing.util
 import queue
 import socket
 import sys
@@ -22,7 +23,9 @@ from tests.virtual.loop import VirtualLoop
 from tests.virtual.primitives import Lock
 from tests.virtual.scheduler import ACTIVE, NotVirtual, Scheduler, current
 
-FORBIDDEN = ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+FORBIDDEN = (
+    "socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system",
+)  # fmt: skip
 """What leaves the world: it would wait for something that does not run on its clock."""
 
 
@@ -61,12 +64,24 @@ def install() -> None:
 
     socket.create_connection = create_connection  # type: ignore[assignment]
     sys.addaudithook(_stay_inside)
+    real_spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+
+    def spawn(*arguments: Any) -> Any:
+        _refuse("multiprocessing")
+        return real_spawn(*arguments)
+
+    multiprocessing.util.spawnv_passfds = spawn  # type: ignore[attr-defined]
 
 
 def _stay_inside(event: str, arguments: Any) -> None:
-    if event in FORBIDDEN and (world := current()) is not None and not _is_local(event, arguments):
-        world.violations.append(event)
-        raise NotVirtual(f"{event} in virtual time; mark this test live")
+    if event in FORBIDDEN and not _is_local(event, arguments):
+        _refuse(event)
+
+
+def _refuse(what: str) -> None:
+    if (world := current()) is not None:
+        world.violations.append(what)
+        raise NotVirtual(f"{what} in virtual time; mark this test live")
 
 
 def _is_local(event: str, arguments: Any) -> bool:

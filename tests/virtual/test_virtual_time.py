@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import queue
 import signal
 import socket
@@ -396,8 +398,12 @@ def test_outside_of_a_world_nothing_is_virtual():
 @pytest.mark.live
 @pytest.mark.parametrize(
     "leave",
-    [lambda: subprocess.run([sys.executable, "-c", ""]), lambda: socket.getaddrinfo("example.invalid", 1)],
-    ids=["process", "name"],
+    [
+        lambda: subprocess.run([sys.executable, "-c", ""]), lambda: os.system("true"),
+        lambda: multiprocessing.get_context("spawn").Process(target=print).start(),
+        lambda: socket.getaddrinfo("example.invalid", 1),
+    ],
+    ids=["process", "shell", "spawned process", "name"],
 )
 def test_what_leaves_the_world_is_refused(leave):
     with virtual_time() as world:
