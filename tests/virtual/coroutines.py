@@ -19,7 +19,8 @@ class _Jumping(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None:
-            raise AssertionError("the loop would wait for ever: nothing is due and nobody will call")
+            hint = "a test with threads or connections needs RUN = asyncio.run in its module"
+            raise AssertionError(f"nothing is due and nobody will call; {hint}")
         self.now += max(timeout, 0.0)
         return super().select(0)
 

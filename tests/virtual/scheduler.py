@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import gc
 import heapq
+import os
 import random
 import sys
 import threading
@@ -269,13 +270,14 @@ class Scheduler:
         thread.gate.release()
 
     def stacks(self) -> str:
-        """Return where each thread is."""
-        frames = sys._current_frames()
-        return "\n".join(
-            f"--- {thread.name}\n" + "".join(traceback.format_stack(frames[thread.ident])[-6:])
-            for thread in self._threads
-            if thread.ident in frames
-        )
+        """Return where each thread is, without what makes its time virtual."""
+        frames, here = sys._current_frames(), os.path.dirname(__file__)
+        said = []
+        for thread in self._threads:
+            if (frame := frames.get(thread.ident)) is not None:
+                lines = [each for each in traceback.extract_stack(frame) if os.path.dirname(each.filename) != here]
+                said.append(f"--- {thread.name}\n{''.join(traceback.format_list(lines[-6:]))}")
+        return "\n".join(said)
 
     # --- its life
 
