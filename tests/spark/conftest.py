@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 from pyrocket_consumer.testing import EmbeddedCluster
 
@@ -21,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 
 DELTA = "PYROCKET_SPARK_DELTA"
 """The variable that names Delta's package, as Maven does, for the release of Spark that is installed."""
+
+NOT_BEGUN = "Python worker failed to connect back"
+"""What Spark says when a Python process has not begun within 10 s, as on a busy machine. No setting changes it."""
 
 _left_out = pytest.StashKey[str]()
 
@@ -138,6 +142,21 @@ def connections_end() -> Iterator[None]:
     yield
     if "pyrocket_consumer.spark.worker" in sys.modules:
         sys.modules["pyrocket_consumer.spark.worker"].close_all()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Run a test again, twice at most, for which Spark did not begin a Python process in time."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for attempt in range(3):
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        if attempt == 2 or not any(each.failed and NOT_BEGUN in each.longreprtext for each in reports):
+            break
+        item._initrequest()  # type: ignore[attr-defined]
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 @pytest.fixture(scope="session")

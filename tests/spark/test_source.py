@@ -42,7 +42,7 @@ class Query:
         """Read what there is, and stop; return the query."""
         query = self.start(change, {"availableNow": True}, **options)
         with contextlib.suppress(StreamingQueryException):  # it is the query's, too
-            query.awaitTermination(120)
+            query.awaitTermination(250)
         assert not query.isActive
         return query
 

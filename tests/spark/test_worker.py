@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from pyrocket_consumer.spark.worker import IDLE_S, forget, kept
+from tests.spark.conftest import NOT_BEGUN
 
 
 class Line:
@@ -47,3 +48,13 @@ def test_a_forked_worker_has_nothing_of_its_parent():
         os._exit(kept(Line, "forked", Line) is mine)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert kept(Line, "forked", Line) is mine
+
+
+runs = []
+
+
+@pytest.mark.live
+def test_what_spark_was_too_late_for_is_run_again(tmp_path):
+    runs.append(tmp_path)
+    assert len(runs) == 3, NOT_BEGUN
+    assert len(set(runs)) == 3, "it begins with nothing"
