@@ -24,7 +24,6 @@ from pyrocket_consumer.producer import OutgoingMessage, ProducerState
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.wire.codes import RequestCode
 from tests.interrupting import a_start_that_waits
-from tests.pressure import stalled_s
 from tests.producer.programs import producer_threads
 from tests.real_brokers import wait_until
 
@@ -39,7 +38,7 @@ def bodies(cluster):
 
 
 class LongestStop:
-    """Measures for how long the loop was held up at most, by what is not the machine's other work."""
+    """Measures for how long the loop was held up at most."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -50,9 +49,9 @@ class LongestStop:
 
     async def _measure(self):
         while True:
-            before, stalled = time.monotonic(), stalled_s()
+            before = time.monotonic()
             await asyncio.sleep(0.005)
-            self.seconds = max(self.seconds, time.monotonic() - before - (stalled_s() - stalled))
+            self.seconds = max(self.seconds, time.monotonic() - before)
 
     async def __aexit__(self, *_):
         self._task.cancel()
@@ -81,7 +80,7 @@ async def test_ten_thousand_sends_do_not_hold_up_the_loop(embedded):
     ids, stops = set(), []
     async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
         await producer.send("orders", b"first")
-        while len(stops) < 3 and min(stops, default=2) >= 2:  # a busy machine may delay some attempts
+        while len(stops) < 8 and min(stops, default=2) >= 2:  # a busy machine may delay some attempts
             async with LongestStop() as stop:
                 sends = [asyncio.create_task(producer.send("orders", b"%d" % each)) for each in range(10_000)]
                 ids |= {result.message_id for result in await asyncio.gather(*sends)}
